@@ -52,7 +52,7 @@ RUNS = {
         "loss_fn.reference_policy_kl_penalty=0.0",
         f"env.reward_model.model_name=[{','.join(map(str, MEMBERS))}]",
         "+env.reward_model.ensemble={method: worst}",
-        "+env.reward_model.reward_shaping={length_penalty: {coefficient: 0.06, threshold: 20, unit: tokens}}",
+        "+env.reward_model.reward_shaping={length_penalty: {coefficient: 0.015, threshold: 80}}",
     ],
 }
 COLUMNS = [

@@ -21,7 +21,7 @@ from treeward.scoring.scorer import PreparedScorer
 from treeward.serving.models import ServedModel
 from treeward.serving.service import Service
 
-__all__ = ["COMPLETIONS", "PROMPT", "Visits", "answered", "expect", "score", "serving", "settled", "visiting", "write"]
+__all__ = ["COMPLETIONS", "PROMPT", "Visits", "expect", "score", "serving", "settled", "visiting", "write"]
 
 expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (the dev extra has it)").expect
 PROMPT = "How do I boil an egg so that the yolk stays soft?"
@@ -73,15 +73,3 @@ def score(page: Any) -> None:
 def settled(page: Any) -> None:
     expect(page.locator("#score:not([aria-busy])")).to_have_count(1)
     expect(page.locator("#results")).to_be_visible()
-
-
-def answered(page: Any, rows: list[dict[str, Any]], **facts: Any) -> None:
-    """The page asks a server whose model has these facts, and which gives these rows."""
-    model = page.evaluate("fetch('v1/models').then((got) => got.json())")["data"][0]
-    page.route("**/v1/models", lambda route: route.fulfill(json={"data": [model | facts]}))
-    filled = [{"num_tokens": 9, "truncated": False, "error": None} | row for row in rows]
-    body = {"model": "tiny", "contract": None, "data": [{"index": i} | row for i, row in enumerate(filled)]}
-    page.route("**/v1/rewards", lambda route: route.fulfill(json=body))
-    page.reload()
-    expect(page.locator("html[data-ready]")).to_have_count(1)
-    page.get_by_role("checkbox", name="over the words too").uncheck()

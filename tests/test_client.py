@@ -70,7 +70,29 @@ def test_what_is_sent_and_read(serve: Callable[..., Loopback]) -> None:
     sent = {"model": "rm", "on_error": "mask", "shaped": False}
     assert first.json == sent | {"conversations": [chat(1), chat(2)]}
     assert second.json["shaped"] is True
-    assert 0 < float(first.headers["x-deadline-seconds"]) <= 50
+
+
+def test_a_large_list_is_split_and_comes_back_in_order(serve: Callable[..., Loopback]) -> None:
+    now, most, lock = 0, 0, threading.Lock()
+    together = threading.Barrier(3)
+
+    def slowly(asked: Asked) -> Any:
+        nonlocal now, most
+        with lock:
+            now += 1
+            most = max(most, now)
+        if len(server.requests) <= 3:
+            together.wait(timeout=20)  # three requests at a time, or this breaks
+        with lock:
+            now -= 1
+        return scored(asked)
+
+    server = serve(slowly)
+    with RewardClient(server.url, max_conversations=4, max_concurrency=3) as client:
+        scores = client.score([chat(i) for i in range(25)])
+    assert [score.score for score in scores] == [float(i) for i in range(25)]
+    assert sorted(len(request.json["conversations"]) for request in server.requests) == [1, 4, 4, 4, 4, 4, 4]
+    assert most == 3
 
 
 def test_long_conversations_are_sent_in_bodies_that_a_server_takes(serve: Callable[..., Loopback]) -> None:
@@ -85,17 +107,16 @@ def test_it_asks_again_where_that_may_help(serve: Callable[..., Loopback]) -> No
     busy = 429, {"error": {"message": "many wait", "code": "queue_full"}}, {"retry-after": "0"}
     server = serve(busy, (503, b"<html>restarting</html>"), None, scored)
     assert RewardClient(server.url, timeout_seconds=60).score([chat(4)])[0].score == 4.0
-    left = [float(request.headers["x-deadline-seconds"]) for request in server.requests]
-    assert len(left) == 4 and left == sorted(left, reverse=True) and left[0] <= 60 and left[-1] < left[0] - 0.2
+    assert len(server.requests) == 4
 
 
 @pytest.mark.parametrize("status", [401, 413, 422, 500])
 def test_it_does_not_ask_again_for_what_is_wrong(status: int, serve: Callable[..., Loopback]) -> None:
-    server = serve((status, {"error": {"message": "no", "code": "why", "param": "model"}}))
+    server = serve((status, {"error": {"message": "no", "code": "why"}}))
     with pytest.raises(RewardServerError) as caught:
         RewardClient(server.url).score([chat(1)])
     error = caught.value
-    assert (error.status, error.code, error.param) == (status, "why", "model")
+    assert (error.status, error.code) == (status, "why")
     assert error.got == "no" and f"HTTP {status}" in str(error) and isinstance(error, TreewardError)
     assert len(server.requests) == 1
 

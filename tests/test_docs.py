@@ -96,6 +96,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (configs / shipped.name).write_text(shipped.read_text(encoding="utf-8"), encoding="utf-8")
     for name in ("gold.py", "world.json"):
         (folder / "examples" / name).symlink_to(REPOSITORY / "examples" / name)
+    (folder / "resources_servers").symlink_to(REPOSITORY / "resources_servers")
     (configs / "shipped.yaml").write_text((configs / "quickstart.yaml").read_text(encoding="utf-8"), encoding="utf-8")
     shorter = "defaults: shipped.yaml\nrm: {max_num_steps: 3, val_batches: 1}\n"
     (configs / "quickstart.yaml").write_text(shorter, encoding="utf-8")

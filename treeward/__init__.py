@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from treeward.data.rendering import Renderer as Renderer
     from treeward.environments.interface import Environment as Environment
     from treeward.environments.registry import make_environment as make_environment
-    from treeward.environments.registry import register_environment as register_environment
     from treeward.environments.reward_model import RewardModelEnvironment as RewardModelEnvironment
     from treeward.environments.trl import as_trl as as_trl
     from treeward.errors import ConfigError as ConfigError
@@ -53,7 +52,7 @@ _HOMES = {
     "data.prompt_sets": ("register_prompt_dataset",),
     "data.rendering": ("Renderer",),
     "environments.interface": ("Environment",),
-    "environments.registry": ("make_environment", "register_environment"),
+    "environments.registry": ("make_environment",),
     "environments.reward_model": ("RewardModelEnvironment",),
     "environments.trl": ("as_trl",),
     "errors": ("ConfigError", "DataError", "ModelError", "TreewardError"),

@@ -44,8 +44,7 @@ class ServerError(TreewardError):
     """A server did not respond, refused a request, or sent something unexpected.
 
     `status`: the HTTP status, None without a response. `code`: the server's word for the error (`queue_full`, ...).
-    `param`: the wrong field of the request. `is_temporary`: the same request may succeed later, after `retry_after`
-    seconds.
+    `is_temporary`: the same request may succeed later, after `retry_after` seconds.
     """
 
     def __init__(
@@ -54,13 +53,12 @@ class ServerError(TreewardError):
         *,
         status: int | None = None,
         code: str | None = None,
-        param: str | None = None,
         is_temporary: bool = False,
         retry_after: float = 0.0,
         **details: Any,
     ) -> None:
         super().__init__(summary, **details)
-        self.status, self.code, self.param = status, code, param
+        self.status, self.code = status, code
         self.is_temporary, self.retry_after = is_temporary, retry_after
 
 
@@ -120,7 +118,6 @@ class Connection:
                 "GET" if content is None else "POST",
                 url,
                 content=content,
-                headers={"X-Deadline-Seconds": f"{seconds_left:.3f}"},
                 timeout=httpx.Timeout(seconds_left, connect=min(seconds_left, 10.0)),
             )
         except (httpx.ReadTimeout, httpx.WriteTimeout, httpx.PoolTimeout):
@@ -192,7 +189,6 @@ def _refusal(response: httpx.Response, message: Any) -> RewardServerError:
         f"the server refuses the request: HTTP {status} {response.reason_phrase}".rstrip(),
         status=status,
         code=details.get("code"),
-        param=details.get("param"),
         is_temporary=status in _TEMPORARY,
         retry_after=float(seconds[0]) if seconds else 0.0,
         where=str(response.url),

@@ -70,7 +70,7 @@ async def post(client: AsyncOpenAI, path: str, body: Mapping[str, Any], *, total
         message = str(details.get("message") or details.get("detail") or error.response.text)
         reason, status = message.strip().partition("\n")[0][:300], error.status_code
         summary, got = "the server refuses the request", f"{status}: {reason}"
-        raise ServerError(summary, status=status, where=url, got=got, param=error.param) from error
+        raise ServerError(summary, status=status, where=url, got=got) from error
     except (TimeoutError, openai.APITimeoutError) as error:
         raise ServerError("the server has not responded in time", where=url, got="no response") from error
     except openai.APIConnectionError as error:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Self
 
+from omegaconf import OmegaConf
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from treeward.compat.nemo_gym import (
@@ -18,8 +19,9 @@ from treeward.compat.nemo_gym import (
     BaseVerifyRequest,
     BaseVerifyResponse,
     SimpleResourcesServer,
+    merged_config,
 )
-from treeward.config.nemo_gym import NemoGymConfig, model_server_url
+from treeward.config.foreign import FOREIGN_KEYS
 from treeward.data.responses_items import conversation_of
 from treeward.environments.registry import make_environment
 from treeward.environments.source import RewardSource
@@ -44,7 +46,7 @@ class MathWithJudgeConfig(BaseResourcesServerConfig):
 
     @model_validator(mode="after")
     def _check_keys(self) -> Self:
-        for key in (self.model_extra or {}).keys() - NemoGymConfig.foreign_keys().keys():
+        for key in (self.model_extra or {}).keys() - FOREIGN_KEYS["NemoGymConfig"].keys():
             need = f"one of {', '.join(MathWithJudgeConfig.__annotations__)}"
             raise ConfigError("there is no such key", field=key, need=need)
         return self
@@ -65,6 +67,15 @@ class MathWithJudgeConfig(BaseResourcesServerConfig):
             judge |= {names[key]: given[key] for key in names if given.get(key) is not None}
             members["judge"] = {"type": "judge", **judge, **self.judge}
         return {"mode": "fallback", "members": members}
+
+
+def model_server_url(name: str) -> str:
+    """The address of one of NeMo Gym's model servers, for OpenAI's API. Raises `ConfigError`."""
+    servers = OmegaConf.select(merged_config(), f"{name}.responses_api_models") or {}
+    for server in servers.values():
+        return f"http://{server.host}:{server.port}/v1"
+    need = "the name of a server in NAME.responses_api_models of the configuration"
+    raise ConfigError("there is no such model server", field="judge_model_server.name", got=name, need=need)
 
 
 class MathVerifyRequest(BaseVerifyRequest):

@@ -3,19 +3,95 @@
     ng_run "+config_paths=[resources_servers/reward_model/configs/reward_model.yaml, ...]"
     NEMO_GYM_CONFIG_PATH=reward_model_server NEMO_GYM_CONFIG_DICT="$(cat merged.yaml)" python app.py    # what it runs
 
-The instance's section of the merged configuration says where to listen and what to load (`NemoGymConfig`). NeMo Gym
-takes any response as a sign that the server is up, so nothing listens until the model is loaded and verified.
+The instance's section of the merged configuration says where to listen and what to load (`NemoGymConfig`):
+
+    reward_model_server:
+      resources_servers:
+        reward_model: {entrypoint: app.py, domain: rlhf, model_path: results/rm/final, batch_size: 8}
+
+NeMo Gym's own keys of the section are known and have no effect; `host` and `port` are those that it gives. The keys of
+`shaping` (`normalize_rewards`, `reward_mean`, `length_penalty`, ...) may stand beside the others instead; there
+`reward_mean` is 0 and `reward_std` is 1 by default, as on NeMo Gym's page. NeMo Gym takes any response as a sign that
+the server is up, so nothing listens until the model is loaded and verified.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar
 
+from pydantic import Field, PositiveInt, model_validator
+
+from treeward.compat.nemo_gym import handed_over
 from treeward.config.load import load_section
-from treeward.config.nemo_gym import NemoGymConfig, handed_over
-from treeward.errors import TreewardError
+from treeward.config.scoring import RewardShapingConfig
+from treeward.config.server import ServedModelConfig, ServerConfig
+from treeward.errors import ConfigError, TreewardError
 from treeward.progress import configure_logging
 from treeward.serving.run import serve
+
+_DEADLINE_SECONDS = 600  # NeMo Gym waits without a limit, and repeats a rollout that is given up
+_MAX_LENGTH = 2048  # of NeMo Gym's page, for a model whose scoring contract does not say
+_CONSTANTS = {"reward_mean": 0.0, "reward_std": 1.0}
+
+
+class NemoGymConfig(ServedModelConfig):
+    """The configuration of a reward model resources server. Several models are an ensemble, by default `mean`."""
+
+    other_forms: ClassVar[tuple[str, ...]] = (
+        *("normalize_rewards", "reward_mean", "reward_std", "reward_clip", "length_penalty"),
+        "preference_score",
+    )
+
+    name: str = "reward_model"
+    """Name of the model in requests."""
+    batch_size: PositiveInt = 8
+    """Conversations of `max_length` tokens (or 2048) in one forward pass."""
+    host: str = "127.0.0.1"
+    """The address to listen on."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    """The port to listen on."""
+    running: bool = False
+    """Normalise by the mean and standard deviation of all rewards so far."""
+    server: dict[str, Any] = Field(default_factory=dict)
+    """Other keys of the server's configuration, as `{max_queued: 1000}`; `deadline_seconds` is 600 by default."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather_shaping(cls, raw: Any) -> Any:
+        if not isinstance(raw, Mapping):
+            return raw
+        models = next((raw[key] for key in ("models", "model", "model_name", "model_path") if key in raw), ())
+        if isinstance(models, Sequence) and not isinstance(models, str) and len(models) > 1:
+            raw = {"ensemble": "mean", **raw}
+        forms = {key: raw[key] for key in cls.other_forms if key in raw}
+        shaping, others = raw.get("shaping"), {key: value for key, value in raw.items() if key not in forms}
+        if forms and shaping is not None:
+            need = "all of it in the shaping section"
+            raise ConfigError("rewards are shaped in two ways", field=next(iter(forms)), got=forms, need=need)
+        if not forms:
+            return raw
+        section = RewardShapingConfig.model_validate({**_CONSTANTS, **forms})
+        is_on = section.normalize_rewards or section.preference_score or section.length_penalty
+        return {**others, "shaping": section if is_on else None}
+
+    @property
+    def server_config(self) -> ServerConfig:
+        """The configuration of the server."""
+        longest = self.default_max_length or _MAX_LENGTH
+        section = self.model_dump(include=set(ServedModelConfig.model_fields)) | {"default_max_length": longest}
+        values: dict[str, Any] = {"models": [section], "host": self.host, "port": self.port}
+        if "batch_size" in self.model_fields_set or "batch_tokens" not in self.server:
+            values["batch_tokens"] = self.batch_size * (self.max_length or longest)
+        values["running"] = self.running
+        values = {"deadline_seconds": _DEADLINE_SECONDS} | values | self.server
+        return load_section(ServerConfig, values, where="server")
+
+    def check(self) -> None:
+        if self.running and self.shaping is not None and self.shaping.normalize_rewards:
+            raise self.error("running", "running statistics, or normalize_rewards with constants: one of them")
+        assert self.server_config  # raises for what the server would refuse
 
 
 def main() -> int:

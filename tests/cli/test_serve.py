@@ -31,9 +31,10 @@ def test_words_are_models_and_settings(config_of: Callable[..., ServerConfig]) -
     config = config_of("x/a/final", "--port", "0", "org/b", "--host", "0.0.0.0", "max_queued=5", "token_env=TOKEN")
     assert [model.served_name for model in config.models] == ["a", "org/b"]
     assert (config.host, config.port, config.max_queued, config.token_env) == ("0.0.0.0", 0, 5, "TOKEN")
-    words = ["a", "b", "--shaping", "contract", "--dtype", "bfloat16", "--device", "cpu", "--unchecked"]
+    words = ["a", "b", "--shaping", "{preference_score: true}", "--dtype", "bfloat16", "--device", "cpu", "--unchecked"]
     for model in config_of(*words, "--trust-remote-code").models:
-        assert (model.shaping, model.dtype, model.device) == ("contract", "bfloat16", "cpu")
+        assert model.shaping is not None and model.shaping.preference_score
+        assert (model.dtype, model.device) == ("bfloat16", "cpu")
         assert model.trust_remote_code and not model.check_contract
     config = config_of("a", "--max-length", "64", "--truncation", "truncate_left", "--batch-tokens", "512")
     assert (config.models[0].max_length, config.models[0].truncation) == (64, "truncate_left")
@@ -58,7 +59,6 @@ def test_a_file_and_the_command_line(treeward: Command, config_of: Callable[...,
         (["a", "prot=1"], "prot"),
         (["a", "b", "--ensemble", "[1]"], "the option is no section"),
         (["a", "--shaping", "{nonsense: 1}"], "nonsense"),
-        (["a", "--device", "cuda:0,cuda:1"], "with `replicas` each GPU has a copy"),
         (["/nowhere", "--port", "0", "token_env=NO_SUCH_TOKEN"], "the server's key is not in the environment"),
         (["/nowhere", "--port", "0", "host=999.1.1.1"], "the address cannot be used"),
     ],

@@ -82,17 +82,17 @@ def test_constants_of_a_contract_are_not_those_of_other_weights_of_heads(
 ) -> None:
     rows = [{"prompt": f"{i} + 2?", "chosen": f"{i + 2}.", "rejected": "It is 50."} for i in range(20)]
     data = ("--data", write_rows("rows.jsonl", rows))
-    shaped = ("score", labelled, *data, "--shaping", "contract")
+    shaped = ("score", labelled, *data, "--shaping", "{normalize_rewards: true}")
     ensemble = ("score", labelled, labelled, *data, "--ensemble", "mean")
     for words in (
         ("verify", labelled, "--write", "--head-weights", "1,1"),
-        ("calibrate", labelled, *data, "--shaping", "{normalize_rewards: true}"),
+        ("calibrate", labelled, *data),
         *(shaped, ensemble),
     ):
         assert treeward(*words).code == 0
     for words in (shaped, ("calibrate", labelled, *data), ensemble):
         ended = treeward(*words, "--head-weights", "0,1")
-        assert ended.code == 2 and re.search("weights of heads|0 of 2 models with a calibration", ended.err)
+        assert ended.code == 2 and re.search("needs a mean|weights of heads|0 of 2 models", ended.err)
 
 
 def test_json_and_nothing_to_compare(own_model: Path, treeward: Command) -> None:

@@ -24,12 +24,13 @@ from verbs import Command, Ended
 from treeward.client.dialects import DIALECTS
 from treeward.client.verification import verify_server
 from treeward.data.rendering import Renderer
-from treeward.model.contract import HeadContract, write_contract
+from treeward.model.contract import CONTRACT_FILE, HeadContract, write_contract
 from treeward.model.export import export_model
 from treeward.model.loading import build_reward_model
 from treeward.model.reward_model import RewardModel
 from treeward.scoring.golden import sign_exported
 
+OTHER_TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
 FIELDS = {"model_type": "llama", **SIZES}
 
 Rows = list[list[int]]
@@ -74,6 +75,7 @@ class Mistaken:
     activation: Callable[[float], float] = lambda x: x
     model: RewardModel | None = None
     pads: bool = False
+    template: str | None = None
     most: int = 10_000
 
     def __call__(self, asked: Asked) -> Any:
@@ -86,6 +88,11 @@ class Mistaken:
         return 200, {"object": "list", "data": rows[::-1], "usage": {"prompt_tokens": total, "total_tokens": total}}
 
     def _ids(self, sent: dict[str, Any]) -> Rows:
+        if "messages" in sent:
+            renderer = self.served.renderer
+            if self.template is not None:
+                renderer = Renderer(renderer.tokenizer, chat_template=self.template)
+            return [renderer.encode(sent["messages"])]
         tokenize = self.tokenize if sent.get("add_special_tokens", True) else None
         texts = [sent["input"]] if isinstance(sent["input"], str) else sent["input"]
         return [(tokenize or self._plain)(text) for text in texts]
@@ -137,7 +144,6 @@ MISTAKES: dict[str, tuple[Callable[[Served], dict[str, Any]], str, str]] = {
     "two BOS": (lambda s: {"tokenize": lambda x: s.renderer.tokenizer(x)["input_ids"]}, "tokens", "two BOS tokens"),
     "another model": (lambda s: {"model": s.other}, "weights", "no known mistake explains them"),
     "padding": (lambda s: {"pads": True}, "read position", "beside others it has not: padding is read"),
-    "too short a limit": (lambda s: {"most": 100}, "tokens", "the server refuses"),
 }
 
 
@@ -149,6 +155,18 @@ def test_each_mistake_is_named(mistake: str, served: Served, serve: Any, verify:
     last = ended.out.split("\n\n")[-1]
     assert f"what differs first is the {part}: " in last and words in last, last
     assert all(f"  {name}: " in last for name in ("got", "need", "fix")), last
+
+
+def test_too_short_a_limit_of_the_server(served: Served, serve: Any, verify: Callable[..., Ended]) -> None:
+    ended = verify(serve(Mistaken(served, most=100)).url)
+    assert ended.code == 2 and "longer than 100 tokens" in ended.err
+
+
+def test_another_template(served: Served, serve: Any, verify: Callable[..., Ended]) -> None:
+    url = serve(Mistaken(served, template=OTHER_TEMPLATE)).url
+    assert verify(url).code == 0, "it is not used for text"
+    ended = verify(url, "--send", "messages")
+    assert ended.code == 1 and "the template: conversations are rendered in another way" in ended.out
 
 
 def test_a_token(served: Served, serve: Any, verify: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,6 +182,25 @@ def test_a_token(served: Served, serve: Any, verify: Callable[..., Ended], monke
     assert ended.code == 2 and "asks for a bearer token" in ended.err and "--token-env" in ended.err
     monkeypatch.setenv("RM_TOKEN", "open-sesame")
     assert verify(url, "--token-env", "RM_TOKEN").code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--against", "localhost:8000"], "no address of a server"),
+        (["--against", "http://x", "--write"], "does not go with --against"),
+        (["--dialect", "vllm"], "the option needs --against URL"),
+    ],
+)
+def test_mistakes(words: list[str], message: str, served: Served, treeward: Command) -> None:
+    ended = treeward("verify", served.folder, *words)
+    assert ended.code == 2 and message in ended.err
+
+
+def test_a_folder_that_cannot_be_replayed(treeward: Command, own_model: Path) -> None:
+    (own_model / CONTRACT_FILE).unlink()
+    ended = treeward("verify", own_model, "--against", "http://127.0.0.1:1")
+    assert ended.code == 2 and "no golden conversations" in ended.err
 
 
 @pytest.fixture(scope="module")

@@ -135,17 +135,6 @@ def test_the_saved_model_is_a_plain_one(tiny_tokenizer: Any, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_bfloat16_is_as_near_as_rounding(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    ours, theirs = (
-        train_rewards(kind, tiny_tokenizer, tmp_path, max_steps=4, bf16=True, gradient_checkpointing=True)
-        for kind in (compat.RewardTrainer, trl.RewardTrainer)
-    )
-    assert_fewer_tokens(ours, most=0.8)
-    first, other = (trainer.state.log_history[0]["loss"] for trainer in (ours, theirs))
-    assert first == pytest.approx(other, abs=0.01)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "options", "reason"),
     [

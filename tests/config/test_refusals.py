@@ -11,7 +11,6 @@ from treeward.config.grpo import GRPOConfig, PolicyLossConfig
 from treeward.config.grpo_policy import GRPOPolicyConfig
 from treeward.config.load import load_section
 from treeward.config.loss import READ_BY, LabelConfig, RewardModelType
-from treeward.config.nemo_gym import NemoGymConfig
 from treeward.config.policy import OptimizerConfig, PolicyConfig
 from treeward.config.reward_environments import (
     HybridEnvironmentConfig,
@@ -89,7 +88,6 @@ SECTIONS = [
      "dtensor_cfg.lora_cfg.enabled"),
     (RewardModelEnvironmentConfig, "model_name: [a, b]", "models"),
     (RewardModelEnvironmentConfig, "model_name: [a, b], ensemble: {}, tokenizer: {name: a}", "tokenizer"),
-    (RewardModelEnvironmentConfig, "model_name: m, reward_shaping: contracts", "shaping"),
     (RewardShapingConfig, "reward_mean: 1.0", "reward_std"),
     (RewardShapingConfig, "preference_score: true, reference: par", "reference"),
     (RewardShapingConfig, "temperature: fitted", "temperature"),
@@ -103,7 +101,6 @@ SECTIONS = [
     (ServerConfig, "models: [{}]", "models[0].models"),
     (ServerConfig, "models: [{model: a, models: [b]}]", "models[0].models"),
     (ServerConfig, "models: [{model: a}, {model: b/a}, {model: x, name: a}]", "models"),
-    (NemoGymConfig, "model_path: m, running: true, normalize_rewards: true", "running"),
 ]  # fmt: skip
 
 

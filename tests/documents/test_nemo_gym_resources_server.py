@@ -29,18 +29,17 @@ from starlette.testclient import TestClient
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import treeward
-from treeward.config.nemo_gym import NemoGymConfig
 from treeward.environments.registry import make_environment
 from treeward.environments.reward_model import RewardModelEnvironment
-from treeward.errors import ConfigError, DataError
+from treeward.errors import ConfigError
 from treeward.parallel.ray_cluster import free_port
-from treeward.scoring.golden import weighted_heads
-from treeward.scoring.score import Score
 from treeward.scoring.scorer import Scorer
 from treeward.serving.app import create_app
 from treeward.serving.service import Service
 
 REPOSITORY = Path(__file__).parent.parent.parent
+APP = runpy.run_path(str(REPOSITORY / "resources_servers" / "reward_model" / "app.py"))
+NemoGymConfig = APP["NemoGymConfig"]
 PROMPT = "Explain quantum computing simply."
 RESPONSE = "It computes with waves of chance."
 CHAT = chat(PROMPT, RESPONSE)
@@ -76,16 +75,6 @@ def test_a_loaded_model_scores_a_prompt_and_a_response(model_path: str) -> None:
     developer = [{"role": "developer", "content": "Be brief."}, *CHAT]
     system = [developer[0] | {"role": "system"}, *CHAT]
     assert reward_model.predict(developer[:-1], RESPONSE) == reward_model.scorer.score([system])[0].score
-
-
-def test_what_has_no_score_is_an_error_and_no_number(model_path: str) -> None:
-    reward_model = treeward.load_reward_model(model_path, device="cpu")
-    for prompt, response, says in [
-        *((PROMPT, "word " * 400, "too long"), (PROMPT, [], "no completion"), (PROMPT, None, "response")),
-        *((3, RESPONSE, "prompt"), ([PROMPT], RESPONSE, r"prompt\[0\]"), (b"bytes", RESPONSE, "prompt")),
-    ]:
-        with pytest.raises(DataError, match=says):
-            reward_model.score(prompt=prompt, response=response)
 
 
 # The classes, as the page has them; the lines above the first one are ours
@@ -324,15 +313,6 @@ def test_and_is_an_environment(five_attributes: str) -> None:
     assert step.rewards[0].item() == pytest.approx(components["head_helpfulness"], abs=1e-5)
 
 
-def test_without_weights_it_says_which_there_are(five_attributes: str) -> None:
-    with pytest.raises(treeward.ModelError, match="helpfulness, correctness"):
-        Scorer.load(five_attributes, device="cpu")
-    for names in ((), ("a b", "a-b")):  # a name of each, also where two would be written alike
-        assert Score(1.0, heads=(1.0, 2.0), head_names=names).parts == {"head_0": 1.0, "head_1": 2.0}
-    with pytest.raises(ConfigError, match="head_weights"):
-        weighted_heads(["one", "one"], {"one": 1.0})
-
-
 @pytest.fixture
 def make_client(request: pytest.FixtureRequest) -> Callable[..., TestClient]:
     """A function: a client of the server with these keys of the page's configuration."""
@@ -348,7 +328,6 @@ def make_client(request: pytest.FixtureRequest) -> Callable[..., TestClient]:
 
 # The configuration: the page's first YAML and its table
 
-APP = runpy.run_path(str(REPOSITORY / "resources_servers" / "reward_model" / "app.py"))
 FIRST_YAML = """
 reward_model_server:
   resources_servers:
@@ -385,17 +364,6 @@ def test_the_options_have_the_pages_defaults(model_path: str, five_attributes: s
         assert client.get("/v1/models").json()["data"][0]["max_model_len"] == expected
     got = verified(make_client(model_path=model_path, max_length=50), "word " * 60)
     assert got["failure_reason"].endswith("at most 50")
-
-
-def test_weights_that_float16_cannot_hold(model_path: str, tmp_path: Path, make_client: Any) -> None:
-    hf = AutoModelForSequenceClassification.from_pretrained(model_path)
-    with torch.no_grad():
-        hf.model.norm.weight *= 1e5
-    hf.save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(model_path).save_pretrained(tmp_path)
-    with pytest.raises(treeward.ModelError, match="in bfloat16 or float32"):
-        make_client(model_path=str(tmp_path), dtype="float16")
-    assert "mask_sample" not in verified(make_client(model_path=str(tmp_path)))
 
 
 def test_a_preference_score_is_in_0_to_1(model_path: str, make_client: Any) -> None:

@@ -16,7 +16,6 @@ from messages import chat
 
 from treeward.compat.nemo_rl import EnvironmentReturn, RewardModelEnvironment
 from treeward.config.load import load_config, load_grpo_config
-from treeward.config.reward_environments import RewardModelEnvironmentConfig
 from treeward.errors import ConfigError
 from treeward.scoring.scorer import Scorer
 
@@ -122,11 +121,6 @@ def test_the_configuration_of_the_environment(
 def test_what_must_be(section: Callable[..., dict[str, Any]], override: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         section(override)
-
-
-def test_the_defaults_of_the_page() -> None:
-    config = RewardModelEnvironmentConfig.model_validate({"model_name": "some/model"})
-    assert (config.resources.gpus_per_node, config.resources.num_nodes, config.dtype) == (1, 1, "bfloat16")
 
 
 @pytest.mark.parametrize(

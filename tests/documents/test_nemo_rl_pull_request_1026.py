@@ -301,13 +301,3 @@ def test_half_of_its_processes(
                  for pid in sorted({name.partition("-")[0] for name in names})]  # fmt: skip
     assert len(by_engine) == 2 and len(names) == 6
     check_weights(tmp_path, of_stand_in(stand_ins, "policy.model_name"), by_engine)
-
-
-def test_keys_that_need_others() -> None:
-    file, apart = REPOSITORY / "examples/configs/grpo_rm_1B.yaml", "policy.generation.colocated.enabled=False"
-    with pytest.raises(ConfigError, match="multiple of tensor_parallel_size"):
-        load_grpo_config(file, ["env.reward_model.dtensor_cfg.tensor_parallel_size=4"])
-    with pytest.raises(ConfigError, match="the url of a server"):
-        load_grpo_config(file, [apart])
-    config = load_grpo_config(file, [apart, "policy.generation.url=http://127.0.0.1:8000/v1"])
-    assert not config.policy.generation.starts_engines

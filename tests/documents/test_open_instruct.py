@@ -5,7 +5,6 @@ The automatic upload to the hub is tried in tests/training/test_train.py, the pu
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import re
@@ -126,14 +125,6 @@ BASE = f"""
 defaults: {REPOSITORY / "examples" / "configs" / "rm.yaml"}
 data: {{_override_: true, train: {{data_path: train.jsonl}}, validation: {{data_path: val.jsonl}}}}
 """  # the file of the page's commands
-# Of the authors' own scripts/train/tulu3/reward_modeling_8b.sh, and of their debug script.
-FLAGS = """
---exp_name --model_name_or_path --model_revision --tokenizer_name --tokenizer_revision --use_slow_tokenizer
---dataset_mixer_list --max_token_length --max_prompt_token_length --per_device_train_batch_size
---gradient_accumulation_steps --learning_rate --lr_scheduler_type --num_train_epochs --gradient_checkpointing
---with_tracking --seed --mixed_precision
---per_device_eval_batch_size --push_to_hub
-"""
 
 
 def rows(section: str) -> list[tuple[str, str]]:
@@ -165,12 +156,3 @@ def test_every_row_is_an_override_that_is_heeded(section: str, number: int, tmp_
             config: Any = load_config(file, [f"{key}={text}"]).model_dump(mode="json", by_alias=True)
             value = reduce(lambda section, name: section[name], key.split("."), config)
             assert has(value, yaml.safe_load(text)), (theirs, value)
-
-
-def test_the_left_column_has_options_of_the_others() -> None:
-    trl = pytest.importorskip("trl")
-    sections = (trl.RewardConfig, trl.ModelConfig, trl.ScriptArguments)
-    fields = {field.name for section in sections for field in dataclasses.fields(section)}
-    named = {name for theirs, _ in rows("TRL") for name in re.findall(r"`(\w+)`", theirs)}
-    assert named and named <= fields
-    assert set(FLAGS.split()) <= set(re.findall(r"--\w+", PAGE.partition("### From TRL")[0]))

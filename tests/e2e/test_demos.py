@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from conftest import REPOSITORY
 
 EXAMPLES = REPOSITORY / "examples"
@@ -113,31 +112,6 @@ def test_a_real_model_is_trained_evaluated_and_its_table_has_the_numbers_of_the_
     assert (results / "model/final/model.safetensors").stat().st_mtime_ns == made
 
 
-def test_without_data_it_says_where_from(
-    demo: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise ConnectionError("no route")
-
-    run = demo("real_demo", hf_hub_download=refuse)["run"]
-    monkeypatch.delenv("TREEWARD_SHARED_DATA", raising=False)
-    assert run() == 1 and "TREEWARD_SHARED_DATA" in capsys.readouterr().out
-    monkeypatch.setenv("TREEWARD_SHARED_DATA", "elsewhere")
-    assert run() == 1 and "There is no elsewhere/hh_harmless/train.jsonl.gz" in capsys.readouterr().out
-    assert not Path("results").exists()
-
-
-def test_the_run_of_grpo_takes_the_files_of_the_real_demo() -> None:
-    training, grpo = (
-        yaml.safe_load((EXAMPLES / f"configs/{name}.yaml").read_text(encoding="utf-8"))
-        for name in ("real_demo", "grpo_real_demo")
-    )
-    assert grpo["env"]["reward_model"]["model_name"] == f"{training['checkpointing']['checkpoint_dir']}/final"
-    assert grpo["policy"]["model_name"] == training["policy"]["model_name"]
-    train = Path(training["data"]["train"]["data_path"])
-    assert grpo["data"]["train"]["data_path"] == str(train.with_name(f"{train.stem}_prompts.jsonl"))
-
-
 NOTEBOOK = EXAMPLES / "first_reward_model.ipynb"
 
 
@@ -152,9 +126,3 @@ def test_the_notebook_runs_and_shows_what_its_text_says(tmp_path: Path, monkeypa
     assert names["outcome"].validation["held_out"]["accuracy"] > 0.7 and names["outcome"].warning is None
     assert "likes longer completions" in names["report"]["blocks"][0]["markdown"]
     assert sum(names["bonus"]) > 0
-
-
-def test_the_links_of_the_notebook_are_there() -> None:
-    text = NOTEBOOK.read_text(encoding="utf-8")
-    for page in ("pretrained-backbone.md", "scoring.md", "training.md"):
-        assert f"../docs/{page}" in text and (REPOSITORY / "docs" / page).is_file()

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_policy import FakePolicy, response
+from fake_policy import FakePolicy
 from messages import assistant, read_jsonl, user, write_jsonl
 from signed import write_signed_model
 
@@ -151,48 +151,6 @@ def test_the_real_collector_gets_the_rewards_of_the_scorer(gym: Path, workplace:
     right, *wrong = sorted(read_jsonl(workplace / "data" / "math.jsonl"), key=lambda row: row["_ng_task_index"])
     assert (right["reward"], right["library_reward"], right["judge_reward"]) == (1.0, 1.0, None)
     assert [(row["reward"], row["judge_reward"]) for row in wrong] == [(0.0, 0.0)] * 4
-
-
-def test_the_pages_classes_with_gyms_own(gym: Path, tmp_path: Path, served_model: Path) -> None:
-    """In this environment, which has torch, with NeMo Gym's packages behind its own."""
-    packages = next(gym.glob("lib/python*/site-packages"))
-    (tmp_path / "first").mkdir()
-    for name in ("antlr4", "omegaconf"):  # the parser of hydra's grammar must be its own
-        (tmp_path / "first" / name).symlink_to(packages / name)
-    body = {
-        "responses_create_params": {"input": [{"role": "user", "content": "Why?", "type": "message"}]},
-        "response": response("So.") | {"usage": None},
-    }
-    code = f"""
-import json, runpy, sys
-sys.path.append({str(packages)!r})
-page = runpy.run_path({str(REPOSITORY / "tests/documents/test_nemo_gym_resources_server.py")!r})
-names = {{}}
-exec(page["IMPORTS"] + page["QUICK_START"] + page["LENGTH_PENALTY"] + page["HUGGING_FACE"], names)
-from nemo_gym.base_resources_server import SimpleResourcesServer
-from nemo_gym.server_utils import ServerClient
-from omegaconf import OmegaConf
-from starlette.testclient import TestClient
-head = {{"host": "127.0.0.1", "port": 1}}
-client = ServerClient(head_server_config=head, global_config_dict=OmegaConf.create({{}}))
-config = head | {{"name": "rm", "entrypoint": "app.py", "domain": "rlhf", "model_path": {str(served_model)!r}}}
-for name in ("RewardModelResourcesServer", "LengthPenalty", "HFRewardModelServer"):
-    assert issubclass(names[name], SimpleResourcesServer)
-    app = names[name](config=config, server_client=client).setup_webserver()
-    reply = TestClient(app).post("/verify", json={body!r})
-    assert reply.status_code == 200, reply.text
-    print(json.dumps(reply.json()["reward"]))
-"""
-    paths = [str(tmp_path / "first"), str(REPOSITORY / "tests"), *sys.path[1:]]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(paths),
-        "HF_HUB_OFFLINE": "1",
-        "RAY_AUTH_MODE": "disabled",
-    }
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    first, penalised, _ = map(float, done.stdout.split()[-3:])
-    assert first == penalised == pytest.approx(Scorer.load(served_model, device="cpu").predict("Why?", "So."), abs=1e-5)
 
 
 @pytest.fixture(scope="module")

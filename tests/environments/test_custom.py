@@ -53,7 +53,7 @@ def anything(conversation, env_info):
 
 def whole(conversations, env_infos, what="list"):
     values = [info["value"] for info in env_infos]
-    return {"list": values, "tensor": torch.tensor([1.0, 2.0]), "short": values[:1], "text": "ab",
+    return {"list": values, "short": values[:1], "text": "ab",
             "reward": Reward(1.0), "error": 1 / 0 if what == "error" else None}[what]
 
 async def slowly(conversation, env_info):
@@ -64,10 +64,6 @@ async def slowly(conversation, env_info):
 
 def hands_on(conversation, env_info):
     return slowly(conversation, env_info) if env_info.get("later") else 0.5
-
-async def slowly_all(conversations, env_infos):
-    await asyncio.sleep(0)
-    return [2.0] * len(conversations)
 
 class CustomRewardModel:
     made = 0
@@ -83,8 +79,6 @@ class Predictor:
 
 class Mute:
     pass
-
-CONSTANT = 3
 """
 
 
@@ -109,16 +103,12 @@ VERL = [{"data_source": "gsm8k", "ground_truth": truth, "index": 1} for truth in
         ("batch", {"scale": 2.0}, [chat("abc"), chat("a")], [{"bonus": 1}, {}], [7, 2]),
         ("single", {}, [chat("abc"), chat("a")], [{}, {}], [3, 1]),
         ("texts", {}, [chat("4"), chat("5")], [{}, {}], [2, 1]),
-        ("texts", {"suffix": "!"}, [chat("4!")], [{}], [2]),
         ("trl", {}, [chat("4"), chat("5")], [{"answer": "4"}, {"answer": "4", "missing": 1}], [1, 0]),
         ("trl_strict", {}, [chat("4"), [SYSTEM, *chat("5")]], [{}, {}], [1, math.nan]),
         ("compute_score", {"bonus": 0.5}, [chat("4"), chat("4")], VERL, [1.5, 0.5]),
         ("compute_scores", {}, [chat("4"), chat("4")], VERL, [1, 0]),
         ("Predictor", {}, [chat("4")], [{}], [0.5]),
-        ("slowly_all", {}, [chat("4")] * 2, [{}, {}], [2, 2]),
-        ("whole", {"what": "tensor"}, [chat("4")] * 2, [{"value": 1}] * 2, [1, 2]),
         ("batch", {}, [chat("4")[:1], chat("4"), []], [{}, {}, {}], [math.nan, 1, math.nan]),
-        ("batch", {}, [], [], []),
     ],
 )
 def test_every_convention_gives_rewards(
@@ -182,23 +172,13 @@ def test_async_functions_also_inside_a_running_loop(rewards_file: str, function:
     assert asyncio.run(inside()).rewards.tolist() == pytest.approx([1, math.nan], nan_ok=True)
 
 
-def test_a_function_cannot_change_what_the_loop_goes_on_with(tmp_path: Path) -> None:
-    file = tmp_path / "rude.py"
-    file.write_text("def f(conversation, env_info):\n    env_info.clear()\n    conversation.clear()\n    return 1\n")
-    result = step(f"{file}:f", [chat("4")], [{"ground_truth": "4"}])
-    assert result.metadata[0]["ground_truth"] == "4" and result.answers == ["4"]
-
-
 @pytest.mark.parametrize(
     ("function", "config", "message"),
     [
         ("batch", {}, "not the path of a class or function"),
         ("no_such_module_here:f", {}, "cannot be imported"),
-        ("no/such/file.py:f", {}, "does not exist"),
         ("{file}:bach", {}, "did you mean .*:batch"),
-        ("{file}:CONSTANT", {}, "not a function or class"),
         ("{file}:Mute", {}, "no method that scores"),
-        ("builtins:print", {}, "fit no known signature"),
         ("{file}:CustomRewardModel", {}, "cannot be constructed"),
         ("{file}:batch", {"kwargs": {"scal": 1}}, "cannot be called"),
     ],

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 from environments.conftest import chat, details, numbers
 
+from treeward.config.reward_environments import HybridMember
 from treeward.environments.hybrid import HybridEnvironment
+from treeward.environments.interface import Environment, Reward
+from treeward.scoring.score import Score
 
 FUNCTIONS = """
 asked = []
@@ -62,21 +65,27 @@ SECOND = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("fallback_on", "want", "asked"),
-    [
-        (["failed", "wrong"], [1, 0.2, 0.3, None, None], ["b", "c", "d", "e"]),
-        (["failed"], [1, 0, 0.3, 0, None], ["c", "e"]),
-        (["wrong"], [1, 0.2, None, None, None], ["b", "d"]),
-    ],
-)
-def test_fallback(functions: str, fallback_on: list[str], want: list[Any], asked: list[str]) -> None:
+def test_fallback(functions: str) -> None:
     members = {
         "check": {"type": "rules", "rule": "exact_match"},
         "second": {"type": "custom", "function": f"{functions}:second"},
     }
-    environment = HybridEnvironment({"mode": "fallback", "members": members, "fallback_on": fallback_on})
+    environment = HybridEnvironment({"mode": "fallback", "members": members})
     result = environment.step([chat(completion) for completion in "abcde"], SECOND)
-    assert numbers(result) == want
-    assert sys.modules["treeward_custom_members"].asked == asked
+    assert numbers(result) == [1, 0.2, 0.3, None, None]
+    assert sys.modules["treeward_custom_members"].asked == ["b", "c", "d", "e"]
     assert details(result, "components")[0]["check"] == 1
+
+
+class Judged(Environment):
+    def rewards(self, conversations: Any, env_infos: Any) -> list[Reward]:
+        return [Reward(2.0, Score(None, judgement="Well said.")) for _ in conversations]
+
+
+def test_what_a_judge_among_the_members_wrote_is_kept() -> None:
+    environment = HybridEnvironment({"members": {"rules": {"rule": "exact_match"}}})
+    environment.members["judge"] = Judged()
+    environment.config.members["judge"] = HybridMember(weight=0.5)
+    rewards = environment.reward([chat("4"), chat("4")], [{"ground_truth": "4"}, {}])
+    assert [reward.value for reward in rewards] == [2.0, None]
+    assert [reward.score.judgement for reward in rewards] == ["Well said."] * 2

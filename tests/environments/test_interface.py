@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
+import pytest
 import torch
-from environments.conftest import Lengths, chat, details, numbers
+from environments.conftest import Lengths, chat
 
-from treeward.environments.interface import (
-    DETAILS,
-    EnvironmentReturn,
-)
+from treeward.environments.interface import DETAILS, EnvironmentReturn
+from treeward.errors import DataError
 
 
 def test_a_step_returns_six_fields_in_nemo_rls_order() -> None:
@@ -32,14 +30,8 @@ def test_a_step_returns_six_fields_in_nemo_rls_order() -> None:
     assert Lengths().step([chat("four"), chat("five")], []).rewards.shape == (2,), "NeMo RL's test gives no env_infos"
 
 
-def test_what_is_no_sample_costs_its_own_reward_only() -> None:
-    logs: list[Any] = [chat("four"), None, "text", ["text"], 3, np.array(chat("sixsix"), dtype=object), chat("x")]
-    infos: list[Any] = [{"id": 0}, {"id": 1}, None, {}, {}, {}, "info"]
-    result = Lengths().step(logs, infos)
-    assert numbers(result) == [4.0, None, None, None, None, 6.0, None]
-    errors = details(result, "error")
-    assert errors[1] == "the message log is not a list of messages (got: 'None')"
-    assert all("not a list of messages" in error for error in errors[1:5])
-    assert "env_info is not a mapping" in errors[6]
-    assert [metadata.get("id") for metadata in result.metadata[:2]] == [0, 1]
-    assert result.answers[:2] == ["four", None]
+def test_what_is_no_log_raises() -> None:
+    for log in (None, "text", ["text"], 3):
+        with pytest.raises(DataError, match="sample 1: the message log is not a list of messages"):
+            Lengths().step([chat("four"), log], [None, None])  # type: ignore[list-item]
+    assert Lengths().step([np.array(chat("sixsix"), dtype=object)], []).rewards.tolist() == [6.0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from treeward.data.rendering import Renderer
 from treeward.environments.judge import JudgeEnvironment
 from treeward.errors import ModelError
-from treeward.scoring.verdicts import Answer, TokenChoice, Verdict, make_question, read_answer, reminded
+from treeward.scoring.verdicts import Answer, TokenChoice, Verdict, make_question, read_answer
 
 
 @pytest.fixture
@@ -96,20 +95,15 @@ def test_verdicts_are_read_strictly() -> None:
             assert (verdict.value if isinstance(verdict, Verdict) else None) == value, text
 
 
-def test_garbage_is_asked_about_once_more_and_then_no_reward(endpoint: FakeJudge) -> None:
-    endpoint.answer = lambda request: "Rating: [[8]]" if len(request["messages"]) > 2 else "Well, it depends."
-    assert details(judge(endpoint).step([chat("4")], [{}]), "components") == [{"rating": 8}]
-    assert [m["role"] for m in endpoint.requests[1]["messages"]] == ["system", "user", "assistant", "user"]
+def test_garbage_is_no_reward(endpoint: FakeJudge) -> None:
     endpoint.answer = lambda request: "Well, it depends."
     result = judge(endpoint).step([chat("4")], [{}])
-    assert math.isnan(result.rewards[0]) and len(endpoint.requests) == 4
-    assert details(result, "error") == ["the judge gave no verdict, also after a reminder"]
+    assert math.isnan(result.rewards[0]) and len(endpoint.requests) == 1
+    assert details(result, "error") == ["the judge gave no verdict"]
     cut = completion("Let me think. Rating: [[8]] or")
     cut["choices"][0]["finish_reason"] = "length"
     endpoint.answer = lambda request: (200, cut)
-    assert details(judge(endpoint).step([chat("4")], [{}]), "error")[0] == (
-        "the judge's message was cut: longer than max_tokens, also after a reminder"
-    )
+    assert "longer than max_tokens" in details(judge(endpoint).step([chat("4")], [{}]), "error")[0]
 
 
 def test_what_the_judge_wrote_is_kept(endpoint: FakeJudge) -> None:
@@ -129,7 +123,7 @@ def test_a_judge_that_writes_no_verdicts_ends_the_run_at_once(endpoint: FakeJudg
     environment = judge(endpoint)
     with pytest.raises(ModelError, match="none on its first 4 questions") as caught:
         environment.step([chat(str(n)) for n in range(20)], [{}] * 20)
-    assert len(endpoint.requests) == 8 and caught.value.got == "Well, it depends."  # with a reminder each
+    assert len(endpoint.requests) == 4 and caught.value.got == "Well, it depends."
     endpoint.answer = lambda request: "Rating: [[7]]" if "0" in between_tags(request, "completion") else "Hm."
     assert len(details(environment.step([chat(str(n)) for n in range(20)], [{}] * 20), "error")) == 20
 
@@ -148,42 +142,20 @@ def test_failures_are_retried_and_those_that_stay_cost_only_their_samples(endpoi
     assert len(endpoint.requests) == 4
 
 
-def test_a_request_that_hangs(endpoint: FakeJudge) -> None:
-    release = threading.Event()
-    endpoint.answer = lambda request: (
-        (release.wait(20) if "slow" in request["messages"][1]["content"] else None) or "Rating: [[7]]"
-    )
-    result = judge(endpoint, timeout_seconds=0.3, max_retries=0).step([chat("slow"), chat("fast")], [{}, {}])
-    assert details(result, "error") == ["judge: the server has not responded in time: no response", None]
-    release.set()
-
-
-@pytest.mark.parametrize(("status", "field"), [(401, "api_key_env"), (403, "api_key_env"), (404, "model"), (400, None)])
-def test_an_endpoint_that_refuses_everything_raises(endpoint: FakeJudge, status: int, field: str | None) -> None:
+@pytest.mark.parametrize(("status", "field"), [(401, "api_key_env"), (404, "model"), (400, "max_tokens")])
+def test_an_endpoint_that_refuses_everything_raises(endpoint: FakeJudge, status: int, field: str) -> None:
     endpoint.answer = lambda request: (status, {"error": {"message": "no such luck"}})
     with pytest.raises(ModelError, match="no such luck") as caught:
-        judge(endpoint, mode="pairwise").step([chat("4")] * 3, [{"reference_answers": "5"}] * 3)
-    assert caught.value.field == field
+        judge(endpoint).step([chat("4")] * 9, [{}] * 9)
+    assert field in str(caught.value.field)
+    assert status != 400 or len(endpoint.requests) == 4
 
 
-def test_a_request_that_is_refused_costs_its_sample_unless_a_setting_is_to_blame(endpoint: FakeJudge) -> None:
-    def refuse(param: str | None) -> None:
-        body = {"error": {"message": "Too much.\nMore of it.", "param": param}}
-        endpoint.answer = lambda request: (
-            (400, body) if "long" in request["messages"][1]["content"] else "Rating: [[7]]"
-        )
-
-    refuse("messages")
-    for logs in ([chat("long"), chat("4")], [chat("long")]):
-        result = judge(endpoint).step(logs, [{}] * len(logs))
-        assert details(result, "error") == ["judge: the server refuses the request: 400: Too much.", None][: len(logs)]
-    for param, settings in (("temperature", {}), ("top_k", {"extra_body": {"top_k": 5}})):
-        refuse(param)
-        with pytest.raises(ModelError, match=r"refuses the requests(?s:.)*Too much."):
-            judge(endpoint, **settings).step([chat("long"), chat("4")], [{}, {}])
-    refuse("temperature")
-    result = judge(endpoint, temperature=None).step([chat("long"), chat("4")], [{}, {}])  # it is not sent
-    assert details(result, "error")[1] is None
+def test_a_request_that_is_refused_costs_its_sample(endpoint: FakeJudge) -> None:
+    body = {"error": {"message": "Too much.\nMore of it.", "param": "messages"}}
+    endpoint.answer = lambda request: (400, body) if "long" in request["messages"][1]["content"] else "Rating: [[7]]"
+    result = judge(endpoint).step([chat("long"), chat("4")], [{}, {}])
+    assert details(result, "error") == ["judge: the server refuses the request: 400: Too much.", None]
 
 
 def test_equivalence_is_asked_in_both_orders(endpoint: FakeJudge) -> None:
@@ -238,30 +210,11 @@ def test_groups_are_of_one_prompt_or_as_the_loop_says(endpoint: FakeJudge) -> No
     result = environment.step(logs, [{}] * 6)
     assert result.rewards.tolist()[:4] == [1, 1, 0, 0] and len(endpoint.requests) == 4
     assert "the only one of its prompt" in str(details(result, "error")[4]) and details(result, "error")[5] is not None
-    apart = environment.step([chat("a"), chat("b")] * 2, [{"reward_group": i} for i in ("x", "x", "y", "y")])
+    pair = [chat("a"), chat("b", "3 + 3?")]
+    apart = environment.step(pair * 2, [{"reward_group": i} for i in (0, 0, 1, 1)])
     assert apart.rewards.tolist() == [1, 0, 1, 0] and len(endpoint.requests) == 8
     mixed = environment.step([chat("a"), chat("b"), chat("b")], [{"reference_answers": "five"}, {}, {}])
     assert mixed.rewards.tolist() == [1, 0.5, 0.5] and len(endpoint.requests) == 12
-
-
-def test_the_majority_of_several_samples(endpoint: FakeJudge) -> None:
-    said = {"a": ["[[A]]", "[[B]]", "[[A]]"], "b": ["[[A]]", "[[C]]", "what?", "what?"]}
-    counts = dict.fromkeys(said, 0)
-
-    def answer(request: dict[str, Any]) -> str:
-        first = places(request)[0]
-        counts[first] += 1
-        return said[first][counts[first] - 1]
-
-    endpoint.answer = answer
-    settings: dict[str, Any] = {"num_samples": 3, "temperature": 1.0, "max_concurrency": 1}
-    result = judge(endpoint, mode="pairwise", **settings).step([chat("a")], [{"reference_answers": "b"}])
-    # first: A of A, B, A; last: A and C are a draw, of which the reference gets 1 and 0.5
-    assert result.rewards.tolist() == [(1 + 0.25) / 2]
-    assert details(result, "components")[0]["agreement"] == pytest.approx((2 / 3 + 1 / 2) / 2)
-    ratings = iter(["Rating: [[4]]", "Rating: [[9]]", "Rating: [[2]]"])
-    endpoint.answer = lambda request: next(ratings)
-    assert judge(endpoint, **settings).step([chat("a")], [{}]).rewards.tolist() == pytest.approx([4 / 8])
 
 
 # --- log-probabilities -----------------------------------------------------------------------------------------------
@@ -365,10 +318,10 @@ def test_a_model_in_the_process_compares_by_expectation(policy_folder: Path) -> 
     values, beginnings = [], set()
     labels, renderer = ["[[A]]", "[[B]]", "[[C]]"], Renderer(AutoTokenizer.from_pretrained(policy_folder))
     for texts in (["four", "4"], ["4", "four"]):
-        question = make_question(environment.config, "user: 2 + 2?", texts, 0)
-        a, _, tie = by_hand(policy_folder, question.messages[1]["content"], labels)
+        question = make_question(environment.config, "user: 2 + 2?", texts)
+        a, _, tie = by_hand(policy_folder, question[1]["content"], labels)
         values.append(a + tie / 2)
-        prompt = renderer.render(question.messages, generation_prompt=True)
+        prompt = renderer.render(question, generation_prompt=True)
         rows = renderer.encode_texts([prompt + label for label in labels])
         beginnings |= {tuple(row[:end]) for row in rows for end in range(1, len(row) + 1)}
     assert environment.cost.num_prompt_tokens == len(beginnings)  # both orders share the conversation
@@ -387,11 +340,9 @@ def test_a_model_in_the_process_writes_its_verdict(policy_folder: Path, tmp_path
     renderer = Renderer(tokenizer)
     for own, reference in (("four", "five"), ("five", "four"), ("4", "five"), ("five", "4")):
         verdict = "[[B]]" if reference == "five" else "[[A]]"  # always the reference
-        messages = make_question(config, "user: 2 + 2?", [own, reference], 0).messages
-        for text in ("Hm.", verdict):  # the verdict after the reminder alone
-            prompt = renderer.render(messages, generation_prompt=True)
-            rows.append(renderer.encode_texts([prompt + text + tokenizer.eos_token])[0])
-            messages = reminded(messages, Answer(text), config)
+        messages = make_question(config, "user: 2 + 2?", [own, reference])
+        prompt = renderer.render(messages, generation_prompt=True)
+        rows.append(renderer.encode_texts([prompt + verdict + tokenizer.eos_token])[0])
     optimizer = torch.optim.AdamW(hf.parameters(), lr=3e-3)
     for _ in range(160):
         loss = sum(hf(torch.tensor([row]), labels=torch.tensor([row])).loss for row in rows)
@@ -404,4 +355,4 @@ def test_a_model_in_the_process_writes_its_verdict(policy_folder: Path, tmp_path
     result = environment.step([chat("four"), chat("4")], [{"reference_answers": "five"}] * 2)
     assert result.rewards.tolist() == [0, 0], details(result, "error")
     assert [one["inconsistent"] for one in details(result, "components")] == [0, 0]
-    assert environment.cost.num_requests == 8
+    assert environment.cost.num_requests == 4

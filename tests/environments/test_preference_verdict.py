@@ -14,7 +14,7 @@ from treeward.config.reward_environments import PreferenceVerdictConfig
 from treeward.data.prompt_sets import FAMILY, PromptSet, prompts_summary
 from treeward.environments.interface import Reward
 from treeward.environments.preference_verdict import LABEL, PreferenceVerdictEnvironment, open_questions
-from treeward.errors import ConfigError, DataError
+from treeward.errors import DataError
 
 PAIR = {"prompt": "2 + 2?", "completions": ["Four.", "Five."], "scores": [1, 0]}
 RANKED = {"prompt": "2 + 3?", "completions": ["Five.", "5, I think.", "Six.", "Six."], "scores": [3, 2, 0, 0]}
@@ -100,14 +100,3 @@ def test_a_rating_is_right_of_the_ratings_of_the_other_completion(asked: Asked) 
 def test_a_prompt_that_is_no_question_has_no_reward() -> None:
     (reward,) = PreferenceVerdictEnvironment({}).rewards([chat("Hi", "[[A]]")], [{}])
     assert reward.value is None and "no question about a comparison" in str(reward.error)
-
-
-def test_bad_rows_and_sections_are_refused(asked: Asked) -> None:
-    with pytest.raises(DataError, match=r"rows\.jsonl:2"):
-        asked(PAIR, {"prompt": "2 + 2?", "completions": ["Four."]})
-    with pytest.raises(ConfigError, match="no_verdict"):
-        PreferenceVerdictEnvironment({"no_verdict": 1})
-    with pytest.raises(ConfigError, match="completion_b"):
-        PreferenceVerdictEnvironment({"template": "{completion_a}"})
-    with pytest.raises(ConfigError, match="mode"):
-        PreferenceVerdictEnvironment({"mode": "equivalence"})

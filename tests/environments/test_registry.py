@@ -2,40 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 from messages import chat
 from omegaconf import OmegaConf
 
-from treeward.environments.hybrid import HybridEnvironment
-from treeward.environments.interface import Environment, Reward
-from treeward.environments.registry import make_environment, make_environments, register_environment
-from treeward.environments.rules import RuleEnvironment
-from treeward.errors import ConfigError
+from treeward.environments.registry import make_environments
 
 CHATS = [chat("Hi", "Hello")]
-
-
-class Ones(Environment):
-    def __init__(self, config: Any) -> None:
-        pass
-
-    def rewards(self, conversations: Any, env_infos: Any) -> list[Reward]:
-        return [Reward(1.0) for _ in conversations]
-
-
-def test_registration(monkeypatch: pytest.MonkeyPatch) -> None:
-    from treeward.environments import registry
-
-    monkeypatch.setattr(registry, "_CLASSES", dict(registry._CLASSES))
-    register_environment("ones", Ones)
-    register_environment("ones", Ones)
-    assert type(make_environment("ones", {})) is Ones
-    with pytest.raises(ConfigError, match="taken"):
-        register_environment("rules", Ones)
-    with pytest.raises(ConfigError, match="not an environment"):
-        register_environment("text", str)  # type: ignore[arg-type]
 
 
 def test_the_env_section_of_a_file() -> None:
@@ -55,16 +27,3 @@ def test_the_env_section_of_a_file() -> None:
         assert environment.step(CHATS, [None]).rewards.tolist() == [1]
     batch = {"rewards": environments["other"].step(CHATS, [None]).rewards}
     assert environments["other"].global_post_process_and_metrics(batch)[1]["other_env/mean_reward"] == 1
-
-
-@pytest.mark.slow
-def test_as_a_ray_actor(ray: Any) -> None:
-    unfit = RuleEnvironment.remote({"rule": "maths"})
-    with pytest.raises(ray.exceptions.ActorDiedError, match="maths"):
-        ray.get(unfit.step.remote(CHATS, [None]))
-    members = {"math": {"type": "rules", "rule": "math", "workers": 1, "weight": 2}}
-    environment = HybridEnvironment.remote({"members": members})
-    chats = [chat("1/2", text) for text in ("0.5", "2")]
-    assert ray.get(environment.step.remote(chats, [{"ground_truth": "1/2"}] * 2)).rewards.tolist() == [2, 0]
-    assert ray.get(environment.step.remote(chats, [{}, {}])).rewards.isnan().all()
-    assert ray.get(environment.shutdown.remote())

@@ -16,8 +16,7 @@ from messages import chat
 
 from treeward.environments.interface import DETAILS
 from treeward.environments.reward_model import RewardModelEnvironment
-from treeward.errors import ConfigError, ModelError
-from treeward.parallel.ray_cluster import check_room
+from treeward.errors import ModelError
 from treeward.scoring.scorer import Scorer
 
 CLOSE = 1e-5
@@ -80,6 +79,11 @@ def test_replicas_and_the_death_of_one(folder: str, scores: list[float], ray: An
     assert step.rewards[~masked].tolist() == pytest.approx(torch.tensor(scores)[~masked].tolist(), abs=CLOSE)
     assert "its replica died" in step.metadata[int(masked.nonzero()[0])][DETAILS]["error"]
     assert environment.step(LOGS, INFOS).rewards.tolist() == pytest.approx(scores, abs=CLOSE)
+    pool: Any = environment._model
+    patient, pool._config = pool._config, pool._config.model_copy(update={"worker_timeout_seconds": 1e-3})
+    assert "within worker_timeout_seconds: 0.001" in environment.step(LOGS, INFOS).metadata[0][DETAILS]["error"]
+    pool._config = patient
+    assert environment.step(LOGS, INFOS).rewards.tolist() == pytest.approx(scores, abs=CLOSE)
     environment.shutdown()
     with pytest.raises(ModelError, match="was shut down"):
         environment.step(LOGS[:1], [{}])
@@ -106,39 +110,3 @@ def test_the_death_of_one_of_two_processes(make_folder: Any, ray: Any) -> None:
     accident.join()
     assert set(before).isdisjoint(process_ids())
     environment.shutdown()
-
-
-@pytest.mark.slow
-def test_nemo_rls_own_test_of_the_environment(folder: str, scores: list[float], ray: Any) -> None:
-    """The assertions of its `test_reward_model_environment.py`, of the Ray actor that its fixture makes."""
-    sections = {
-        "enabled": True, "tokenizer": {"name": folder}, "precision": "float32", "offload_optimizer_for_logprob": False,
-        "batch_size": 32, "checkpoint_path": None, "max_model_len": 1024, "max_grad_norm": None,
-        "resources": {"gpus_per_node": 0, "num_nodes": 1},
-        "reward_model_cfg": {"enabled": True, "reward_model_type": "bradley_terry"},
-        "dtensor_cfg": {"_v2": True, "enabled": True, "tensor_parallel_size": 1, "custom_parallel_plan": None},
-        "dynamic_batching": {"enabled": False}, "sequence_packing": {"enabled": False},
-    }  # fmt: skip
-    variables = {"runtime_env": {"env_vars": dict(os.environ)}}
-    environment = RewardModelEnvironment.options(**variables).remote({"model_name": folder, **sections})
-    for batch_size in (1, 2, 4, 8):
-        logs = [chat("What is the capital of France?", f"It is Paris ({i}).") for i in range(batch_size)]
-        data = ray.get(environment.preprocess_data.remote(logs))
-        (length,) = set(data["input_lengths"].tolist())
-        assert data["input_ids"].shape == (batch_size, length) and data["input_lengths"].shape == (batch_size,)
-    output = ray.get(environment.step.remote(LOGS[:2], []))
-    assert output.rewards.dtype == torch.float32 and output.rewards.tolist() == pytest.approx(scores[:2], abs=CLOSE)
-    assert [one["content"] for one in output.observations] == [f"Environment: {r}" for r in output.rewards.tolist()]
-    assert ray.get(environment.shutdown.remote())
-
-
-@pytest.mark.slow
-def test_places_in_a_cluster(ray: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    need: dict[str, Any] = {"gpus": 2, "what": "the model", "where": "env", "field": "resources"}
-    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0, "GPU": 3.0})
-    with pytest.raises(ConfigError, match=r"too small(?s:.*)got:   3 GPUs, 2 CPUs(?s:.*)need:  2 x \(2 GPUs"):
-        check_room(ray, count=2, cpus=0.5, **need)
-    monkeypatch.undo()
-    caplog.set_level("INFO", logger="treeward")
-    assert check_room(ray, count=2, cpus=1.0, **need) == {"CPU": 1.0}
-    assert "no GPU: the model runs on CPUs" in caplog.text

@@ -14,10 +14,8 @@ import torch
 from environments.conftest import details
 from messages import chat
 
-from treeward.config.scoring import RewardShapingConfig
-from treeward.data.rendering import Renderer
 from treeward.environments.reward_model import RewardModelEnvironment
-from treeward.errors import ConfigError, DataError
+from treeward.errors import ConfigError
 from treeward.model.contract import RewardCalibration, write_contract
 from treeward.scoring.golden import sign_folder
 from treeward.scoring.scorer import Scorer
@@ -58,23 +56,6 @@ def test_the_metrics_of_a_batch_and_the_precision_of_the_weights(folder: str) ->
     assert environment.shutdown()
 
 
-def test_the_input_of_the_model(folder: str) -> None:
-    """`tests/documents/test_nemo_gym_rlhf.py` scores it."""
-    environment = make(folder)
-    reward_data = environment.preprocess_data(LOGS)
-    lengths = reward_data["input_lengths"]
-    assert reward_data["input_ids"].shape == (len(LOGS), int(lengths.max())) and lengths.dtype == torch.int64
-    ids = Renderer(Scorer.load(folder, device="cpu").renderer.tokenizer).encode(LOGS[0])
-    assert reward_data["input_ids"][0, : lengths[0]].tolist() == ids
-    noted = [[message | {"token_ids": [1, 2]} for message in log] for log in LOGS]
-    assert torch.equal(environment.preprocess_data(noted)["input_ids"], reward_data["input_ids"])
-    with pytest.raises(DataError, match="no completion to score") as caught:  # what a step masks has no score here
-        environment.preprocess_data([LOGS[0], LOGS[0][:1]])
-    assert caught.value.where == "conversation 1"
-    none = environment.preprocess_data([])
-    assert none["input_ids"].shape == (0, 0) and environment.reward_model_policy.score(none)["scores"].shape == (0,)
-
-
 def test_what_cannot_be_scored_is_masked_and_counted(
     folder: str, scores: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -89,8 +70,6 @@ def test_what_cannot_be_scored_is_masked_and_counted(
     assert "no completion" in str(reasons[2]) and "too long" in str(reasons[3])
     assert [metadata["id"] for metadata in step.metadata] == list(range(6))
     assert "4 of 6 samples have no reward" in caplog.text
-    environment.step(["no list", LOGS[0]], [{}, {}])  # type: ignore[list-item]
-    assert "1 of 2 samples have no reward; the first: sample 0: the message log is not a list" in caplog.text
     batch, metrics = environment.global_post_process_and_metrics(
         {"rewards": step.rewards, "loss_multiplier": torch.ones(6)}
     )
@@ -99,25 +78,22 @@ def test_what_cannot_be_scored_is_masked_and_counted(
     assert metrics["reward_model_env/mean_reward"] == pytest.approx(sum(scores[:2]) / 2, abs=CLOSE)
 
 
-def test_the_contract_may_say_how(make_folder: Callable[..., str], scores: list[float]) -> None:
+def test_the_constants_are_those_of_the_contract(make_folder: Callable[..., str], scores: list[float]) -> None:
     name = make_folder()
-    with pytest.raises(ConfigError, match="no reward shaping"):
-        make(name, reward_shaping="contract")
     with pytest.raises(ConfigError, match="treeward calibrate"):
         make(name, reward_shaping={"normalize_rewards": True})
     calibration = RewardCalibration.model_validate({"normalization": {"mean": 0.25, "std": 0.5}})
     contract = sign_folder(Path(name))
-    shaping = RewardShapingConfig(normalize_rewards=True)
-    write_contract(contract.model_copy(update={"calibration": calibration, "reward_shaping": shaping}), Path(name))
+    write_contract(contract.model_copy(update={"calibration": calibration}), Path(name))
     want = ((np.array(scores) - 0.25) / 0.5).clip(-5, 5).tolist()
-    for asked in ("contract", {"normalize_rewards": True}):
-        assert make(name, reward_shaping=asked).step(LOGS, INFOS).rewards.tolist() == pytest.approx(want, abs=1e-4)
+    step = make(name, reward_shaping={"normalize_rewards": True}).step(LOGS, INFOS)
+    assert step.rewards.tolist() == pytest.approx(want, abs=1e-4)
     assert make(name).step(LOGS, INFOS).rewards.tolist() == pytest.approx(scores, abs=CLOSE)
 
 
 @pytest.mark.gpu
 def test_offloaded_weights_are_on_the_gpu_for_a_step_only(folder: str, scores: list[float]) -> None:
-    environment = make(folder, cpu_offload=True)
+    environment = make(folder, dtensor_cfg={"cpu_offload": True})
     model = environment.reward_model_policy
     seen: list[str] = []
     model.hf.register_forward_pre_hook(lambda *_: seen.append(model.device.type))

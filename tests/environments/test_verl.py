@@ -10,8 +10,7 @@ import asyncio
 import importlib.util
 import math
 import sys
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -22,10 +21,7 @@ import pytest
 from omegaconf import OmegaConf
 
 import treeward.environments.verl as verl
-from treeward.data.preference import Message
 from treeward.environments import source
-from treeward.environments.interface import Environment, Reward
-from treeward.environments.source import RewardSource
 from treeward.errors import ConfigError, DataError
 from treeward.scoring.scorer import Scorer
 
@@ -118,40 +114,10 @@ def test_a_reward_that_cannot_be_had_raises_or_is_nan(kwargs: dict[str, Any], wa
     assert results[0].keys() == results[1].keys()
 
 
-class Gate(Environment):
-    """Rewards a completion by its length, once its gate is open; notes what it was asked together."""
-
-    def __init__(self) -> None:
-        self.open, self.entered = threading.Event(), threading.Event()
-        self.steps: list[list[str]] = []
-
-    def rewards(
-        self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]]
-    ) -> list[Reward]:
-        self.steps.append([str(c[-1]["content"]) for c in conversations])
-        self.entered.set()
-        assert self.open.wait(600)
-        return [Reward(float(len(completion)), components={"n": 1.0}) for completion in self.steps[-1]]
-
-
-def ask(gate: RewardSource, *completions: str) -> list[Any]:
-    return [gate.submit([{"role": "assistant", "content": completion}], {}) for completion in completions]
-
-
-def test_what_is_asked_during_a_step_is_the_next_step() -> None:
-    environment = Gate()
-    asked = RewardSource(environment)
-    first = ask(asked, "a")
-    assert environment.entered.wait(600)
-    later = ask(asked, "bb", "ccc", "dddd")
-    environment.open.set()
-    assert [future.result(600).value for future in first + later] == [1.0, 2.0, 3.0, 4.0]
-    assert environment.steps == [["a"], ["bb", "ccc", "dddd"]]
-
-
 def test_a_rule_needs_no_prompt_and_a_missing_source_is_told_first() -> None:
     rule = {"type": "rules", "rule": "exact_match"}
     assert verl.compute_score("sums", "4", "4", None, environment=rule)["score"] == 1.0
     assert verl.compute_score("sums", "5", "4", {"index": 3}, environment=rule)["score"] == 0.0
+    assert verl.compute_score("sums", "0.5", "1/2", None, environment={"type": "math", "workers": 1})["score"] == 1.0
     with pytest.raises(ConfigError, match="reward_kwargs"):
         verl.compute_score("sums", "4", "4", None)

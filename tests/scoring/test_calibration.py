@@ -18,7 +18,6 @@ from treeward.model.contract import RewardCalibration
 from treeward.scoring.calibration import (
     MAX_KNOTS,
     calibrate,
-    fit_length_curve,
     fit_temperature,
     preference_nll,
 )
@@ -56,7 +55,7 @@ def planted(count: int, seed: int = 0) -> list[Preference]:
 
 
 def calibrated(rows: list[Preference], **options: Any) -> RewardCalibration:
-    return calibrate(length_lover(), iter(rows), name="planted", length_unit="characters", **options)
+    return calibrate(length_lover(), iter(rows), name="planted", **options)
 
 
 def test_a_planted_length_bias_is_found_and_taken_away() -> None:
@@ -87,19 +86,6 @@ def test_a_planted_length_bias_is_found_and_taken_away() -> None:
     own = fit_temperature(left[::2] - left[1::2])
     assert own is not None and own.value == pytest.approx(curve.residual_temperature.value)
     assert own.value != pytest.approx(calibration.temperature.value, rel=0.05)
-
-
-def test_a_nonlinear_curve_is_followed_and_outliers_are_not() -> None:
-    draw = np.random.default_rng(0)
-    lengths = draw.integers(1, 400, 800).astype(float)
-    truth = 3 * np.log1p(lengths / 50)
-    scores = truth + draw.normal(scale=0.2, size=800)
-    scores[draw.choice(800, 20, replace=False)] += 40
-    curve = fit_length_curve(scores, lengths, unit="tokens")
-    assert curve is not None
-    errors = np.abs(np.interp(range(20, 380), curve.lengths, curve.values) - 3 * np.log1p(np.arange(20, 380) / 50))
-    line = np.polyval(np.polyfit(lengths, scores, 1), np.arange(20, 380))
-    assert max(errors) < 0.5 < float(np.abs(line - 3 * np.log1p(np.arange(20, 380) / 50)).max())
 
 
 @pytest.mark.parametrize("temperature", [0.25, 40.0])

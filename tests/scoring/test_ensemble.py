@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from families import tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +17,7 @@ from signed import signed
 
 from treeward.config.scoring import EnsembleConfig, ScoringConfig
 from treeward.data.rendering import Renderer
-from treeward.errors import ConfigError, DataError, ModelError
+from treeward.errors import ConfigError
 from treeward.model.contract import NormalizationConstants, RewardCalibration, write_contract
 from treeward.model.reward_model import RewardModel
 from treeward.scoring.ensemble import EnsembleScorer, combine, load_scorer
@@ -133,19 +131,6 @@ def test_no_score_without_every_member(scorer: Callable[..., Scorer]) -> None:
     assert all(score.members and score.error is None for score in (scores[0], scores[3]))
     nothing = ensemble.score([LONG, bad], on_error="mask")
     assert [score.score for score in nothing] == [None, None] and ensemble.score([]) == []
-
-
-def test_a_member_that_gives_no_number_is_named(scorer: Callable[..., Scorer]) -> None:
-    broken = scorer(1)
-    with torch.no_grad():
-        broken.model.head.weight[0, 0] = math.nan
-    ensemble = EnsembleScorer([scorer(0), broken], RAW, names=["good", "bad"])
-    with pytest.raises(ModelError, match=r"not finite \(member 2 of 2, bad\)"):
-        ensemble.score(CHATS)
-    masked = ensemble.score(CHATS, on_error="mask")
-    assert all(s.score is None and s.error and "member 2 of 2, bad" in s.error for s in masked)
-    with pytest.raises(DataError, match=r"in\.jsonl:3(?s:.*)\(member 1 of 2, good\)(?s:.*)got:  "):
-        ensemble.score([[{"role": "user", "content": "Anyone?"}]], where=["in.jsonl:3"])
 
 
 @pytest.mark.parametrize(

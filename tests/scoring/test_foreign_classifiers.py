@@ -15,7 +15,6 @@ from messages import chat
 from templates import byte_bpe, template_source
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from treeward.model.contract import read_contract, write_contract
 from treeward.model.export import export_model
 from treeward.model.loading import load_reward_model
 from treeward.scoring.diagnosis import diagnose
@@ -104,18 +103,6 @@ def test_its_contract_says_where_it_is_read(foreign: Path, tmp_path: Path) -> No
     hf.config.save_pretrained(folder)
     difference = verify(folder).first_difference
     assert difference is not None and difference.part == "read position" and "config.json" in difference.summary
-
-
-def test_a_contract_of_the_last_token_is_kept(foreign: Path, tmp_path: Path) -> None:
-    """As earlier versions have written it for such folders, and as exports of training have it."""
-    folder = Path(shutil.copytree(foreign, tmp_path / "model"))
-    first = sign_folder(folder)
-    last = first.read.model_copy(update={"position": "last token"})
-    write_contract(first.model_copy(update={"read": last}), folder)
-    again = sign_folder(folder, like=read_contract(folder))
-    assert again.read.position == "last token" and Scorer.load(folder).model.padding_token is None
-    is_end = AutoTokenizer.from_pretrained(folder).pad_token == "<|eot_id|>"
-    assert again.read.plain_transformers != is_end
 
 
 def test_training_goes_on_at_the_last_token_and_says_so(

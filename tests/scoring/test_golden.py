@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from families import DENSE, plain_scores, tiny_model
-from messages import edit_json
 from signed import signed
 from transformers import AutoTokenizer
 
@@ -174,17 +172,6 @@ def test_golden_scores_do_not_depend_on_settings_of_products_nor_the_model_in_me
         result.append(contract)
     assert result[0].golden == result[1].golden and result[0].tolerance == result[1].tolerance
     assert sign_folder(tmp_path / "medium").golden == result[1].golden  # loaded in float32
-
-
-def test_padding_that_plain_transformers_would_read_is_known(
-    model_folder: Path, tiny_tokenizer: Any, tmp_path: Path
-) -> None:
-    """A config that pads with the end of text, where the tokenizer pads with another token."""
-    folder, end = Path(shutil.copytree(model_folder, tmp_path / "model")), tiny_tokenizer.eos_token_id
-    edit_json(folder / "config.json", pad_token_id=end)
-    contract = sign_folder(folder)
-    assert not contract.read.plain_transformers and contract.read.position == "before padding"
-    assert contract.rendering.pad_token_id == end
 
 
 def test_weights_that_give_no_score(tiny_tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

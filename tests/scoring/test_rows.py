@@ -43,11 +43,8 @@ def scorer(tiny_tokenizer: Any) -> Scorer:
         ({"prompt": "2 + 2?", "responses": ["4", "5"]}, TWO),
         ({"prompt": "2 + 2?", "completions": [{"completion": "4", "score": 1}, {"completion": "5", "score": 2}]}, TWO),
         ({"prompt": "2 + 2?", "response": "4", "helpfulness": 3}, TWO[:1]),
-        ({"conversations": TWO}, TWO),
-        ({"prompt": "2 + 2?", "chosen": [ASK, FOUR], "rejected": [ASK, FIVE], "messages": [ASK, FOUR]}, TWO),
         ({"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}, TWO),
         ({"chosen": [ASK, FOUR], "rejected": [ASK, FIVE]}, TWO),
-        ({"messages": None, "prompt": "2 + 2?", "responses": '["4", "5"]'}, TWO),
         ({"chosen": "\n\nHuman: 2 + 2?\n\nAssistant: 4", "rejected": "\n\nHuman: 2 + 2?\n\nAssistant: 5"}, TWO),
     ],
 )
@@ -68,11 +65,7 @@ def test_every_shape(values: dict[str, Any], want: list[Any], scorer: Scorer) ->
         ({"prompt": "2 + 2?", "context": [ASK], "completions": [[FOUR]]}, "two prompts"),
         ({"response": "4"}, "no prompt"),
         ({"messages": [ASK, {"content": "4"}]}, "role"),
-        ({"context": [ASK], "completions": []}, "completions"),
-        ({"prompt": "2 + 2?", "responses": {}}, "responses"),
-        ({"prompt": "2 + 2?", "responses": [4]}, "responses"),
         ({"prompt": "2 + 2?", "chosen": "4", "rejected": None}, "these keys together"),
-        ({"context": [ASK], "completions": ["4"], "responses": ["5"]}, "these keys together"),
         ({"messages": '[{"role": "user"'}, "messages is not valid JSON"),
     ],
 )

@@ -10,18 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from evaluated import preference
 from families import plain_scores, tiny_model
-from messages import assistant, user, write_jsonl
+from messages import assistant, user
 from safetensors.torch import load_file, save_file
 
-from treeward.config.data import DatasetConfig
-from treeward.data.datasets import open_dataset
-from treeward.data.encoding import encode_dataset
-from treeward.data.preference import preference_to_dict
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, DataError, ModelError
-from treeward.model.loading import load_reward_model
 from treeward.model.reward_model import RewardModel
 from treeward.scoring.score import Score
 from treeward.scoring.scorer import Scorer
@@ -178,38 +172,6 @@ def test_several_heads(tiny_tokenizer: Any, tmp_path: Path) -> None:
         Scorer(model, renderer, head_weights={"helpful": 1.0})
 
 
-@pytest.mark.parametrize("family", ["qwen3", "bert"])
-def test_padded_rows_as_nemo_rl_gives_them(family: str, make_scorer: Any) -> None:
-    scorer = make_scorer(family)
-    rows = [scorer.renderer.encode(chat) for chat in CHATS]
-    lengths = torch.tensor([len(row) for row in rows])
-    padded = torch.full((len(rows), int(lengths.max()) + 3), 7)
-    for i, row in enumerate(rows):
-        padded[i, : len(row)] = torch.tensor(row)
-    scores = scorer.model.score({"input_ids": padded, "input_lengths": lengths})["scores"]
-    assert scores.shape == (len(rows),) and scores.dtype == torch.float32
-    assert scores.tolist() == pytest.approx(values(scorer.score(CHATS)), abs=CLOSE)
-    for length in (0, padded.shape[1] + 1):
-        with pytest.raises(ModelError, match=rf"a row cannot have this length(?s:.*){length}"):
-            scorer.model.score({"input_ids": padded[:2], "input_lengths": torch.tensor([3, length])})
-
-
-def test_what_was_cut_has_the_score_that_training_gives_it(make_scorer: Any, tmp_path: Path) -> None:
-    scorer = make_scorer(max_length=60, truncation="truncate_left")
-    context = (user("Hello there, my friend. " * 5), assistant("Hi!"), user("word " * 40))
-    completions = ("Yes.", "No, not at all, and I shall tell you why.", "Perhaps it is.")
-    row = preference_to_dict(preference("", "", context, completions))
-    stream = open_dataset(DatasetConfig(data_path=write_jsonl(tmp_path / "row.jsonl", row)))
-    (comparison,) = encode_dataset(stream, scorer.renderer, cache_dir=tmp_path)
-    trained = scorer.model(scorer.model.make_batch([comparison.token_ids])).tolist()
-    scores = scorer.score_completions(context, completions)
-    assert all(score.truncated for score in scores)
-    assert values(scores) == pytest.approx(trained, abs=CLOSE)
-    assert values([scorer.score([[*context, assistant(a)]])[0] for a in completions]) == pytest.approx(
-        trained, abs=CLOSE
-    )
-
-
 def test_what_lies_on_the_disk_must_keep_the_contract(model_folder: Path, tmp_path: Path) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         assert Scorer.load(model_folder, device="cpu", dtype=dtype).num_computed_tokens == 0
@@ -229,24 +191,6 @@ def test_what_lies_on_the_disk_must_keep_the_contract(model_folder: Path, tmp_pa
     with pytest.raises(ModelError, match=r"does not keep its scoring contract(?s:.*)--write --force"):
         Scorer.load(scaled, device="cpu")
     assert Scorer.load(scaled, device="cpu", check_contract=False).score([CHATS[0]])[0].score is not None
-
-
-@pytest.mark.parametrize("rows", [[[]], [[3, 4], [5] * 2000], [[3, -1]], [[3, 600]]])
-def test_sequences_that_the_model_cannot_read(rows: list[list[int]], make_scorer: Any) -> None:
-    with pytest.raises(ModelError, match=f"sequence {len(rows) - 1}: "):
-        make_scorer().model.score_tokens(rows)
-
-
-def test_a_row_that_was_made_up_for_padding_is_never_scored(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    tiny_model("llama").save_pretrained(tmp_path)
-    tokenizer = copy.deepcopy(tiny_tokenizer)
-    tokenizer.add_tokens(["<|new|>"], special_tokens=True)
-    tokenizer.save_pretrained(tmp_path)
-    loaded = load_reward_model(tmp_path)
-    scorer = Scorer(loaded.model, Renderer(loaded.tokenizer))
-    assert scorer.score([CHATS[0]])[0].score is not None and scorer.model.num_embeddings == 601
-    with pytest.raises(ModelError, match="(?s)cannot read this sequence.*token 600"):
-        scorer.score([[user("Hi"), assistant("<|new|>")]])
 
 
 @pytest.mark.parametrize(("batch_tokens", "max_sequences"), [(None, 3), (150, None)])

@@ -15,9 +15,7 @@ from treeward.model.contract import CalibratedTemperature, LengthCurve, Normaliz
 from treeward.scoring.score import Conversation, OnError, Reward, Score
 from treeward.scoring.shaping import RewardScorer, Shaper
 
-CURVE = LengthCurve(
-    unit="characters", lengths=(10, 20, 40), values=(-1.0, 1.0, 2.0), residual_mean=0.25, residual_std=0.5
-)
+CURVE = LengthCurve(lengths=(10, 20, 40), values=(-1.0, 1.0, 2.0), residual_mean=0.25, residual_std=0.5)
 CALIBRATION = RewardCalibration(
     normalization=NormalizationConstants(mean=2.0, std=4.0),
     length_curve=CURVE,
@@ -29,8 +27,8 @@ def chat(completion: Any) -> list[dict[str, Any]]:
     return messages.chat("Which?", completion)
 
 
-def shaper(calibration: RewardCalibration | None = None, tokenizer: Any = None, **keys: Any) -> Shaper:
-    return Shaper(RewardShapingConfig.model_validate(keys), calibration=calibration, tokenizer=tokenizer)
+def shaper(calibration: RewardCalibration | None = None, **keys: Any) -> Shaper:
+    return Shaper(RewardShapingConfig.model_validate(keys), calibration=calibration)
 
 
 def shape(shaper: Shaper, scores: list[float]) -> list[float]:
@@ -80,6 +78,13 @@ def test_constants_of_the_contract_are_adapted_to_the_steps_before() -> None:
     assert fixed == pytest.approx(((3.0 - 1.5) / 2.0 - 1.0) / 0.5)
 
 
+def test_a_curve_over_tokens_of_an_earlier_version_is_not_read_as_one_over_characters() -> None:
+    curve = CURVE.model_dump() | {"unit": "tokens"}
+    assert RewardCalibration.model_validate({"length_curve": {**curve, "unit": "characters"}}).length_curve == CURVE
+    with pytest.raises(ConfigError, match="needs a length curve"):
+        shaper(RewardCalibration.model_validate({"length_curve": curve}), length_calibration=True)
+
+
 def test_a_missing_score_stays_missing() -> None:
     scores = [Score(5.0), Score(None), Score(math.nan), Score(None, error="too long")]
     for keys in ({}, {"normalize_rewards": True, "reward_mean": 5.0, "reward_std": 1.0}):
@@ -107,7 +112,7 @@ class Lengths:
 
 
 def reward_scorer(**section: Any) -> RewardScorer:
-    curve = LengthCurve(unit="characters", lengths=(0, 100), values=(0, 300), residual_mean=0.0, residual_std=1.0)
+    curve = LengthCurve(lengths=(0, 100), values=(0, 300), residual_mean=0.0, residual_std=1.0)
     constants = RewardCalibration(normalization=NormalizationConstants(mean=2.0, std=4.0), length_curve=curve)
     return RewardScorer(Lengths(), Shaper(RewardShapingConfig(**section), calibration=constants))
 

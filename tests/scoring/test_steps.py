@@ -115,9 +115,3 @@ def test_what_has_no_steps_is_refused(
         load_reward_model(published[0], head_seed=0)
     assert main(["verify", str(published[0]), "--write"]) == 2
     assert "no contract and no training" in capsys.readouterr().err
-
-
-def test_probabilities_of_extreme_odds(published: Any) -> None:
-    steps = Scorer.load(published[0]).steps
-    assert steps is not None
-    assert steps.score([800.0, -800.0])[1] == (1.0, 0.0)

@@ -10,7 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from treeward.cli.main import main
 from treeward.config.reward_environments import JUDGE_FILE, JudgeEnvironmentConfig, PreferenceVerdictConfig
-from treeward.errors import CheckpointError
+from treeward.config.scoring import ScoringConfig
+from treeward.errors import CheckpointError, ConfigError
+from treeward.scoring.ensemble import load_scorer
 from treeward.scoring.trained_judge import (
     read_judge_contract,
     verify_judge,
@@ -53,17 +55,19 @@ def test_questions_that_a_model_is_too_short_for_are_no_golden_ones(judge: Path)
 
 
 def test_a_judge_is_asked_as_it_was_trained_unless_it_is_told_otherwise(judge: Path) -> None:
-    write_judge_contract(judge, SHORT.model_copy(update={"num_samples": 3, "temperature": 0.7}))
+    write_judge_contract(judge, SHORT.model_copy(update={"temperature": 0.7}))
     asked = JudgeEnvironmentConfig(model=str(judge))
     assert (asked.mode, asked.system_prompt, asked.highest_rating) == ("pairwise", "Judge.", 9.0)
-    assert (asked.num_samples, asked.temperature) == (3, 0.7)
-    for once in ({"use_logprobs": True}, {"temperature": 0}):  # nothing is sampled
-        assert JudgeEnvironmentConfig(model=str(judge), **once).num_samples == 1
-    trained = make_question(SHORT, "user: Hi", ("a", "b"), about=0)
-    assert make_question(asked, "user: Hi", ("a", "b"), about=0).messages == trained.messages
+    assert asked.temperature == 0.7
+    assert make_question(asked, "user: Hi", ("a", "b")) == make_question(SHORT, "user: Hi", ("a", "b"))
     other = JudgeEnvironmentConfig(model=str(judge), mode="rating", template="{completion}?")
     assert (other.mode, other.template, other.system_prompt) == ("rating", "{completion}?", "Judge.")
     assert JudgeEnvironmentConfig(model=str(judge.parent)).mode == "rating"  # of a model without a contract
+
+
+def test_a_judge_is_no_reward_model(judge: Path) -> None:
+    with pytest.raises(ConfigError, match="type: judge"):
+        load_scorer(ScoringConfig(models=(str(judge),)))
 
 
 def test_a_damaged_contract_is_named(judge: Path) -> None:

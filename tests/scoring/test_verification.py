@@ -137,19 +137,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         lambda f: replace_text(f / "chat_template.jinja", "m.role + ': '", "m.role + ' - '"),
         "template", r"changed( .*)?got line 2: .*' - '.*need line 2: .*': '",
     ),
-    "template cut": (
-        lambda f: replace_text(f / "chat_template.jinja", "{%- endfor -%}", "{%- end"), "template", "cannot be parsed",
-    ),
     "template gone": (lambda f: (f / "chat_template.jinja").unlink(), "template", "gone.*fix restore chat_templ"),
     "words of the vocabulary swapped": (swap_words, "tokens", "another tokenizer"),
     "BOS added": (add_bos, "tokens", r"becomes other tokens got .*at 0, '<\|system\|>.*need .*at 0"),
     "pad = eos in config.json": (
         pad_with_eos("config.json"), "read position",
         "^config.json pads with another token: transformers .*fix restore config.json",
-    ),
-    "pad = eos in the tokenizer": (
-        pad_with_eos("tokenizer_config.json"), "read position",
-        "tokenizer_config.json pads with another token.*fix restore tokenizer_config.json",
     ),
     "saved in bfloat16": (
         lambda f: change_weights(f, partial(rounded, torch.bfloat16)), "precision",
@@ -158,10 +151,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "rounded to bfloat16": (
         lambda f: change_weights(f, partial(rounded, torch.float32)), "precision",
         "coarser number format.*; 20 of 21 tensors are others|coarser number format.*; 21 of 21 tensors are others",
-    ),
-    "head in bfloat16": (
-        lambda f: change_weights(f, lambda t: t.update({"score.weight": t["score.weight"].to(torch.bfloat16)})),
-        "precision", "the head's weights are stored",
     ),
     "dtype in config.json": (
         lambda f: edit_json(f / "config.json", dtype="bfloat16"), "precision",
@@ -179,16 +168,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         lambda f: change_weights(f, add_to(UP, 3.0)), "weights",
         f"1 of 21 tensors are others: {UP} got [-0-9.]+ for .*fix restore the weights from the folder",
     ),
-    "a tensor lost": (lambda f: change_weights(f, lambda t: t.pop(UP)), "weights", "other names or shapes"),
     "architecture": (
         lambda f: edit_json(f / "config.json", rms_norm_eps=0.1), "files", "by rms_norm_eps got rms_norm_eps 0.1 need",
     ),
-    "weights that give no number": (
-        lambda f: change_weights(f, lambda t: t.update({k: 1e30 * t[k] for k in (NORM, "score.weight")})),
-        "weights", "2 of 21 tensors are others: model.norm.weight, score.weight got (nan|-?inf) for",
-    ),
     "config gone": (lambda f: (f / "config.json").unlink(), "files", "config.json is missing"),
-    "tokenizer is a list": (lambda f: (f / "tokenizer.json").write_text("[]"), "files", "tokenizer cannot be loaded"),
     "no contract": (lambda f: (f / CONTRACT_FILE).unlink(), "contract", "no scoring contract .* --write"),
 }  # fmt: skip
 
@@ -213,18 +196,6 @@ def test_a_whole_folder_is_equal(folder: Path) -> None:
     assert result.num_scores == 10 and result.largest_difference is not None and result.tolerance is not None
     assert result.largest_difference <= result.tolerance / 4
     assert "21 tensors are equal" in result.checks[-1].summary
-
-
-def test_the_same_numbers_in_other_files_are_equal(folder: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    shards = {f"model-{i:05}-of-00003.safetensors": sorted(tensors, reverse=True)[i::3] for i in range(3)}
-    for file, names in shards.items():
-        save_file({name: tensors[name] for name in names}, folder / file, metadata={"format": "pt"})
-    index = {"metadata": {}, "weight_map": {name: file for file, names in shards.items() for name in names}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-    result = check(folder)
-    assert result.equal and "21 tensors" in result.checks[-1].summary, result.first_difference
 
 
 @pytest.mark.parametrize(("factor", "name"), [(2.0, "score.weight"), (-1.0, "model.norm.weight")])
@@ -293,15 +264,11 @@ def sigmoid(x: float) -> float:
         (lambda x, i: x + 0.3, "tokens", "two BOS"),
         (lambda x, i: x - 0.2, "tokens", "lacks its BOS"),
         (lambda x, i: sigmoid(x), "activation", "a sigmoid"),
-        (lambda x, i: math.tanh(x), "activation", "a tanh"),
         (lambda x, i: 1.0, "activation", "softmax"),
         (lambda x, i: -x, "activation", "change of sign"),
         (lambda x, i: (x - 3.0) / 2.0, "activation", r"0.5 x score -1.5"),
         (lambda x, i: x + 0.03 * (-1) ** i, "precision", "coarser number format"),
-        (lambda x, i: x + 0.4 * (-1) ** i, "weights", "no known mistake explains"),
-        (lambda x, i: x if i else 7.0, "weights", "no known mistake explains"),
         (lambda x, i: 0.0, "weights", "no known mistake explains"),
-        (lambda x, i: 1e-6 * x, "weights", "no known mistake explains"),  # nearly level: any scores lie on such a line
     ],
 )
 def test_what_the_scores_say(

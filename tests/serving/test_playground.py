@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import json
 import math
-import re
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 from chromium import chromium
-from playground import COMPLETIONS, PROMPT, Visits, answered, expect, score, serving, settled, visiting, write
+from playground import COMPLETIONS, PROMPT, Visits, expect, score, serving, settled, visiting, write
 
 from treeward.config.scoring import EnsembleConfig
 from treeward.config.server import ServedModelConfig
@@ -91,17 +90,6 @@ def test_scores_are_those_of_the_server(visit: Visits, url: str) -> None:
     expect(page.locator("#status")).to_contain_text("completion 1 ")
 
 
-def test_it_opens_with_something_to_score(visit: Visits, url: str) -> None:
-    page = visit()
-    texts = [box.input_value() for box in page.locator("textarea").all()]
-    assert texts == ["What is 7 plus 5?", "7 plus 5 is 12.", "7 plus 5 is 13."]
-    score(page)
-    assert len(shown(page)) == 2
-    page.on("dialog", lambda dialog: dialog.accept())
-    page.get_by_role("button", name="Clear").click()
-    assert [box.input_value() for box in page.locator("textarea").all()] == ["", "", ""]
-
-
 def test_the_model_is_chosen_and_its_temperature_is_used(visit: Visits, url: str) -> None:
     completions = [COMPLETIONS[0], COMPLETIONS[2]]  # their scores differ enough
     page = visit()
@@ -118,51 +106,6 @@ def test_the_model_is_chosen_and_its_temperature_is_used(visit: Visits, url: str
     expect(page.locator("#stale")).to_be_hidden()
     members = page.locator(".card").first.locator(".values li").all_inner_texts()
     assert [text.partition(":")[0] for text in members] == ["a", "b"]
-
-
-def test_the_reward_decides_and_the_score_is_named_beside_it(visit: Visits) -> None:
-    page = visit()
-    rows = [
-        {"score": 1.2, "reward": -1.0},
-        {"score": 0.4, "reward": 0.3},
-        {"score": 2.0, "reward": None, "error": "no reference"},
-    ]
-    answered(page, rows, shaped=True)
-    write(page)
-    score(page)
-    assert shown(page) == [-1.0, 0.3]
-    assert [text.split()[1] for text in page.locator(".card dl").all_inner_texts()] == ["1.200", "0.400", "2.000"]
-    expect(page.locator(".card.best h3")).to_have_text("Completion 2preferred")
-    chance = 100 / (1 + math.exp(0.4 - 2.0))
-    expect(page.locator("#verdict")).to_have_text(
-        "Completion 2 is preferred, as its reward is the highest; by score completion 3 would be preferred over it, "
-        f"with a probability of {chance:.1f}%."
-    )
-    expect(page.locator(".card").nth(2)).to_contain_text("No reward: no reference")
-    expect(page.locator(".portion").first).to_contain_text("by score")
-
-
-def test_the_chart_and_its_cursor_are_the_trace(visit: Visits, url: str) -> None:
-    page = visit()
-    write(page)
-    score(page)
-    expect(page.locator("#chart path.line")).to_have_count(3)
-    assert page.locator(".text .words").all_text_contents() == COMPLETIONS
-    place = page.locator("#chart").bounding_box()
-    page.locator("#chart").hover(position={"x": place["width"] - 14, "y": 100})
-    expect(page.locator("#tip")).to_contain_text("word 10")  # a comma and a full stop are two of them
-    expect(page.locator(".shade.current")).to_have_count(1)
-    page.locator(".text .shade").nth(2).hover()
-    expect(page.locator("#tip")).to_contain_text("word 3")
-    told = [number(text) for text in page.locator("#tip b").all_inner_texts()]  # the third completion has two words
-    assert told == pytest.approx(wanted(url, ["Boil it for", "I do not"]), abs=6e-4)
-    page.locator("#cursor").focus()
-    page.keyboard.press("Home")
-    page.keyboard.press("ArrowRight")
-    assert page.locator("#cursor").get_attribute("aria-valuetext").startswith("word 2; Completion 1: ")
-    page.get_by_role("checkbox", name="over the words too").uncheck()
-    score(page)
-    expect(page.locator("#trace")).to_be_hidden()
 
 
 def test_a_link_restores_the_text_and_tells_the_server_nothing(visit: Visits, url: str) -> None:
@@ -195,25 +138,6 @@ PASTED: dict[str, tuple[Any, int, list[str]]] = {
     "messages": ([*MESSAGES, FOUR], 2, ["4"]),
     "body": ({"context": MESSAGES, "completions": ["4", [FIVE]]}, 2, ["4", "5"]),
     "preference": ({"prompt": "2?", "chosen": "4", "rejected": [FIVE]}, 1, ["4", "5"]),
-    "responses": ({"instruction": "2?", "responses": ["4", {"response": "5", "overall_score": 1}]}, 1, ["4", "5"]),
-    "binarized": (
-        {
-            "prompt": "2 + 2?",
-            "chosen": [*MESSAGES, FOUR],
-            "rejected": [*MESSAGES, FIVE],
-            "messages": [*MESSAGES, FOUR],
-            "score_chosen": 9.0,
-        },
-        2,
-        ["4", "5"],
-    ),
-    "transcripts": (
-        {key: f"\n\nHuman: 2?\n\nAssistant: {key}" for key in ("chosen", "rejected")},
-        1,
-        ["chosen", "rejected"],
-    ),
-    "helpsteer": ({"context": MESSAGES, "response1": "4", "response2": "5", "overall_preference": 1}, 2, ["4", "5"]),
-    "whole": ({"chosen": [*MESSAGES, FOUR], "rejected": [*MESSAGES, FIVE]}, 2, ["4", "5"]),
     "parts": ([MESSAGES[1], PARTS], 1, ["4"]),
 }
 
@@ -262,24 +186,6 @@ def test_completions_without_a_score_or_text(visit: Visits, url: str) -> None:
     expect(page.locator("#chart path.line")).to_have_count(1)
 
 
-def test_an_error_of_the_server_is_shown(visit: Visits) -> None:
-    page = visit()
-    write(page, COMPLETIONS[:2])
-    error = {"error": {"message": "20000 conversations are waiting", "code": "queue_full", "request_id": "abc"}}
-    for options, words in (
-        ({"status": 429, "json": error, "headers": {"Retry-After": "7"}}, "waiting. Try again in 7 s."),
-        ({"status": 502, "body": "<html>Bad gateway</html>"}, "does not answer as treeward"),
-    ):
-        page.route("**/v1/rewards", lambda route, _request, options=options: route.fulfill(**options))
-        page.get_by_role("button", name="Score").click()
-        expect(page.locator("#trouble")).to_contain_text(words)
-        page.unroute("**/v1/rewards")
-    score(page)
-    expect(page.locator("#trouble")).to_have_text("")
-    assert len(visit.said) == 2 and all("Failed to load resource" in line for line in visit.said), visit.said
-    visit.said.clear()
-
-
 def test_a_token_is_asked_for_and_kept_in_the_tab(browser: Any, served: tuple[ServedModel, Scorer]) -> None:
     with serving([served], token=TOKEN) as guarded:
         visit = Visits(browser, guarded)
@@ -300,25 +206,3 @@ def test_a_token_is_asked_for_and_kept_in_the_tab(browser: Any, served: tuple[Se
         expect(page.locator("#gate")).to_be_hidden()
         assert not any(TOKEN in address for address in [page.url, *visit.asked])
         visit.contexts[0].close()
-
-
-@pytest.mark.parametrize(("scheme", "width"), [("dark", 1280), ("light", 320)])
-def test_axe_finds_nothing_wrong_and_a_phone_shows_all_of_it(visit: Visits, scheme: str, width: int) -> None:
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="the dev extra has it").Axe()
-    page = visit(color_scheme=scheme, width=width, has_touch=width == 320)
-
-    def audit() -> list[Any]:
-        result = axe.run(page, options={"resultTypes": ["violations"]}).response["violations"]
-        return [(one["id"], [node["html"] for node in one["nodes"]]) for one in result]
-
-    result = {"empty": audit()}
-    # one is empty, one too long, one is scrolled, one is a long word
-    write(page, [*COMPLETIONS, "", "egg " * 300, "egg\n" * 20, "a" * 120])
-    score(page)
-    expect(page.locator("#chart path.line")).to_have_count(5)
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
-    page.locator("#cursor").focus()
-    result["scored"] = audit()
-    assert {state: wrong for state, wrong in result.items() if wrong} == {}
-    page.set_viewport_size({"width": 900, "height": 800})
-    expect(page.locator("#chart svg")).to_have_attribute("width", re.compile("[78]\\d\\d"))

@@ -2,11 +2,10 @@
 
 examples:
   treeward calibrate results/quickstart/final --data held_out.jsonl
-  treeward calibrate results/quickstart/final --data held_out.jsonl --shaping "{length_calibration: true}"
   treeward calibrate results/quickstart/final --dataset-name HelpSteer3 --split validation
 
 The data are comparisons that the model was not trained on. The constants go into the
-model's reward_contract.json, and so does a section that is given as --shaping.
+model's reward_contract.json.
 """
 
 from __future__ import annotations
@@ -16,14 +15,12 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from treeward.cli.comparisons import DataOptions, DatasetName, Split, dataset_config
-from treeward.cli.options import Model, ModelOptions, checked_model, load, parse_yaml, with_model_options
-from treeward.config.load import load_section
-from treeward.config.scoring import RewardShapingConfig
+from treeward.cli.options import Model, ModelOptions, checked_model, load, with_model_options
 from treeward.errors import ConfigError
 from treeward.progress import ShownProgress
 from treeward.tables import results_table
@@ -44,15 +41,9 @@ def run(
     dataset_name: DatasetName = None,
     split: Split = None,
     data_option: DataOptions = None,
-    length_unit: Annotated[Literal["tokens", "characters"], typer.Option(help="Of a completion's length.")] = "tokens",
-    shaping: Annotated[str | None, typer.Option(metavar="YAML", help="A reward_shaping section to keep too.")] = None,
     *,
     options: ModelOptions,
 ) -> int:
-    added: dict[str, Any] = {}
-    if shaping is not None:
-        section = parse_yaml(shaping, "--shaping", names=False)
-        added["reward_shaping"] = load_section(RewardShapingConfig, section, where="--shaping")
     config = dataset_config(data, dataset_name, split, data_option)
     if (config.split or ("train" if config.data_path is None else "")).startswith("train"):
         logger.warning("On data that the model was trained on, as a split `train` may be, the temperature is too low.")
@@ -81,10 +72,10 @@ def run(
                 progress.show("calibrating", number, 0)
                 yield preference
 
-        calibration = calibrate(scorer, counted(), name=name, length_unit=length_unit)
+        calibration = calibrate(scorer, counted(), name=name)
     constants = flattened(calibration.model_dump(exclude=_NOT_SHOWN))
     rows = [{"constant": key, "value": f"{x:.4f}" if isinstance(x, float) else x} for key, x in constants]
     sys.stdout.write(results_table(rows, ["constant", "value"]) + "\n")
-    path = write_contract(contract.model_copy(update={"calibration": calibration, **added}), model)
+    path = write_contract(contract.model_copy(update={"calibration": calibration}), model)
     logger.info("Wrote the constants to %s.", path)
     return 0

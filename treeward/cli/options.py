@@ -40,7 +40,7 @@ Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub name 
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; auto, the default: a GPU if any.")]
 Dtype = Annotated[ScoringDtype, typer.Option(help="Number format of the backbone's weights.")]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that the model folder contains.")]
-Shaping = Annotated[str | None, typer.Option(metavar="YAML", help="A reward_shaping section, or `contract`.")]
+Shaping = Annotated[str | None, typer.Option(metavar="YAML", help="A reward_shaping section.")]
 Ensemble = Annotated[str | None, typer.Option(help="Several as one: mean, worst, uncertainty, or a section.")]
 HeadWeights = Annotated[
     str | None,
@@ -96,7 +96,7 @@ def named_models(models: Sequence[str], ensemble: str | None, shaping: str | Non
 
     Raises `ConfigError` for an ensemble of one, and for an option that is no section.
     """
-    keys = {} if shaping is None else {"shaping": parse_yaml(shaping, "--shaping")}
+    keys = {} if shaping is None else {"shaping": parse_yaml(shaping, "--shaping", names=False)}
     if ensemble is None:
         return [{"models": [model]} | keys for model in models]
     if len(models) == 1:
@@ -134,7 +134,7 @@ def load(
     logger.info("Loading %s.", ", ".join(section.models))
     capacity = {} if batch_tokens is None else {"batch_tokens": batch_tokens}
     scorer = load_scorer(section, device=section.device, **capacity)
-    shaper = load_shaper(section, tokenizer=scorer.renderer.tokenizer)
+    shaper = load_shaper(section)
     rewards = scorer if shaper is None else RewardScorer(scorer, shaper)
     return scorer, shaper, scorer_identity(rewards, section.models[0])
 

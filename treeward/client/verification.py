@@ -78,7 +78,7 @@ def verify_server(
 class _Replay:
     """The replay of a contract on a server: what is sent, and what comes back for each conversation alone.
 
-    `model`: the server's name for it. `answers`: the server's numbers, or why it refuses the conversation.
+    `model`: the server's name for it.
     """
 
     name: str
@@ -90,7 +90,7 @@ class _Replay:
     model: str | None
     dtype: Dtype
     conversations: list[RenderedConversation] = field(default_factory=list)
-    answers: list[ServerScore | str] = field(default_factory=list)
+    answers: list[ServerScore] = field(default_factory=list)
 
     def add_conversations(self, renderer: Renderer) -> None:
         """The golden conversations in every form. One that was truncated has no text, and is left out."""
@@ -119,18 +119,11 @@ class _Replay:
     def run(self) -> Verification:
         """Ask for the golden scores, alone and together, and say what explains them.
 
-        Raises `RewardServerError` for a server that refuses all, is not there, or is busy.
+        Raises `RewardServerError` for a server that refuses a conversation, is not there, or is busy.
         """
         try:
-            for conversation in self.conversations:
-                try:
-                    self.answers += self._ask([conversation])
-                except RewardServerError as error:
-                    self.answers.append(str(error.got))
-                    num_refused = sum(isinstance(answer, str) for answer in self.answers)
-                    if error.status is None or error.is_temporary or num_refused == len(self.conversations):
-                        raise
-            scores = [None if isinstance(answer, str) else self._score(answer) for answer in self.answers]
+            self.answers = [answer for conversation in self.conversations for answer in self._ask([conversation])]
+            scores = list(map(self._score, self.answers))
             verdict = self._verdict(scores)
             can_batch = not (self.form == "messages" and self.dialect == "vllm")
             if verdict.state == "equal" and can_batch and len(scores) > 1:
@@ -187,15 +180,6 @@ class _Replay:
 
     def _verdict(self, scores: Sequence[float | None]) -> Check:
         """The one difference that explains the scores."""
-        refusals = [
-            f"{answer} (for {example.name!r})"
-            for answer, example in zip(self.answers, self.contract.golden, strict=True)
-            if isinstance(answer, str)
-        ]
-        if refusals:
-            summary = f"the server refuses {len(refusals)} of {len(scores)} conversations"
-            fix = "let the server read as many tokens as the model does, and all of the characters"
-            return Check("tokens", "differs", summary, refusals[0], "a score for each", fix)
         verdict = diagnose(self.contract, scores, dtype=self.dtype)
         if verdict.part not in ("weights", "precision") or verdict.state == "equal" or None in scores:
             return verdict
@@ -208,7 +192,7 @@ class _Replay:
         made = "rendered in another way" if self.form == "messages" else "made into other tokens"
         fix = "serve the model with the chat template and tokenizer of its folder, and cut nothing"
         for answer, example in zip(self.answers, self.contract.golden, strict=True):
-            if isinstance(answer, ServerScore) and answer.num_tokens is not None:
+            if answer.num_tokens is not None:
                 count, more = len(example.token_ids), answer.num_tokens - len(example.token_ids)
                 summary = f"conversations are {made} by the server, {more:+d} tokens for {example.name!r}"
                 yield Row("tokens:", count, answer.num_tokens, summary, fix)
@@ -216,8 +200,7 @@ class _Replay:
     def _checks(self, verdict: Check) -> Iterator[Check]:
         """The checks of the parts that can be made from outside: whose contract it is, then `verdict`."""
         expected = self.contract_sha256
-        answers = [answer for answer in self.answers if isinstance(answer, ServerScore)]
-        served = next((answer.contract for answer in answers if answer.contract), None)
+        served = next((answer.contract for answer in self.answers if answer.contract), None)
         hashes = "+".join(digest[:12] for digest in (served or expected).split("+"))
         fix = "name another of the server's models (--model), or verify against the folder that is served"
         row = Row("sha256", expected[:12], hashes, "the server's model has another scoring contract", fix)

@@ -1,4 +1,4 @@
-"""Names that a resources server of NeMo Gym imports: NeMo Gym's own classes where it is installed, else ours.
+"""Names that a resources server of NeMo Gym imports, as NeMo Gym's page has them.
 
     from treeward.compat.nemo_gym import *
 
@@ -9,30 +9,31 @@
     Brevity.run_webserver()             # in app.py, which NeMo Gym starts
 
 `self.config` has every key of the server's section, and the defaults of NeMo Gym's page for its options. A class with
-`score(prompt, response)` or `predict`, which take texts, needs no `verify`. Unlike in NeMo Gym, a `verify` of ours that
-raises, or gives no finite number, fails its rollout and not the whole collection.
+`score(prompt, response)` or `predict`, which take texts, needs no `verify`. Unlike in NeMo Gym, a `verify` that raises,
+or gives no finite number, fails its rollout and not the whole collection.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import inspect
 import logging
 import math
+import os
 import sys
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 import anyio
 import torch
 import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from yaml import YAMLError
 
-from treeward.config.nemo_gym import handed_over
 from treeward.data.responses_items import conversation_of
 from treeward.errors import ConfigError, DataError, TreewardError
 from treeward.progress import configure_logging
@@ -59,10 +60,18 @@ class _Open(BaseModel):
     model_config = ConfigDict(extra="allow", arbitrary_types_allowed=True, protected_namespaces=())
 
 
-class _Config(_Open):
+class BaseResourcesServerConfig(_Open):
+    """The server's section of the configuration; every further key of it is an attribute too."""
+
     name: str = "resources_server"
     host: str = "127.0.0.1"
     port: int = 8000
+    device: str = Field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")
+    batch_size: int = 8
+    max_length: int = 2048
+    normalize_rewards: bool = False
+    reward_mean: float = 0.0
+    reward_std: float = 1.0
 
 
 class _CreateParams(_Open):
@@ -98,11 +107,23 @@ class BaseVerifyResponse(BaseVerifyRequest):
     failure_reason: str | None = None
 
 
-class _Server(_Open):
-    config: _Config
+class SimpleResourcesServer(_Open):
+    """A resources server: a subclass has `verify`, or `score` or `predict`, and loads its model in `model_post_init`.
+
+    `setup_webserver` gives the application; `run_webserver` is what an `app.py` calls.
+    """
+
+    config: BaseResourcesServerConfig
 
     async def verify(self, body: BaseVerifyRequest) -> BaseVerifyResponse:
-        raise NotImplementedError
+        """The reward of a rollout by `score` or `predict`, which are called one at a time beside the event loop."""
+        score = getattr(self, "score", None) or getattr(self, "predict", None)
+        if score is None:
+            raise NotImplementedError(f"{type(self).__name__} needs verify(body), or score(prompt, response)")
+        prompt = prompt_text(conversation_of(body.responses_create_params.model_dump(), []))
+        response = extract_response(body.response)
+        reward = await anyio.to_thread.run_sync(score, prompt, response, limiter=_ONE_AT_A_TIME)
+        return BaseVerifyResponse(**body.model_dump(), reward=reward)
 
     def setup_webserver(self) -> FastAPI:
         """The application: /verify and the other routes of a resources server. Raises `ConfigError` unless `verify` is
@@ -136,6 +157,30 @@ class _Server(_Open):
         uvicorn.run(app, host=config.host, port=config.port, log_level="warning")
 
 
+def handed_over() -> tuple[str, DictConfig]:
+    """What NeMo Gym gives a server in the environment: the name of its section, and the section in the merged whole.
+
+    Raises `ConfigError`.
+    """
+    name = os.environ.get("NEMO_GYM_CONFIG_PATH", "")
+    try:
+        [(implementation, section)] = OmegaConf.select(merged_config(), f"{name}.resources_servers").items()
+    except (OmegaConfBaseException, YAMLError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            "NeMo Gym has given no configuration of this server",
+            where="NEMO_GYM_CONFIG_DICT, NEMO_GYM_CONFIG_PATH",
+            got=f"{type(error).__name__}: {error}",
+            need=f"YAML with one server in {name or 'NAME'}.resources_servers",
+            fix="use ng_run, or treeward serve MODEL without NeMo Gym",
+        ) from error
+    return f"{name}.resources_servers.{implementation}", section
+
+
+def merged_config() -> DictConfig:
+    """The configuration of all servers, as NeMo Gym gives it to each."""
+    return cast(DictConfig, OmegaConf.create(os.environ.get("NEMO_GYM_CONFIG_DICT", "")))
+
+
 def _masking(verify: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[JSONResponse]]:
     """`verify` as a route that masks failures instead of giving them a number."""
 
@@ -153,46 +198,6 @@ def _masking(verify: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[J
         return JSONResponse(body.model_dump(mode="json") | failure(reason))
 
     return answer
-
-
-if not TYPE_CHECKING and importlib.util.find_spec("nemo_gym"):
-    from nemo_gym.base_resources_server import BaseResourcesServerConfig as _Config
-    from nemo_gym.base_resources_server import BaseVerifyRequest, BaseVerifyResponse
-    from nemo_gym.base_resources_server import SimpleResourcesServer as _Server
-
-
-class BaseResourcesServerConfig(_Config):
-    """The server's section of the configuration; every further key of it is an attribute too."""
-
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
-
-    device: str = Field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")
-    batch_size: int = 8
-    max_length: int = 2048
-    normalize_rewards: bool = False
-    reward_mean: float = 0.0
-    reward_std: float = 1.0
-
-
-class SimpleResourcesServer(_Server):
-    """A resources server: a subclass has `verify`, or `score` or `predict`, and loads its model in `model_post_init`.
-
-    `setup_webserver` gives the application; `run_webserver` is what an `app.py` calls.
-    """
-
-    model_config = ConfigDict(extra="allow", arbitrary_types_allowed=True, protected_namespaces=())
-
-    config: BaseResourcesServerConfig
-
-    async def verify(self, body: BaseVerifyRequest) -> BaseVerifyResponse:
-        """The reward of a rollout by `score` or `predict`, which are called one at a time beside the event loop."""
-        score = getattr(self, "score", None) or getattr(self, "predict", None)
-        if score is None:
-            raise NotImplementedError(f"{type(self).__name__} needs verify(body), or score(prompt, response)")
-        prompt = prompt_text(conversation_of(body.responses_create_params.model_dump(), []))
-        response = extract_response(body.response)
-        reward = await anyio.to_thread.run_sync(score, prompt, response, limiter=_ONE_AT_A_TIME)
-        return BaseVerifyResponse(**body.model_dump(), reward=reward)
 
 
 def extract_response(response: Any) -> str:

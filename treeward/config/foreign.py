@@ -74,6 +74,9 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, Rule]] = {
         "sglang_* mcore_generation_config port_range_* real_quant_* refit_* use_async_rollouts "
         "val_temperature val_top_?"
     ),
+    "JudgePromptConfig": {"num_samples": Only((1,), "a question is asked once; use_logprobs takes the expectation")},
+    "LengthCurve": _unread("unit"),
+    "LengthPenaltyConfig": {"unit": Only(("characters",), "give characters, about 4 to a token of English")},
     "LoggerConfig": _unread("num_val_samples_to_print monitor_gpus gpu_monitoring swanlab")
     | {"swanlab_enabled": "set it to false; enable tensorboard, wandb or mlflow, metrics.jsonl is always written"},
     "LoraConfig": _unread("use_triton dropout_position lora_A_init")
@@ -115,6 +118,7 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, Rule]] = {
         "megatron_cfg": "set megatron_cfg.enabled=false: the model runs on PyTorch",
     },
     "RewardModelRunConfig": {"evaluation": "remove the section: `treeward eval MODEL --data FILE` writes the report"},
+    "ScoringContract": _unread("reward_shaping"),
     "ScoringDTensorConfig": {
         "lora_cfg": "set lora_cfg.enabled=false; merge adapters into their model with peft's merge_and_unload, and "
         "give that folder as model_name"

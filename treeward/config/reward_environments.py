@@ -38,7 +38,7 @@ from treeward.config.policy import (
     take_batching_budget,
 )
 from treeward.config.scoring import ScoringConfig
-from treeward.errors import ConfigError, nearest_name
+from treeward.errors import ConfigError
 
 
 class ScoringDTensorConfig(ShardingConfig):
@@ -55,15 +55,11 @@ class ScoringDTensorConfig(ShardingConfig):
             raise self.error("cpu_offload tensor_parallel_size", need)
 
 
-_SHARDING_KEYS = ("cpu_offload", "activation_checkpointing")
-"""Keys of `dtensor_cfg` that may stand beside it."""
-
-
 class RewardModelEnvironmentConfig(ScoringConfig):
     """A reward model as the environment of an RL loop. Its model may also be the address of a `treeward serve`, as
     `http://host:8000`."""
 
-    other_forms: ClassVar[tuple[str, ...]] = (*_SHARDING_KEYS, *BATCHING_SECTIONS)
+    other_forms: ClassVar[tuple[str, ...]] = BATCHING_SECTIONS
 
     served_model: str | None = None
     """Which model of the server at `model_name`, by its name there. None: its first."""
@@ -80,7 +76,7 @@ class RewardModelEnvironmentConfig(ScoringConfig):
     max_retries: NonNegativeInt = 3
     """Further attempts of a part of a step whose replica died or took too long."""
     worker_timeout_seconds: PositiveFloat | None = None
-    """Time limit of a part of a step. None: no limit."""
+    """Time limit of a part of a step. None: no limit; of a step at a server 600."""
     dtensor_cfg: ScoringDTensorConfig = ScoringDTensorConfig()
 
     @property
@@ -106,14 +102,7 @@ class RewardModelEnvironmentConfig(ScoringConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _take_other_forms(cls, raw: Any) -> Any:
-        if not isinstance(raw, Mapping):
-            return raw
-        sharding = raw.get("dtensor_cfg") or {}
-        moved = {key: raw[key] for key in _SHARDING_KEYS if key in raw}
-        if moved and isinstance(sharding, Mapping):
-            others = {key: value for key, value in raw.items() if key not in moved}
-            raw = {**others, "dtensor_cfg": {**moved, **sharding}}
+    def _take_budget(cls, raw: Any) -> Any:
         return take_batching_budget(raw, "batch_tokens", "batch_size")
 
     def check(self) -> None:
@@ -128,9 +117,9 @@ class RewardModelEnvironmentConfig(ScoringConfig):
         if needs_server and (self.url is None or len(self.models) > 1):
             raise self.error("models served_model token_env", "the address of a server as the only model_name")
         has_template = self.tokenizer.chat_template or self.tokenizer.chat_template_kwargs
-        if self.url is not None and (self.has_other_score or has_template or self.shaping == "contract"):
+        if self.url is not None and (self.has_other_score or has_template or self.shaping is not None):
             keys = "models head_weights ensemble tokenizer.chat_template tokenizer.chat_template_kwargs shaping"
-            need = "a model alone: its server is started with the others, as `treeward serve --shaping contract`"
+            need = "a model alone: its server is started with the others, as `treeward serve MODEL --shaping YAML`"
             raise self.error(keys, need)
 
 
@@ -172,7 +161,7 @@ JUDGE_FILE = "judge_contract.json"
 
 
 class JudgePromptConfig(Strict):
-    """What a judge is asked, and how often. A policy that learns to judge keeps this in its contract, for its use."""
+    """What a judge is asked. A policy that learns to judge keeps this in its contract, for its use."""
 
     mode: Literal["rating", "pairwise", "equivalence"] = "rating"
     """`rating`: for a number. `pairwise`: which of two is better. `equivalence`: whether two answers are the same."""
@@ -186,9 +175,6 @@ class JudgePromptConfig(Strict):
     highest_rating: float = 9.0
     """A higher rating is not a verdict. At most 9 with `use_logprobs` and for a policy that learns to judge: the
     probabilities are of one digit."""
-    num_samples: PositiveInt = 1
-    """How often each question is asked, at a temperature: the majority of verdicts, the mean of ratings. A policy that
-    learns to judge is asked so when it is used; in training `num_generations_per_prompt` times."""
     temperature: float | None = 0.0
     """Temperature of the judge. None: not sent, for models that refuse it; in the process 1."""
 
@@ -199,9 +185,6 @@ class JudgePromptConfig(Strict):
             raise self.error("template mode", need)
         if self.lowest_rating >= self.highest_rating:
             raise self.error("lowest_rating highest_rating", "lowest_rating below highest_rating")
-        if self.num_samples > 1 and self.temperature == 0:
-            need = "a temperature above 0, without which every answer is the same"
-            raise self.error("num_samples temperature", need)
 
 
 class JudgeEnvironmentConfig(JudgePromptConfig):
@@ -227,7 +210,8 @@ class JudgeEnvironmentConfig(JudgePromptConfig):
     """The key of `env_infos` with the reference completion, or with a list of them: `pairwise` averages, and for
     `equivalence` one is enough."""
     max_tokens: PositiveInt | None = 1024
-    """Longest message of the judge, in tokens; a truncated message is not a verdict. None: not sent."""
+    """Longest message of the judge, in tokens; a truncated message is not a verdict. None: not sent; in the process
+    1024."""
     extra_body: dict[str, Any] = {}
     """Further fields of the request, as `{max_completion_tokens: 1024}`."""
     chat_template_kwargs: dict[str, Any] = {}
@@ -247,18 +231,14 @@ class JudgeEnvironmentConfig(JudgePromptConfig):
         if contract is None or not contract.is_file():
             return raw
         trained = json.loads(contract.read_text("utf-8"))
-        is_sampled = not raw.get("use_logprobs") and raw.get("temperature") != 0
-        once = {} if is_sampled else {"num_samples": 1}
-        variables = {"chat_template_kwargs": trained.get("chat_template_kwargs", {})}
-        return trained.get("prompt", {}) | variables | once | dict(raw)
+        prompt = trained.get("prompt", {})
+        prompt.pop("num_samples", None)  # of an earlier version, in which a question could be asked several times
+        return prompt | {"chat_template_kwargs": trained.get("chat_template_kwargs", {})} | dict(raw)
 
     def check(self) -> None:
         super().check()
         if not self.use_logprobs:
             return
-        if self.num_samples > 1 and self.base_url is None:
-            need = "one sample: nothing is drawn where the model in the process is asked for probabilities"
-            raise self.error("num_samples use_logprobs", need)
         if self.mode == "equivalence":
             raise self.error("mode use_logprobs", "mode: rating or pairwise")
         if self.mode == "rating" and not 0 <= self.lowest_rating < self.highest_rating <= 9:
@@ -297,8 +277,8 @@ class HybridMember(Strict):
 
     model_config = ConfigDict(extra="allow")
 
-    weight: float | None = None
-    """With `weighted`: factor of its reward. None: 1."""
+    weight: float = 1.0
+    """With `weighted`: factor of its reward."""
 
     @property
     def section(self) -> dict[str, Any]:
@@ -312,16 +292,14 @@ class HybridEnvironmentConfig(Strict):
     members: dict[str, HybridMember] = Field(min_length=1)
     """The environments by name, in order."""
     mode: Literal["weighted", "fallback"] = "weighted"
-    """The sum of weight times reward, where all members give one (`weighted`), or the reward of the first member with a
-    valid one (`fallback`)."""
-    fallback_on: tuple[Literal["failed", "wrong"], ...] = ("failed", "wrong")
-    """With `fallback`: the next member gets samples without a reward (`failed`), and with a wrong answer (`wrong`)."""
+    """The sum of weight times reward, where all members give one (`weighted`), or the reward of the first member for
+    which a sample neither fails nor is wrong (`fallback`)."""
 
     def check(self) -> None:
-        weights = {name: member.weight for name, member in self.members.items() if member.weight is not None}
-        for name, weight in weights.items() if self.mode == "fallback" else ():
-            need = "no weights in mode fallback"
-            raise ConfigError("this weight cannot be", field=f"members.{name}.weight", got=weight, need=need)
+        for name, member in self.members.items():
+            if self.mode == "fallback" and "weight" in member.model_fields_set:
+                need = "no weights in mode fallback"
+                raise ConfigError("this weight cannot be", field=f"members.{name}.weight", got=member.weight, need=need)
 
 
 ENVIRONMENT_SECTIONS: Mapping[str, type[Strict]] = {
@@ -368,8 +346,7 @@ def environment_sections(env: Mapping[str, Any], prefix: str = "") -> Iterator[t
 def check_environments(env: Mapping[str, Any]) -> None:
     """Raise `ConfigError`, its `field` relative to `env`, for a section that its environment would refuse.
 
-    A section with `enabled: false` may hold anything. A kind that is not in `ENVIRONMENT_SECTIONS` may be registered in
-    Python; it is refused if it is nearly a known name.
+    A section with `enabled: false` may hold anything, and so may one whose kind is the dotted path of a class.
     """
     for name, kind, keys in environment_sections(env):
         schema = ENVIRONMENT_SECTIONS.get(kind)
@@ -379,8 +356,11 @@ def check_environments(env: Mapping[str, Any]) -> None:
             except ValidationError as error:
                 detailed = config_error(error, schema, where=name)
                 raise detailed.but(field=".".join(part for part in (name, detailed.field) if part)) from None
-        elif near := nearest_name(kind, () if "." in kind else ENVIRONMENT_SECTIONS):
+        elif "." not in kind:
             field = name if name.split(".")[-1] == kind else f"{name}.type"
-            need = f"one of {', '.join(ENVIRONMENT_SECTIONS)}"
-            fix = f"did you mean {near}? Say `type: {near}` where the name is meant to be another"
-            raise ConfigError("there is no such kind of environment", field=field, got=kind, need=need, fix=fix)
+            need = (
+                f"one of {', '.join(ENVIRONMENT_SECTIONS)}, or the dotted path of a class; as `type` under another name"
+            )
+            raise ConfigError.unknown(
+                "there is no such kind of environment", kind, ENVIRONMENT_SECTIONS, field=field, need=need
+            )

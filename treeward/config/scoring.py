@@ -20,25 +20,19 @@ from pydantic import BeforeValidator, Discriminator, Field, NonNegativeFloat, Po
 from treeward.config.base import Strict, TextOrTexts
 from treeward.config.policy import ScoringPrecision, ScoringTokenizerConfig
 
-LengthUnit = Literal["characters", "tokens"]
-"""Unit of the length of a completion: characters, or tokens without special ones."""
-
-
-_is_text = Discriminator(lambda raw: "<text>" if isinstance(raw, str) else "<other>")
 _Temperature = Annotated[
-    Annotated[PositiveFloat, Tag("<other>")] | Annotated[Literal["calibrated"], Tag("<text>")], _is_text
+    Annotated[PositiveFloat, Tag("<number>")] | Annotated[Literal["calibrated"], Tag("<text>")],
+    Discriminator(lambda raw: "<text>" if isinstance(raw, str) else "<number>"),
 ]
 
 
 class LengthPenaltyConfig(Strict):
-    """A deduction from the score for each unit of length above a threshold: `score - alpha * max(0, length - L0)`."""
+    """A deduction from the score for each character above a threshold: `score - alpha * max(0, length - L0)`."""
 
     coefficient: PositiveFloat = 0.001
-    """alpha: deducted per unit of length above the threshold, in units of the model's score."""
+    """alpha: deducted per character above the threshold, in units of the model's score."""
     threshold: NonNegativeFloat = 500
-    """L0: completions up to this length lose nothing."""
-    unit: LengthUnit = "characters"
-    """Unit of length, `characters` or `tokens`."""
+    """L0: completions up to this length, in characters, lose nothing."""
 
 
 class RewardShapingConfig(Strict):
@@ -79,12 +73,6 @@ class RewardShapingConfig(Strict):
             raise self.error(keys, "both of them, or neither for those of the model's contract")
         if self.preference_score and self.normalize_rewards:
             raise self.error("preference_score normalize_rewards", "rewards in [0, 1] as they are")
-
-
-ShapingOrContract = Annotated[
-    Annotated[RewardShapingConfig, Tag("<other>")] | Annotated[Literal["contract"], Tag("<text>")], _is_text
-]
-"""A section, or `contract` for the section in the model's scoring contract."""
 
 
 Truncation = Literal["drop", "truncate_left", "error"]
@@ -136,8 +124,8 @@ class ScoringConfig(Strict):
     """Weight of each head in the score, for a model with several: numbers in order or by the names of its labels (those
     not named have none), or `mean`. None: as in its scoring contract. Of a process reward model: the `product` of the
     probabilities of its steps (None), or the least (`min`)."""
-    shaping: ShapingOrContract | None = None
-    """How scores become rewards; `contract`: as the model's scoring contract says. None: a reward is the score."""
+    shaping: RewardShapingConfig | None = None
+    """How scores become rewards. None: a reward is the score."""
 
     @property
     def has_other_score(self) -> bool:

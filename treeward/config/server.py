@@ -38,11 +38,6 @@ class ServedModelConfig(ScoringConfig):
         names = [model_name(model) for model in self.models]
         return names[0] if self.ensemble is None else f"{self.ensemble.method}-of-{'-'.join(names)}"
 
-    def check(self) -> None:
-        super().check()
-        if "," in self.device:
-            raise self.error("device", "one device; with `replicas` each GPU has a copy of the model")
-
 
 class ServerConfig(Strict):
     """What `treeward serve` reads."""
@@ -68,7 +63,7 @@ class ServerConfig(Strict):
     max_body_bytes: PositiveInt = 2**25
     """The largest request body, by its Content-Length; a larger one gets 413."""
     deadline_seconds: PositiveFloat = 120.0
-    """Time limit of a request; beyond it 504. A request may ask for less by X-Deadline-Seconds."""
+    """Time limit of a request; beyond it 504."""
     token_env: str | None = None
     """Environment variable that holds the bearer token of requests. None: requests need no token."""
     access_log: bool = True

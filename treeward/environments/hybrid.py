@@ -5,9 +5,9 @@
         "format": {"type": "rules", "weight": 0.2, "rule": "regex", "pattern": "</think>"},
     }})
 
-The reward is the weighted sum of the members' rewards. With `mode: fallback` it is the first valid reward: for example
-a rule checks the completion, and a judge those that the rule finds wrong or cannot check. The components are each
-member's reward by its name, and its components as `member/component`.
+The reward is the weighted sum of the members' rewards. With `mode: fallback` the next member gets what the one before
+finds wrong or cannot check: for example first a rule, then a judge. The components are each member's reward by its
+name, and its components as `member/component`.
 """
 
 from __future__ import annotations
@@ -61,8 +61,7 @@ class HybridEnvironment(ConfiguredEnvironment[HybridEnvironmentConfig]):
 
         with ThreadPoolExecutor(len(self.members)) as threads:
             rewards = dict(zip(self.members, threads.map(ask, self.members.values()), strict=True))
-        members = self.config.members.items()
-        weights = {name: 1.0 if member.weight is None else member.weight for name, member in members}
+        weights = {name: member.weight for name, member in self.config.members.items()}
         return [_weighted_sum({name: rewards[name][i] for name in rewards}, weights) for i in range(len(conversations))]
 
     def _fallback(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
@@ -74,13 +73,13 @@ class HybridEnvironment(ConfiguredEnvironment[HybridEnvironmentConfig]):
             rewards = member.rewards([conversations[i] for i in pending], [env_infos[i] for i in pending])
             for i, reward in zip(pending, rewards, strict=True):
                 parts_by_sample[i][name] = reward
-            pending = [i for i in pending if self._falls_back(parts_by_sample[i][name])]
+            pending = [i for i in pending if _falls_back(parts_by_sample[i][name])]
         return [_last(parts) for parts in parts_by_sample]
 
-    def _falls_back(self, reward: Reward) -> bool:
-        if reward.value is None:
-            return "failed" in self.config.fallback_on
-        return "wrong" in self.config.fallback_on and reward.components.get("correct") == 0.0
+
+def _falls_back(reward: Reward) -> bool:
+    """Whether the next member gets the sample: it has no reward, or is wrong by a rule."""
+    return reward.value is None or reward.components.get("correct") == 0.0
 
 
 def _weighted_sum(parts: Mapping[str, Reward], weights: Mapping[str, float]) -> Reward:
@@ -89,13 +88,14 @@ def _weighted_sum(parts: Mapping[str, Reward], weights: Mapping[str, float]) -> 
     There is none where a part has none. Names of components, and reasons, begin with the name of their part.
     """
     components = _components(parts)
+    judgement = "\n\n".join(part.score.judgement for part in parts.values() if part.score.judgement) or None
     if error := _errors(parts):
-        return Reward(None, components=components, error=error)
+        return Reward(None, Score(None, judgement=judgement), components=components, error=error)
     total = sum(weights[name] * (part.value or 0.0) for name, part in parts.items())
     if not math.isfinite(total):
         return Reward(None, components=components, error="the weighted sum is not finite")
     raw = sum(weights[name] * (part.raw or 0.0) for name, part in parts.items())
-    return Reward(total, Score(raw), components=components)
+    return Reward(total, Score(raw, judgement=judgement), components=components)
 
 
 def _last(parts: Mapping[str, Reward]) -> Reward:

@@ -36,7 +36,7 @@ from treeward.data.preference import Message
 from treeward.environments.actors import RayActor
 from treeward.errors import DataError
 from treeward.scoring.score import Reward as Reward
-from treeward.scoring.score import reward_metrics
+from treeward.scoring.score import completion_text, reward_metrics
 
 DETAILS = "reward_details"
 """The key of `EnvironmentReturn.metadata[i]` with the details of reward i."""
@@ -96,45 +96,34 @@ class Environment(RayActor, abc.ABC):
     def reward(self, message_logs: Logs, env_infos: AnyInfos) -> list[Reward]:
         """One `Reward` per message log of a loop, in order; a batch may have any size.
 
-        Messages lose the loop's own keys (`token_ids`, tensors). A log that is not a list of messages has no reward.
-        Raises `DataError` unless there are as many `env_infos` (or None) as logs, or none at all.
+        Messages lose the loop's own keys (`token_ids`, tensors). Raises `DataError` for a log that is not a list of
+        messages, and unless there are as many `env_infos` (or None) as logs, or none at all.
         """
         env_infos = env_infos or [None] * len(message_logs)  # NeMo RL's reward models get none
         if len(message_logs) != len(env_infos):
             got = f"{len(message_logs)} message logs and {len(env_infos)} env_infos"
             raise DataError("there is not one env_info for each message log", where=self.name, got=got)
-        rewards: list[Reward | None] = []
-        valid: list[tuple[list[Message], dict[str, Any]]] = []
-        for log, info in zip(message_logs, env_infos, strict=True):
-            try:
-                if not isinstance(info, Mapping | None):
-                    raise DataError("the env_info is not a mapping", got=info)
-                valid.append((conversation_of(log), dict(info or {})))
-                rewards.append(None)
-            except DataError as error:
-                rewards.append(Reward(None, error=f"{error.summary} (got: {str(error.got)[:100]!r})"))
-        given = self.rewards([conversation for conversation, _ in valid], [info for _, info in valid])
-        assert len(given) == len(valid), f"{self.name} gives {len(given)} rewards for {len(valid)} conversations"
-        in_order = iter(given)
-        result = [next(in_order) if reward is None else reward for reward in rewards]
-        if failed := [i for i, reward in enumerate(result) if reward.value is None]:
-            first = f"sample {failed[0]}: {result[failed[0]].error}"
+        conversations = [conversation_of(log, where=f"sample {i}") for i, log in enumerate(message_logs)]
+        rewards = self.rewards(conversations, [dict(info or {}) for info in env_infos])
+        assert len(rewards) == len(conversations), f"{self.name}: {len(rewards)} rewards for {len(conversations)} logs"
+        if failed := [i for i, reward in enumerate(rewards) if reward.value is None]:
+            first = f"sample {failed[0]}: {rewards[failed[0]].error}"
             words = "%s: %d of %d samples have no reward; the first: %s"
-            logger.warning(words, self.name, len(failed), len(result), first)
-        return result
+            logger.warning(words, self.name, len(failed), len(rewards), first)
+        return rewards
 
     def step(self, message_logs: Logs, env_infos: AnyInfos) -> EnvironmentReturn:
         """`reward`, in the form of NeMo RL."""
         rewards = self.reward(message_logs, env_infos)
         details = [{"raw": r.raw, "components": dict(r.components), "error": r.error} for r in rewards]
-        infos = [info if isinstance(info, Mapping) else {} for info in env_infos or [None] * len(rewards)]
+        infos = env_infos or [None] * len(rewards)
         return EnvironmentReturn(
             observations=[{"role": "environment", "content": f"Environment: {reward.value}"} for reward in rewards],
-            metadata=[{**info, DETAILS: detail} for info, detail in zip(infos, details, strict=True)],
+            metadata=[{**(info or {}), DETAILS: detail} for info, detail in zip(infos, details, strict=True)],
             next_stop_strings=[None] * len(rewards),
             rewards=torch.tensor([math.nan if r.value is None else r.value for r in rewards], dtype=torch.float32),
             terminateds=torch.ones(len(rewards), dtype=torch.bool),
-            answers=[_text(log) for log in message_logs],
+            answers=[completion_text(conversation_of(log)) for log in message_logs],
         )
 
     def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, float]]:
@@ -199,9 +188,3 @@ def _message(message: Mapping[str, Any]) -> Message:
         if value is not None and key not in _KEYS_OF_LOOPS and not isinstance(value, Tensor | np.ndarray):
             kept[key] = value
     return kept
-
-
-def _text(log: Any) -> str | None:
-    last = log[-1] if isinstance(log, Sequence) and log else None
-    content = last.get("content") if isinstance(last, Mapping) else None
-    return content if isinstance(content, str) else None

@@ -13,8 +13,7 @@ Rewards are from 0 to 1. By `mode`:
 
 Judges favour a position (Zheng et al. 2023, arXiv 2306.05685, section 3.4). So two texts are compared in both orders: a
 judge that always says A gives 0.5 to all. The component `position_bias`, from -1 to 1, is the advantage of the first
-place; `inconsistent` is the share of pairs whose winner changed with the order. `num_samples` repeats every question:
-verdicts by majority, ratings by mean.
+place; `inconsistent` is the share of pairs whose winner changed with the order.
 
 A sample with a question without a verdict has no reward. What the judge wrote is in `Reward.score.judgement`. A judge
 without a verdict on the first few questions stops the run.
@@ -31,12 +30,13 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from treeward.config.reward_environments import JudgeEnvironmentConfig
+from treeward.data.preference import Message
 from treeward.environments.interface import GROUP, ConfiguredEnvironment, Conversations, Infos, Reward
 from treeward.environments.judge_endpoint import EndpointJudge
 from treeward.errors import ModelError
 from treeward.scoring.judge_local import LocalJudge
 from treeward.scoring.score import NO_COMPLETION, Cost, Score, completion_text, message_text, plain, transcript
-from treeward.scoring.verdicts import NoVerdict, Question, Verdict, make_question, share_of_scale
+from treeward.scoring.verdicts import NoVerdict, Verdict, make_question, share_of_scale
 
 _FIRST_QUESTIONS = 4
 
@@ -45,7 +45,7 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
     """A language model as judge. The key `GROUP` of `env_infos`, or else the messages, group completions by prompt.
 
     Raises `ConfigError` if the package openai or the key is missing, `ModelError` for a model that cannot be loaded,
-    and in a step if the endpoint refuses the key, the model, or every request.
+    and in a step if the endpoint refuses the key or the model, or none of the first questions has a verdict.
     """
 
     name = "judge_env"
@@ -72,25 +72,21 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
         alone = ", and it is the only one of its prompt" if self.config.mode == "pairwise" else ""
         missing = f"the sample has no reference completion: no text in {self.config.reference_key}{alone}"
         errors |= {i: missing for i in texts if i not in compared}
-        prompts = [(match.samples[0], transcript(conversations[match.samples[0]][:-1])) for match in matches]
+        prompts = [transcript(conversations[match.samples[0]][:-1]) for match in matches]
         questions = [
-            make_question(self.config, prompt, match.texts, sample)
-            for match, (sample, prompt) in zip(matches, prompts, strict=True)
+            make_question(self.config, prompt, match.texts) for match, prompt in zip(matches, prompts, strict=True)
         ]
         outcomes: dict[int, list[_Outcome]] = defaultdict(list)
         messages: dict[int, list[str]] = defaultdict(list)
-        for match, answers in zip(matches, self._answers(questions), strict=True):
-            verdicts = [answer for answer in answers if isinstance(answer, Verdict)]
+        for match, answer in zip(matches, self._answers(questions), strict=True):
             for place, i in enumerate(match.places):
                 if i is None:
                     continue
-                messages[i] += [answer.text for answer in answers if answer.text]
-                if verdicts:
-                    verdict, agreement = self._majority(verdicts)
-                    value = self._value_at(place, verdict)
-                    outcomes[i].append(_Outcome(match.pair, place, value, verdict, agreement))
+                messages[i] += [answer.text] if answer.text else []
+                if isinstance(answer, Verdict):
+                    outcomes[i].append(_Outcome(match.pair, place, self._value_at(place, answer), answer))
                 else:
-                    errors.setdefault(i, next(answer.reason for answer in answers if isinstance(answer, NoVerdict)))
+                    errors.setdefault(i, answer.reason)
         rewards = []
         for i in range(len(conversations)):
             reward = Reward(None, error=errors[i]) if i in errors else self._reward(outcomes[i])
@@ -110,7 +106,8 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
             pairs += [((i, text), (None, reference)) for reference in references]
             if not references and self.config.mode == "pairwise":
                 prompt = json.dumps(conversations[i][:-1], sort_keys=True, default=str)
-                groups[env_infos[i].get(GROUP) or prompt].append(i)
+                group = env_infos[i].get(GROUP)
+                groups[prompt if group is None else group].append(i)
         for members in groups.values():
             neighbours = zip(members, members[1:] + members[:1], strict=True)
             pairs += [((i, texts[i]), (j, texts[j])) for i, j in [*neighbours][: None if len(members) > 2 else -1]]
@@ -118,39 +115,29 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
             for ordered in ((first, second), (second, first)):
                 yield _Match(number, *zip(*ordered, strict=True))
 
-    def _answers(self, questions: Sequence[Question]) -> list[list[Verdict | NoVerdict]]:
-        """The answers to each question, which is asked `num_samples` times.
+    def _answers(self, questions: Sequence[Sequence[Message]]) -> list[Verdict | NoVerdict]:
+        """The answer to each question.
 
         Raises `ModelError` where none of the first questions has a verdict: the others would be asked in vain.
         """
-        count, before = self.config.num_samples, time.perf_counter()
-        asked = [question for question in questions for _ in range(count)]
-        first = 0 if self._has_begun else _FIRST_QUESTIONS * count
-        answers = self._judge.ask(asked[:first]) if len(asked) >= first > 0 else []
-        reasons = [answer for answer in answers if isinstance(answer, NoVerdict) and answer.text is not None]
+        before = time.perf_counter()
+        has_first = not self._has_begun and len(questions) >= _FIRST_QUESTIONS
+        answers = self._judge.ask(questions[:_FIRST_QUESTIONS]) if has_first else []
+        reasons = [answer for answer in answers if isinstance(answer, NoVerdict)]
         if answers and len(reasons) == len(answers):
             raise ModelError(
                 f"{reasons[0].reason}: none on its first {_FIRST_QUESTIONS} questions",
                 where=self.config.model,
                 field="model max_tokens use_logprobs",
-                got=reasons[0].text,
+                got=reasons[0].text or reasons[0].reason,
                 fix="take a larger model; or use_logprobs: true, which compares the probabilities of the verdicts; or "
-                "hold an endpoint to the form, as by extra_body: {structured_outputs: {regex: ...}} of vLLM",
+                "hold an endpoint to the form, as by extra_body: {structured_outputs: {regex: ...}} of vLLM; or send "
+                "only settings that it knows (null: not sent)",
             )
-        answers += self._judge.ask(asked[len(answers) :])
+        answers += self._judge.ask(questions[len(answers) :])
         self._has_begun = self._has_begun or bool(answers)
         self._judge.cost += Cost(seconds=time.perf_counter() - before)
-        return [answers[i : i + count] for i in range(0, len(answers), count)]
-
-    def _majority(self, verdicts: Sequence[Verdict]) -> tuple[Verdict, float]:
-        """The verdict of several to one question, and the share that agrees with it."""
-        most = statistics.multimode(verdict.label for verdict in verdicts)
-        agreement = sum(verdict.label == most[0] for verdict in verdicts) / len(verdicts)
-        if self.config.mode != "rating":
-            verdicts = [next(v for v in verdicts if v.label == label) for label in most]  # of a draw, the mean
-        masses = [verdict.mass for verdict in verdicts if verdict.mass is not None]
-        value = statistics.fmean(verdict.value for verdict in verdicts)
-        return Verdict(value, most[0], statistics.fmean(masses) if masses else None), agreement
+        return answers
 
     def _value_at(self, place: int, verdict: Verdict) -> float:
         """The value of a verdict, from 0 to 1, for the text at a place."""
@@ -161,8 +148,6 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
     def _reward(self, outcomes: Sequence[_Outcome]) -> Reward:
         """The reward of a sample from all its outcomes."""
         components: dict[str, float] = {}
-        if self.config.num_samples > 1:
-            components["agreement"] = statistics.fmean(outcome.agreement for outcome in outcomes)
         if masses := [outcome.verdict.mass for outcome in outcomes if outcome.verdict.mass is not None]:
             components["label_mass"] = statistics.fmean(masses)
         reward = statistics.fmean(outcome.value for outcome in outcomes)
@@ -201,7 +186,6 @@ class _Outcome(NamedTuple):
     place: int
     value: float
     verdict: Verdict
-    agreement: float
 
 
 def _winner(value: float) -> int:

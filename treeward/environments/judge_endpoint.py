@@ -4,8 +4,7 @@
     judge.ask(questions)           # a `Verdict` for each, or the reason for none
     judge.cost                     # requests, tokens and seconds of all of them
 
-A message without a verdict gets one reminder. With `use_logprobs` verdicts count by their expected value, if the
-endpoint sends log-probabilities.
+With `use_logprobs` verdicts count by their expected value, if the endpoint sends log-probabilities.
 """
 
 from __future__ import annotations
@@ -15,12 +14,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from treeward.config.reward_environments import JudgeEnvironmentConfig
+from treeward.data.preference import Message
 from treeward.environments.interface import WHERE
 from treeward.errors import ModelError
 from treeward.http import ServerError, run_async
 from treeward.openai_client import check_openai, key_from, openai_client, post
 from treeward.scoring.score import Cost
-from treeward.scoring.verdicts import Answer, NoVerdict, Question, TokenChoice, Verdict, read_answer, reminded
+from treeward.scoring.verdicts import Answer, NoVerdict, TokenChoice, Verdict, read_answer
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -38,12 +38,12 @@ class EndpointJudge:
         check_openai()
         self._key = key_from(config.api_key_env, where=WHERE, field="api_key_env")
 
-    def ask(self, questions: Sequence[Question]) -> list[Verdict | NoVerdict]:
-        """A verdict for each question, or the reason for none. Raises `ModelError` if the endpoint refuses the key, the
-        model, a setting, or every request of several samples."""
+    def ask(self, questions: Sequence[Sequence[Message]]) -> list[Verdict | NoVerdict]:
+        """A verdict for each question, or the reason for none. Raises `ModelError` if the endpoint refuses the key or
+        the model."""
         return run_async(self._ask_all(questions)) if questions else []
 
-    async def _ask_all(self, questions: Sequence[Question]) -> list[Verdict | NoVerdict]:
+    async def _ask_all(self, questions: Sequence[Sequence[Message]]) -> list[Verdict | NoVerdict]:
         config = self.config
         slots = asyncio.Semaphore(config.max_concurrency)
         async with openai_client(  # a client belongs to an event loop, and `run_async` makes one for each step
@@ -54,36 +54,22 @@ class EndpointJudge:
                     tasks = [group.create_task(self._verdict(client, slots, question)) for question in questions]
             except ExceptionGroup as errors:  # of a request that would fail for every question
                 raise errors.exceptions[0] from None
-        answers = [task.result() for task in tasks]
-        refused = [answer for answer in answers if isinstance(answer, ServerError) and answer.status == 400]
-        setting_errors = [error for error in refused if error.param in self._settings]
-        if setting_errors or (len(refused) == len(answers) and len({question.about for question in questions}) > 1):
-            raise self._refusal((setting_errors or refused)[0])
-        return [
-            NoVerdict(f"judge: {answer.summary}: {answer.got}") if isinstance(answer, ServerError) else answer
-            for answer in answers
-        ]
+        return [task.result() for task in tasks]
 
     async def _verdict(
-        self, client: AsyncOpenAI, slots: asyncio.Semaphore, question: Question
-    ) -> Verdict | NoVerdict | ServerError:
-        """The verdict, or the reason for none; a server's error is returned unless it concerns every request."""
-        messages = question.messages
+        self, client: AsyncOpenAI, slots: asyncio.Semaphore, question: Sequence[Message]
+    ) -> Verdict | NoVerdict:
+        """The verdict, or the reason for none, which is the server's where it refuses this request alone."""
         try:
-            for _ in range(2):
-                async with slots:
-                    answer = await self._message(client, messages)
-                verdict = read_answer(answer, self.config)
-                if isinstance(verdict, Verdict):
-                    break
-                messages = reminded(messages, answer, self.config)
+            async with slots:
+                answer = await self._message(client, question)
         except ServerError as error:
             if error.status in (401, 403, 404):
                 raise self._refusal(error) from error
-            return error
-        return verdict
+            return NoVerdict(f"judge: {error.summary}: {error.got}")
+        return read_answer(answer, self.config)
 
-    async def _message(self, client: AsyncOpenAI, messages: Sequence[Mapping[str, Any]]) -> Answer:
+    async def _message(self, client: AsyncOpenAI, messages: Sequence[Message]) -> Answer:
         """The judge's message, empty if it is not text."""
         seconds = self.config.timeout_seconds * (self.config.max_retries + 1)
         content = await post(
@@ -118,7 +104,7 @@ class EndpointJudge:
             where=self.url,
             field={401: "api_key_env", 403: "api_key_env", 404: "model"}.get(error.status or 0),
             got=f"{error.summary}: {error.got}",
-            need="a valid key, one of its models (and /v1 in base_url), and settings that it knows (null: not sent)",
+            need="a valid key, and one of its models (and /v1 in base_url)",
         )
 
 

@@ -33,7 +33,7 @@ from treeward.environments.interface import (
     conversation_of,
 )
 from treeward.environments.registry import make_environment
-from treeward.errors import ConfigError, DataError, ModelError
+from treeward.errors import ConfigError, ModelError
 
 logger = logging.getLogger(__name__)
 
@@ -143,10 +143,7 @@ def _groups(message_logs: Logs) -> list[Hashable]:
     """
     groups: list[Hashable] = []
     for log in message_logs:
-        try:
-            messages = conversation_of(log)
-        except DataError:  # not a list of messages
-            messages = []
+        messages = conversation_of(log)
         is_completed = bool(messages) and messages[-1].get("role") == "assistant"
         before = [(message.get("role"), message.get("content")) for message in messages[:-1]]
         groups.append(json.dumps(before, default=str) if is_completed else None)

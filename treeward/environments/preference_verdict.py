@@ -83,7 +83,7 @@ def _both(
     both_orders = {"A": texts, "B": texts[::-1]}
     asked = {"better": texts[:1], "worse": texts[1:]} if section.mode == "rating" else both_orders
     for label, shown in asked.items():
-        messages = make_question(section, conversation, shown, about=0).messages
+        messages = make_question(section, conversation, shown)
         yield Prompt(messages, {**info, LABEL: label}, where)
 
 

@@ -2,7 +2,7 @@
 
     make_environment("rules", {"rule": "math"})
     make_environments({"reward_model": {...}, "format": {"type": "rules", "rule": "regex", "pattern": "</think>"}})
-    register_environment("mine", MyEnvironment)          # or `type: my_package.MyEnvironment` in the section
+    make_environment("mine", {"type": "my_package.MyEnvironment"})
 
 A new kind of environment is one file with its class, and a line in `_CLASSES`. The class is imported with its first
 environment.
@@ -22,7 +22,7 @@ from treeward.environments.interface import WHERE, Environment
 from treeward.errors import ConfigError
 from treeward.user_code import import_object
 
-_CLASSES: dict[str, type[Environment] | str] = {
+_CLASSES: Mapping[str, str] = {
     "reward_model": "treeward.environments.reward_model.RewardModelEnvironment",
     "rules": "treeward.environments.rules.RuleEnvironment",
     "math": "treeward.environments.rules.MathEnvironment",
@@ -33,26 +33,9 @@ _CLASSES: dict[str, type[Environment] | str] = {
 }
 
 
-def register_environment(name: str, cls: type[Environment]) -> None:
-    """Register a class, to be constructed with its section's mapping.
-
-    Raises `ConfigError` for the name of another class, and for a class that is not an `Environment`.
-    """
-    if not (isinstance(cls, type) and issubclass(cls, Environment)):
-        raise ConfigError("not an environment", field=name, got=cls, need="a subclass of Environment")
-    registered = _CLASSES.get(name)
-    if registered is not None and registered is not cls:
-        need = f"another name; this one is {registered}"
-        raise ConfigError("the name is taken", field=name, got=cls.__name__, need=need)
-    _CLASSES[name] = cls
-
-
 def environment_class(kind: str) -> type[Environment]:
-    """The class of a kind: a registered name, or a dotted path. Raises `ConfigError` with the nearest name."""
-    registered = _CLASSES.get(kind)
-    if isinstance(registered, type):
-        return registered
-    path = registered or kind
+    """The class of a kind: one of `_CLASSES`, or a dotted path. Raises `ConfigError` with the nearest name."""
+    path = _CLASSES.get(kind, kind)
     if "." not in path:
         need = f"one of {', '.join(_CLASSES)}, or the dotted path of a class"
         raise ConfigError.unknown("there is no such kind of environment", kind, _CLASSES, field="type", need=need)

@@ -18,6 +18,7 @@ import logging
 import math
 import os
 import secrets
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, groupby
@@ -45,6 +46,7 @@ class _Replica:
     """One replica, in a process of Ray Serve, with the processes of the model's other parts, which end with it."""
 
     def __init__(self, config: RewardModelEnvironmentConfig) -> None:
+        self._lock = threading.Lock()  # a call that is cancelled goes on in its thread
         device = "cuda" if config.resources.gpus_per_node and torch.cuda.is_available() else "cpu"
         size = config.dtensor_cfg.tensor_parallel_size
         self._worker = ScoringWorker(config, device)
@@ -63,6 +65,10 @@ class _Replica:
         return await asyncio.to_thread(self._score, conversations)
 
     def _score(self, conversations: Sequence[Conversation]) -> list[Score]:
+        with self._lock:
+            return self._score_together(conversations)
+
+    def _score_together(self, conversations: Sequence[Conversation]) -> list[Score]:
         scoring = [fellow.score.remote(conversations) for fellow in self._fellows]
         try:
             scores = self._worker.score(conversations)
@@ -126,17 +132,20 @@ class ReplicaPool:
         self._open.close()
 
     def _score(self, conversations: Sequence[Conversation]) -> list[Score]:
-        attempts = self._config.max_retries + 1
+        attempts, seconds = self._config.max_retries + 1, self._config.worker_timeout_seconds
         for _ in range(attempts):
             try:
                 scoring = self._handle.score.remote(conversations)
-                scores: list[Score] = scoring.result(timeout_s=self._config.worker_timeout_seconds)
+                scores: list[Score] = scoring.result(timeout_s=seconds)
                 return scores
             except RayTaskError as error:
                 raise error.cause from None
-            except (RayActorError, TimeoutError) as lost:
-                reason = f"tried {attempts} times: its replica died: {first_line(lost)}"
-        return [Score(None, error=reason)] * len(conversations)
+            except TimeoutError:
+                scoring.cancel()
+                reason = f"not scored within worker_timeout_seconds: {seconds}"
+            except RayActorError as lost:
+                reason = f"its replica died: {first_line(lost)}"
+        return [Score(None, error=f"tried {attempts} times: {reason}")] * len(conversations)
 
 
 def _chunks(conversations: Sequence[Conversation], most: int) -> list[list[Conversation]]:

@@ -37,12 +37,10 @@ from treeward.environments.interface import (
 from treeward.environments.scoring_worker import ScoringWorker
 from treeward.errors import ConfigError, ModelError
 from treeward.http import RewardServerError
-from treeward.model.pretrained import load_tokenizer
 from treeward.model.reward_model import RewardModel
 from treeward.openai_client import key_from
 from treeward.scoring.score import Conversation, Score
-from treeward.scoring.scorer import Scorer
-from treeward.scoring.shaping import Shaper, load_shaper, rewards_of
+from treeward.scoring.shaping import load_shaper, rewards_of
 
 if TYPE_CHECKING:
     from treeward.environments.replicas import ReplicaPool
@@ -62,7 +60,7 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
     def __init__(self, env_config: Mapping[str, Any] | RewardModelEnvironmentConfig) -> None:
         super().__init__(env_config)
         self._lock = threading.Lock()  # steps may come from several threads; the model takes one at a time
-        self._shaper = _shaper(self.config)
+        self._shaper = None if self.config.url else load_shaper(self.config)
         self._model: ScoringWorker | ReplicaPool | RewardServer | None
         if self.config.url is not None:
             self._model = RewardServer(self.config)
@@ -71,14 +69,12 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
 
     def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
         with self._lock:
-            rewards = self._rewards(conversations)
+            model = self._running()
+            if isinstance(model, RewardServer):
+                rewards = model.rewards(conversations)
+            else:
+                rewards = rewards_of(model.score(conversations), conversations, self._shaper)
         return [replace(reward, components={**reward.components, **reward.score.parts}) for reward in rewards]
-
-    def _rewards(self, conversations: Conversations) -> list[Reward]:
-        model = self._running()
-        if isinstance(model, RewardServer) and self.config.shaping is None:
-            return model.rewards(conversations)
-        return rewards_of(model.score(conversations), conversations, self._shaper)
 
     def preprocess_data(self, message_logs: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Tensor]:
         """The model's input: `{"input_ids": int64 (B, L), "input_lengths": int64 (B,)}`, right-padded.
@@ -92,8 +88,8 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
     def reward_model_policy(self) -> RewardModel:
         """The model, if one runs in this process: its `score(preprocess_data(logs))["scores"]` are unshaped scores."""
         members = self._here("reward_model_policy").scorer.members
-        if len(members) > 1 or not isinstance(members[0], Scorer) or members[0].steps is not None:
-            summary = "an ensemble, a judge and a process reward model are no model with a value of a conversation"
+        if len(members) > 1 or members[0].steps is not None:
+            summary = "an ensemble and a process reward model are no model with a value of a conversation"
             raise ConfigError(summary, field="model_name", got=list(self.config.models))
         return members[0].model
 
@@ -118,17 +114,6 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
             got="a model in other processes, or at a server",
             fix="the folder of the model, and one replica",
         )
-
-
-def _shaper(config: RewardModelEnvironmentConfig) -> Shaper | None:
-    if config.url is None or config.shaping is None:
-        return load_shaper(config)
-    # The contract is at the server; a tokenizer name that repeats the address means none.
-    name = config.tokenizer.name
-    has_tokenizer = name is not None and name not in config.models
-    tokenizer = load_tokenizer(str(name), trust_remote_code=config.trust_remote_code) if has_tokenizer else None
-    assert config.shaping != "contract", "the section refuses it"
-    return Shaper(config.shaping, tokenizer=tokenizer)
 
 
 def _needs_ray(config: RewardModelEnvironmentConfig) -> bool:
@@ -172,16 +157,12 @@ class RewardServer:
         token = key_from(config.token_env, where=WHERE, field="token_env")
         limits = {"max_retries": config.max_retries, "timeout_seconds": config.worker_timeout_seconds or 600.0}
         self.client = RewardClient(str(config.url), token=token, model=config.served_model, **limits)  # type: ignore[arg-type]
-        self.model, self._is_shaped = self._described(), config.shaping is None
-
-    def score(self, conversations: Sequence[Conversation]) -> list[Score]:
-        """Scores in order; a failed one is None with the reason in `Score.error`."""
-        return [reward.score for reward in self.rewards(conversations)]
+        self.model = self._described()
 
     def rewards(self, conversations: Sequence[Conversation]) -> list[Reward]:
         """The server's rewards in order; None with the reason."""
         try:
-            rewards = self.client.rewards(conversations, shaped=self._is_shaped, on_error="mask")
+            rewards = self.client.rewards(conversations, on_error="mask")
             description = self._described()  # afterwards, to describe the model that has scored
         except RewardServerError as error:
             if error.status in (401, 403, 404):  # it would refuse every later request too

@@ -29,7 +29,7 @@ from treeward.parallel.tensor import cut
 from treeward.processes import joined
 from treeward.scoring.ensemble import load_scorer
 from treeward.scoring.score import Conversation, Score
-from treeward.scoring.scorer import PreparedScorer, Scorer
+from treeward.scoring.scorer import PreparedScorer
 
 logger = logging.getLogger(__name__)
 
@@ -101,8 +101,8 @@ class ScoringWorker:
     def preprocess(self, conversations: Sequence[Conversation]) -> dict[str, Tensor]:
         """See `RewardModelEnvironment.preprocess_data`."""
         scorer = self.scorer.members[0]
-        if not isinstance(scorer, Scorer) or scorer.steps is not None:
-            summary = "a judge reads questions and a process reward model steps: a conversation has not one value"
+        if scorer.steps is not None:
+            summary = "a process reward model reads steps: a conversation has not one value"
             raise ConfigError(summary, where=self._config.models[0])
         rows = []
         for item in scorer.prepare(conversations):

@@ -91,8 +91,8 @@ def _submit(
 
 
 def _reads_prompts(config: RewardSourceConfig) -> bool:
-    """Whether the environment reads prompts, which a rule does not."""
-    return config.environment is None or config.environment.get("type") != "rules"
+    """Whether the environment may read prompts, which a rule does not."""
+    return config.environment is None or config.environment.get("type") not in ("rules", "math")
 
 
 def _prompt(extra_info: Mapping[str, Any], data_source: str) -> list[Mapping[str, Any]]:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from transformers.utils.hub import cached_file
 
 from treeward.config.base import Strict
-from treeward.config.scoring import LengthUnit, RewardShapingConfig
 from treeward.errors import ModelError
 from treeward.model.pretrained import check_local
 from treeward.storage import write_text
@@ -147,10 +147,10 @@ class CalibratedTemperature(Strict):
 
 
 class LengthCurve(Strict):
-    """The score that length alone predicts: piecewise linear between knots, constant beyond. `lengths`: strictly
-    increasing; `values`: the score at each. `residual_*`: of the calibration data's scores after the subtraction."""
+    """The score that length alone predicts: piecewise linear between knots, constant beyond. `lengths`: in characters,
+    strictly increasing; `values`: the score at each. `residual_*`: of the calibration data's scores after the
+    subtraction."""
 
-    unit: LengthUnit
     lengths: tuple[float, ...] = Field(min_length=1)
     values: tuple[float, ...] = Field(min_length=1)
     residual_mean: float
@@ -183,6 +183,13 @@ class RewardCalibration(Strict):
     temperature: CalibratedTemperature | None = None
     provenance: CalibrationProvenance | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_curve_in_tokens(cls, raw: Any) -> Any:
+        """A contract without the curve that an earlier version fitted to lengths in tokens."""
+        curve = raw.get("length_curve") if isinstance(raw, Mapping) else None
+        return {**raw, "length_curve": None} if isinstance(curve, Mapping) and curve.get("unit") == "tokens" else raw
+
 
 class ScoringContract(Strict):
     """Everything that a model's score depends on: the content of `reward_contract.json`.
@@ -200,7 +207,6 @@ class ScoringContract(Strict):
     activation: Literal["none"] = "none"
     problem_type: str | None = None
     calibration: RewardCalibration | None = None
-    reward_shaping: RewardShapingConfig | None = None
     weights: WeightsContract
     golden: list[GoldenExample]
     tolerance: ToleranceContract
@@ -212,9 +218,10 @@ class ScoringContract(Strict):
 
     @property
     def scores_sha256(self) -> str:
-        """Identifies everything that a score depends on; calibration and shaping do not change it."""
-        decisive = self.model_copy(update={"calibration": None, "reward_shaping": None})
-        return text_sha256(json.dumps(decisive.model_dump(mode="json"), sort_keys=True))
+        """Identifies everything that a score depends on; the calibration does not change it."""
+        # With a key that contracts had when the first hashes were taken.
+        decisive = self.model_dump(mode="json") | {"calibration": None, "reward_shaping": None}
+        return text_sha256(json.dumps(decisive, sort_keys=True))
 
 
 def read_contract(name: str | Path) -> ScoringContract | None:

@@ -27,8 +27,7 @@ from numpy.typing import NDArray
 from scipy.optimize import brentq
 from statsmodels.nonparametric.smoothers_lowess import lowess
 
-from treeward.config.scoring import LengthUnit
-from treeward.data.preference import Preference, preference_to_dict
+from treeward.data.preference import Preference, last_text, preference_to_dict
 from treeward.errors import DataError
 from treeward.model.contract import (
     CalibratedTemperature,
@@ -38,7 +37,6 @@ from treeward.model.contract import (
     RewardCalibration,
 )
 from treeward.scoring.scorer import PreparedScorer
-from treeward.scoring.shaping import completion_length
 from treeward.version import VERSION
 
 logger = logging.getLogger(__name__)
@@ -57,7 +55,7 @@ _EXACT_UP_TO = 1000  # points; above that, local regressions are skipped within 
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """A completion with its score; `group`: the number of its comparison."""
+    """A completion with its score; `group`: the number of its comparison; `length`: in characters."""
 
     group: int
     rank: int
@@ -65,15 +63,12 @@ class _Scored:
     length: int
 
 
-def calibrate(
-    scorer: PreparedScorer, preferences: Iterable[Preference], *, name: str, length_unit: LengthUnit = "tokens"
-) -> RewardCalibration:
+def calibrate(scorer: PreparedScorer, preferences: Iterable[Preference], *, name: str) -> RewardCalibration:
     """Score every completion of every comparison, and fit the constants.
 
     `name`: of the data, kept as the provenance. Completions without a score are counted and left out. Raises
     `DataError` for fewer than two comparisons with two scored completions, or where all scores are the same.
     """
-    tokenizer = scorer.renderer.tokenizer
     scored: list[_Scored] = []
     errors: list[str] = []
     num_comparisons, digest = 0, hashlib.sha256()
@@ -93,7 +88,7 @@ def calibrate(
             if result.score is None:
                 errors.append(result.error or "there is no score")
                 continue
-            scored.append(_Scored(group, rank, result.score, completion_length(chat, length_unit, tokenizer)))
+            scored.append(_Scored(group, rank, result.score, len(last_text(chat))))
     _check(scored, errors, num_comparisons, name)
     logger.info("Fitting the constants to %d scores.", len(scored))
     scores = np.array([completion.score for completion in scored], dtype=np.float64)
@@ -102,7 +97,7 @@ def calibrate(
     pairs = [pair for _, group in groups for pair in permutations(group, 2)]
     ordered = [(i, j) for i, j in pairs if scored[i].rank < scored[j].rank]
     better, worse = [i for i, _ in ordered], [j for _, j in ordered]
-    curve = fit_length_curve(scores, lengths, unit=length_unit)
+    curve = fit_length_curve(scores, lengths)
     if curve is not None:
         residuals = scores - np.interp(lengths, curve.lengths, curve.values)
         residual_temperature = fit_temperature(
@@ -125,7 +120,7 @@ def calibrate(
     )
 
 
-def fit_length_curve(scores: Floats, lengths: Floats, *, unit: LengthUnit) -> LengthCurve | None:
+def fit_length_curve(scores: Floats, lengths: Floats) -> LengthCurve | None:
     """The score that length alone predicts, from scores (N,) and lengths (N,); None where length explains every
     score, or where most have one length.
 
@@ -150,7 +145,6 @@ def fit_length_curve(scores: Floats, lengths: Floats, *, unit: LengthUnit) -> Le
         )
         return None
     return LengthCurve(
-        unit=unit,
         lengths=tuple(knots),
         values=tuple(values),
         residual_mean=float(residuals.mean()),

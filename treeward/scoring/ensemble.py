@@ -27,7 +27,6 @@ from treeward.errors import ConfigError, TreewardError
 from treeward.model.contract import ScoringContract, read_contract
 from treeward.scoring.score import Conversation, OnError, Score
 from treeward.scoring.scorer import Prepared, PreparedScorer, Scorer
-from treeward.scoring.trained_judge import JudgeScorer
 
 
 def combine(
@@ -164,15 +163,14 @@ def _constants(
 
 
 def load_scorer(config: ScoringConfig, **capacity: Any) -> PreparedScorer:
-    """The model of a section, a reward model or a judge with its contract, or its ensemble of reward models.
+    """The reward model of a section, or its ensemble of them.
 
     A model that is named twice is loaded once. `capacity`: arguments of `Scorer.load`, whose errors it raises too.
     """
     judges = [name for name in config.models if (Path(name) / JUDGE_FILE).is_file()]
-    if judges and len(config.models) > 1:
-        raise ConfigError("a judge is no member of an ensemble", where=judges[0], need="reward models")
     if judges:
-        return JudgeScorer.load(config, **capacity)
+        fix = f"ask it as an environment: {{type: judge, model: {judges[0]}, use_logprobs: true}}"
+        raise ConfigError("this model is a judge and no reward model", where=judges[0], fix=fix)
     if config.ensemble is None:
         return Scorer.load(config, **capacity)
     names = config.models

@@ -103,7 +103,7 @@ def sign_folder(
 ) -> ScoringContract:
     """Make the contract of a model folder, which is loaded in float32 onto `device`, write it there, and return it.
 
-    `like`: a contract whose rendering, read position, heads and shaping hold for this model too; None: the tokenizer's
+    `like`: a contract whose rendering, read position and heads hold for this model too; None: the tokenizer's
     own template, the model's own limit, and the position at which plain transformers reads. `head_weights`: those of
     `weighted_heads`; None: as in `like`. Raises `ConfigError` for several labels without weights, `ModelError` for
     a model that gives no finite score.
@@ -140,9 +140,6 @@ def sign_folder(
         has_template=has_template,
         trained_length=like.rendering.trained_length if like else None,
     )
-    if like is not None and like.reward_shaping is not None:
-        contract = contract.model_copy(update={"reward_shaping": like.reward_shaping})
-        write_contract(contract, folder)
     return contract
 
 

@@ -8,7 +8,6 @@ from treeward.scoring.ensemble import EnsembleScorer
 from treeward.scoring.score import ConversationScorer
 from treeward.scoring.scorer import Scorer
 from treeward.scoring.shaping import RewardScorer
-from treeward.scoring.trained_judge import JudgeScorer
 
 
 def scorer_identity(scorer: ConversationScorer, name: str) -> dict[str, Any]:
@@ -22,9 +21,6 @@ def scorer_identity(scorer: ConversationScorer, name: str) -> dict[str, Any]:
         constants = _calibration(scorer.scorer) if section.uses_calibration else None
         shaping = section.model_dump(mode="json", exclude_defaults=True)
         return scorer_identity(scorer.scorer, name) | {"shaping": shaping, "constants": constants}
-    if isinstance(scorer, JudgeScorer):
-        limit, dtype = scorer.renderer.max_length, scorer.judge.config.dtype
-        return {"judge": scorer.contract.scores_sha256, "max_length": limit, "dtype": dtype}
     if isinstance(scorer, EnsembleScorer):
         return {
             "members": [scorer_identity(*pair) for pair in zip(scorer.members, scorer.names, strict=True)],

@@ -4,8 +4,7 @@
     judge.ask(questions)
 
 With `use_logprobs` the model writes nothing: the value is the expectation over the probabilities of each label as the
-whole message, computed on one tree for several questions. Otherwise it writes its message, and one more after a
-reminder.
+whole message, computed on one tree for several questions. Otherwise it writes its message.
 
 Shapes: S messages, L tokens of the longest.
 """
@@ -13,7 +12,7 @@ Shapes: S messages, L tokens of the longest.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,11 +29,9 @@ from treeward.scoring.score import Cost
 from treeward.scoring.verdicts import (
     Answer,
     NoVerdict,
-    Question,
     Verdict,
     labels,
     read_answer,
-    reminded,
     verdict_line,
 )
 from treeward.tree.token_tree import TokenIds, common_prefix_length
@@ -44,14 +41,10 @@ _ROOM_FOR_A_LABEL = 16
 
 
 class LocalJudge:
-    """Loads the model. `batch_tokens`, `max_questions`: about the most in one forward pass for probabilities. Raises
-    `ModelError` if the model cannot be loaded or is not causal."""
+    """Loads the model. Raises `ModelError` if it cannot be loaded or is not causal."""
 
-    def __init__(
-        self, config: JudgeEnvironmentConfig, *, batch_tokens: int | None = None, max_questions: int | None = None
-    ) -> None:
-        self.config, self.batch_tokens = config, batch_tokens or DEFAULT_BATCH_TOKENS
-        self.max_questions = max_questions
+    def __init__(self, config: JudgeEnvironmentConfig) -> None:
+        self.config = config
         self.cost = Cost()
         dtype, device = getattr(torch, config.dtype), choose_device(config.device)
         loaded = load_policy(config.model, dtype=dtype, device=device)
@@ -61,32 +54,15 @@ class LocalJudge:
         self._max_tokens = config.max_tokens or 1024
 
     @torch.no_grad()
-    def ask(self, questions: Sequence[Question]) -> list[Verdict | NoVerdict]:
+    def ask(self, questions: Sequence[Sequence[Message]]) -> list[Verdict | NoVerdict]:
         """A verdict for each question, or the reason for none."""
-        verdicts: dict[int, Verdict | NoVerdict] = {}
-        waiting: dict[int, tuple[Message, ...]] = {i: question.messages for i, question in enumerate(questions)}
-        for _ in range(2):
-            prompts: dict[int, str] = {}
-            for i, messages in waiting.items():
-                prompt = self.prompt(messages)
-                if isinstance(prompt, str):
-                    prompts[i] = prompt
-                else:
-                    verdicts.setdefault(i, NoVerdict(prompt.summary))
-            self.cost += Cost(num_requests=len(prompts))
-            if self.config.use_logprobs:
-                verdicts.update(zip(prompts, self.expected(map(self.rows, prompts.values())), strict=True))
-                break
-            indices = list(prompts)
-            for start in range(0, len(indices), _MESSAGES_AT_ONCE):
-                chunk = indices[start : start + _MESSAGES_AT_ONCE]
-                for i, answer in zip(chunk, self._messages([prompts[i] for i in chunk]), strict=True):
-                    verdicts[i] = read_answer(answer, self.config)
-                    waiting[i] = reminded(waiting[i], answer, self.config)
-            waiting = {i: waiting[i] for i in prompts if isinstance(verdicts[i], NoVerdict)}
-        return [verdicts[i] for i in range(len(questions))]
+        prompts = list(map(self._prompt, questions))
+        readable = [prompt for prompt in prompts if isinstance(prompt, str)]
+        self.cost += Cost(num_requests=len(readable))
+        verdicts = iter(self._expected(readable) if self.config.use_logprobs else self._written(readable))
+        return [next(verdicts) if isinstance(prompt, str) else NoVerdict(prompt.summary) for prompt in prompts]
 
-    def prompt(self, messages: Sequence[Message]) -> str | DataError:
+    def _prompt(self, messages: Sequence[Message]) -> str | DataError:
         """The rendered prompt, or the reason why the model cannot read it."""
         try:
             text = self.renderer.render(messages, where="the judge's prompt", generation_prompt=True)
@@ -98,30 +74,29 @@ class LocalJudge:
             return DataError(f"the judge's prompt and message have {length} tokens, and {limit} are read")
         return text
 
-    def rows(self, prompt: str) -> list[list[int]]:
+    def _rows(self, prompt: str) -> list[list[int]]:
         """The token ids of a rendered prompt with each label as the judge's message, in the order of `labels`."""
         return self.renderer.encode_texts([prompt + verdict_line(label, self.config) for label in labels(self.config)])
 
-    @torch.no_grad()
-    def expected(self, questions: Iterable[Sequence[TokenIds]]) -> list[Verdict | NoVerdict]:
-        """Verdicts from the probability of each label as the judge's message. `questions`: the `rows` of each."""
+    def _expected(self, prompts: Sequence[str]) -> list[Verdict | NoVerdict]:
+        """Verdicts from the probability of each label as the judge's message."""
         verdicts: list[Verdict | NoVerdict] = []
         together: list[Sequence[TokenIds]] = []
         num_tokens = 0
-        for rows in questions:
-            again = 0 if self.policy.layout == "rows" else shared_length(rows)
+        for rows in map(self._rows, prompts):
+            again = 0 if self.policy.layout == "rows" else _shared_length(rows)
             cost = sum(len(row) - again for row in rows) + again
-            if together and (num_tokens + cost > self.batch_tokens or len(together) == self.max_questions):
-                verdicts += self._expected(together)
+            if together and num_tokens + cost > DEFAULT_BATCH_TOKENS:
+                verdicts += self._expected_of(together)
                 together, num_tokens = [], 0
             together.append(rows)
             num_tokens += cost
-        return verdicts + (self._expected(together) if together else [])
+        return verdicts + (self._expected_of(together) if together else [])
 
-    def _expected(self, groups: Sequence[Sequence[TokenIds]]) -> list[Verdict | NoVerdict]:
-        """The same, in one forward pass."""
+    def _expected_of(self, groups: Sequence[Sequence[TokenIds]]) -> list[Verdict | NoVerdict]:
+        """The same for the rows of each question, in one forward pass."""
         values = labels(self.config)
-        shared = [length for group in groups for length in [shared_length(group)] * len(values)]
+        shared = [length for group in groups for length in [_shared_length(group)] * len(values)]
         # One tree: all questions share the judge's instructions, and the two orders of a pair its conversation too.
         result = self.policy.log_probs([[row for group in groups for row in group]], [shared])
         self.cost += Cost(num_prompt_tokens=result.num_computed_tokens)
@@ -135,6 +110,12 @@ class LocalJudge:
             mass = math.exp(min(0.0, float(log_probs.logsumexp(-1))))
             verdicts.append(Verdict(mean, list(values)[int(np.argmax(weights))], mass=mass))
         return verdicts
+
+    def _written(self, prompts: Sequence[str]) -> Iterator[Verdict | NoVerdict]:
+        """The verdicts in the model's messages."""
+        for start in range(0, len(prompts), _MESSAGES_AT_ONCE):
+            for answer in self._messages(prompts[start : start + _MESSAGES_AT_ONCE]):
+                yield read_answer(answer, self.config)
 
     def _messages(self, prompts: Sequence[str]) -> list[Answer]:
         """The model's messages."""
@@ -161,7 +142,7 @@ class LocalJudge:
         return answers
 
 
-def shared_length(rows: Sequence[TokenIds]) -> int:
+def _shared_length(rows: Sequence[TokenIds]) -> int:
     """Tokens that all rows begin with."""
     first = np.asarray(rows[0])
     return min(common_prefix_length(first, np.asarray(row)) for row in rows[1:])

@@ -1,6 +1,6 @@
 """`Shaper`: scores in, rewards out; the only code that turns a model's score into a policy's reward.
 
-    shaper = Shaper(RewardShapingConfig(length_penalty=LengthPenaltyConfig()), tokenizer=None)
+    shaper = Shaper(RewardShapingConfig(length_penalty=LengthPenaltyConfig()))
     shaper.shape([Score(1.25)], [[{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4." * 300}]])
     # [Reward(value=1.15, score=Score(1.25), ...)]: 600 characters, 0.001 for each above 500
 
@@ -23,16 +23,13 @@ from typing import TypeVar
 
 import numpy as np
 from scipy.special import expit
-from transformers import PreTrainedTokenizerBase
 
-from treeward.config.scoring import LengthUnit, RewardShapingConfig, ScoringConfig
+from treeward.config.scoring import RewardShapingConfig, ScoringConfig
 from treeward.data.preference import last_text
 from treeward.errors import ConfigError, ModelError
-from treeward.model.contract import CONTRACT_FILE, LengthCurve, RewardCalibration, read_contract
-from treeward.model.pretrained import load_tokenizer
+from treeward.model.contract import LengthCurve, RewardCalibration, read_contract
 from treeward.scoring.score import Conversation, ConversationScorer, OnError, Reward, Score
 
-_WHERE = "reward_shaping"
 _T = TypeVar("_T")
 
 
@@ -42,33 +39,15 @@ def normalize(reward: float, mean: float, std: float, clip: float | None) -> flo
     return normalized if clip is None else max(-clip, min(clip, normalized))
 
 
-def completion_length(conversation: Conversation, unit: LengthUnit, tokenizer: PreTrainedTokenizerBase | None) -> int:
-    """Length of the last message's text, in characters or in tokens of `tokenizer` without special ones."""
-    text = last_text(conversation)
-    if unit == "characters" or not text:
-        return len(text)
-    assert tokenizer is not None, "a length in tokens needs a tokenizer"
-    # Longer than the model's limit is fine here, and no reason for transformers to warn.
-    return len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
-
 class Shaper:
     """Turns scores into rewards by a `RewardShapingConfig`.
 
     `calibration`: the fitted constants, as `Scorer.contract.calibration`, which are adapted to the steps before the
-    normalisation. `tokenizer`: the reward model's own, where lengths are in tokens. Raises `ConfigError` where
-    constants or a tokenizer are needed and missing.
+    normalisation. Raises `ConfigError` where constants are needed and missing.
     """
 
-    def __init__(
-        self,
-        config: RewardShapingConfig,
-        *,
-        calibration: RewardCalibration | None = None,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-    ) -> None:
+    def __init__(self, config: RewardShapingConfig, *, calibration: RewardCalibration | None = None) -> None:
         self.config, self.calibration = config, calibration
-        self._tokenizer = tokenizer
         calibration = calibration or RewardCalibration()
         self._curve: LengthCurve | None = None
         if config.length_calibration:
@@ -90,10 +69,6 @@ class Shaper:
             self._constants = mean / self._temperature, std / self._temperature
         if config.normalize_rewards and config.reward_mean is not None and config.reward_std is not None:
             self._constants = config.reward_mean, config.reward_std
-        units = {part.unit for part in (self._curve, config.length_penalty) if part is not None}
-        if tokenizer is None and "tokens" in units:
-            summary = "lengths are counted in tokens, and there is no tokenizer"
-            raise ConfigError(summary, where=_WHERE, need="the reward model's own tokenizer")
 
     @property
     def reads_completions(self) -> bool:
@@ -118,14 +93,12 @@ class Shaper:
         return Reward(value, score)
 
     def _adjusted(self, score: float, conversation: Conversation) -> float:
-        """The steps on the scale of scores: (r - c(L) - alpha max(0, L - L0)) / T."""
+        """The steps on the scale of scores: (r - c(L) - alpha max(0, L - L0)) / T, L in characters."""
+        length, penalty = len(last_text(conversation)), self.config.length_penalty
         if self._curve is not None:
             # The score that length alone predicts: linear between the knots of the curve, constant beyond them.
-            length = completion_length(conversation, self._curve.unit, self._tokenizer)
             score -= float(np.interp(length, self._curve.lengths, self._curve.values))
-        penalty = self.config.length_penalty
         if penalty is not None:
-            length = completion_length(conversation, penalty.unit, self._tokenizer)
             score -= penalty.coefficient * max(0.0, length - penalty.threshold)
         return score / self._temperature
 
@@ -157,30 +130,15 @@ class RewardScorer:
         return [replace(reward.score, score=reward.value, error=reward.error) for reward in rewards]
 
 
-def load_shaper(config: ScoringConfig, *, tokenizer: PreTrainedTokenizerBase | None = None) -> Shaper | None:
+def load_shaper(config: ScoringConfig) -> Shaper | None:
     """The shaper of a section, with the constants of the model's contract; None without shaping.
 
-    `tokenizer`: counts the tokens of completions; None: that of the section, or the model's own. Raises `ConfigError`
-    for constants that are needed and missing.
+    Raises `ConfigError` for constants that are needed and missing.
     """
-    shaping, model = config.shaping, config.models[0]
-    if shaping is None:
+    if config.shaping is None:
         return None
-    contract = None if config.has_other_score else read_contract(model)
-    if shaping == "contract":
-        shaping = contract.reward_shaping if contract else None
-    if shaping is None:
-        raise ConfigError(
-            "the model's scoring contract has no reward shaping",
-            where=model,
-            field="reward_shaping",
-            got="an ensemble, or weights of heads" if config.has_other_score else f"none in {CONTRACT_FILE}",
-            fix="give the section itself, as {length_penalty: {coefficient: 0.001}}; or fit one and keep it in the "
-            f'contract: treeward calibrate {model} --data FILE.jsonl --shaping "{{length_calibration: true}}"',
-        )
-    if tokenizer is None:
-        tokenizer = load_tokenizer(config.tokenizer.name or model, trust_remote_code=config.trust_remote_code)
-    return Shaper(shaping, calibration=contract.calibration if contract else None, tokenizer=tokenizer)
+    contract = None if config.has_other_score else read_contract(config.models[0])
+    return Shaper(config.shaping, calibration=contract.calibration if contract else None)
 
 
 def _fitted(value: _T | None, field: str, what: str) -> _T:
@@ -189,7 +147,7 @@ def _fitted(value: _T | None, field: str, what: str) -> _T:
     instead = ", or give reward_mean and reward_std" if field == "normalize_rewards" else ""
     raise ConfigError(
         f"{field} needs {what}, which the model does not have",
-        where=_WHERE,
+        where="reward_shaping",
         field=field,
         fix=f"fit it with `treeward calibrate MODEL --data FILE`{instead}",
     )

@@ -1,6 +1,6 @@
 """A judge's questions and verdicts: templates, prompts, parsing.
 
-    question = make_question(config, "user: 2 + 2?", ["5", "4"], about=0)     # "5" stands at place A
+    question = make_question(config, "user: 2 + 2?", ["5", "4"])              # "5" stands at place A
     read_answer(Answer("Wrong. [[B]]"), config).value                         # 0.0, for place A
 
 A completion may imitate a verdict. So the texts stand between tags with an unpredictable number (a digest of all texts
@@ -82,13 +82,6 @@ _OUTCOMES = {"A": 1.0, "B": 0.0, "C": 0.5, "A=B": 1.0, "A!=B": 0.0}
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
-class Question(NamedTuple):
-    """A prompt for a judge; `about`: the index of the judged sample."""
-
-    about: int
-    messages: tuple[Message, ...]
-
-
 class TokenChoice(NamedTuple):
     """A token of a judge's message, and the log-probabilities of its alternatives and itself."""
 
@@ -126,8 +119,8 @@ class NoVerdict:
     text: str | None = None
 
 
-def make_question(config: JudgePromptConfig, conversation: str, texts: Sequence[str], about: int) -> Question:
-    """`texts`: the completions at places A and B, or the one to rate."""
+def make_question(config: JudgePromptConfig, conversation: str, texts: Sequence[str]) -> tuple[Message, ...]:
+    """The messages to a judge. `texts`: the completions at places A and B, or the one to rate."""
     # Sorted: both orders of two texts have one number, and so a common beginning, which is computed once.
     digest = hashlib.sha256("\0".join([conversation, *sorted(texts)]).encode("utf-8", "surrogatepass"))
     nonce = str(int.from_bytes(digest.digest()[:8]))
@@ -136,23 +129,10 @@ def make_question(config: JudgePromptConfig, conversation: str, texts: Sequence[
     values = {name: f"<{name} {nonce}>\n{text}\n</{name} {nonce}>" for name, text in parts}
     if config.mode == "rating":
         values |= {"lowest": f"{config.lowest_rating:g}", "highest": f"{config.highest_rating:g}"}
-        values["example"] = _example(config)
+        values["example"] = str(math.floor((config.lowest_rating + config.highest_rating) / 2))
     # In one pass: a placeholder in a completion is part of the completion.
     text = _PLACEHOLDER.sub(lambda match: values.get(match[1], match[0]), config.template or TEMPLATES[config.mode])
-    messages = ({"role": "system", "content": config.system_prompt or SYSTEM_PROMPT}, {"role": "user", "content": text})
-    return Question(about, messages)
-
-
-def reminded(messages: Sequence[Message], answer: Answer, config: JudgePromptConfig) -> tuple[Message, ...]:
-    """The messages of a question with an answer that had no verdict, and the request to give one."""
-    form = {
-        "pairwise": "[[A]], [[B]] or [[C]]",
-        "equivalence": "[[A=B]] or [[A!=B]]",
-        "rating": f"a line of the form `Rating: [[{_example(config)}]]`",
-    }[config.mode]
-    request = f"Your message had no valid verdict. Answer with nothing but {form}."
-    # Templates ask for roles in turn, and servers for a content.
-    return (*messages, {"role": "assistant", "content": answer.text or "..."}, {"role": "user", "content": request})
+    return {"role": "system", "content": config.system_prompt or SYSTEM_PROMPT}, {"role": "user", "content": text}
 
 
 def read_answer(answer: Answer, config: JudgePromptConfig) -> Verdict | NoVerdict:
@@ -161,15 +141,14 @@ def read_answer(answer: Answer, config: JudgePromptConfig) -> Verdict | NoVerdic
     A message that was cut has none, nor one with a rating beyond the scale.
     """
     if answer.is_cut:
-        reason = "the judge's message was cut: longer than max_tokens, also after a reminder"
-        return NoVerdict(reason, answer.text)
+        return NoVerdict("the judge's message was cut: longer than max_tokens", answer.text)
     match = _last(answer.text, config)
     label = "" if match is None else match[1]
     value = math.nan if not label else float(label) if config.mode == "rating" else _OUTCOMES[label]
     if config.mode == "rating" and not config.lowest_rating <= value <= config.highest_rating:
         value = math.nan
     if math.isnan(value):
-        return NoVerdict("the judge gave no verdict, also after a reminder", answer.text)
+        return NoVerdict("the judge gave no verdict", answer.text)
     expected = _expected(answer.tokens, config)
     return Verdict(value, label, text=answer.text) if expected is None else replace(expected, text=answer.text)
 
@@ -212,10 +191,6 @@ def share_of_scale(rating: float, config: JudgePromptConfig) -> float:
 def verdict_line(label: str, config: JudgePromptConfig) -> str:
     """A label as the last line of a judge's message."""
     return f"Rating: [[{label}]]" if config.mode == "rating" else f"[[{label}]]"
-
-
-def _example(config: JudgePromptConfig) -> str:
-    return str(math.floor((config.lowest_rating + config.highest_rating) / 2))
 
 
 def _last(text: str, config: JudgePromptConfig) -> re.Match[str] | None:

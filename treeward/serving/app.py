@@ -20,7 +20,6 @@ from typing_extensions import TypedDict
 from treeward.errors import shown
 from treeward.serving import dialects
 from treeward.serving.api_error import ERRORS, APIError
-from treeward.serving.dialects import nemo_gym
 from treeward.serving.requests import JSON, RequestLimits, error_response
 from treeward.serving.service import Service
 from treeward.version import VERSION
@@ -87,13 +86,9 @@ def _operations(service: Service) -> APIRouter:
 
     @router.post("/ping", include_in_schema=False)
     @router.get("/ping", include_in_schema=False)
+    @router.get("/ready", include_in_schema=False)
     @router.get("/health", summary="Whether the process runs and its models score")
     async def health() -> JSON:
-        is_alive = await service.batcher.check_alive()
-        return JSON({"status": "ok" if is_alive else "failed"}, 200 if is_alive else 503)
-
-    @router.get("/ready", summary="Whether requests are accepted")
-    async def ready() -> JSON:
         is_alive = await service.batcher.check_alive()
         body = {"status": "ready" if is_alive else "failed", "models": list(service.models)}
         return JSON(body, 200 if is_alive else 503)
@@ -128,10 +123,8 @@ async def _invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first: dict[str, Any] = error.errors()[0]
     if first["type"] == "json_invalid":
-        # NeMo Gym's servers respond 422 to a body that is not JSON.
-        status = 422 if request.url.path.endswith(nemo_gym.PATHS) else 400
         message = f"the body is no JSON: {first['ctx']['error']}"
-        return await _api_error(request, APIError(status, "invalid_json", message))
+        return await _api_error(request, APIError(422, "invalid_json", message))
     field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"][1:]).lstrip(".")[:100]
     message = f"{field or 'the body'}: {first['msg']}; got {shown(first['input'])}"
     return await _api_error(request, APIError(422, "invalid_request", message, param=field or None))

@@ -57,7 +57,7 @@ class ServedModel:
             contract_sha256="+".join(hashes) if hashes and len(hashes) == len(contracts) else None,
             heads=scorer.members[0].head_names if len(scorer.members) == 1 else (),
             temperature=calibration.temperature.value if calibration and calibration.temperature else None,
-            shaper=load_shaper(section, tokenizer=scorer.renderer.tokenizer),
+            shaper=load_shaper(section),
         )
 
     @cached_property

@@ -106,12 +106,6 @@ class RequestLimits:
             if scheme.lower() != "bearer" or not is_right:
                 message = "this server asks for its token: send Authorization: Bearer TOKEN"
                 raise APIError(401, "unauthorized", message)
-        if (seconds := headers.get("x-deadline-seconds")) is not None:
-            if not re.fullmatch(r"\d+(\.\d*)?", seconds, re.ASCII):
-                message = f"X-Deadline-Seconds: got {seconds[:40]!r}, need a number of seconds, as 2.5"
-                raise APIError(400, "invalid_header", message, param="X-Deadline-Seconds")
-            state = scope["state"]
-            state["deadline"] = min(state["deadline"], time.monotonic() + float(seconds))
         most = self.config.max_body_bytes
         if int(headers.get("content-length") or 0) > most:
             raise APIError(413, "body_too_large", f"the body is too large: at most {most} bytes")

@@ -6,12 +6,9 @@ rewards = await service.rewards(model, [conversation, RenderedText(text)], deadl
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from treeward.config.server import ServerConfig
@@ -45,7 +42,6 @@ class Service:
         self.models = {model.name: model for model in models}
         self.config, self.metrics, self.batcher = config, metrics, batcher
         self.started = time.time()
-        self._shaping = ThreadPoolExecutor(1, thread_name_prefix="treeward-shaping")
         self.running = RunningRewards() if config.running else None
         self._warned: set[str] = set()  # models whose clients send texts without their end
         metrics.watch_queue(lambda: batcher.num_queued)
@@ -114,9 +110,7 @@ class Service:
         if shaper is None:
             rewards = [Reward(score.score, score, error=score.error) for score in scores]
         else:
-            # It tokenizes completions: in a thread, and always the same one, as tokenizers are not thread-safe.
-            shape = partial(shaper.shape, scores, [chat or [] for chat in conversations])
-            rewards = await asyncio.get_running_loop().run_in_executor(self._shaping, shape)
+            rewards = shaper.shape(scores, [chat or [] for chat in conversations])
         for i, reward in enumerate(rewards):
             if reward.value is None and on_error == "refuse":
                 is_server_fault = isinstance(reward.score, FailedScore)
@@ -125,6 +119,5 @@ class Service:
         return rewards
 
     def close(self) -> None:
-        """Stop the threads."""
+        """Stop the batcher."""
         self.batcher.close()
-        self._shaping.shutdown(wait=False, cancel_futures=True)

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 
 import pytest
 import yaml
 
-from treeward.config.nemo_gym import NemoGymConfig
 from treeward.data.responses_items import conversation_of
 
 FOLDER = Path(__file__).parent.parent
+APP = runpy.run_path(str(FOLDER / "app.py"))
 
 
 def test_the_configuration_is_the_servers() -> None:
     merged = yaml.safe_load((FOLDER / "configs" / "reward_model.yaml").read_text(encoding="utf-8"))
     section = merged["reward_model_server"]["resources_servers"]["reward_model"]
     assert (FOLDER / section["entrypoint"]).is_file()
-    config = NemoGymConfig.model_validate(section | {"model_path": "a/model"}).server_config
+    config = APP["NemoGymConfig"].model_validate(section | {"model_path": "a/model"}).server_config
     assert config.models[0].models == ("a/model",)
 
 

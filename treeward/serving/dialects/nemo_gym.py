@@ -32,8 +32,6 @@ from treeward.serving.api_error import APIError
 from treeward.serving.models import ServedModel
 from treeward.serving.requests import JSON, Body, JSONRoute, Server
 
-PATHS = ("/verify", "/seed_session", "/close_session", "/aggregate_metrics")
-"""The ends of the paths that take its bodies."""
 VERDICT_KEYS = frozenset(
     {
         *("reward", "reward_score", "reward_components", "reward_num_tokens", "reward_truncated", "reward_passed"),
