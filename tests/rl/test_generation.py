@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from families import VOCABULARY
-from sampled import ENDS, IDS, PROMPTS, assert_sampled_from, policy_of
+from sampled import ENDS, IDS, PROMPTS, assert_sampled_from, policy_of, prompt_lengths, sequences_of
 from templates import TEMPLATES, byte_bpe, family_renderer
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
@@ -24,7 +24,6 @@ from treeward.rl.generation import (
     LocalGenerator,
     SampledCompletion,
     end_ids_of,
-    prompt_lengths,
     template_end_ids,
 )
 from treeward.rl.setup import _make_generator
@@ -58,7 +57,7 @@ def test_the_trainer_finds_the_log_probabilities_that_the_generator_says(family:
         generator = make(policy, tiny_tokenizer, temperature=temperature, top_p=top_p, top_k=50, batch_size=7)
         groups = generator.generate(PROMPTS, IDS, num_completions=4, seed=2)
         with torch.no_grad():
-            found = policy.log_probs([g.sequences for g in groups], prompt_lengths(groups), temperature=temperature)
+            found = policy.log_probs(list(map(sequences_of, groups)), prompt_lengths(groups), temperature=temperature)
         for s, completion in enumerate(completions_of(groups)):
             values = found.values_SL[s][found.mask_SL[s]]
             torch.testing.assert_close(values, torch.tensor(completion.log_probs), rtol=0, atol=1e-4)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from planted import vowels
+from sampled import sequences_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from treeward.rl import grpo as grpo_module
@@ -121,7 +122,7 @@ def test_a_generator_that_samples_from_something_else_is_told(
 
 def nodes(groups: list[CompletionGroup]) -> int:
     """Tokens of the trees, counted by hand: different beginnings."""
-    return sum(len({tuple(s[: n + 1]) for s in group.sequences for n in range(len(s))}) for group in groups)
+    return sum(len({tuple(s[: n + 1]) for s in sequences_of(group) for n in range(len(s))}) for group in groups)
 
 
 @pytest.mark.slow
@@ -141,7 +142,7 @@ def test_prompts_are_computed_once(
     for line, rollouts in zip(logged(tmp_path, "train/computed_tokens"), sampled, strict=True):
         used = [g for g in rollouts.groups if all(completion.token_ids for completion in g.completions)]
         assert len(used) == len(rollouts.groups) == 4
-        rows = sum(len(sequence) for group in used for sequence in group.sequences)
+        rows = sum(len(sequence) for group in used for sequence in sequences_of(group))
         assert line["train/computed_tokens"] == passes * nodes(used) < passes * rows == line["train/row_tokens"]
         assert ("train/kl" in line) == (passes > 1) and ("train/kl_penalty" in line) == ("kl_in_reward" in str(options))
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from loopback import Loopback
-from sampled import ENDS, IDS, PROMPTS, assert_sampled_from, moved
+from sampled import ENDS, IDS, PROMPTS, assert_sampled_from, moved, sequences_of
 from served_policy import ServedPolicy
 
 from treeward.config.grpo_policy import GenerationConfig
@@ -139,7 +139,7 @@ def test_weights_by_a_folder(
             generator.load_weights(changed, version)
             assert {path.name for path in (tmp_path / "weights").iterdir()} == {f"version-{version}", "version-of-mine"}
             (group,) = generator.generate(PROMPTS[:1], IDS[:1], num_completions=1, seed=1)
-            own = changed.log_probs([group.sequences], [[len(IDS[0])]]).values_SL[0].detach()
+            own = changed.log_probs([sequences_of(group)], [[len(IDS[0])]]).values_SL[0].detach()
             assert torch.allclose(own, torch.tensor(group.completions[0].log_probs), atol=1e-4)
         paths = [asked.path for asked in loopback.requests]
         assert ("/update_weights_from_disk" in paths) == (backend == "sglang")

@@ -75,11 +75,6 @@ class CompletionGroup:
         return (*self.prompt_ids, *self.completions[g].token_ids)
 
     @property
-    def sequences(self) -> list[list[int]]:
-        """Token ids of prompt and completion, for each."""
-        return [list(self.sequence(g)) for g in range(len(self.completions))]
-
-    @property
     def conversations(self) -> list[list[Message]]:
         """The messages of each completion, for environments, which render them for their own model."""
         return [
@@ -103,11 +98,6 @@ def truncated_completions(groups: Sequence[CompletionGroup]) -> Tensor:
     """Which completions the length limit cut, bool (P, G), as their generator says."""
     truncated = [[completion.truncated for completion in group.completions] for group in groups]
     return torch.tensor(truncated, dtype=torch.bool).reshape(batch_shape(groups))
-
-
-def prompt_lengths(groups: Sequence[CompletionGroup]) -> list[list[int]]:
-    """Prompt length of each sequence of each group."""
-    return [[len(group.prompt_ids)] * len(group.completions) for group in groups]
 
 
 def batch_shape(groups: Sequence[CompletionGroup]) -> tuple[int, int]:

@@ -130,11 +130,6 @@ class TreeBatch(Movable):
         """The place in the row of each sequence's last token, int64 (S,)."""
         return self.reads_N[self.read_of_S]
 
-    def read_places(self) -> list[int]:
-        """`reads_S` as numbers; the batch must be on the host."""
-        places: list[int] = self.reads_S.tolist()
-        return places
-
     @property
     def num_computed_tokens(self) -> int:
         return self.layout.num_tokens
@@ -195,7 +190,7 @@ class TreeBatch(Movable):
 
     def also_reading(self, positions: Sequence[int]) -> TreeBatch:
         """The batch, on the host, with one more read position for each sequence."""
-        paths = self.layout.places(self.read_places())
+        paths = self.layout.places(self.reads_S.tolist())
         places = [path[position] for path, position in zip(paths, positions, strict=True)]
         reads = np.concatenate([self.reads_S.numpy(), np.array(places)])
         reads_N, read_index = map(torch.from_numpy, np.unique(reads, return_inverse=True))
@@ -349,14 +344,11 @@ def plan_sequences(
     """
     max_tokens, max_sequences = max_tokens or sys.maxsize, max_sequences or sys.maxsize
     arrays = [np.asarray(sequence, dtype=np.int64) for sequence in sequences]
-    plan: list[list[list[int]]] = []
     if not share:
-        order = sorted(range(len(arrays)), key=lambda i: -len(arrays[i]))
-        while order:
-            rows = min(max(1, max_tokens // len(arrays[order[0]])), max_sequences)
-            plan.append([[i] for i in order[:rows]])
-            order = order[rows:]
-        return plan
+        shapes = [(1, len(array)) for array in arrays]
+        padded_plan = plan_padded(shapes, max_tokens=max_tokens, max_groups=max_sequences)
+        return [[[i] for i in members] for members in padded_plan]
+    plan: list[list[list[int]]] = []
     keys = [array.astype(">i8").tobytes() for array in arrays]
     used, count, previous = 0, 0, None
     for i in sorted(range(len(arrays)), key=lambda i: (keys[i], i)):
