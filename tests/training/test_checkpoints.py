@@ -230,7 +230,6 @@ def test_the_checkpoint_with_the_best_diagnostic_is_exported_and_said_to_be_chos
     assert read_state(tmp_path / "checkpoints" / f"step_{best}").own_validation[name] == values[best]
     card = (outcome.model_folder / "README.md").read_text()
     assert "| length controlled accuracy |" in card
-    assert "better completion longer" in card and f"{measured['accuracy_longer_right']:.3f}" in card
 
 
 def test_validation_data_that_is_trained_on_is_said_before_the_first_step(
