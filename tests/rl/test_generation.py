@@ -14,7 +14,7 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from treeward.config.grpo_policy import GenerationConfig
 from treeward.data.rendering import Renderer
-from treeward.errors import ModelError
+from treeward.errors import ConfigError, ModelError
 from treeward.model.policy_model import PolicyModel
 from treeward.parallel.mesh import Mesh
 from treeward.rl import sampling
@@ -213,7 +213,16 @@ def test_the_template_ends_a_completion(policy: PolicyModel, tiny_grpo: Callable
     assert generator.reader.end_ids == {0, end, turn}  # type: ignore[attr-defined]
     assert generator.reader.completion([5, turn], None).truncated is False  # type: ignore[attr-defined]
     generator.close()
-    assert end_ids_of(policy, tokenizer, template_ids=[turn, end]) == [0, end, turn]
+    assert end_ids_of(policy, tokenizer, GenerationConfig(), template_ids=[turn, end]) == [0, end, turn]
+
+
+def test_without_an_end_token_the_settings_must_name_one(policy: PolicyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = byte_bpe(eos=None)
+    monkeypatch.setattr(policy.hf.generation_config, "eos_token_id", None)
+    with pytest.raises(ConfigError, match=r"policy\.generation\.stop_token_ids"):
+        end_ids_of(policy, tokenizer, GenerationConfig())
+    for setting in ({"stop_token_ids": (7,)}, {"stop_strings": ("END",)}):
+        assert end_ids_of(policy, tokenizer, GenerationConfig(**setting)) == []
 
 
 @pytest.mark.skipif(not TEMPLATES, reason="trl, which carries the templates, is not installed")

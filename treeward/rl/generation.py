@@ -1,7 +1,7 @@
 """`LocalGenerator`: completions sampled by the processes of the run; `Generator`: the interface of every generator.
 
-    ends = end_ids_of(policy, tokenizer)
-    generator = LocalGenerator(policy, tokenizer, GenerationConfig(max_new_tokens=256), ends)
+    config = GenerationConfig(max_new_tokens=256)
+    generator = LocalGenerator(policy, tokenizer, config, end_ids_of(policy, tokenizer, config))
     groups = generator.generate(prompts, prompt_ids, num_completions=8, seed=step)
 
 A `CompletionGroup` is one prompt with its completions; all groups of a batch have the same number. The token ids are
@@ -259,22 +259,26 @@ class CompletionReader:
 
 
 def end_ids_of(
-    policy: PolicyModel, tokenizer: PreTrainedTokenizerBase, *, template_ids: Sequence[int] = ()
+    policy: PolicyModel,
+    tokenizer: PreTrainedTokenizerBase,
+    config: GenerationConfig,
+    *,
+    template_ids: Sequence[int] = (),
 ) -> list[int]:
-    """The tokens that end a completion: the model's, the tokenizer's and the template's.
+    """The tokens that end a completion beside those of `config`: the model's, the tokenizer's and the template's.
 
-    Raises `ConfigError` if there are none.
+    Raises `ConfigError` if there are none, and `config` has neither tokens nor strings that end one.
     """
     model_ids = getattr(getattr(policy.hf, "generation_config", None), "eos_token_id", None)
     end_ids = [model_ids] if isinstance(model_ids, int) else list(model_ids or ())
     end_ids += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     if added := [i for i in template_ids if i not in end_ids]:
         logger.info("Completions also end with %s, as in the chat template.", tokenizer.convert_ids_to_tokens(added))
-    if not end_ids + added:
+    if not (end_ids or added or config.stop_token_ids or config.stop_strings):
         raise ConfigError(
             "nothing says where a completion ends",
-            field="end_ids",
-            got="no end-of-sequence token in the model's generation settings or the tokenizer",
+            field="policy.generation.stop_token_ids",
+            got="none, and no end token in the model's generation settings, the tokenizer or the chat template",
             need="at least one token id",
         )
     return end_ids + added

@@ -68,7 +68,7 @@ _ORDER = (
     "P(a is preferred to b) = sigmoid(score(a) - score(b))."
 )
 _GRADES = "It is a weighted sum of predicted grades, as reward_contract.json says: {}."
-_ESTIMATES = " It is the mean of {} heads, trained on different weights of the data; their spread is its uncertainty."
+_ESTIMATES = " It is the mean of {} heads that began with different weights; their spread is its uncertainty."
 _CARD = """---
 library_name: transformers
 tags: [reward-model, treeward]
