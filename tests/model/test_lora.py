@@ -124,21 +124,6 @@ def test_a_fresh_adapter_changes_no_bit(family: str, dtype: torch.dtype) -> None
             )
 
 
-def test_a_seed_determines_what_is_drawn() -> None:
-    config = LoraConfig(enabled=True, dim=16)
-    state = torch.random.get_rng_state()
-    one, other, another = (
-        adapter_state(adapted(causal_model("llama"), config, fresh=True, seed=seed)) for seed in (3, 3, 4)
-    )
-    assert torch.equal(state, torch.random.get_rng_state())  # and nobody else's draws are changed
-    assert all(torch.equal(one[name], other[name]) for name in one)
-    first = [name for name in one if "lora_A" in name]
-    assert not any(torch.equal(one[name], another[name]) for name in first)
-    assert not any(one[name].any() for name in one.keys() - set(first))
-    square = torch.cat([one[name].detach().flatten() for name in first if one[name].shape == (16, 32)])
-    assert float(square.std()) == pytest.approx((2 / 48) ** 0.5, rel=0.05)  # Xavier: 2 / (inputs + rank)
-
-
 def test_which_layers_are_adapted(caplog: pytest.LogCaptureFixture) -> None:
     def names(family: str = "llama", **fields: Any) -> set[str]:
         policy = adapted(causal_model(family), LoraConfig(enabled=True, **fields))
@@ -172,12 +157,6 @@ def test_which_layers_are_adapted(caplog: pytest.LogCaptureFixture) -> None:
     ("family", "fields", "message"),
     [
         ("llama", {"target_modules": ("query",)}, r"no linear layer has this name(?s:.*)target_modules(?s:.*)q_proj"),
-        ("llama", {"target_modules": ("proj",)}, "no linear layer has this name"),
-        (
-            "llama",
-            {"match_all_linear": True, "exclude_modules": ("lm_heads",)},
-            "no linear layer(?s:.*)exclude_modules",
-        ),
         ("llama", {"match_all_linear": True, "exclude_modules": ("*",)}, "no layer is adapted"),
         ("llama", {"target_modules": ("lm_head",)}, "takes no adapter(?s:.*)lm_head"),
         ("deepseek_v3", {"target_modules": ("up_proj", "o_proj")}, "takes no adapter(?s:.*)up_proj"),

@@ -147,24 +147,6 @@ def test_prompts_are_computed_once(
         assert ("train/kl" in line) == (passes > 1) and ("train/kl_penalty" in line) == ("kl_in_reward" in str(options))
 
 
-@pytest.mark.slow
-def test_completions_of_which_nothing_is_used_and_samples(tiny_grpo: Make, tmp_path: Path) -> None:
-    """All are cut off, and so masked: there is nothing to learn from, and the run goes on."""
-    options = ("policy.generation.max_new_tokens=1", "grpo.overlong_filtering=true", "grpo.seed=3",
-               "grpo.max_num_steps=5", "grpo.log_period=3", "grpo.num_val_generations=2")  # fmt: skip
-    assert run(tiny_grpo(*options)).step == 5
-    for line in logged(tmp_path, "train/reward"):
-        assert line["train/truncation_rate"] == 1 and line["train/num_masked"] == 16
-        assert line["train/advantages_std"] == 0 and "train/loss" not in line and "train/grad_norm" not in line
-    assert [line["step"] for line in logged(tmp_path, "train/reward")] == [3, 5]
-    samples = [json.loads(line) for line in (tmp_path / "logs" / "samples.jsonl").read_text().splitlines()]
-    assert [sample["step"] for sample in samples] == [2] * 6 + [4] * 6 + [5] * 6
-    assert samples[0]["prompt"] == samples[6]["prompt"] == samples[12]["prompt"]
-    assert all(len(sample["completions"]) == 2 for sample in samples)
-    one = samples[0]["completions"][0]
-    assert one["reward"] == one["raw_reward"] and one["gold_reward"] is None and one["kl"] == 0.0
-
-
 HACK = (
     "env.gold={type: custom, function: planted.consonants}",
     "grpo.gold_environment=gold",

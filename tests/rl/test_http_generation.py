@@ -237,15 +237,3 @@ def test_one_of_several_samplers_with_stale_weights_is_enough(samplers: Samplers
     assert difference(samplers, policy, [policy, policy]) == 0.0
     first, second = (difference(samplers, policy, pair) for pair in ([stale, policy], [policy, stale]))
     assert min(first, second) > 1e-3 and difference(samplers, policy, [stale, stale]) == max(first, second)
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, "0.001"), (torch.bfloat16, "0.12")])
-def test_the_tolerance_is_that_of_the_coarser_precision(
-    samplers: Samplers, policy: PolicyModel, dtype: torch.dtype, tolerance: str
-) -> None:
-    samplers.policies, samplers.sampler_dtype = [moved(policy, 0.5)] * 2, dtype
-    with pytest.raises(GenerationError, match=f"at most {tolerance}\n"):
-        samplers.compare(policy, where="here")
-    samplers.policies = [policy, policy]
-    with pytest.raises(GenerationError, match="difference of nan nats"):
-        samplers.compare(moved(policy, float("nan")), where="here")

@@ -14,7 +14,6 @@ from no_syncs import ATTENTION, NoSyncs
 from torch.nn.attention import flex_attention as torch_flex
 
 from treeward.data.encoding import EncodedDataset
-from treeward.errors import DataError
 from treeward.losses import GradeSums, RewardSums, ranked_pairs
 from treeward.parallel.mesh import Mesh
 from treeward.training.prefetch import BatchPreparer, Prefetcher, StepBatches
@@ -142,19 +141,3 @@ def test_the_next_step_is_prepared_beside_the_current_one_and_no_step_beyond_the
     main = threading.current_thread().name
     assert [number for number, _ in made] == [2, 3, 4]
     assert made[0][1] == main and main not in {name for _, name in made[1:]}
-
-
-def test_an_error_is_raised_in_the_step_that_it_belongs_to(tiny_run: Callable[..., Any]) -> None:
-    setup = set_up(tiny_run("rm.max_num_steps=3"))
-    batch, run = setup.order.batch, RewardModelRun(setup)
-
-    def broken(step: int, size: int) -> Any:
-        if step == 1:
-            raise DataError("this row cannot be read", where="train.jsonl:7")
-        return batch(step, size)
-
-    setup.order.batch = broken  # type: ignore[method-assign]
-    assert run.step(1).logged["episode"] == 8
-    with pytest.raises(DataError, match="this row cannot be read"):
-        run.step(2)
-    run.close()
