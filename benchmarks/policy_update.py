@@ -68,7 +68,7 @@ from treeward.data.prompt_sets import Prompt
 from treeward.data.rendering import Renderer
 from treeward.model.policy_model import PolicyModel
 from treeward.rl.advantages import advantages
-from treeward.rl.generation import CompletionGroup, SampledCompletion, prompt_lengths
+from treeward.rl.generation import CompletionGroup, SampledCompletion
 from treeward.rl.policy_loss import UpdateMetrics, policy_loss
 from treeward.rl.update import PolicyUpdater
 from treeward.tables import Column, results_table
@@ -315,9 +315,10 @@ def _ours(
     @torch.no_grad()
     def log_probs() -> int:
         chosen = [[work.groups[i] for i in members] for members in plan]
+        lengths = [[[len(group.prompt_ids)] * len(group.completions) for group in groups] for groups in chosen]
         return sum(
-            model.log_probs([group.sequences for group in groups], prompt_lengths(groups)).num_computed_tokens
-            for groups in chosen
+            model.log_probs(list(map(_sequences, groups)), group_lengths).num_computed_tokens
+            for groups, group_lengths in zip(chosen, lengths, strict=True)
         )
 
     model.train()
@@ -479,22 +480,26 @@ def check_exact(variants: dict[str, Variant], limit: float = EXACT) -> dict[str,
     return found
 
 
+def _sequences(group: CompletionGroup) -> list[list[int]]:
+    return [list(group.sequence(g)) for g in range(len(group.completions))]
+
+
 def _tree_tokens(group: CompletionGroup) -> int:
     """Tokens when each is computed once."""
-    return count_tree_tokens([np.asarray(sequence, dtype=np.int32) for sequence in group.sequences])
+    return count_tree_tokens([np.asarray(sequence, dtype=np.int32) for sequence in _sequences(group)])
 
 
 def count_tokens(work: Work, policy: PreTrainedModel) -> dict[str, float]:
     """Tokens of the backbone and of the head, and the saving that they, and all operations, allow."""
     rows = sum(group.num_row_tokens for group in work.groups)
     trees = sum(map(_tree_tokens, work.groups))
-    lengths = [len(sequence) for group in work.groups for sequence in group.sequences]
+    lengths = [len(sequence) for group in work.groups for sequence in _sequences(group)]
     heads = trees - sum(len(group.prompt_ids) for group in work.groups)  # what completions share is predicted once
     completions = [completion for group in work.groups for completion in group.completions]
     padded = max(len(group.prompt_ids) for group in work.groups) + max(
         len(completion.token_ids) for completion in completions
     )
-    batches = [TreeBatch.from_groups([group.sequences]) for group in work.groups]
+    batches = [TreeBatch.from_groups([_sequences(group)]) for group in work.groups]
     row_pairs = sum(length * (length + 1) // 2 for length in lengths)
     tree_pairs = sum(int((batch.layout.positions_T + 1).sum()) for batch in batches)
     found = {

@@ -10,9 +10,9 @@ from families import ROW_FAMILIES, config_of, randomise
 from transformers import AutoModelForCausalLM
 
 from treeward.model.policy_model import PolicyModel
-from treeward.rl.generation import CompletionGroup, Prompt, prompt_lengths
+from treeward.rl.generation import CompletionGroup, Prompt
 
-__all__ = ["ENDS", "IDS", "PROMPTS", "assert_sampled_from", "moved", "policy_of"]
+__all__ = ["ENDS", "IDS", "PROMPTS", "assert_sampled_from", "moved", "policy_of", "prompt_lengths", "sequences_of"]
 
 PROMPTS = [Prompt(({"role": "user", "content": text},), where=f"row {n}") for n, text in enumerate(("a", "bb", "c d"))]
 IDS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17, 18, 19]]
@@ -37,13 +37,23 @@ def moved(policy: PolicyModel, by: float) -> PolicyModel:
     return other
 
 
+def sequences_of(group: CompletionGroup) -> list[list[int]]:
+    """Token ids of prompt and completion, for each."""
+    return [list(group.sequence(g)) for g in range(len(group.completions))]
+
+
+def prompt_lengths(groups: Sequence[CompletionGroup]) -> list[list[int]]:
+    """Prompt length of each sequence of each group."""
+    return [[len(group.prompt_ids)] * len(group.completions) for group in groups]
+
+
 def assert_sampled_from(
     policy: PolicyModel, groups: Sequence[CompletionGroup], *, temperature: float = 1.0, atol: float = 1e-4
 ) -> None:
     """Their prompts are `PROMPTS`, their log-probabilities the policy's, and they end where one of `ENDS` comes."""
     assert [group.prompt for group in groups] == PROMPTS
     assert [group.prompt_ids for group in groups] == [tuple(ids) for ids in IDS]
-    found = policy.log_probs([g.sequences for g in groups], prompt_lengths(groups), temperature=temperature)
+    found = policy.log_probs(list(map(sequences_of, groups)), prompt_lengths(groups), temperature=temperature)
     completions = [completion for group in groups for completion in group.completions]
     for s, completion in enumerate(completions):
         own = found.values_SL[s][found.mask_SL[s]].detach()

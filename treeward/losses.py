@@ -225,14 +225,13 @@ class Heads:
     """What each head of a reward model learns, and how the heads make one score.
 
     `attributes`: the grades that are learnt; none where the score learns an order. `weights`: of each head in the
-    score; `means`, `stds`: of its grades in the training data, 0 and 1 without. `are_estimates`: several heads of one
-    score, each from other initial weights. `function`: of `LOSSES`, with its options. `pair_options`: of
+    score; `stds`: the standard deviations of its grades in the training data, 1 without. `are_estimates`: several heads
+    of one score, each from other initial weights. `function`: of `LOSSES`, with its options. `pair_options`: of
     `ranked_pairs`.
     """
 
     attributes: tuple[str, ...] = ()
     weights: tuple[float, ...] = (1.0,)
-    means: tuple[float, ...] = (0.0,)
     stds: tuple[float, ...] = (1.0,)
     are_estimates: bool = False
     function: Callable[..., Tensor] = bradley_terry
@@ -273,11 +272,6 @@ class Heads:
             return self.function(scores_S, labels.pairs)
         return self.function(scores_S[:, None], labels.targets)
 
-    def chance(self, labels: Labels, num_scores: int) -> float:
-        """The sum of the loss where each head gives the mean of its grades, and so all scores are equal."""
-        means_SH = torch.tensor(self.means).expand(num_scores, -1)
-        return float(self.score_loss(means_SH, labels)) if num_scores else 0.0
-
     def contract(self) -> list[HeadContract] | None:
         """The heads of the scoring contract; None: the model's own."""
         if self.are_estimates:
@@ -300,10 +294,9 @@ def heads_of(config: RewardModelRunConfig, grades_NH: npt.NDArray[np.floating[An
         shares = [chosen.get(name, 0.0) if isinstance(chosen, dict) else 1 / len(names) for name in names]
         stds_H = np.nanstd(grades_NH, axis=0)
         weights = tuple(share / num_estimates for share in shares) * num_estimates
-        means = tuple(np.nanmean(grades_NH, axis=0).tolist()) * num_estimates
         stds = tuple(np.where(stds_H > 0, stds_H, 1.0).tolist()) * num_estimates
     else:
-        weights, means, stds = (1 / num_estimates,) * num_heads, (0.0,) * num_heads, (1.0,) * num_heads
+        weights, stds = (1 / num_estimates,) * num_heads, (1.0,) * num_heads
     pair_options: dict[str, Any] = {
         "ties": config.data.ties,
         "weight": loss.weight,
@@ -314,7 +307,6 @@ def heads_of(config: RewardModelRunConfig, grades_NH: npt.NDArray[np.floating[An
     return Heads(
         attributes=names,
         weights=weights,
-        means=means,
         stds=stds,
         are_estimates=num_estimates > 1,
         function=partial(LOSSES[section.reward_model_type], **loss.arguments(section.reward_model_type)),

@@ -53,20 +53,3 @@ def test_where_the_constants_cannot_be_kept_is_told_first(
     (own_model / "model.safetensors").unlink()  # were the model loaded, this would be the error
     (own_model / CONTRACT_FILE).unlink()
     assert "verify" in treeward("calibrate", own_model, *data).err
-
-
-@pytest.mark.parametrize(
-    ("rows", "words"),
-    [
-        ([*ROWS, {"prompt": "?", "chosen": "Yes."}], "in.jsonl:13"),
-        ([ROWS[0], *[row | {"chosen": "and so on " * 99} for row in ROWS]], "1 with two scored"),
-    ],
-    ids=["broken", "too long"],
-)
-def test_data_that_cannot_be_calibrated_on(
-    rows: list[Any], words: str, treeward: Command, own_model: Path, write_rows: Write
-) -> None:
-    before = (own_model / CONTRACT_FILE).read_bytes()
-    ended = treeward("calibrate", own_model, "--data", write_rows("in.jsonl", rows), "--device", "cpu")
-    assert ended.code == 2 and words in ended.err
-    assert (own_model / CONTRACT_FILE).read_bytes() == before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ from families import (
 )
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.masking_utils import create_causal_mask
+from transformers.models.llama import modeling_llama
 
 from treeward.errors import ModelError
 from treeward.model.checks import (
@@ -181,6 +184,16 @@ def test_a_wrong_tree_is_not_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PositionMask, "_visible", lambda self, tree: torch.ones(len(tree), len(tree)).tril().bool())
     reason = why_not_tree(hf)
     assert reason is not None and "differ" in reason
+
+
+def test_a_mask_with_holes_beyond_the_probe_is_not_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dilated(_b: Any, _h: Any, query: Any, key: Any) -> Any:
+        return (query - key < 64) | (key % 2 == 0)
+
+    masked = partial(create_causal_mask, and_mask_function=dilated)
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", masked)
+    reason = why_not_tree(tiny_model("llama"))
+    assert reason is not None and "holes" in reason
 
 
 def test_a_score_that_is_not_read_from_the_last_token_is_refused() -> None:

@@ -169,12 +169,8 @@ def test_families_without_a_sequence_classifier(
         ({"model_type": "lama"}, "no such model type(?s:.*)did you mean llama"),
         ({**LLAMA, "hiden_size": 64}, "llama has no such field(?s:.*)hiden_size(?s:.*)did you mean hidden_size"),
         ({**LLAMA, "vocab_size": 10}, "follows from the tokenizer(?s:.*)vocab_size"),
-        ({**LLAMA, "hidden_size": "wide"}, "no model can be built(?s:.*)expected int, got str"),
         ({**LLAMA, "num_attention_heads": 5}, "no model can be built(?s:.*)not a multiple"),
         ({**LLAMA, "num_attention_heads": 0}, "no model can be built(?s:.*)ZeroDivisionError"),
-        ({**LLAMA, "intermediate_size": -3}, "no model can be built(?s:.*)negative dimension"),
-        ({**LLAMA, "num_attention_heads": 4, "num_key_value_heads": 3}, "no model can be built(?s:.*)heads divide"),
-        ({**LLAMA, "torch_dtype": "wide"}, "no model can be built(?s:.*)no attribute 'wide'"),
     ],
 )
 def test_wrong_configurations(fields: dict[str, Any], message: str, tiny_tokenizer: Any) -> None:

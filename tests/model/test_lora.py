@@ -124,21 +124,6 @@ def test_a_fresh_adapter_changes_no_bit(family: str, dtype: torch.dtype) -> None
             )
 
 
-def test_a_seed_determines_what_is_drawn() -> None:
-    config = LoraConfig(enabled=True, dim=16)
-    state = torch.random.get_rng_state()
-    one, other, another = (
-        adapter_state(adapted(causal_model("llama"), config, fresh=True, seed=seed)) for seed in (3, 3, 4)
-    )
-    assert torch.equal(state, torch.random.get_rng_state())  # and nobody else's draws are changed
-    assert all(torch.equal(one[name], other[name]) for name in one)
-    first = [name for name in one if "lora_A" in name]
-    assert not any(torch.equal(one[name], another[name]) for name in first)
-    assert not any(one[name].any() for name in one.keys() - set(first))
-    square = torch.cat([one[name].detach().flatten() for name in first if one[name].shape == (16, 32)])
-    assert float(square.std()) == pytest.approx((2 / 48) ** 0.5, rel=0.05)  # Xavier: 2 / (inputs + rank)
-
-
 def test_which_layers_are_adapted(caplog: pytest.LogCaptureFixture) -> None:
     def names(family: str = "llama", **fields: Any) -> set[str]:
         policy = adapted(causal_model(family), LoraConfig(enabled=True, **fields))
@@ -172,12 +157,6 @@ def test_which_layers_are_adapted(caplog: pytest.LogCaptureFixture) -> None:
     ("family", "fields", "message"),
     [
         ("llama", {"target_modules": ("query",)}, r"no linear layer has this name(?s:.*)target_modules(?s:.*)q_proj"),
-        ("llama", {"target_modules": ("proj",)}, "no linear layer has this name"),
-        (
-            "llama",
-            {"match_all_linear": True, "exclude_modules": ("lm_heads",)},
-            "no linear layer(?s:.*)exclude_modules",
-        ),
         ("llama", {"match_all_linear": True, "exclude_modules": ("*",)}, "no layer is adapted"),
         ("llama", {"target_modules": ("lm_head",)}, "takes no adapter(?s:.*)lm_head"),
         ("deepseek_v3", {"target_modules": ("up_proj", "o_proj")}, "takes no adapter(?s:.*)up_proj"),
@@ -223,7 +202,7 @@ def test_merged_weights_are_a_plain_model(family: str, tmp_path: Path, tiny_toke
     check_policy(policy, [[5, 6, 7, 8, 9], [3, 4, 5, 6]])
 
 
-def test_loading_puts_back_the_bits_and_refuses_other_adapters(tmp_path: Path) -> None:
+def test_loading_puts_back_the_bits(tmp_path: Path) -> None:
     policy = adapted(causal_model("qwen3"))
     save_adapters(policy, tmp_path / "saved")
     other = adapted(causal_model("qwen3"), seed=9)
@@ -233,13 +212,6 @@ def test_loading_puts_back_the_bits_and_refuses_other_adapters(tmp_path: Path) -
     with torch.no_grad():
         one, two = (p.log_probs(GROUPS, STARTS).values_SL for p in (policy, other))
     assert torch.equal(one, two)
-    for fields, wrong in (
-        ({"dim": 8, "alpha": 12}, r"\(4, 64\)(?s:.*)\(8, 64\)"),
-        ({"dim": 4, "alpha": 16}, r"lora_alpha(?s:.*)12(?s:.*)16"),
-        ({"dim": 4, "alpha": 12, "exclude_modules": ("o_proj",)}, "o_proj"),
-    ):
-        with pytest.raises(CheckpointError, match=f"do not fit this model(?s:.*){wrong}"):
-            load_adapters(adapted(causal_model("qwen3"), LoraConfig(enabled=True, **fields)), tmp_path / "saved")
     with pytest.raises(CheckpointError, match="cannot be read"):
         load_adapters(other, tmp_path / "nothing")
     (tmp_path / "saved" / "adapter_model.safetensors").write_bytes(b"short")

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from families import causal_model, config_of, randomise, score_error, tiny_model
+from families import config_of, randomise, score_error, tiny_model
 from safetensors.torch import load_file, save_file
 from tokenizers import pre_tokenizers
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModel, AutoModelForSequenceClassification
 
 from treeward.data.rendering import DEFAULT_CHAT_TEMPLATE, Renderer
 from treeward.errors import DataError, ModelError
@@ -491,18 +491,6 @@ def test_a_tokenizer_without_a_template_gets_that_of_the_authors(name: str, save
     assert [one.score for one in scorer.score([chat, longer])] == pytest.approx(
         wanted(name, folder, ids).tolist(), abs=1e-5
     )
-
-
-def test_a_name_of_transformers_keeps_its_plain_meaning(save: Save, tmp_path: Path) -> None:
-    """Renamings are registered by class: a language model is read as before after a Starling of the same class."""
-    load_reward_model(save("Starling-RM"))
-    lm = causal_model("llama")
-    lm.save_pretrained(tmp_path / "lm")
-    weights = load_file(tmp_path / "lm" / "model.safetensors")
-    renamed = {name.replace("model.", "transformer.", 1): value for name, value in weights.items()}
-    save_file(renamed, tmp_path / "lm" / "model.safetensors", metadata={"format": "pt"})
-    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "lm", output_loading_info=True)
-    assert "model.embed_tokens.weight" in info["missing_keys"]
 
 
 @pytest.mark.parametrize(

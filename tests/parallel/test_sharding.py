@@ -28,7 +28,6 @@ from treeward.tree.prefix import PrefixCache
 
 TOLERANCE = 1e-5
 TIED = {"tie_word_embeddings": True, "vocab_size": 601}  # an odd number of tokens
-THREE = {"num_hidden_layers": 3}
 _TEMPERATURE = 0.7
 
 

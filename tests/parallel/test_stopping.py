@@ -30,14 +30,3 @@ def test_the_deadline_counts_from_the_construction_or_from_the_command_that_star
     assert StopRequest(deadline_seconds=1e6).reason is None
     monkeypatch.setattr(stopping, "seconds_before", 1e6)
     assert StopRequest(deadline_seconds=1e6).reason == "checkpoint_must_save_by"
-
-
-def test_a_signal_that_was_ignored_stays_ignored() -> None:
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with StopRequest() as stop:
-            signal.raise_signal(signal.SIGINT)
-            assert stop.reason is None
-        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)

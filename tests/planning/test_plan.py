@@ -28,7 +28,6 @@ SMALL = {
 ADAMW_8BIT = "policy.optimizer.name=torchao.optim.AdamW8bit"
 OFFLOAD, BFLOAT16 = "policy.dtensor_cfg.cpu_offload=true", "policy.precision=bfloat16"
 LORA = ("policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.dim=16")
-EIGHT = ("cluster.num_nodes=2", "cluster.gpus_per_node=4")
 
 
 @pytest.fixture(autouse=True)
@@ -154,22 +153,6 @@ def test_a_run_of_grpo_has_a_reference_keys_and_values_and_reward_models(planned
     sharded = planned("cluster.gpus_per_node=2")
     assert sharded.memory["reference"] == pytest.approx(found.memory["reference"] / 2, rel=0.01)
     assert sharded.memory["whole policy"] == pytest.approx(4 * found.parameters, rel=0.01)
-
-
-@pytest.mark.slow
-def test_several_devices_share_the_weights(planned: Any) -> None:
-    """DTensor asks operations for the shapes of whole tensors: that is no memory."""
-    planned.write(SMALL | {"num_hidden_layers": 8, "vocab_size": 200}, tokens=16)
-    sharded = planned(*EIGHT, BFLOAT16, gpu="cpu")
-    cut = planned("cluster.gpus_per_node=2", BFLOAT16, "policy.dtensor_cfg.tensor_parallel_size=2", gpu="cpu")
-    assert sharded.layout == "2 nodes of 4 x cpu"
-    for found, devices in ((sharded, 8), (cut, 2)):
-        each = found.parameters / devices
-        for name, size in {"weights": 4, "gradients": 4, "optimizer": 8}.items():
-            assert found.memory[name] == pytest.approx(size * each, rel=0.02)
-        assert found.memory["activations"] < 2 * found.parameters
-    hybrid = planned(*EIGHT, BFLOAT16, "policy.dtensor_cfg.dp_replicate_size=2", gpu="cpu")
-    assert hybrid.memory["weights"] == pytest.approx(2 * sharded.memory["weights"], rel=0.02)
 
 
 @pytest.mark.slow

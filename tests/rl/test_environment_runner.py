@@ -40,21 +40,10 @@ class Toy(Environment):
 
 
 class Lengths(Environment):
-    """By its dotted path: the length of the completion, and how many of it were made and shut down."""
-
-    made = shut = 0
-
-    def __init__(self, section: Mapping[str, Any]) -> None:
-        if section.get("fail"):
-            raise ConfigError("cannot be made")
-        Lengths.made += 1
+    """By its dotted path: the length of the completion."""
 
     def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
         return [Reward(float(len(str(conversation[-1]["content"])))) for conversation in conversations]
-
-    def shutdown(self) -> bool:
-        Lengths.shut += 1
-        return True
 
 
 def length(text: str) -> float:
@@ -162,30 +151,6 @@ def made(env: Mapping[str, Any], prompts: Sequence[CompletionGroup], **grpo: Any
     data = {"train": {"dataset_name": "PromptDataset", "data_path": "prompts.jsonl"}}
     config = GRPORunConfig(policy={"model_name": "m"}, data=data, env=env, grpo=grpo)
     return make_environment_runner(config, [one.prompt for one in prompts])
-
-
-def test_gold_is_asked_apart() -> None:
-    toy, gold = Toy(length), Toy(lambda _: 7.0)
-    runner = EnvironmentRunner({"toy": toy}, "toy", gold=gold)
-    groups = [group("a", "bb"), group("c", "d")]
-    assert rows(runner.reward(groups)) == [[1, 2], [1, 1]] and not gold.steps
-    assert rows(runner.gold(groups)) == [[7, 7], [7, 7]] and len(toy.steps) == 1
-
-
-def test_only_what_is_used_is_made() -> None:
-    Lengths.made = Lengths.shut = 0
-    section = {name: {"type": PATH} for name in ("here", "chosen", "length")} | {"other": {"type": PATH, "fail": True}}
-    groups = [group("abc", environment="here"), group("x", environment="chosen")]
-    runner = made(section, groups, gold_environment="length")
-    assert Lengths.made == 3
-    found = runner.reward(groups)
-    assert rows(found) == [[3], [1]] and rows(runner.gold([group("abc")])) == [[3]]
-    assert metrics_of(found)["here_env/num_samples"] == 1
-    runner.shutdown()
-    assert Lengths.shut == 3
-    with pytest.raises(ConfigError, match="cannot be made"):
-        made(section, [*groups, group("x", environment="other")])
-    assert Lengths.made == Lengths.shut == 5
 
 
 @pytest.mark.parametrize(

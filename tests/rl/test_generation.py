@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from families import VOCABULARY
-from sampled import ENDS, IDS, PROMPTS, assert_sampled_from, policy_of
+from sampled import ENDS, IDS, PROMPTS, assert_sampled_from, policy_of, prompt_lengths, sequences_of
 from templates import TEMPLATES, byte_bpe, family_renderer
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from treeward.config.grpo_policy import GenerationConfig
 from treeward.data.rendering import Renderer
-from treeward.errors import ModelError
+from treeward.errors import ConfigError, ModelError
 from treeward.model.policy_model import PolicyModel
 from treeward.parallel.mesh import Mesh
 from treeward.rl import sampling
@@ -24,7 +24,6 @@ from treeward.rl.generation import (
     LocalGenerator,
     SampledCompletion,
     end_ids_of,
-    prompt_lengths,
     template_end_ids,
 )
 from treeward.rl.setup import _make_generator
@@ -58,7 +57,7 @@ def test_the_trainer_finds_the_log_probabilities_that_the_generator_says(family:
         generator = make(policy, tiny_tokenizer, temperature=temperature, top_p=top_p, top_k=50, batch_size=7)
         groups = generator.generate(PROMPTS, IDS, num_completions=4, seed=2)
         with torch.no_grad():
-            found = policy.log_probs([g.sequences for g in groups], prompt_lengths(groups), temperature=temperature)
+            found = policy.log_probs(list(map(sequences_of, groups)), prompt_lengths(groups), temperature=temperature)
         for s, completion in enumerate(completions_of(groups)):
             values = found.values_SL[s][found.mask_SL[s]]
             torch.testing.assert_close(values, torch.tensor(completion.log_probs), rtol=0, atol=1e-4)
@@ -214,7 +213,16 @@ def test_the_template_ends_a_completion(policy: PolicyModel, tiny_grpo: Callable
     assert generator.reader.end_ids == {0, end, turn}  # type: ignore[attr-defined]
     assert generator.reader.completion([5, turn], None).truncated is False  # type: ignore[attr-defined]
     generator.close()
-    assert end_ids_of(policy, tokenizer, template_ids=[turn, end]) == [0, end, turn]
+    assert end_ids_of(policy, tokenizer, GenerationConfig(), template_ids=[turn, end]) == [0, end, turn]
+
+
+def test_without_an_end_token_the_settings_must_name_one(policy: PolicyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = byte_bpe(eos=None)
+    monkeypatch.setattr(policy.hf.generation_config, "eos_token_id", None)
+    with pytest.raises(ConfigError, match=r"policy\.generation\.stop_token_ids"):
+        end_ids_of(policy, tokenizer, GenerationConfig())
+    for setting in ({"stop_token_ids": (7,)}, {"stop_strings": ("END",)}):
+        assert end_ids_of(policy, tokenizer, GenerationConfig(**setting)) == []
 
 
 @pytest.mark.skipif(not TEMPLATES, reason="trl, which carries the templates, is not installed")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from planted import vowels
+from sampled import sequences_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from treeward.rl import grpo as grpo_module
@@ -121,7 +122,7 @@ def test_a_generator_that_samples_from_something_else_is_told(
 
 def nodes(groups: list[CompletionGroup]) -> int:
     """Tokens of the trees, counted by hand: different beginnings."""
-    return sum(len({tuple(s[: n + 1]) for s in group.sequences for n in range(len(s))}) for group in groups)
+    return sum(len({tuple(s[: n + 1]) for s in sequences_of(group) for n in range(len(s))}) for group in groups)
 
 
 @pytest.mark.slow
@@ -141,27 +142,9 @@ def test_prompts_are_computed_once(
     for line, rollouts in zip(logged(tmp_path, "train/computed_tokens"), sampled, strict=True):
         used = [g for g in rollouts.groups if all(completion.token_ids for completion in g.completions)]
         assert len(used) == len(rollouts.groups) == 4
-        rows = sum(len(sequence) for group in used for sequence in group.sequences)
+        rows = sum(len(sequence) for group in used for sequence in sequences_of(group))
         assert line["train/computed_tokens"] == passes * nodes(used) < passes * rows == line["train/row_tokens"]
         assert ("train/kl" in line) == (passes > 1) and ("train/kl_penalty" in line) == ("kl_in_reward" in str(options))
-
-
-@pytest.mark.slow
-def test_completions_of_which_nothing_is_used_and_samples(tiny_grpo: Make, tmp_path: Path) -> None:
-    """All are cut off, and so masked: there is nothing to learn from, and the run goes on."""
-    options = ("policy.generation.max_new_tokens=1", "grpo.overlong_filtering=true", "grpo.seed=3",
-               "grpo.max_num_steps=5", "grpo.log_period=3", "grpo.num_val_generations=2")  # fmt: skip
-    assert run(tiny_grpo(*options)).step == 5
-    for line in logged(tmp_path, "train/reward"):
-        assert line["train/truncation_rate"] == 1 and line["train/num_masked"] == 16
-        assert line["train/advantages_std"] == 0 and "train/loss" not in line and "train/grad_norm" not in line
-    assert [line["step"] for line in logged(tmp_path, "train/reward")] == [3, 5]
-    samples = [json.loads(line) for line in (tmp_path / "logs" / "samples.jsonl").read_text().splitlines()]
-    assert [sample["step"] for sample in samples] == [2] * 6 + [4] * 6 + [5] * 6
-    assert samples[0]["prompt"] == samples[6]["prompt"] == samples[12]["prompt"]
-    assert all(len(sample["completions"]) == 2 for sample in samples)
-    one = samples[0]["completions"][0]
-    assert one["reward"] == one["raw_reward"] and one["gold_reward"] is None and one["kl"] == 0.0
 
 
 HACK = (

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from treeward.config.grpo import PolicyLossConfig
-from treeward.rl.policy_loss import KLEstimator, kl_coefficient, kl_estimate, policy_loss
+from treeward.rl.policy_loss import KLEstimator, kl_estimate, policy_loss
 
 MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]], dtype=torch.bool)
 ADVANTAGES = torch.tensor([1.5, -2.0, 3.0, -0.25])
@@ -59,7 +59,8 @@ def written_out(new: Any, old: Any, reference: Any, said: Any, settings: PolicyL
             x = clamped(float(new[s, t] - reference[s, t]), settings.kl_input_clamp_value)
             kl = {"k1": x, "k2": x * x / 2, "k3": math.exp(-x) - 1 + x}[settings.reference_policy_kl_type]
             kl = clamped(kl, settings.kl_output_clamp_value)
-            sums["loss"] += weight * (-gain + kl_coefficient(settings) * kl)
+            beta = 0.0 if settings.kl_in_reward else settings.reference_policy_kl_penalty
+            sums["loss"] += weight * (-gain + beta * kl)
     return sums
 
 

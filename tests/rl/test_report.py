@@ -139,12 +139,6 @@ def test_gold_and_proxy_over_the_root_of_kl(runs: list[RLRun], blocks: dict[str,
     assert figure["lines"] == [{"x": gold["x"][12], "label": "no KL: alarm", "colour": 1}]
 
 
-def test_a_kl_that_went_much_further_does_not_hide_the_others() -> None:
-    near, far = (RLRun(name, {n: {"train/kl": n * k} for n in range(9)}) for name, k in (("near", 0.5), ("far", 4.0)))
-    for runs, scale in (([near, far], "symlog"), ([near, replace(near, name="b")], "linear"), ([far], "linear")):
-        assert by_title(runs)["KL to the reference"]["y_scale"] == scale
-
-
 def test_samples_are_first_best_and_last_of_the_same_prompt(blocks: dict[str, dict[str, Any]]) -> None:
     items = blocks["Prompts and completions"]["items"]
     assert len(items) == 2
@@ -178,7 +172,6 @@ def test_runs_with_hardly_anything_are_shown(runs: list[RLRun], tmp_path: Path) 
     (series,) = by_title([cases["many steps"]])["Proxy"]["series"]  # means of neighbours
     assert len(series["x"]) == 60 and series["x"] == series["y"]
     assert "Proxy over the distance moved" in (found := by_title([blind])) and "Gold reward" not in found
-    assert [one["key"] for one in found["From the first validation to the last"]["columns"]][:2] == ["run", "proxy"]
     assert "no two validations" in cases["training alone"].sentence()
     page = write_rl_report(named, tmp_path / "new" / "rl.html", title="All")
     assert sorted(path.name for path in page.parent.iterdir()) == ["rl.html", "rl.json"]

@@ -110,16 +110,6 @@ def test_a_checkpoint_is_found_and_sound(tmp_path: Path, monkeypatch: pytest.Mon
     assert leftovers(tmp_path) == leftovers(tmp_path / "step_1") == leftovers(tmp_path / "step_2") == []
 
 
-def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
-    def full(_: Path) -> None:
-        raise OSError(28, "No space left on device")
-
-    with opened(tmp_path) as store:
-        with pytest.raises(CheckpointError, match=r"(?s)step_1: cannot be saved.*No space left"):
-            store.save(1, full)
-        assert steps(store) == leftovers(tmp_path) == []
-
-
 @settings(deadline=None, max_examples=12)
 @given(
     st.lists(st.one_of(st.none(), st.sampled_from([0.1, 0.5, 0.9])), min_size=1, max_size=9),
@@ -230,7 +220,6 @@ def test_the_checkpoint_with_the_best_diagnostic_is_exported_and_said_to_be_chos
     assert read_state(tmp_path / "checkpoints" / f"step_{best}").own_validation[name] == values[best]
     card = (outcome.model_folder / "README.md").read_text()
     assert "| length controlled accuracy |" in card
-    assert "better completion longer" in card and f"{measured['accuracy_longer_right']:.3f}" in card
 
 
 def test_validation_data_that_is_trained_on_is_said_before_the_first_step(

@@ -12,19 +12,15 @@ import torch
 from conftest import WORDS
 from families import ENCODERS, tiny_model
 from killed_run import Killed
-from no_syncs import NoSyncs
 
 from treeward.errors import ModelError
-from treeward.losses import RewardSums
 from treeward.model.reward_model import FeatureBatch, RewardModel
 from treeward.training import features as features_module
 from treeward.training import train as train_module
 from treeward.training.features import with_features
-from treeward.training.prefetch import BatchPreparer
 from treeward.training.setup import set_up
 from treeward.training.tracking import read_metrics
-from treeward.training.train import RewardModelRun, train
-from treeward.tree.batch import TreeBatch
+from treeward.training.train import train
 
 FROZEN = "+policy.reward_model_cfg.freeze_backbone=true"
 BERT = (
@@ -63,24 +59,6 @@ def options(write_rows: Callable[..., Path], tmp_path: Path) -> tuple[str, ...]:
     )
 
 
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many sequences each forward pass of the backbone has read from now on."""
-    counts: list[int] = []
-
-    def counted(name: str) -> Callable[..., Any]:
-        original = getattr(RewardModel, name)
-
-        def call(self: RewardModel, batch: Any, *rest: Any) -> Any:
-            counts.append(len(batch.read_of_S if isinstance(batch, TreeBatch) else batch.lengths_S))
-            return original(self, batch, *rest)
-
-        return call
-
-    for name in ("tree_hidden", "row_hidden", "_encoder_logits"):
-        monkeypatch.setattr(RewardModel, name, counted(name))
-    return counts
-
-
 def files(tmp_path: Path) -> set[Path]:
     return set((tmp_path / "cache" / "features").glob("*/*"))
 
@@ -114,31 +92,6 @@ def test_a_run_is_the_same_with_features_and_without(
         assert float((weight - weights[1][name]).abs().max()) < 1e-6, name
     assert [line["train/rm/computed_tokens"] for line in lines[0] if "train/rm/loss" in line] == [0] * 4
     assert all(line["train/rm/computed_tokens"] > 0 for line in lines[1] if "train/rm/loss" in line)
-
-
-@pytest.mark.parametrize("kind", ["parts", "encoder"])
-def test_the_backbone_reads_everything_once_and_never_again(
-    kind: str, options: tuple[str, ...], tiny_run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = tiny_run(*options, *KINDS[kind], "rm.val_batches=1")
-    setup = set_up(config)
-    counts = asked(monkeypatch)
-    setup = with_features(setup)
-    assert sum(counts) == 3 * (24 + 8), "the whole training set, and what is validated"
-    counts.clear()
-    run = RewardModelRun(setup)
-    for step in range(1, 7):  # two epochs
-        run.step(step)
-    run.validate(6, lambda: None)
-    run.close()
-    found = files(tmp_path)
-    assert counts == [] and len(found) == 2 and {path.name for path in found} == {"features.bin"}
-    # another seed, learning rate, loss and length
-    other = ("rm.seed=7", "policy.optimizer.kwargs.lr=0.5", "rm.loss.weight=pair", "policy.train_global_batch_size=5")
-    again = set_up(tiny_run(*options, *KINDS[kind], *other, "rm.val_batches=2", "rm.val_global_batch_size=4"))
-    counts.clear()
-    with_features(again)
-    assert counts == [] and files(tmp_path) == found
 
 
 def test_other_weights_tokens_numbers_or_rows_are_read_again(
@@ -201,18 +154,6 @@ def test_a_set_whose_reading_was_killed_is_read_again(
     assert whole in files(tmp_path)
     ordinary = set_up(tiny_run(*options))
     assert with_features(ordinary) is ordinary and not ordinary.features
-
-
-def test_the_host_waits_for_nothing_within_a_micro_batch(
-    options: tuple[str, ...], tiny_run: Callable[..., Any]
-) -> None:
-    setup = with_features(set_up(tiny_run(*options, FROZEN)))
-    run, batches, sums = RewardModelRun(setup), BatchPreparer(setup).step(1), RewardSums()
-    with NoSyncs(excused=()):
-        for micro_batch in batches.micro_batches:
-            run.backward(micro_batch, batches.num_units, sums)
-    trained = {name for name, weight in setup.model.named_parameters() if weight.grad is not None}
-    assert trained == {"hf.score.weight"} == {n for n, w in setup.model.named_parameters() if w.requires_grad}
 
 
 @pytest.mark.parametrize("family", ENCODERS)

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 from treeward.cli.main import main
@@ -24,11 +23,10 @@ from treeward.config.data import DatasetConfig
 from treeward.data.sources import Row
 from treeward.environments.reward_model import RewardModelEnvironment
 from treeward.errors import ConfigError, DataError
-from treeward.losses import Heads, Labels, RewardSums, graded, ranked_pairs, squared_error
+from treeward.losses import Heads, Labels, graded, ranked_pairs, squared_error
 from treeward.model.contract import read_contract
 from treeward.scoring.rows import ChunkScorer, chunks_of
 from treeward.scoring.scorer import Scorer
-from treeward.training.prefetch import BatchPreparer
 from treeward.training.setup import set_up
 from treeward.training.train import RewardModelRun, train
 
@@ -177,12 +175,6 @@ def test_rows_of_one_prompt_are_one_comparison_and_a_missing_grade_is_nan(
 HEADS = "policy.reward_model_cfg.num_heads=4"
 
 
-def gradients(run: RewardModelRun) -> list[Tensor]:
-    found = [one.grad.clone() for one in run.model.parameters() if one.grad is not None]
-    run.model.zero_grad(set_to_none=True)
-    return found
-
-
 def test_the_loss_is_the_mean_of_each_heads_loss() -> None:
     """Two comparisons, three heads, by hand in float64, forward and backward."""
     values = torch.randn(5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
@@ -227,23 +219,6 @@ def test_grades_of_completions_that_stand_alone_are_learnt(
     assert measured.metrics()["mse"].value == pytest.approx(fmean(errors), rel=1e-5)
     assert num_heads > 1 or run.step(1).logged["train/rm/loss"] == pytest.approx(want, rel=1e-5)
     run.close()
-
-
-@pytest.mark.parametrize("kind", ["bradley_terry", "plackett_luce"])
-def test_micro_batches_change_no_gradient(kind: str, tiny_run: Callable[..., Any]) -> None:
-    found = []
-    for size in ("512", "60"):  # also in parts
-        kinds = [HEADS, f"policy.reward_model_cfg.reward_model_type={kind}"]
-        setup = set_up(tiny_run(*kinds, f"policy.train_micro_batch_tokens={size}"))
-        run, batches, sums = RewardModelRun(setup), BatchPreparer(setup).step(1), RewardSums()
-        for micro_batch in batches.micro_batches:
-            run.backward(micro_batch, batches.num_units, sums)
-        found.append((len(batches.micro_batches), sums.read().loss_sum, gradients(run)))
-    (few, loss, wanted), (many, other_loss, got) = found
-    assert few < many and loss == pytest.approx(other_loss, rel=1e-5)
-    for a, b in zip(wanted, got, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
-    assert len({float(row.norm()) for row in wanted[-1]}) == 4  # no two heads learn alike
 
 
 def test_spread_is_a_component_and_in_rows(tiny_run: Callable[..., Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 
 from treeward.errors import ConfigError, ModelError, TreewardError
 from treeward.rl.grpo import grpo
-from treeward.training.checkpoints import Checkpoint
 from treeward.training.loop import Loop
 from treeward.training.setup import set_up
 from treeward.training.train import RewardModelRun, train
@@ -55,41 +53,12 @@ def test_too_little_memory_says_what_to_set(tiny_run: Callable[..., Any], monkey
         train(tiny_run("rm.val_at_start=true"), show_progress=False)
 
 
-@pytest.mark.parametrize(("make", "run"), RUNS)
-def test_called_from_python_a_run_shows_lines_where_nobody_configured_logging(
-    make: str,
-    run: Callable[..., Any],
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # those of pytest
-    section = "rm" if make == "tiny_run" else "grpo"
-    run(request.getfixturevalue(make)(f"{section}.max_num_steps=2", "checkpointing.metric_name=null"))
-    shown = capsys.readouterr().err
-    assert "training: 1 of 2 steps" in shown and "training: 2 of 2 steps" in shown and "after step 2" in shown
-    assert logging.getLogger("treeward").handlers == []
-
-
 def test_what_does_not_fit_the_model_is_refused(tiny_run: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError, match="longer than the model's positions") as caught:
         set_up(tiny_run("policy.max_total_sequence_length=1024"))
     assert caught.value.need == "at most 512"
     with pytest.raises(ConfigError, match="vocabulary is too small"):
         set_up(tiny_run("policy.tokenizer.vocab_size=100"))
-
-
-def test_a_resumed_run_has_and_saves_the_tokenizer_of_its_checkpoint(tiny_run: Callable[..., Any]) -> None:
-    folder = train(tiny_run("rm.max_num_steps=2"), show_progress=False).model_folder
-    assert folder is not None
-    before = {path.name: path.read_bytes() for path in (folder.parent / "step_2" / "model").glob("*token*")}
-    train(tiny_run("rm.max_num_steps=4"), show_progress=False)
-    after = {path.name: path.read_bytes() for path in (folder.parent / "step_4" / "model").glob("*token*")}
-    assert before == after and "tokenizer_config.json" in before
-    first, again = set_up(tiny_run()), set_up(tiny_run(), Checkpoint(folder.parent / "step_2", 2))
-    assert again.renderer.fingerprint == first.renderer.fingerprint
-    assert again.tokenizer.get_vocab() == first.tokenizer.get_vocab()
-    assert {parameter.dtype for parameter in again.model.parameters()} == {torch.float32}
 
 
 def test_the_metrics_do_not_depend_on_the_batches(tiny_run: Callable[..., Any]) -> None:

@@ -14,10 +14,9 @@ from no_syncs import ATTENTION, NoSyncs
 from torch.nn.attention import flex_attention as torch_flex
 
 from treeward.data.encoding import EncodedDataset
-from treeward.errors import DataError
 from treeward.losses import GradeSums, RewardSums, ranked_pairs
 from treeward.parallel.mesh import Mesh
-from treeward.training.prefetch import BatchPreparer, Prefetcher
+from treeward.training.prefetch import BatchPreparer, Prefetcher, StepBatches
 from treeward.training.setup import set_up
 from treeward.training.train import RewardModelRun
 from treeward.tree import flex
@@ -69,29 +68,33 @@ class OneOfTwo(Mesh):
     data_size, data_rank = 2, 1  # type: ignore[assignment]
 
 
+def num_units(step: StepBatches) -> int:
+    return sum(micro_batch.labels.num_units for micro_batch in step.micro_batches)
+
+
 def test_a_process_reads_the_comparisons_that_it_computes(
     tiny_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setup, read, get = set_up(tiny_run()), list[int](), EncodedDataset.__getitem__
     monkeypatch.setattr(EncodedDataset, "__getitem__", lambda self, i: (read.append(i), get(self, i))[1])
     alone = BatchPreparer(setup).step(1)
-    assert len(read) == alone.num_units == alone.labels.num_units == 8
+    assert len(read) == alone.num_units == num_units(alone) == 8
     read.clear()
     shared = BatchPreparer(replace(setup, mesh=OneOfTwo())).step(1)
-    assert 0 < len(read) == shared.labels.num_units < shared.num_units == 8
-    assert sum(one.labels.num_units for one in shared.micro_batches) == shared.labels.num_units
+    assert 0 < len(read) == num_units(shared) < shared.num_units == 8
 
 
-@pytest.mark.parametrize(("weight", "num_units"), [("group", 8), ("pair", 24)])
+@pytest.mark.parametrize(("weight", "units"), [("group", 8), ("pair", 24)])
 def test_the_loss_is_divided_by_what_weighs_one(
-    tiny_run: Callable[..., Any], write_rows: Callable[..., Path], weight: str, num_units: int
+    tiny_run: Callable[..., Any], write_rows: Callable[..., Path], weight: str, units: int
 ) -> None:
     rows = [{"prompt": f"{n}?", "completions": [f"{n}.", "No.", "So."], "scores": [5, 4, 3]} for n in range(8)]
     data = f"data.train=[{{data_path: {write_rows('rows.jsonl', rows)}}}]"
     options = f"rm.loss.weight={weight}", "rm.loss.strength=margin"
     step = BatchPreparer(set_up(tiny_run(data, *options))).step(1)
-    assert step.num_units == step.labels.num_units == num_units
-    assert sorted(step.labels.pairs.margin_P.tolist()) == [1.0] * 16 + [2.0] * 8  # the differences of the scores
+    assert step.num_units == num_units(step) == units
+    margins = [margin for micro_batch in step.micro_batches for margin in micro_batch.labels.pairs.margin_P.tolist()]
+    assert sorted(margins) == [1.0] * 16 + [2.0] * 8  # the differences of the scores
 
 
 @pytest.mark.gpu
@@ -138,19 +141,3 @@ def test_the_next_step_is_prepared_beside_the_current_one_and_no_step_beyond_the
     main = threading.current_thread().name
     assert [number for number, _ in made] == [2, 3, 4]
     assert made[0][1] == main and main not in {name for _, name in made[1:]}
-
-
-def test_an_error_is_raised_in_the_step_that_it_belongs_to(tiny_run: Callable[..., Any]) -> None:
-    setup = set_up(tiny_run("rm.max_num_steps=3"))
-    batch, run = setup.order.batch, RewardModelRun(setup)
-
-    def broken(step: int, size: int) -> Any:
-        if step == 1:
-            raise DataError("this row cannot be read", where="train.jsonl:7")
-        return batch(step, size)
-
-    setup.order.batch = broken  # type: ignore[method-assign]
-    assert run.step(1).logged["episode"] == 8
-    with pytest.raises(DataError, match="this row cannot be read"):
-        run.step(2)
-    run.close()

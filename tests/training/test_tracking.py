@@ -1,8 +1,6 @@
-import contextlib
 import importlib.util
 import json
 import math
-import resource
 import time
 import types
 from pathlib import Path
@@ -10,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from treeward.config.run import LoggerConfig
-from treeward.errors import ConfigError, DataError
 from treeward.training.step_file import StepFile, read_steps
 from treeward.training.tracking import TrackerGroup, open_trackers, read_metrics
 
@@ -78,31 +75,6 @@ def test_a_failing_tracker_is_left_out_with_a_warning(tmp_path, caplog):
     assert len(read_metrics(path)) == 6 and failing.calls == [1, 2]
     (said,) = caplog.messages
     assert said.startswith("gone failed, training goes on without it: ConnectionError: no route to host")
-
-
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [(None, "finished"), (KeyboardInterrupt, "interrupted"), (SystemExit, "interrupted"), (RuntimeError, "failed")],
-)
-def test_leaving_the_block_closes_with_the_status(error, status, tmp_path):
-    tracker = Failing()
-    with (
-        contextlib.suppress(KeyboardInterrupt, SystemExit, RuntimeError),
-        open_trackers(logger_config(tmp_path), {}, None) as group,
-    ):
-        group.trackers["one"] = tracker
-        if error is not None:
-            raise error
-    assert tracker.calls == [status]
-    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]  # all, when nothing is enabled
-
-
-@needs("mlflow")
-def test_a_tracker_that_cannot_start_is_a_config_error(tmp_path):
-    config = logger_config(tmp_path, mlflow_enabled=True, mlflow={"tracking_uri": "nonsense://x"})
-    with pytest.raises(ConfigError) as caught:
-        open_trackers(config, {}, None)
-    assert caught.value.where == "logger.mlflow_enabled" and "tracking_uri" in str(caught.value)
 
 
 def read_tensorboard(folder):
@@ -225,30 +197,3 @@ def test_a_new_run_keeps_the_files_of_earlier_ones(tmp_path: Path) -> None:
         written(path, range(number + 1))
     names = ("samples.1.jsonl", "samples.2.jsonl", "samples.jsonl")
     assert [len(read_steps(tmp_path / name)) for name in names] == [2, 4, 6]
-
-
-def test_a_line_that_is_no_record_is_named(tmp_path: Path, line: str = '{"step": "3"}') -> None:
-    path = tmp_path / "samples.jsonl"
-    path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n')
-    with pytest.raises(DataError) as caught:
-        StepFile(path, resume_step=1)
-    assert f"{path}:2" in str(caught.value) and line in str(caught.value)
-    assert len(path.read_text().splitlines()) == 3  # it is as it was
-
-
-def test_a_full_disk_is_told_and_the_file_goes_on_when_there_is_room(tmp_path: Path) -> None:
-    path = tmp_path / "samples.jsonl"
-    file = StepFile(path)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-    try:
-        with pytest.raises(ConfigError, match=r"samples\.jsonl cannot be written(?s:.*)make room"):
-            for step in range(100):
-                file.append({"step": step, "text": "x" * 90})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    file.close()
-    kept = len(read_steps(path))
-    file = StepFile(path, resume_step=99)
-    file.append({"step": 200})
-    assert [one["step"] for one in read_steps(path)] == [*range(kept), 200]

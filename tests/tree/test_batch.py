@@ -32,17 +32,6 @@ GROUPS = st.lists(st.lists(SEQUENCE, min_size=1, max_size=4), min_size=1, max_si
 SYSTEM = list(range(100, 100 + MIN_SHARED_BETWEEN_GROUPS))
 
 
-def path_to(batch: TreeBatch, read: int) -> list[int]:
-    """The tokens from a tree's root to a place in the row."""
-    tree = next(tree for tree in batch.layout.trees if tree.start <= read < tree.end)
-    at = next(segment for segment in tree.segments if segment.start <= read < segment.end)
-    tokens = batch.tokens_T[at.start : read + 1].tolist()
-    while at.parent is not None:
-        at = tree.segments[at.parent]
-        tokens = batch.tokens_T[at.start : at.end].tolist() + tokens
-    return tokens
-
-
 def tensors_of(value: object) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
@@ -63,17 +52,6 @@ def test_every_tensor_goes_to_the_device(batch: TreeBatch | RowBatch) -> None:
     assert len(moved) >= 2 and all(tensor.device.type == "meta" for tensor in moved)
 
 
-@given(GROUPS)
-@settings(deadline=None)
-def test_every_read_ends_the_path_of_its_sequence(groups: list[list[list[int]]]) -> None:
-    batch = TreeBatch.from_groups(groups)
-    sequences = [sequence for group in groups for sequence in group]
-    assert [path_to(batch, read) for read in batch.reads_S.tolist()] == sequences
-    assert batch.layout.positions_T[batch.reads_S].tolist() == [len(s) - 1 for s in sequences]
-    assert batch.num_row_tokens == sum(map(len, sequences))
-    assert batch.layout.num_tokens == len(batch.tokens_T) == batch.num_computed_tokens
-
-
 @given(GROUPS, st.booleans())
 @settings(deadline=None)
 def test_computed_tokens_are_the_deduplicated_tokens(groups: list[list[list[int]]], with_system: bool) -> None:
@@ -84,19 +62,6 @@ def test_computed_tokens_are_the_deduplicated_tokens(groups: list[list[list[int]
     everything = TokenTree.from_sequences([sequence for group in groups for sequence in group]).num_tokens
     # short beginnings are shared within a group, long ones within the batch
     assert batch.num_computed_tokens == (everything if with_system else per_group)
-
-
-@given(GROUPS)
-@settings(deadline=None)
-def test_row_batch_holds_the_rows(groups: list[list[list[int]]]) -> None:
-    batch = RowBatch.from_groups(groups, pad_token_id=7)
-    sequences = [np.asarray(sequence) for group in groups for sequence in group]
-    assert batch.lengths_S.tolist() == [len(s) for s in sequences]
-    for row, mask, sequence in zip(batch.tokens_SL, batch.mask_SL, sequences, strict=True):
-        assert row[mask.bool()].tolist() == sequence.tolist()
-        assert set(row[~mask.bool()].tolist()) <= {7}
-        assert mask.tolist() == sorted(mask.tolist(), reverse=True)
-    assert batch.num_computed_tokens == len(sequences) * max(map(len, sequences))
 
 
 @pytest.mark.parametrize("groups", [[], [[]], [[[1]], []], [[[1], []]]])

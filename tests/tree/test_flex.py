@@ -142,15 +142,6 @@ def test_padding_changes_nothing(eager_flex: None) -> None:
 
 
 @pytest.mark.slow
-def test_rows_have_few_lengths() -> None:
-    lengths = {len(TreeBatch.from_groups([[[1] * n]]).padded().tokens_T) for n in range(1, 4097)}
-    assert len(lengths) == 8 + 8 + 8 and all(length % 128 == 0 for length in lengths)
-    assert all(
-        len(TreeBatch.from_groups([[[1] * n]]).padded().tokens_T) <= max(n + 127, 1.125 * n) for n in range(1, 4097, 7)
-    )
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "gpt2"])
 def test_a_decoder_layer_is_one_graph(family: str, eager_flex: None) -> None:
     """Forward and backward without a break; all layers of a kind share it, and rows of every length."""

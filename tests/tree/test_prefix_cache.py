@@ -92,18 +92,6 @@ def test_the_least_recently_used_go_first() -> None:
     assert (len(cache), cache.num_bytes) == (0, 0)
 
 
-def test_it_never_holds_more_than_its_bytes() -> None:
-    generator = np.random.default_rng(5)
-    cache = PrefixCache(3000)
-    for _ in range(300):
-        length = int(generator.integers(1, 120))
-        tokens = generator.integers(0, 3, length).tolist()
-        cache.put(tokens, _prefix(length))
-        assert cache.num_bytes <= 3000
-        assert cache.num_bytes == sum(entry.num_bytes for entry in cache._entries.values())
-        assert sorted(cache._entries) == cache._sorted
-
-
 def test_what_comes_again_is_noticed() -> None:
     recent = RecentTokens(max_blocks=3)
     generator = np.random.default_rng(6)

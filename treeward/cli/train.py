@@ -49,8 +49,6 @@ def run(config: ConfigFile, overrides: Overrides = None) -> int:
         lines += [f"\nThe model of step {outcome.model_step} of {outcome.total_steps} is in {folder}", *caveats]
         lines.append(f"Score with it:  treeward score {folder} --data FILE.jsonl --output scores.jsonl")
         lines.append(f"Report on it:   treeward eval {folder} --data FILE.jsonl --output results/eval")
-    if outcome.warning is not None:
-        lines.append(f"WARNING: {outcome.warning}")
     if outcome.upload_error is not None:
         lines.append(f"WARNING: the model is not on the hub, and the same command tries again. {outcome.upload_error}")
     sys.stdout.write("".join(f"{line}\n" for line in lines))

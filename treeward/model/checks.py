@@ -22,6 +22,7 @@ from treeward.model.policy_model import PolicyModel
 from treeward.model.pretrained import has_room
 from treeward.model.reward_model import RewardModel, head_name
 from treeward.model.wrapped import Layout, WrappedModel
+from treeward.tree.attention import probing
 from treeward.tree.batch import TreeBatch
 from treeward.tree.token_tree import TokenIds
 
@@ -31,6 +32,8 @@ _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention",
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest accepted difference of hidden states, relative to their largest value. Rounding stays a factor of ten below,
 and a token that sees one token too many lies far above."""
+_LONGEST_PATH = 2**17
+"""In tokens, of a model that names no limit."""
 
 
 def choose_layout(hf: PreTrainedModel, requested: Literal["tree", "rows"]) -> Layout:
@@ -68,7 +71,8 @@ def why_not_tree(hf: PreTrainedModel) -> str | None:
     with model.plain_attention():
         states = [model.backbone(input_ids=ids, use_cache=False).last_hidden_state[:, -1] for ids in rows]
     plain_SD = torch.cat(states).float()
-    reason = _why_not_equal(model, sequences, plain_SD)
+    with probing(model.max_positions or _LONGEST_PATH):
+        reason = _why_not_equal(model, sequences, plain_SD)
     with model.plain_attention():  # the attention that is set last stays
         return reason
 

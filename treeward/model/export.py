@@ -107,7 +107,7 @@ def write_settings(
         hf.save_pretrained(folder, state_dict={})
         (folder / SAFE_WEIGHTS_NAME).unlink(missing_ok=True)  # an empty one
         config = copy.deepcopy(hf.config)
-        vars(config).pop("quantization_config", None)  # `state` has whole weights
+        vars(config).pop("quantization_config", None)  # the files have whole weights
         for name, value in changes.items():
             setattr(config, name, value)
         config.save_pretrained(folder)

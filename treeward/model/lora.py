@@ -12,7 +12,6 @@ four bits (QLoRA, Dettmers et al. 2023, arXiv 2305.14314). A reward model's head
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import warnings
 from collections.abc import Callable, Iterator
@@ -147,20 +146,12 @@ def save_adapters(model: WrappedModel, folder: Path) -> None:
 
 @torch.no_grad()
 def load_adapters(model: WrappedModel, folder: Path) -> None:
-    """Load saved adapters into a model with adapters of the same layers, rank and alpha. Raises `CheckpointError` for
-    unreadable files, and for other adapters."""
+    """Load saved adapters into a model with adapters of the same layers, rank and alpha, which are part of a run's
+    identity. Raises `CheckpointError` for an unreadable file."""
     try:
-        alpha = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))["lora_alpha"]
         saved = load_file(folder / _WEIGHTS)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, SafetensorError) as error:
         raise CheckpointError("the adapters cannot be read", where=str(folder), got=str(error)) from error
-    state = adapter_state(model)
-    need = {"lora_alpha": _settings(model).lora_alpha, **{name: tuple(w.shape) for name, w in state.items()}}
-    got = {"lora_alpha": alpha, **{name: tuple(w.shape) for name, w in saved.items()}}
-    if other := [name for name in sorted(need.keys() | got.keys()) if need.get(name) != got.get(name)]:
-        summary, fix = "the saved adapters do not fit this model", f"set {_WHERE} as it was when they were saved"
-        saved_value, model_value = str(got.get(other[0])), str(need.get(other[0]))
-        raise CheckpointError(summary, where=str(folder), field=other[0], got=saved_value, need=model_value, fix=fix)
 
     def read() -> None:
         for name, weight in adapter_state(model).items():  # anew: they may have been sharded since

@@ -218,38 +218,28 @@ class RewardModel(WrappedModel):
         # what FSDP gathers here is used in training as well, which tensors of the inference mode cannot be
         is_sharded = self.compute_device is not None
         with torch.no_grad() if is_sharded else torch.inference_mode():
-            return self._score_tokens(sequences, max_tokens, max_sequences, cache, prompt_lengths)
-
-    def _score_tokens(
-        self,
-        sequences: Sequence[TokenIds],
-        max_tokens: int | None,
-        max_sequences: int | None,
-        cache: PrefixCache | None,
-        prompt_lengths: Sequence[int] | None,
-    ) -> Tensor:
-        values_SH = torch.full((len(sequences), self.num_heads), torch.nan)
-        share = self.layout == "tree"
-        if not share or cache is None or cache.max_bytes == 0 or self.gate_pattern is not None:
-            cache = None
-        num_known = None if cache is None else [cache.match(sequence) for sequence in sequences]
-        for groups in plan_sequences(
-            sequences, max_tokens=max_tokens, max_sequences=max_sequences, share=share, num_cached=num_known
-        ):
-            if cache is None:
-                batch = self.make_batch([[sequences[i] for i in group] for group in groups])
-                values = self.heads(batch)
-            else:
-                groups = [part for group in groups for part in _alike(cache, sequences, group)]
-                batch, values = self._heads_with(cache, sequences, groups, prompt_lengths or [0] * len(sequences))
-            self.num_computed_tokens += batch.num_computed_tokens
-            self.num_row_tokens += sum(len(sequences[i]) for group in groups for i in group)
-            values_SH[[i for group in groups for i in group]] = values.cpu()
-        # Masked attention multiplies hidden values by zero, and zero times NaN is NaN: one broken conversation may
-        # break others.
-        for i in (~values_SH.isfinite().all(dim=1)).nonzero().flatten().tolist():
-            values_SH[i] = self.heads(self.make_batch([[sequences[i]]])).cpu()[0]
-        return values_SH
+            values_SH = torch.full((len(sequences), self.num_heads), torch.nan)
+            share = self.layout == "tree"
+            if not share or cache is None or cache.max_bytes == 0 or self.gate_pattern is not None:
+                cache = None
+            num_known = None if cache is None else [cache.match(sequence) for sequence in sequences]
+            for groups in plan_sequences(
+                sequences, max_tokens=max_tokens, max_sequences=max_sequences, share=share, num_cached=num_known
+            ):
+                if cache is None:
+                    batch = self.make_batch([[sequences[i] for i in group] for group in groups])
+                    values = self.heads(batch)
+                else:
+                    groups = [part for group in groups for part in _alike(cache, sequences, group)]
+                    batch, values = self._heads_with(cache, sequences, groups, prompt_lengths or [0] * len(sequences))
+                self.num_computed_tokens += batch.num_computed_tokens
+                self.num_row_tokens += sum(len(sequences[i]) for group in groups for i in group)
+                values_SH[[i for group in groups for i in group]] = values.cpu()
+            # Masked attention multiplies hidden values by zero, and zero times NaN is NaN: one broken conversation may
+            # break others.
+            for i in (~values_SH.isfinite().all(dim=1)).nonzero().flatten().tolist():
+                values_SH[i] = self.heads(self.make_batch([[sequences[i]]])).cpu()[0]
+            return values_SH
 
     def _heads_with(
         self,

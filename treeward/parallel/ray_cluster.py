@@ -27,9 +27,7 @@ def start_ray(*, spare_gpus: Collection[int] = (), address: str | None = None) -
     try:
         import ray
     except ImportError as error:
-        raise ConfigError(
-            "Ray is not installed", got=str(error), fix="pip install 'treeward[ray]', or use one replica here"
-        ) from error
+        raise ConfigError("Ray is not installed", got=str(error), fix="pip install 'treeward[ray]'") from error
     if not ray.is_initialized():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         if spare_gpus:

@@ -1,7 +1,7 @@
 """`LocalGenerator`: completions sampled by the processes of the run; `Generator`: the interface of every generator.
 
-    ends = end_ids_of(policy, tokenizer)
-    generator = LocalGenerator(policy, tokenizer, GenerationConfig(max_new_tokens=256), ends)
+    config = GenerationConfig(max_new_tokens=256)
+    generator = LocalGenerator(policy, tokenizer, config, end_ids_of(policy, tokenizer, config))
     groups = generator.generate(prompts, prompt_ids, num_completions=8, seed=step)
 
 A `CompletionGroup` is one prompt with its completions; all groups of a batch have the same number. The token ids are
@@ -75,11 +75,6 @@ class CompletionGroup:
         return (*self.prompt_ids, *self.completions[g].token_ids)
 
     @property
-    def sequences(self) -> list[list[int]]:
-        """Token ids of prompt and completion, for each."""
-        return [list(self.sequence(g)) for g in range(len(self.completions))]
-
-    @property
     def conversations(self) -> list[list[Message]]:
         """The messages of each completion, for environments, which render them for their own model."""
         return [
@@ -103,11 +98,6 @@ def truncated_completions(groups: Sequence[CompletionGroup]) -> Tensor:
     """Which completions the length limit cut, bool (P, G), as their generator says."""
     truncated = [[completion.truncated for completion in group.completions] for group in groups]
     return torch.tensor(truncated, dtype=torch.bool).reshape(batch_shape(groups))
-
-
-def prompt_lengths(groups: Sequence[CompletionGroup]) -> list[list[int]]:
-    """Prompt length of each sequence of each group."""
-    return [[len(group.prompt_ids)] * len(group.completions) for group in groups]
 
 
 def batch_shape(groups: Sequence[CompletionGroup]) -> tuple[int, int]:
@@ -269,22 +259,26 @@ class CompletionReader:
 
 
 def end_ids_of(
-    policy: PolicyModel, tokenizer: PreTrainedTokenizerBase, *, template_ids: Sequence[int] = ()
+    policy: PolicyModel,
+    tokenizer: PreTrainedTokenizerBase,
+    config: GenerationConfig,
+    *,
+    template_ids: Sequence[int] = (),
 ) -> list[int]:
-    """The tokens that end a completion: the model's, the tokenizer's and the template's.
+    """The tokens that end a completion beside those of `config`: the model's, the tokenizer's and the template's.
 
-    Raises `ConfigError` if there are none.
+    Raises `ConfigError` if there are none, and `config` has neither tokens nor strings that end one.
     """
     model_ids = getattr(getattr(policy.hf, "generation_config", None), "eos_token_id", None)
     end_ids = [model_ids] if isinstance(model_ids, int) else list(model_ids or ())
     end_ids += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     if added := [i for i in template_ids if i not in end_ids]:
         logger.info("Completions also end with %s, as in the chat template.", tokenizer.convert_ids_to_tokens(added))
-    if not end_ids + added:
+    if not (end_ids or added or config.stop_token_ids or config.stop_strings):
         raise ConfigError(
             "nothing says where a completion ends",
-            field="end_ids",
-            got="no end-of-sequence token in the model's generation settings or the tokenizer",
+            field="policy.generation.stop_token_ids",
+            got="none, and no end token in the model's generation settings, the tokenizer or the chat template",
             need="at least one token id",
         )
     return end_ids + added

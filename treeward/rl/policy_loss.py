@@ -86,11 +86,6 @@ class UpdateMetrics:
         return {name: float(total / count) for name, (total, count) in quotients.items() if count}
 
 
-def kl_coefficient(config: PolicyLossConfig) -> float:
-    """The weight of the KL penalty in the loss: 0 where it is taken from the reward instead."""
-    return 0.0 if config.kl_in_reward else config.reference_policy_kl_penalty
-
-
 def kl_estimate(
     log_probs: Tensor,
     reference: Tensor,
@@ -159,7 +154,7 @@ def policy_loss(
     )
     if reference_SL is not None:
         reference = torch.where(mask, reference_SL, 0.0)
-        if beta := kl_coefficient(config):
+        if beta := 0.0 if config.kl_in_reward else config.reference_policy_kl_penalty:
             clamps = config.kl_input_clamp_value, config.kl_output_clamp_value
             terms = terms + beta * kl_estimate(log_probs, reference, config.reference_policy_kl_type, *clamps)
         sums.kl_sum = (kl_estimate(log_probs.detach(), reference, "k3") * mask).sum(dtype=torch.float64)

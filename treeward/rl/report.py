@@ -10,16 +10,16 @@ some steps or at all; values that are not finite are ignored. A metric counts as
 excludes 0. Intervals are paired by prompt: the watch logs them (`treeward.rl.watch`).
 
 The page and its blocks are those of `treeward.evaluation.report`: the verdict in sentences, gold and proxy over the
-distance that the policy has moved, d = sqrt(KL), the runs in numbers, metrics over the steps, and the same prompts
-completed at the first, a middle and the last validation. Beside it is a JSON file of the same name with all numbers. A
-metric that no run has takes no place.
+distance that the policy has moved, d = sqrt(KL), metrics over the steps, and the same prompts completed at the first, a
+middle and the last validation. Beside it is a JSON file of the same name with all numbers. A metric that no run has
+takes no place.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +28,7 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from treeward.errors import ConfigError, DataError
-from treeward.evaluation.report.blocks import bar_item, curves_block, format_number, table_block, text_block
+from treeward.evaluation.report.blocks import curves_block, format_number, text_block
 from treeward.evaluation.report.build import write_report
 from treeward.evaluation.results import Block, Metric
 from treeward.rl.watch import ALARMS_FILE, Alarm, read_alarms
@@ -202,7 +202,6 @@ def opening(runs: Sequence[RLRun]) -> str:
 
 _MOST_POINTS = 60
 _MOST_PROMPTS = 12
-_MUCH_HIGHER = 5.0
 _SOLID, _DOTTED = 0, 2  # dashes of charts
 
 _FIGURES: tuple[tuple[str, str, str, str, str], ...] = (
@@ -245,7 +244,6 @@ def report_blocks(runs: Sequence[RLRun]) -> Iterator[Block]:
         texts.append("Proxies of runs compare only where the settings of their rewards are the same.")
     yield text_block("\n\n".join(texts))
     yield from _over_distance(runs)
-    yield _numbers(runs)
     yield text_block(_OVER_STEPS, title="Over the steps")
     for figure in _FIGURES:
         yield from _over_steps(runs, *figure)
@@ -255,25 +253,6 @@ def report_blocks(runs: Sequence[RLRun]) -> Iterator[Block]:
 def _prefix(run: RLRun, runs: Sequence[Any]) -> str:
     """The run's name before a curve's name, if there are several runs."""
     return f"{run.name}: " if len(runs) > 1 else ""
-
-
-def _numbers(runs: Sequence[RLRun]) -> Block:
-    columns: dict[str, tuple[str, str, Callable[[RLRun], Any]]] = {
-        "run": ("Run", "text", lambda run: run.name),
-        "gold": ("Gold, change", "signed", lambda run: run.gold and bar_item("", run.gold.by)),
-        "best": ("Best gold", "number", lambda run: max(run.curve("validation/gold_reward").values(), default=None)),
-        "best_step": ("Best at step", "integer", lambda run: run.best_step),
-        "proxy": ("Proxy, change", "signed", lambda run: run.proxy and bar_item("", run.proxy.by)),
-        "kl": ("KL, nats", "number", lambda run: run.kl),
-        "first_length": ("Tokens, first", "integer", lambda run: run.lengths[0] if run.lengths[1:] else None),
-        "length": ("Tokens, last", "integer", lambda run: run.lengths[-1] if run.lengths[1:] else None),
-        "alarm": ("Alarm at step", "integer", lambda run: run.alarm_step),
-        "steps": ("Steps", "integer", lambda run: run.last_step),
-    }
-    rows: list[Block] = [{key: get(run) for key, (*_, get) in columns.items()} for run in runs]
-    filled_columns = {key: column[:2] for key, column in columns.items() if any(row[key] is not None for row in rows)}
-    note = "Changes have 95% intervals that are paired by prompt."
-    return table_block("From the first validation to the last", filled_columns, rows, note)
 
 
 def _over_distance(runs: Sequence[RLRun]) -> Iterator[Block]:
@@ -320,7 +299,6 @@ def _over_steps(runs: Sequence[RLRun], title: str, key: str, y_label: str, note:
     """A metric over the steps; nothing where no run has it."""
     series: list[Block] = []
     lines: list[Block] = []
-    tops: dict[int, float] = {}
     for colour, run in enumerate(runs):
         prefix = _prefix(run, runs)
         for name, part, dash in (("validation", "validation", _SOLID), ("training", "train", _DOTTED)):
@@ -329,19 +307,15 @@ def _over_steps(runs: Sequence[RLRun], title: str, key: str, y_label: str, note:
                 dots = name == "validation" and len(curve) <= _MOST_POINTS // 2
                 look = {"name": f"{prefix}{name}", "colour": colour, "dash": dash, "dots": dots}
                 series.append(look | _thinned(curve, error))
-                tops[colour] = max(*series[-1]["y"], tops.get(colour, 0.0))
         if run.alarm_step is not None and key in _WITH_ALARM:
             lines.append({"x": run.alarm_step, "label": f"{prefix}alarm", "colour": colour})
     if series:
-        *_, second, first = [0.0, *sorted(tops.values())]
-        is_far = key == "kl" and first > _MUCH_HIGHER * second > 0.0
         yield curves_block(
             title,
             series,
-            note + (" One run went much further: the axis is logarithmic above 1." if is_far else ""),
+            note,
             x_label="step",
             y_label=y_label,
-            y_scale="symlog" if is_far else "linear",
             format=format,
             lines=lines,
             folded=not any(any(points["y"]) for points in series),

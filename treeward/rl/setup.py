@@ -257,7 +257,7 @@ def _make_generator(
         policy,
         tokenizer,
         section.model_copy(update=changes),
-        end_ids=end_ids_of(policy, tokenizer, template_ids=template_end_ids(renderer)),
+        end_ids=end_ids_of(policy, tokenizer, section, template_ids=template_end_ids(renderer)),
         max_total_tokens=config.policy.max_total_sequence_length,
         chat_template=renderer.chat_template,
         trust_remote_code=config.policy.trust_remote_code,

@@ -24,12 +24,6 @@ _GRADE_COLUMNS = [
     Column("pearson", title="correlation", format=".3f"),
     *_COLUMNS[2:4],
 ]
-_LENGTH_COLUMNS = [
-    Column("set", title="validation set"),
-    Column("accuracy_longer_right", title="better completion longer", format=".3f"),
-    Column("accuracy_shorter_right", title="better completion shorter", format=".3f"),
-    Column("length_controlled_accuracy", title="mean of both (length-controlled)", format=".3f"),
-]
 
 
 def result_columns(config: RewardModelRunConfig) -> list[Column]:
@@ -52,7 +46,8 @@ def model_card(setup: RewardModelSetup, step: int, validation: Mapping[str, Mapp
     if base is not None and not on_hub:
         base = Path(base).resolve().name  # a card is for others: no paths of this machine
     data = "\n".join(f"- {name}: {dataset.counts.summary()}" for name, dataset in setup.training_sets.items())
-    results = _results(setup, validation) if validation else ["This checkpoint was not validated."]
+    rows = result_rows({name: len(dataset) for name, dataset in setup.validation_sets.items()}, validation)
+    table = markdown_table(rows, result_columns(setup.config))
     loss = policy.reward_model_cfg.reward_model_type
     return _CARD.format(
         base_line=f"base_model: {base}\n" if on_hub else "",
@@ -63,7 +58,7 @@ def model_card(setup: RewardModelSetup, step: int, validation: Mapping[str, Mapp
         step=step,
         batch_size=policy.train_global_batch_size,
         precision=policy.precision,
-        results="\n\n".join(results),
+        results=table if validation else "This checkpoint was not validated.",
         data=data,
     )
 
@@ -73,7 +68,7 @@ _ORDER = (
     "P(a is preferred to b) = sigmoid(score(a) - score(b))."
 )
 _GRADES = "It is a weighted sum of predicted grades, as reward_contract.json says: {}."
-_ESTIMATES = " It is the mean of {} heads, that began with different weights; their spread is its uncertainty."
+_ESTIMATES = " It is the mean of {} heads that began with different weights; their spread is its uncertainty."
 _CARD = """---
 library_name: transformers
 tags: [reward-model, treeward]
@@ -102,13 +97,3 @@ With plain transformers, `AutoModelForSequenceClassification.from_pretrained(THI
 same values as its logits; render conversations with the tokenizer's chat template and tokenize with \
 `add_special_tokens=False`.
 """
-
-
-def _results(setup: RewardModelSetup, validation: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Tables: the metrics, and the effect of length."""
-    rows = result_rows({name: len(dataset) for name, dataset in setup.validation_sets.items()}, validation)
-    parts = [markdown_table(rows, result_columns(setup.config))]
-    if any("length_controlled_accuracy" in means for means in validation.values()):
-        caption = "Accuracy where the better completion is the longer, and the shorter:"
-        parts += [caption, markdown_table(rows, _LENGTH_COLUMNS)]
-    return parts

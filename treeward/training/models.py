@@ -152,7 +152,7 @@ def identity_of_adapters(policy: TrainedModelConfig) -> dict[str, Any]:
 
 
 def short_hash(text: str) -> str:
-    """Sixteen hexadecimal digits of the text's SHA-256."""
+    """Sixteen hexadecimal digits of the text's BLAKE2b hash."""
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 

@@ -94,7 +94,7 @@ class EpochOrder:
 
 
 def planned_steps(config: ScheduleConfig, num_in_data: int, section: str) -> int:
-    """The steps of a run whose epochs have `in_data` of them; `section`: the key of `config`, for the log."""
+    """The steps of a run whose epochs have `num_in_data` of them; `section`: the key of `config`, for the log."""
     most = config.max_num_steps or num_in_data
     if num_in_data < most:
         logger.info("The data ends after %d steps (%s.max_num_epochs=%d): %s.max_num_steps=%d is never reached.",

@@ -34,7 +34,7 @@ _MOST_FEATURES = 4096
 @dataclass(frozen=True, slots=True)
 class MicroBatch(Movable):
     """Comparisons of one forward and backward pass: `batches`, several where one comparison exceeds the token budget.
-    `order_S`: where the score of each sequence is among those of the batches (`tree.parts.order_of_parts`)."""
+    `order_S`: where the score of each sequence is among those of the batches (`tree.batch.order_of_parts`)."""
 
     batches: tuple[Batch | FeatureBatch, ...]
     order_S: Tensor | None
@@ -43,13 +43,11 @@ class MicroBatch(Movable):
 
 @dataclass(frozen=True, slots=True)
 class StepBatches:
-    """This process's part of a step, whose loss is a mean over `num_units`: the `micro_batches`, and the `labels`, the
-    number of completions and the tokens (as plain rows) of their comparisons."""
+    """This process's part of a step, whose loss is a mean over `num_units`: the `micro_batches`, and the
+    tokens of their comparisons as plain rows."""
 
     num_units: int
     micro_batches: tuple[MicroBatch, ...]
-    labels: Labels
-    num_scores: int
     num_row_tokens: int
 
     @property
@@ -77,7 +75,6 @@ class BatchPreparer:
         size, sets = self.config.policy.train_global_batch_size, list(self.setup.training_sets.values())
         rows = [(sets[which], row) for which, row in self.setup.order.batch(number - 1, size)]
         shares = list(self.shares(rows))
-        comparisons = [comparison for share in shares for comparison in share.comparisons.values()]
         num_units = len(rows)
         if self.config.rm.loss.weight == "pair":
             ranks = [dataset.ranks(row) for dataset, row in rows]
@@ -85,9 +82,7 @@ class BatchPreparer:
         return StepBatches(
             num_units,
             tuple(share.micro_batch for share in shares),
-            self.heads.labels(comparisons),
-            num_scores=sum(len(comparison.ranks) for comparison in comparisons),
-            num_row_tokens=sum(comparison.num_tokens for comparison in comparisons),
+            num_row_tokens=sum(item.num_tokens for share in shares for item in share.comparisons.values()),
         )
 
     def shares(self, rows: Sequence[tuple[EncodedDataset, int]], *, validation: bool = False) -> Iterator[RankBatch]:

@@ -37,7 +37,6 @@ from treeward.parallel.sharding import sum_over_copies
 from treeward.scoring.golden import hash_all, sign_exported
 from treeward.training.card import model_card
 from treeward.training.features import with_features
-from treeward.training.learning import LearningWatch, learnt
 from treeward.training.loop import Outcome, Run, StepMetrics, Validation, start
 from treeward.training.models import save_adapted
 from treeward.training.optimisation import SkippedSteps, advance
@@ -45,7 +44,7 @@ from treeward.training.prefetch import BatchPreparer, MicroBatch, Prefetcher
 from treeward.training.setup import RewardModelSetup, set_up
 from treeward.training.state import RunState
 from treeward.training.tracking import METRICS_FILE, TrackerGroup, read_metrics
-from treeward.training.validation import SetValidation, pooled, values_of
+from treeward.training.validation import SetValidation, learnt, pooled, values_of
 from treeward.tree.batch import backward_in_parts
 
 logger = logging.getLogger(__name__)
@@ -56,13 +55,12 @@ _COMPARISONS_AT_ONCE = 1024  # planned together: as good a plan as for the whole
 @dataclass(frozen=True)
 class TrainingOutcome(Outcome):
     """How a run ended. By validation set: `validation`, its metrics; `validation_sizes`, its comparisons; `caveats`,
-    what was left out of much data; `learnt`, whether it is better than chance. `upload_error`: the exit code is then
-    1. `warning`: a remedy for a model that has not learnt."""
+    what was left out of much data; `learnt`, whether it is better than chance. With an `upload_error` the exit code is
+    1."""
 
     validation_sizes: Mapping[str, int] = field(default_factory=dict)
     caveats: Mapping[str, str] = field(default_factory=dict)
     upload_error: str | None = None
-    warning: str | None = None
     learnt: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -116,7 +114,6 @@ class RewardModelRun(Run):
         self.skipped = SkippedSteps()
         self._preparer = BatchPreparer(setup)
         self._prefetcher = Prefetcher(self._preparer.step, num_steps=setup.total_steps)
-        self._watch = LearningWatch(setup.total_steps, learning_rate=self.optimizer.defaults["lr"])
 
     def begin(self, state: RunState, trackers: TrackerGroup) -> None:
         self.model.train()
@@ -140,13 +137,10 @@ class RewardModelRun(Run):
             self.backward(micro_batch, batches.num_units, sums)
         # Only here, and for the gradients' norm, the host waits for a GPU.
         total = sums.read(setup.mesh.data_group)
-        chance = self.heads.chance(batches.labels, batches.num_scores)
-        counts_3 = torch.tensor([batches.num_computed_tokens, batches.num_row_tokens, chance], dtype=torch.float64)
-        computed_tokens, row_tokens, chance = processes.summed(counts_3, setup.mesh.data_group).tolist()
+        counts_2 = torch.tensor([batches.num_computed_tokens, batches.num_row_tokens])
+        computed_tokens, row_tokens = processes.summed(counts_2, setup.mesh.data_group).tolist()
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         grad_norm = self._update_weights(number, total)
-        if math.isfinite(grad_norm):
-            self._watch.see(number, total, chance)
         means = total.means()
         episodes = setup.order.num_seen(number, self.config.policy.train_global_batch_size)
         logged = {f"train/rm/{name}": value for name, value in means.items()} | {
@@ -155,13 +149,13 @@ class RewardModelRun(Run):
             "train/rm/skipped_steps": self.skipped.total,
             "episode": episodes,
             "epoch": episodes / setup.order.rows_per_epoch,
-            "train/rm/computed_tokens": int(computed_tokens),
-            "train/rm/row_tokens": int(row_tokens),
+            "train/rm/computed_tokens": computed_tokens,
+            "train/rm/row_tokens": row_tokens,
             "timing/train/row_tokens_per_second": row_tokens / (time.monotonic() - started),
         }
         shown = {"loss": means["loss"], "accuracy": means["accuracy"], "margin": means["reward_margin"]}
         progress = {name: value for name, value in shown.items() if name == "loss" or total.num_pairs}
-        return StepMetrics(logged, progress, int(row_tokens))
+        return StepMetrics(logged, progress, row_tokens)
 
     def backward(self, micro_batch: MicroBatch, num_units: int, sums: RewardSums) -> None:
         """Add the gradient of one micro-batch, for a step of `num_units`, and its metrics to `sums`. The host never
@@ -304,7 +298,6 @@ class RewardModelRun(Run):
             validation_sizes=sizes,
             learnt={name: sentence for name, sentence in sentences.items() if sentence is not None},
             caveats={name: count.summary() for name, count in counts.items() if count.is_much_dropped},
-            warning=self._watch.verdict(),
         )
         if outcome.model_folder is not None and processes.is_main() and self.config.hub.push_to_hub:
             return _uploaded(ended, self.config, outcome.model_folder)

@@ -2,6 +2,7 @@
 
     result = run.validate_set("held_out")                        # SetValidation of one set
     pooled([result, of_another_set])                             # metrics over all of them
+    learnt({"accuracy": 0.84, "loss": 0.41}, 200, losses)        # a sentence: is it better than chance?
 
 Shapes: H attributes; 6 sums of `GradeSums`.
 """
@@ -9,15 +10,20 @@ Shapes: H attributes; 6 sums of `GradeSums`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 from torch import Tensor
 
 from treeward.evaluation.diagnostics.scores import gate_metrics
 from treeward.evaluation.results import Metric, ScoredExample
+from treeward.evaluation.statistics import wilson
 from treeward.losses import RewardMetrics, grade_metrics
+
+_FEWEST_STEPS = 10  # of training, in the mean of the latest losses
+_PARTED = 0.1  # between the loss of held-out data and that of training, in nats
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +52,24 @@ def pooled(sets: Sequence[SetValidation]) -> dict[str, Metric]:
 def values_of(metrics: dict[str, Metric]) -> dict[str, float]:
     """The metrics that have a value, as numbers."""
     return {name: metric.value for name, metric in metrics.items() if metric.value is not None}
+
+
+def learnt(means: Mapping[str, float], size: int, training_losses: Sequence[float]) -> str | None:
+    """One sentence on a validation set of `size` comparisons: whether its accuracy is chance, and its loss far above
+    the latest quarter of the training losses. None without an accuracy."""
+    accuracy, loss = means.get("accuracy", math.nan), means.get("loss", math.nan)
+    if not math.isfinite(accuracy):
+        return None
+    low, high = wilson(accuracy * size, size)
+    standing = "better than" if low > 0.5 else "worse than" if high < 0.5 else "not told from"
+    sentence = f"accuracy {accuracy:.3f} ({low:.3f} to {high:.3f}) is {standing} chance, 0.5"
+    if not training_losses:
+        return f"{sentence}."
+    trained = fmean(training_losses[-max(len(training_losses) // 4, _FEWEST_STEPS) :])
+    if not loss - trained > _PARTED:
+        return f"{sentence}; the loss, {loss:.3f}, has not parted from that of training, {trained:.3f}."
+    advice = "more data or fewer epochs may help"
+    return f"{sentence}; the loss, {loss:.3f}, has parted from that of training, {trained:.3f}: {advice}."
 
 
 def _of_sums(sums: RewardMetrics) -> dict[str, Metric]:

@@ -49,6 +49,7 @@ BLOCK = 256
 """Queries of one part in a layer with a window: the mask covers at most so many keys too many."""
 
 _row: ContextVar[TreeLayout | None] = ContextVar("_row", default=None)
+_probed_depth: ContextVar[int | None] = ContextVar("_probed_depth", default=None)
 
 
 def register() -> None:
@@ -77,6 +78,17 @@ def over(layout: TreeLayout) -> Iterator[None]:
         _row.reset(token)
 
 
+@contextlib.contextmanager
+def probing(depth: int) -> Iterator[None]:
+    """A context in which a layer's mask raises `ModelError` if it has holes in a path of `depth` tokens. `FlexMask`
+    takes for granted that there are none, and a short conversation may have none."""
+    token = _probed_depth.set(depth)
+    try:
+        yield
+    finally:
+        _probed_depth.reset(token)
+
+
 def _mask_maker(make: Callable[[MaskFunction, TreeLayout], object]) -> Callable[..., object]:
     def make_mask(*, mask_function: MaskFunction, **_: Any) -> object:
         layout = _row.get()
@@ -84,6 +96,8 @@ def _mask_maker(make: Callable[[MaskFunction, TreeLayout], object]) -> Callable[
             raise ModelError(
                 "tree attention was called without a tree", where="policy.attention", fix="policy.attention=rows"
             )
+        if (depth := _probed_depth.get()) is not None:
+            PositionMask(mask_function, layout).first_seen(depth - 1)
         return make(mask_function, layout)
 
     return make_mask
@@ -508,12 +522,12 @@ class PositionMask:
                 path.insert(0, Run(0, tree.num_prefix_tokens, 0, True))
             for start in range(segment.depth, segment.depth + len(segment), BLOCK):
                 end = min(start + BLOCK, segment.depth + len(segment))
-                low, high = self._first(start), self._first(end - 1)
+                low, high = self.first_seen(start), self.first_seen(end - 1)
                 keys = tuple(run for run in (run.clipped(low, end) for run in path) if run.start < run.end)
                 q_start = segment.start + start - segment.depth
                 yield Window(q_start, q_start + end - start, start, low, high, keys)
 
-    def _first(self, query: int) -> int:
+    def first_seen(self, query: int) -> int:
         """The first position that a query sees. Raises `ModelError` unless it sees all from there to itself."""
         if query not in self._first_seen:
             seen = self.allowed(torch.tensor([query]), torch.arange(query + 1))[0]

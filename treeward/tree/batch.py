@@ -349,14 +349,11 @@ def plan_sequences(
     """
     max_tokens, max_sequences = max_tokens or sys.maxsize, max_sequences or sys.maxsize
     arrays = [np.asarray(sequence, dtype=np.int64) for sequence in sequences]
-    plan: list[list[list[int]]] = []
     if not share:
-        order = sorted(range(len(arrays)), key=lambda i: -len(arrays[i]))
-        while order:
-            rows = min(max(1, max_tokens // len(arrays[order[0]])), max_sequences)
-            plan.append([[i] for i in order[:rows]])
-            order = order[rows:]
-        return plan
+        shapes = [(1, len(array)) for array in arrays]
+        padded_plan = plan_padded(shapes, max_tokens=max_tokens, max_groups=max_sequences)
+        return [[[i] for i in members] for members in padded_plan]
+    plan: list[list[list[int]]] = []
     keys = [array.astype(">i8").tobytes() for array in arrays]
     used, count, previous = 0, 0, None
     for i in sorted(range(len(arrays)), key=lambda i: (keys[i], i)):

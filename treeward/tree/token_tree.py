@@ -112,14 +112,12 @@ class _Builder:
         for i in self.order:
             array = self.arrays[i]
             shared = 0 if previous is None else common_prefix_length(self.arrays[previous], array)
+            if previous is not None and shared == len(array):  # sorts after its equal only: it ends where that one ends
+                reads[i] = reads[previous]
+                continue
             while path and pieces[path[-1]][0] >= shared:
                 path.pop()
             owner = path[-1] if path else None
-            if shared == len(array):  # sorts after its equal only, so it ends where that one ends
-                assert previous is not None
-                reads[i] = reads[previous]
-                path = self._path_of(previous, pieces)
-                continue
             if owner is not None:
                 branches[owner].add(shared)
             pieces[i], branches[i] = (shared, flat, owner), set()
@@ -128,15 +126,6 @@ class _Builder:
             path.append(i)
             previous = i
         return pieces, branches, reads
-
-    @staticmethod
-    def _path_of(i: int, pieces: dict[int, tuple[int, int, int | None]]) -> list[int]:
-        path: list[int] = []
-        at: int | None = i
-        while at is not None:
-            path.append(at)
-            at = pieces[at][2]
-        return path[::-1]
 
     def _cut(
         self, pieces: dict[int, tuple[int, int, int | None]], branches: dict[int, set[int]]

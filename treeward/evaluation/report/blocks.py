@@ -54,8 +54,8 @@ def curves_block(title: str, series: Sequence[Block], note: str | None = None, *
     """Lines with bands.
 
     A series may have `labels` of its points, the `colour` and the `dash` of another, by number, and `dots` or none.
-    `more`: `x_label`, `y_label`, `y_scale` (symlog), `format`, `is_square` (shares against shares), `x_ticks` [{"x",
-    "label"}] (names of places on the x axis) and `lines` [{"x", "label", "colour"}] (marked places).
+    `more`: `x_label`, `y_label`, `format`, `is_square` (shares against shares), `x_ticks` [{"x", "label"}] (names of
+    places on the x axis) and `lines` [{"x", "label", "colour"}] (marked places).
     """
     return {"kind": "curves", "title": title, "note": note, "series": list(series)} | more
 

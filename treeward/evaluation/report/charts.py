@@ -171,7 +171,7 @@ def _curves(block: Block) -> tuple[dict[str, Any], dict[str, tuple[str, str]], l
     x_name, y_name = block.get("x_label") or "x", block.get("y_label") or "y"
     rows = [row for order, one in enumerate(series) for row in _points(one, _look(one, order), form, x_name)]
     scale = alt.Scale(zero=False, nice=False)
-    y_scale = alt.Scale(type=block.get("y_scale") or "linear", zero=False)
+    y_scale = alt.Scale(zero=False)
     x_axis, height = _axis(None), 340
     if ticks := block.get("x_ticks"):
         names = json.dumps([tick["label"] for tick in ticks])
