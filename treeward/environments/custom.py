@@ -31,7 +31,7 @@ from treeward.user_code import import_object
 
 logger = logging.getLogger(__name__)
 
-_METHODS = ("score_batch", "score", "predict", "__call__")
+_METHODS = ("score", "predict", "__call__")
 _OWN_FAILURES = (Exception, SystemExit, asyncio.CancelledError)
 """Exceptions of a function that cost its samples their rewards but do not end the step."""
 
