@@ -66,7 +66,6 @@ def test_a_conversation_without_a_score_counts_as_wrong_and_is_told(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["MODEL", "--ensemble", "mean"], "one model is no ensemble"),
         ([], "there are no models"),
         (["MODEL", "/nowhere/model"], "there is no such folder"),
         (["MODEL", "--suite", "rewardbnch"], "did you mean rewardbench"),
@@ -75,7 +74,7 @@ def test_a_conversation_without_a_score_counts_as_wrong_and_is_told(
         (["MODEL", "{model: /nowhere/model}"], "there is no such folder"),
         (["{type: judge, model: x, mode: best}"], "mode"),
         (["{type: judge, model: x}", "--perturbations", "3"], "is not asked about rewritten completions"),
-        (["{model: x}", "--ensemble", "mean"], "a section is taken as it is"),
+        (["{[}"], "this is no section"),
     ],
 )
 def test_what_cannot_be_is_told_before_a_suite_is_read(

@@ -32,9 +32,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 def score(treeward: Command, model_folder: Path, tmp_path: Path) -> Callable[..., tuple[Ended, list[Any]]]:
     """`treeward score` of a file, and the rows that were written."""
 
-    def run(data: Path, *options: str) -> tuple[Ended, list[Any]]:
-        output = tmp_path / "out" / "scores.jsonl"
-        ended = treeward("score", model_folder, "--data", data, "--output", output, *options)
+    def run(data: Path, *options: str, shaping: str = "null") -> tuple[Ended, list[Any]]:
+        output, model = tmp_path / "out" / "scores.jsonl", f"{{models: {model_folder}, shaping: {shaping}}}"
+        ended = treeward("score", model, "--data", data, "--output", output, *options)
         written = output if output.exists() else output.with_name("scores.partial.jsonl")
         return ended, read_jsonl(written) if written.exists() else []
 
@@ -118,7 +118,6 @@ def test_an_interrupted_scoring_has_no_file_under_the_final_name_and_goes_on(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["MODEL", "MODEL"], "nothing says how"),
         (["/nowhere/model", "--workers", "2"], "there is no such folder"),  # before Ray is started
         (["MODEL", "--data", "none.jsonl"], "none.jsonl"),
         (["MODEL", "--output", "DATA"], "the output is the input"),
@@ -140,7 +139,7 @@ def test_rewards_beside_the_scores_and_reasons_where_there_are_none(
 ) -> None:
     rows = [SHAPES["messages"], {"prompt": "2 + 2?", "responses": ["4.", "Four is what it is."]}]
     rows.append({"messages": [USER, assistant("and so on " * 60)]})
-    ended, (one, both, long) = score(write_rows("in.jsonl", rows), "--shaping", "{length_penalty: {threshold: 3}}")
+    ended, (one, both, long) = score(write_rows("in.jsonl", rows), shaping="{length_penalty: {threshold: 3}}")
     assert ended.code == 1 and long["score"] is None and long["reward"] is None and "too long" in long["error"]
     assert one["reward"] == one["score"]  # "4." is short enough
     assert both["rewards"] == pytest.approx([both["scores"][0], both["scores"][1] - 0.001 * (19 - 3)])
@@ -150,10 +149,10 @@ def test_rewards_of_other_constants_are_not_mixed(
     treeward: Command, own_model: Path, write_rows: Write, tmp_path: Path
 ) -> None:
     data = write_rows("in.jsonl", [SHAPES["messages"], "{not json"])
-    words = ("--data", data, "--output", tmp_path / "out.jsonl", "--shaping", "{normalize_rewards: true}")
+    model = f"{{models: {own_model}, shaping: {{normalize_rewards: true}}}}"
     for mean, said in ((0.0, "in.jsonl:2"), (0.0, "in.jsonl:2"), (1.0, "constants")):
         calibration = RewardCalibration(normalization=NormalizationConstants(mean=mean, std=1.0))
         write_contract(contract_of(own_model).model_copy(update={"calibration": calibration}), own_model)
-        ended = treeward("score", own_model, *words)
+        ended = treeward("score", model, "--data", data, "--output", tmp_path / "out.jsonl")
         assert ended.code == 2 and said in ended.err
     assert len(read_jsonl(tmp_path / "out.partial.jsonl")) == 1

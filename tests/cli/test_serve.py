@@ -31,15 +31,16 @@ def test_words_are_models_and_settings(config_of: Callable[..., ServerConfig]) -
     config = config_of("x/a/final", "--port", "0", "org/b", "--host", "0.0.0.0", "max_queued=5", "token_env=TOKEN")
     assert [model.served_name for model in config.models] == ["a", "org/b"]
     assert (config.host, config.port, config.max_queued, config.token_env) == ("0.0.0.0", 0, 5, "TOKEN")
-    words = ["a", "b", "--shaping", "{preference_score: true}", "--dtype", "bfloat16", "--device", "cpu", "--unchecked"]
-    for model in config_of(*words, "--trust-remote-code").models:
-        assert model.shaping is not None and model.shaping.preference_score
+    words = ["a", "{models: b, shaping: {preference_score: true}}", "--dtype", "bfloat16", "--device", "cpu"]
+    plain, shaped = config_of(*words, "--unchecked", "--trust-remote-code").models
+    assert plain.shaping is None and shaped.shaping is not None and shaped.shaping.preference_score
+    for model in (plain, shaped):
         assert (model.dtype, model.device) == ("bfloat16", "cpu")
         assert model.trust_remote_code and not model.check_contract
     config = config_of("a", "--max-length", "64", "--truncation", "truncate_left", "--batch-tokens", "512")
     assert (config.models[0].max_length, config.models[0].truncation) == (64, "truncate_left")
     assert config.batch_tokens == 512
-    [model] = config_of("a", "b", "--ensemble", "worst").models
+    [model] = config_of("{models: [a, b], ensemble: worst}").models
     assert model.models == ("a", "b") and model.ensemble is not None
 
 
@@ -49,7 +50,7 @@ def test_a_file_and_the_command_line(treeward: Command, config_of: Callable[...,
     config = config_of("--config", file, "--port", "7001", "max_queued=4")
     assert (config.models[0].served_name, config.port, config.max_queued) == ("first", 7001, 4)
     assert config_of("--config", file, "b").models[0].served_name == "b"
-    assert "named on the command line" in treeward("serve", "--config", file, "--shaping=contract").err
+    assert "named on the command line" in treeward("serve", "--config", file, "--unchecked").err
 
 
 @pytest.mark.parametrize(
@@ -57,8 +58,8 @@ def test_a_file_and_the_command_line(treeward: Command, config_of: Callable[...,
     [
         ([], "there is nothing to serve"),
         (["a", "prot=1"], "prot"),
-        (["a", "b", "--ensemble", "[1]"], "the option is no section"),
-        (["a", "--shaping", "{nonsense: 1}"], "nonsense"),
+        (["{models: [a, b], ensemble: [1]}"], "ensemble"),
+        (["{models: a, shaping: {nonsense: 1}}"], "nonsense"),
         (["/nowhere", "--port", "0", "token_env=NO_SUCH_TOKEN"], "the server's key is not in the environment"),
         (["/nowhere", "--port", "0", "host=999.1.1.1"], "the address cannot be used"),
     ],

@@ -82,8 +82,8 @@ def test_constants_of_a_contract_are_not_those_of_other_weights_of_heads(
 ) -> None:
     rows = [{"prompt": f"{i} + 2?", "chosen": f"{i + 2}.", "rejected": "It is 50."} for i in range(20)]
     data = ("--data", write_rows("rows.jsonl", rows))
-    shaped = ("score", labelled, *data, "--shaping", "{normalize_rewards: true}")
-    ensemble = ("score", labelled, labelled, *data, "--ensemble", "mean")
+    shaped = ("score", f"{{models: {labelled}, shaping: {{normalize_rewards: true}}}}", *data)
+    ensemble = ("score", f"{{models: [{labelled}, {labelled}], ensemble: mean}}", *data)
     for words in (
         ("verify", labelled, "--write", "--head-weights", "1,1"),
         ("calibrate", labelled, *data),

@@ -15,7 +15,6 @@ import pytest
 from treeward.cli.main import main
 from treeward.scoring.scorer import Scorer
 
-ENSEMBLE = ["--ensemble", "{method: worst, standardize: false}"]
 ROWS: list[dict[str, Any]] = [
     {"prompt": f"What is {i // 3} plus two? " * 3, "responses": ["Two.", "It is " * (i % 7 or i % 70)], "id": i}
     for i in range(600)
@@ -26,9 +25,9 @@ ROWS: list[dict[str, Any]] = [
 def score(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, bytes]]:
     """`treeward score` of a file: its exit code, and the file that it wrote or wrote in part."""
 
-    def run(models: list[Path], data: str, *options: str, output: str = "scores.jsonl") -> tuple[int, bytes]:
+    def run(model: str, data: str, *options: str, output: str = "scores.jsonl") -> tuple[int, bytes]:
         path = tmp_path / output
-        code = main(["score", *map(str, models), "--data", data, "--output", str(path), *options])
+        code = main(["score", model, "--data", data, "--output", str(path), *options])
         return code, (path if path.exists() else path.with_name("scores.partial.jsonl")).read_bytes()
 
     return run
@@ -39,9 +38,9 @@ def test_two_workers_go_on_where_one_process_stopped(
     score: Any, signed_model: Any, ray: Any, write_rows: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same bytes, failed rows too; rows of a prompt are in one chunk, and it is scored in any process alike."""
-    model, data = [signed_model()], str(write_rows("in.jsonl", ROWS))
-    options = ["--shaping", "{length_penalty: {threshold: 9}}"]
-    code, want = score(model, data, *options, output="want.jsonl")
+    data = str(write_rows("in.jsonl", ROWS))
+    model = f"{{models: {signed_model()}, shaping: {{length_penalty: {{threshold: 9}}}}}}"
+    code, want = score(model, data, output="want.jsonl")
     assert code == 1 and b"too long to score" in want  # some rows have no score
     calls, whole = [], Scorer.score
 
@@ -52,9 +51,9 @@ def test_two_workers_go_on_where_one_process_stopped(
         return whole(self, *arguments, **keys)
 
     monkeypatch.setattr(Scorer, "score", interrupted)
-    assert score(model, data, *options)[0] == 130
+    assert score(model, data)[0] == 130
     assert (tmp_path / "scores.partial.jsonl").read_bytes().count(b"\n") == 256
-    assert score(model, data, *options, "--workers", "2") == (code, want)
+    assert score(model, data, "--workers", "2") == (code, want)
     assert not (tmp_path / "scores.partial.jsonl").exists()
 
 
@@ -63,8 +62,10 @@ def test_a_worker_that_is_killed_loses_nothing(
     score: Any, signed_model: Any, ray: Any, write_rows: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Of an ensemble, and of the rows before a wrong one, which is named."""
-    models, data = [signed_model(), signed_model(seed=4)], str(write_rows("in.jsonl", [*ROWS * 3, "{not json", *ROWS]))
-    code, want = score(models, data, *ENSEMBLE)
+    data = str(write_rows("in.jsonl", [*ROWS * 3, "{not json", *ROWS]))
+    members = f"[{signed_model()}, {signed_model(seed=4)}]"
+    model = f"{{models: {members}, ensemble: {{method: worst, standardize: false}}}}"
+    code, want = score(model, data)
     assert code == 2 and want.count(b"\n") == 1800
     rows = tmp_path / "scores.partial.jsonl"
     rows.unlink()
@@ -81,7 +82,7 @@ def test_a_worker_that_is_killed_loses_nothing(
     accident = threading.Thread(target=kill_one)
     accident.start()
     try:
-        assert score(models, data, *ENSEMBLE, "--workers", "2") == (code, want)
+        assert score(model, data, "--workers", "2") == (code, want)
     finally:
         has_ended.set()
         accident.join()

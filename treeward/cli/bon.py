@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from treeward.cli.options import ModelOptions, candidate, parse_yaml, with_model_options
+from treeward.cli.options import ModelOptions, candidate, model_section, with_model_options
 from treeward.errors import ConfigError, nearest_name
 from treeward.progress import ShownProgress
 from treeward.tables import results_table
@@ -78,14 +78,13 @@ def run(
 
 def _candidate(text: str, option: str, fields: Iterable[str], options: ModelOptions) -> Candidate:
     """A model or an environment, named or as a section."""
-    if text.lstrip().startswith("{"):
-        return candidate(parse_yaml(text, option, names=False), option, options)
-    if not Path(text).expanduser().exists() and ("/" not in text or text.startswith((".", "/", "~"))):
+    is_name = not text.lstrip().startswith("{")
+    if is_name and not Path(text).expanduser().exists() and ("/" not in text or text.startswith((".", "/", "~"))):
         near = nearest_name(text, fields)
         need = f"a folder or hub name; {{type: ...}}; or one of the fields {', '.join(fields) or '(none)'}"
         summary, fix = "this is no model, no environment and no field of the rows", near and f"did you mean {near}?"
         raise ConfigError(summary, where=option, got=text, need=need, fix=fix)
-    return candidate({"model": text}, option, options)
+    return candidate(model_section(text), option, options)
 
 
 def _score(

@@ -4,7 +4,7 @@ examples:
   treeward eval results/quickstart/final --data held_out.jsonl --output results/eval
   treeward eval MODEL --suite rewardbench=downloads/rewardbench,rmbench --output results/eval --perturbations 100
   treeward eval results/rm/step_*/model results/rm/final --data held_out.jsonl --output results/eval-checkpoints
-  treeward eval MODEL OTHER_MODEL --ensemble worst --data held_out.jsonl --output results/eval-ensemble
+  treeward eval "{models: [MODEL, OTHER_MODEL], ensemble: worst}" --data held_out.jsonl --output results/eval-ensemble
   treeward eval MODEL "{type: judge, base_url: http://localhost:8000/v1, model: qwen, mode: pairwise}" --suite llmbar
 
 Suites: rewardbench, rewardbench2, rmbench, judgebench, llmbar, from the hub or a copy.
@@ -23,15 +23,7 @@ from typing import Annotated, Any
 import typer
 
 from treeward.cli.comparisons import DataOptions, DatasetName, Split, dataset_config
-from treeward.cli.options import (
-    Ensemble,
-    ModelOptions,
-    Shaping,
-    candidate,
-    named_models,
-    parse_yaml,
-    with_model_options,
-)
+from treeward.cli.options import ModelOptions, candidate, model_section, with_model_options
 from treeward.errors import ConfigError
 from treeward.progress import ShownProgress
 from treeward.tables import Column, results_table
@@ -57,8 +49,6 @@ def run(
     output: Annotated[str | None, typer.Option(metavar="DIR", help="Where rows, results and the report go.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="The first N examples of each suite.")] = None,
     perturbations: Annotated[int | None, typer.Option(min=1, help="Rewrite so many examples of each suite.")] = None,
-    shaping: Shaping = None,
-    ensemble: Ensemble = None,
     *,
     options: ModelOptions,
 ) -> int:
@@ -66,15 +56,10 @@ def run(
         need = "--data or --dataset-name"
         raise ConfigError("there are no comparisons for the option", where="--data-option", got=data_option, need=need)
     suites = _suites(suite or [], data or [], dataset_name, split, data_option)
-    named = [text for text in models or [] if not text.lstrip().startswith("{")]
-    sections = [parse_yaml(text, "MODEL", names=False) for text in models or [] if text not in named]
-    if sections and (ensemble is not None or shaping is not None):
-        need = "keys of the section"
-        raise ConfigError("a section is taken as it is", where="--ensemble, --shaping", got=sections[0], need=need)
+    sections = [model_section(text) for text in models or []]
     if perturbations and any("type" in section for section in sections):
         problem = "an environment may reward by comparing, and is not asked about rewritten completions"
         raise ConfigError(problem, where="--perturbations", need="reward models alone")
-    sections = [*named_models(named, ensemble, shaping), *sections]
     candidates = [candidate(section, "MODEL", options) for section in sections]  # errors before suites are read
 
     from treeward.evaluation.findings import usage_finding, verdict

@@ -1,9 +1,9 @@
 """Options that several verbs have, and the reward models that they name.
 
 @with_model_options                                   # adds --device, --dtype, --max-length, ...
-def run(models: Models, ensemble: Ensemble = None, shaping: Shaping = None, *, options: ModelOptions) -> int:
-    for section in named_models(models, ensemble, shaping):
-        scorer, shaper, identity = load(checked_model(section, "MODEL", options), options.batch_tokens)
+def run(model: Model, *, options: ModelOptions) -> int:
+    section = checked_model(model_section(model), "MODEL", options)
+    scorer, shaper, identity = load(section, options.batch_tokens)
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import inspect
 import logging
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,8 +40,6 @@ Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub name 
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; auto, the default: a GPU if any.")]
 Dtype = Annotated[ScoringDtype, typer.Option(help="Number format of the backbone's weights.")]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that the model folder contains.")]
-Shaping = Annotated[str | None, typer.Option(metavar="YAML", help="A reward_shaping section.")]
-Ensemble = Annotated[str | None, typer.Option(help="Several as one: mean, worst, uncertainty, or a section.")]
 HeadWeights = Annotated[
     str | None,
     typer.Option(metavar="NAME=1,...", help="Of a model's heads: by name, or 1,0.5."),
@@ -91,17 +89,22 @@ def with_model_options(run: Callable[..., int]) -> Callable[..., int]:
     return command
 
 
-def named_models(models: Sequence[str], ensemble: str | None, shaping: str | None) -> list[dict[str, Any]]:
-    """The sections of models that are named on the command line: one for each, or one for an ensemble of them.
+def model_section(text: str) -> dict[str, Any]:
+    """The section of a model that is named on the command line, by its folder or hub name, or as a section in YAML:
+    `{models: [A, B], ensemble: worst}`. Raises `ConfigError` for text in braces that is no section."""
+    if not text.lstrip().startswith("{"):
+        return {"models": [text]}
+    import yaml
 
-    Raises `ConfigError` for an ensemble of one, and for an option that is no section.
-    """
-    keys = {} if shaping is None else {"shaping": parse_yaml(shaping, "--shaping", names=False)}
-    if ensemble is None:
-        return [{"models": [model]} | keys for model in models]
-    if len(models) == 1:
-        raise ConfigError("one model is no ensemble", where="--ensemble", got=models[0], need="two models or more")
-    return [{"models": list(models), "ensemble": parse_yaml(ensemble, "--ensemble")} | keys]
+    try:
+        section = yaml.safe_load(text)
+    except yaml.YAMLError:
+        section = None
+    if not isinstance(section, dict):
+        raise ConfigError(
+            "this is no section", where="MODEL", got=text, need="YAML, as {models: [A, B], ensemble: worst}"
+        )
+    return section
 
 
 def checked_model(section: dict[str, Any], where: str, options: ModelOptions) -> ServedModelConfig:
@@ -187,17 +190,3 @@ def parse_head_weights(text: str) -> dict[str, float] | list[float]:
         summary = "the weights of the heads cannot be read"
         raise ConfigError(summary, where="--head-weights", got=text, need=need)
     return dict(zip(names, values, strict=True)) if are_named else values
-
-
-def parse_yaml(text: str, option: str, *, names: bool = True) -> Any:
-    """A mapping that is given as an option, or with `names` a name."""
-    import yaml
-
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        value = None
-    if not isinstance(value, dict) and not (names and isinstance(value, str)):
-        need = "YAML, as {key: value}" + (", or a name" if names else "")
-        raise ConfigError("the option is no section", where=option, got=text, need=need)
-    return value

@@ -3,8 +3,8 @@
 examples:
   treeward score results/quickstart/final --data conversations.jsonl --output scores.jsonl
   echo '{"prompt": "What is 7 plus 5?", "responses": ["12", "13"]}' | treeward score MODEL --data -
-  treeward score MODEL --data conversations.jsonl --shaping "{length_penalty: {coefficient: 0.001}}"
-  treeward score MODEL OTHER_MODEL --data conversations.jsonl --ensemble worst
+  treeward score "{models: MODEL, shaping: {length_penalty: {coefficient: 0.001}}}" --data conversations.jsonl
+  treeward score "{models: [MODEL, OTHER_MODEL], ensemble: worst}" --data conversations.jsonl
   treeward score MODEL --data conversations.jsonl --output scores.jsonl --workers 8
 
 Rows hold `messages`, or a `context` or `prompt` with completions. Each is written as it
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from treeward.cli.options import Ensemble, ModelOptions, Shaping, checked_model, load, named_models, with_model_options
+from treeward.cli.options import Model, ModelOptions, checked_model, load, model_section, with_model_options
 from treeward.errors import CheckpointError, ConfigError
 from treeward.progress import ShownProgress
 from treeward.resumable import ResumableRows, num_rows, resumable_rows
@@ -38,20 +38,14 @@ logger = logging.getLogger(__name__)
 
 @with_model_options
 def run(
-    models: Annotated[list[str], typer.Argument(metavar="MODEL", help="Folder or hub name of a reward model.")],
+    model: Model,
     data: Annotated[str, typer.Option(metavar="FILE", help="jsonl, json, csv, parquet or arrow; - is stdin.")],
     output: Annotated[str, typer.Option(metavar="FILE", help="Where rows go as JSON lines; - is stdout.")] = "-",
-    shaping: Shaping = None,
-    ensemble: Ensemble = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes of Ray Data, each with a GPU if any.")] = None,
     *,
     options: ModelOptions,
 ) -> int:
-    sections = named_models(models, ensemble, shaping)
-    if len(sections) > 1:
-        need = "one model, or several with --ensemble mean, worst or uncertainty"
-        raise ConfigError("nothing says how several models score as one", where="MODEL", got=models, need=need)
-    section = checked_model(sections[0], "MODEL", options)
+    section = checked_model(model_section(model), "MODEL", options)
 
     from treeward.data.sources import fingerprint
 
@@ -80,8 +74,9 @@ def run(
             if output != "-":
                 kept.finish(Path(output))
     if failed:
-        logger.warning("%d rows have no %s for some conversation: it is null, and the row's `error` says why. "
-                       "The first: %s", failed, "score" if shaping is None else "reward", first_error)  # fmt: skip
+        what = "score" if section.shaping is None else "reward"
+        summary = "%d rows have no %s for some conversation: it is null, and the row's `error` says why. The first: %s"
+        logger.warning(summary, failed, what, first_error)
     return 1 if failed else 0
 
 

@@ -119,7 +119,7 @@ class RewardModelEnvironmentConfig(ScoringConfig):
         has_template = self.tokenizer.chat_template or self.tokenizer.chat_template_kwargs
         if self.url is not None and (self.has_other_score or has_template or self.shaping is not None):
             keys = "models head_weights ensemble tokenizer.chat_template tokenizer.chat_template_kwargs shaping"
-            need = "a model alone: its server is started with the others, as `treeward serve MODEL --shaping YAML`"
+            need = "a model alone: its server is started with the others, as models of its configuration"
             raise self.error(keys, need)
 
 
