@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from treeward.config.loss import READ_BY, LabelConfig, LossConfig
+from treeward.config.loss import LEARNS, READ_BY, LabelConfig, LossConfig
 from treeward.losses import (
     LOSSES,
     METRIC_NAMES,
@@ -199,6 +199,15 @@ def test_an_option_of_a_loss_is_a_key_and_reaches_it(name: str) -> None:
     options = {one.name: one.default for one in parameters if one.kind is one.KEYWORD_ONLY}
     options.pop("ties", None)  # `data.ties` chooses the model of ties
     assert LossConfig().arguments(name) == options
+
+
+@pytest.mark.parametrize("name", [name for name, learns in LEARNS.items() if learns == "pairs"])
+def test_of_a_tied_pair_no_completion_is_the_better_one(name: str) -> None:
+    scores = torch.tensor([0.3, 2.0], requires_grad=True)
+    pairs = ranked_pairs([(0, 0)], ties="half")
+    gradient = torch.autograd.grad(LOSSES[name](scores, pairs), scores)[0]
+    swapped = torch.autograd.grad(LOSSES[name](scores.flip(0), pairs), scores)[0]
+    assert torch.equal(gradient, swapped)
 
 
 def test_every_loss_of_the_configuration_is_there() -> None:

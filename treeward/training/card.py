@@ -49,12 +49,15 @@ def model_card(setup: RewardModelSetup, step: int, validation: Mapping[str, Mapp
     rows = result_rows({name: len(dataset) for name, dataset in setup.validation_sets.items()}, validation)
     table = markdown_table(rows, result_columns(setup.config))
     loss = policy.reward_model_cfg.reward_model_type
+    if setup.heads.attributes:
+        meaning = _GRADES.format(", ".join(setup.heads.attributes))
+    else:
+        meaning = _ORDER + (_LOG_ODDS if loss in ("bradley_terry", "plackett_luce") else ".")
     return _CARD.format(
         base_line=f"base_model: {base}\n" if on_hub else "",
         base=base or "a model trained from scratch",
         loss=loss,
-        meaning=(_GRADES.format(", ".join(setup.heads.attributes)) if setup.heads.attributes else _ORDER)
-        + (_ESTIMATES.format(len(setup.heads.weights)) if setup.heads.are_estimates else ""),
+        meaning=meaning + (_ESTIMATES.format(len(setup.heads.weights)) if setup.heads.are_estimates else ""),
         step=step,
         batch_size=policy.train_global_batch_size,
         precision=policy.precision,
@@ -63,10 +66,8 @@ def model_card(setup: RewardModelSetup, step: int, validation: Mapping[str, Mapp
     )
 
 
-_ORDER = (
-    "Only differences of scores of completions of the same prompt have a meaning: "
-    "P(a is preferred to b) = sigmoid(score(a) - score(b))."
-)
+_ORDER = "Only differences of scores of completions of the same prompt have a meaning"
+_LOG_ODDS = ": P(a is preferred to b) = sigmoid(score(a) - score(b))."
 _GRADES = "It is a weighted sum of predicted grades, as reward_contract.json says: {}."
 _ESTIMATES = " It is the mean of {} heads that began with different weights; their spread is its uncertainty."
 _CARD = """---
