@@ -79,9 +79,9 @@ def cluster_bootstrap(
     return float(low), float(high)
 
 
-def resampled(rows_CK: Floats, num_resamples: int, seed: int = 0) -> Floats:
+def resampled(rows_CK: Floats, num_resamples: int) -> Floats:
     """(R, K): the mean of as many rows as there are, drawn with replacement, of each resample."""
-    num, rng = len(rows_CK), np.random.default_rng(seed)
+    num, rng = len(rows_CK), np.random.default_rng(0)
     at_once = max(1, _DRAWS_AT_ONCE // num)
     sizes = [min(at_once, num_resamples - start) for start in range(0, num_resamples, at_once)]
     draws = (rng.multinomial(num, np.full(num, 1.0 / num), size=size) for size in sizes)
