@@ -178,7 +178,8 @@ def config_error(
     for details in error.errors(include_url=False):
         if details["type"] == "too_short" and details["input"]:
             continue  # its elements are wrong, and are reported themselves
-        location = _location(details)
+        # Tags of a union, in angle brackets, are not part of the key.
+        location = tuple(str(part) for part in details["loc"] if not str(part).startswith("<"))
         problem = details.get("ctx", {}).get("error")
         if not isinstance(problem, ConfigError):
             problem = _problem(details, location, root)
@@ -192,11 +193,6 @@ def config_error(
         return problems[0]
     listed = "\n".join(f"  {line}" for problem in problems for line in str(problem).splitlines())
     return ConfigError(f"the configuration has {len(problems)} mistakes\n{listed}", where=where)
-
-
-def _location(details: ErrorDetails) -> Location:
-    # Tags of a union, in angle brackets, are not part of the key.
-    return tuple(str(part) for part in details["loc"] if not str(part).startswith("<"))
 
 
 def _problem(details: ErrorDetails, location: Location, root: type[Strict]) -> ConfigError:

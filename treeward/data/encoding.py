@@ -45,10 +45,7 @@ _ROWS_AT_ONCE, _CHARACTERS_AT_ONCE = 128, 4_000_000  # enough for a fast tokeniz
 _ROWS_IN_BATCH, _TOKENS_IN_BATCH = 4096, 4_000_000  # of the file: each batch costs its readers memory
 
 _MUCH = 0.1  # a warning says when a larger share is left out
-_SUMMED = (
-    *("tokens", "tree_tokens", "truncated", "deduplicated", "tied_pairs"),
-    *("completions", "completions_too_long"),
-)
+_SUMMED = ("tokens", "tree_tokens", "truncated", "deduplicated", "tied_pairs", "completions", "completions_too_long")
 _SCHEMA = pa.schema(
     [
         ("where", pa.string()),
