@@ -14,11 +14,11 @@ import hashlib
 import inspect
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from treeward.config.data import DatasetConfig
 from treeward.data.bundled import bundled_path
@@ -42,10 +42,14 @@ from treeward.errors import ConfigError, DataError
 logger = logging.getLogger(__name__)
 
 _DATASETS = Registry("datasets", example="my_module.MyDataset")
-register_dataset = _DATASETS.register
-"""Class decorator: `dataset_name: <name>` (or an alias) in a config means this class."""
+_Class = TypeVar("_Class", bound=type[Any])
 
 _NAMED_KEYS = ("prompt_key", "chosen_key", "rejected_key")
+
+
+def register_dataset(name: str, *aliases: str) -> Callable[[_Class], _Class]:
+    """Class decorator: `dataset_name: <name>` (or an alias) in a config means this class."""
+    return _DATASETS.register(name, *aliases)
 
 
 def open_dataset(config: DatasetConfig) -> RowDataset:

@@ -13,9 +13,9 @@ import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from treeward.config.data import PromptSetConfig
 from treeward.data.bundled import bundled_path
@@ -26,9 +26,7 @@ from treeward.data.sources import Row, RowSource
 from treeward.errors import ConfigError, DataError
 
 _PROMPT_DATASETS = Registry("datasets of prompts", example="my_module.MyPrompts")
-register_prompt_dataset = _PROMPT_DATASETS.register
-"""Class decorator: `dataset_name: <name>` (or an alias) in a config of prompts means this class."""
-
+_Class = TypeVar("_Class", bound="type[RowPrompts]")
 _REQUEST = "responses_create_params"
 FAMILY = "prompt_family"
 """The key of `info` whose value prompts have in common that are computed as one tree, as both orders of a pair."""
@@ -62,6 +60,11 @@ class PromptSet(list[Prompt]):
     ) -> None:
         super().__init__(prompts)
         self.name, self.counts, self.weight, self.together = name, counts, weight, together
+
+
+def register_prompt_dataset(name: str, *aliases: str) -> Callable[[_Class], _Class]:
+    """Class decorator: `dataset_name: <name>` (or an alias) in a config of prompts means this class."""
+    return _PROMPT_DATASETS.register(name, *aliases)
 
 
 def open_prompts(config: PromptSetConfig, *, environments: Collection[str] | None = None) -> PromptSet:
