@@ -71,23 +71,6 @@ def test_what_has_no_score_is_counted_and_never_a_number(
     assert "1 prompts have fewer than 2 scored samples" in ended.err
 
 
-@pytest.mark.parametrize(
-    ("proxy", "gold", "message"),
-    [
-        ("{modle: M}", "n", "did you mean model"),
-        ("n", "n", "proxy and gold are the same"),
-        ("gold_score", "n", "did you mean gold_scores"),
-        ("n", "{type: ruless, rule: math}", "did you mean rules"),
-    ],
-)
-def test_wrong_proxies_and_golds_are_told_before_anything_is_scored(
-    treeward: Command, model_folder: Path, samples: Path, tmp_path: Path, proxy: str, gold: str, message: str
-) -> None:
-    raters = ("--proxy", proxy.replace("M", str(model_folder)), "--gold", gold)
-    ended = treeward("bon", *raters, "--data", samples, "--output", tmp_path / "out")
-    assert ended.code == 2 and message in ended.err and not (tmp_path / "out").exists()
-
-
 def test_a_wrong_row_is_told_before_anything_else(treeward: Command, samples: Path, tmp_path: Path) -> None:
     last = {"prompt": "?", "responses": ["a", "b"], "n": [1, 2], "gold_scores": [1]}
     with samples.open("a", encoding="utf-8") as stream:

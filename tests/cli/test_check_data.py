@@ -58,14 +58,3 @@ def test_data_without_a_sound_row_is_one_error(check: Callable[..., Ended], tmp_
     assert ended.err.count("has no chosen") == 1 and "--data-option prompt_key=" in ended.err
     keys = ("prompt_key=question", "chosen_key=good", "rejected_key=bad")
     assert check(data, *(word for key in keys for word in ("--data-option", key))).code == 0
-
-
-def test_mistakes_are_errors(check: Callable[..., Ended], write_rows: Write, tmp_path: Path) -> None:
-    for words, said in (
-        ([], "there is nothing to check"),
-        ([write_rows("b.jsonl", ["[", "{"])], "b.jsonl:1"),
-        ([write_rows("a.jsonl", ROWS), "--benchmark", tmp_path / "none.jsonl"], "there is no such file"),
-        ([write_rows("a.jsonl", ROWS), "--benchmark", "rewardbnch"], "did you mean rewardbench?"),
-    ):
-        ended = check(*words)
-        assert ended.code == 2 and said in ended.err

@@ -2,16 +2,14 @@
 
 import re
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 from config.conftest import RM
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 
 from treeward.config.base import Strict
-from treeward.config.load import load_config, load_file, load_grpo_config, load_section, save_config
+from treeward.config.load import load_config, load_file, load_grpo_config, save_config
 from treeward.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -28,19 +26,6 @@ class Anything(Strict):
 
     a: object = None
     """Anything."""
-
-
-class Engine(Strict):
-    other_names: ClassVar[dict[str, str]] = {"strength": "power"}
-    power: int = 1
-    """How strong it is."""
-
-
-class Car(Strict):
-    name: str
-    """What it is called."""
-    engine: Engine = Engine()
-    """What drives it."""
 
 
 @pytest.fixture
@@ -137,15 +122,6 @@ def test_references_and_functions(load, mistake):
 def test_a_dangling_reference_names_the_key(mistake, value):
     error = mistake(RM + f"rm:\n  val_period: '{value}'\n")
     assert error.field == "rm.val_period" and error.where.endswith("run.yaml")
-
-
-def test_a_section_given_as_a_mapping():
-    car = load_section(Car, {"name": "${engine.strength}-car", "engine": {"strength": 3}}, where="car")
-    assert (car.name, car.engine.power) == ("3-car", 3)
-    whole = OmegaConf.create({"a": {"power": 5}, "car": {"name": "x", "engine": {"power": "${a.power}"}}})
-    assert load_section(Car, whole.car, where="car").engine.power == 5
-    with pytest.raises(ConfigError, match=r"car: a value cannot be resolved(?s:.*)nowhere"):
-        load_section(Car, OmegaConf.create({"car": {"name": "${nowhere}"}}).car, where="car")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """What sections make of the keys that they are given: other forms, other names, and what follows from several keys."""
 
-import logging
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,9 +10,8 @@ from treeward.config.checkpointing import (
 )
 from treeward.config.grpo import GRPOConfig
 from treeward.config.load import load_section
-from treeward.config.policy import PolicyConfig, TorchScheduleConfig
+from treeward.config.policy import PolicyConfig
 from treeward.config.reward_environments import RewardModelEnvironmentConfig
-from treeward.config.server import ServedModelConfig
 
 
 def policy(**keys):
@@ -23,15 +20,6 @@ def policy(**keys):
 
 def model(**keys):
     return load_section(RewardModelEnvironmentConfig, {"model_name": "m"} | keys, where="env_config")
-
-
-def test_size_of_a_trained_tokenizer():
-    def size(architecture, **tokenizer):
-        raw = {"model_config": {"model_type": "qwen3"} | architecture, "tokenizer": tokenizer}
-        return PolicyConfig.model_validate(raw).trained_vocab_size
-
-    assert policy().trained_vocab_size is None and size({}, name="ready") is None
-    assert (size({}), size({"vocab_size": 300}), size({"vocab_size": 300}, vocab_size=200)) == (4096, 300, 200)
 
 
 @pytest.mark.parametrize("section", ["dynamic_batching", "sequence_packing"])
@@ -44,17 +32,6 @@ def test_the_budget_of_a_batching_section_replaces_a_number_of_sequences(section
     assert policy(train_micro_batch_size=1, **{section: on | {"enabled": False}}).train_micro_batch_size == 1
     environment = model(batch_size=8, **{section: on})
     assert (environment.batch_size, environment.batch_tokens) == (None, 512)
-
-
-LINEAR = {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"total_iters": 5}}
-CONSTANT = {"name": "torch.optim.lr_scheduler.ConstantLR"}
-
-
-def test_lists_of_torch_schedulers():
-    expected = TorchScheduleConfig.model_validate({"schedulers": [LINEAR, CONSTANT], "milestones": [5]})
-    assert policy(scheduler=[LINEAR, CONSTANT, {"milestones": [5]}]).scheduler == expected
-    assert policy(scheduler=expected.model_dump()).scheduler == policy(scheduler=expected).scheduler == expected
-    assert policy(scheduler=LINEAR).scheduler == TorchScheduleConfig.model_validate({"schedulers": [LINEAR]})
 
 
 @pytest.mark.parametrize(
@@ -111,31 +88,6 @@ def test_environments_of_a_run(load):
     assert load("grpo", "data.env_name=math").used_environments == ("math",)
     assert load("grpo", "env.reward_model.enabled=false").environments == ("math", "shape")
     assert load("grpo", "env={my_package.math: {a_key_of_the_class: 1}}").environments[-1] == "my_package.math"
-
-
-def test_remarks_are_logged_once_each(load, caplog):
-    with caplog.at_level(logging.WARNING, logger="treeward.config"):
-        config = load("grpo", "policy.generation.backend=vllm", "~data.val_data_path")
-    assert [record.message for record in caplog.records] == config.remarks
-    for words in ("the policy itself samples", "nothing to watch"):
-        assert words in caplog.text
-    assert load("grpo").remarks == []
-
-
-def test_what_a_served_model_is_called(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    names = {
-        "results/rm/final": "rm",
-        "results/rm/final/": "rm",
-        "results/rm/checkpoints/step_4": "step_4",
-        "/final": "final",
-        "org/model-7B": "org/model-7B",
-        "runs/final": "runs",  # a folder that looks like a hub name
-    }
-    (tmp_path / "runs" / "final").mkdir(parents=True)
-    assert {model: ServedModelConfig(model=model).served_name for model in names} == names
-    section = {"models": ["runs/a/final", "runs/b/final"], "ensemble": {"method": "worst"}}
-    assert ServedModelConfig.model_validate(section).served_name == "worst-of-a-b"
 
 
 @pytest.mark.parametrize(

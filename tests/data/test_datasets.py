@@ -77,13 +77,6 @@ def test_forms_of_a_pair(parse: Parse, row: dict[str, Any]) -> None:
     assert shape(parse("BinaryPreferenceDataset", row)) == PLAIN
 
 
-def test_a_prompt_of_text_and_named_keys(parse: Parse) -> None:
-    row = {"q": "[1, 2, 3]", "good": "4", "bad": "5", "margin": 2, "task_name": "lists"}
-    preference = parse("BinaryPreferenceDataset", row, prompt_key="q", chosen_key="good", rejected_key="bad")
-    assert shape(preference) == ([user("[1, 2, 3]")], {0: [assistant("4")], 1: [assistant("5")]})
-    assert (preference.strength, preference.task_name) == (2.0, "lists")
-
-
 @pytest.mark.parametrize(
     ("row", "field", "words"),
     [

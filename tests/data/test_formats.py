@@ -135,14 +135,6 @@ def test_turns_within_the_prompt_of_helpsteer2(parse: Callable[..., Preference])
     assert conversations_of({"prompt": prompt, "response": "4"}, "x:1") == [[*TURNS, FOUR]]
 
 
-def test_a_completion_may_begin_with_the_name_of_a_speaker(parse: Callable[..., Preference]) -> None:
-    row = {"prompt": "2 + 2?", "chosen": "Human: 4", "rejected": "Assistant: 5"}
-    ends = [one.messages for one in parse("auto", row).completions]
-    assert ends == [(assistant("Human: 4"),), (assistant("Assistant: 5"),)]
-    assert conversations_of(row, "x:1") == [[ASK, *end] for end in ends]
-    assert conversations_of(side("4", "5") | {"prompt": "2 + 2?"}, "x:1") == [[ASK, FOUR], [ASK, FIVE]]
-
-
 def test_two_texts_need_no_prompt_unless_a_key_may_be_one(parse: Callable[..., Preference]) -> None:
     """TRL's form of text with an implicit prompt."""
     row = {"chosen": "The sky is blue.", "rejected": "The sky is green.", "score_chosen": 2, "score_rejected": 1}

@@ -65,13 +65,6 @@ def test_the_estimate_is_the_mean_over_all_subsets(samples: list[tuple[int, int]
     assert expected_best_of(*zip(*samples, strict=True), sizes) == pytest.approx(expected, abs=1e-12)
 
 
-def test_gold_as_proxy_chooses_the_best_and_a_constant_one_at_random() -> None:
-    gold = np.random.default_rng(1).normal(size=(30, 8))
-    by_gold, at_random = (analysed(proxy, gold, num_resamples=20).curves for proxy in (gold, np.zeros_like(gold)))
-    assert by_gold["gold"].mean == by_gold["best"].mean
-    assert at_random["gold"].mean == pytest.approx([gold.mean()] * 8)
-
-
 def test_curves_are_means_over_prompts_in_their_units() -> None:
     proxy, gold = gaussian_prompts(np.random.default_rng(2), 20, 6)
     a = analysed(proxy, gold, num_resamples=100)

@@ -87,22 +87,17 @@ class Strict(BaseModel, metaclass=_ReadableErrors):
         entries = [FOREIGN_KEYS.get(base.__name__, {}).items() for base in reversed(cls.__mro__)]
         return {key: fix for entry in entries for key, fix in entry if key not in cls.model_fields}
 
-    @classmethod
-    def foreign_key(cls, key: str) -> str | None:
-        """The one of `foreign_keys` that a key is; None for a key of this section, and for an unknown one."""
-        fits = (pattern for pattern in cls.foreign_keys() if fnmatch.fnmatchcase(str(key), pattern))
-        return None if key in cls.model_fields else next(fits, None)
-
     @model_validator(mode="before")
     @classmethod
     def _accept_keys_of_other_toolkits(cls, raw: Any) -> Any:
         if not isinstance(raw, Mapping):
             return raw
-        accepted, ignored = dict(raw), list[str]()
+        accepted, ignored, rules = dict(raw), list[str](), cls.foreign_keys()
         for key in raw:
-            if (foreign := cls.foreign_key(key)) is None:
+            pattern = next((pattern for pattern in rules if fnmatch.fnmatchcase(str(key), pattern)), None)
+            if pattern is None or key in cls.model_fields:
                 continue
-            value, rule = accepted.pop(key), cls.foreign_keys()[foreign]
+            value, rule = accepted.pop(key), rules[pattern]
             if rule is None:
                 ignored.append(str(key))
             values, fix = rule if isinstance(rule, Only) else ((), rule)
@@ -183,7 +178,8 @@ def config_error(
     for details in error.errors(include_url=False):
         if details["type"] == "too_short" and details["input"]:
             continue  # its elements are wrong, and are reported themselves
-        location = _location(details)
+        # Tags of a union, in angle brackets, are not part of the key.
+        location = tuple(str(part) for part in details["loc"] if not str(part).startswith("<"))
         problem = details.get("ctx", {}).get("error")
         if not isinstance(problem, ConfigError):
             problem = _problem(details, location, root)
@@ -197,11 +193,6 @@ def config_error(
         return problems[0]
     listed = "\n".join(f"  {line}" for problem in problems for line in str(problem).splitlines())
     return ConfigError(f"the configuration has {len(problems)} mistakes\n{listed}", where=where)
-
-
-def _location(details: ErrorDetails) -> Location:
-    # Tags of a union, in angle brackets, are not part of the key.
-    return tuple(str(part) for part in details["loc"] if not str(part).startswith("<"))
 
 
 def _problem(details: ErrorDetails, location: Location, root: type[Strict]) -> ConfigError:

@@ -119,19 +119,18 @@ class RowDataset(RowSource):
         for total, row in enumerate(self.rows(), 1):  # noqa: B007
             try:
                 preference = self.to_preference(row)
-                if preference is not None:
-                    messages = (*preference.context, *preference.completions[0].messages)
-                    is_prompted = check_prompted(messages, is_prompted, row.where)
-                    if not self.is_of_part(preference.context or preference.completions[0].messages):
-                        continue
-                    preference = replace(preference, context=self.files.complete(preference.context, row.where))
+                if preference is None:
+                    alone += 1
+                    continue
+                messages = (*preference.context, *preference.completions[0].messages)
+                is_prompted = check_prompted(messages, is_prompted, row.where)
+                if not self.is_of_part(preference.context or preference.completions[0].messages):
+                    continue
+                context = self.files.complete(preference.context, row.where)
             except DataError as error:
                 self.broken(error)
                 continue
-            if preference is None:
-                alone += 1
-                continue
-            yield preference, row.where
+            yield replace(preference, context=context), row.where
         if alone:
             logger.warning("%s: %d of %d prompts have fewer than two completions: left out", self.name, alone, total)
 

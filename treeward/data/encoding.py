@@ -45,10 +45,7 @@ _ROWS_AT_ONCE, _CHARACTERS_AT_ONCE = 128, 4_000_000  # enough for a fast tokeniz
 _ROWS_IN_BATCH, _TOKENS_IN_BATCH = 4096, 4_000_000  # of the file: each batch costs its readers memory
 
 _MUCH = 0.1  # a warning says when a larger share is left out
-_SUMMED = (
-    *("tokens", "tree_tokens", "truncated", "deduplicated", "tied_pairs"),
-    *("completions", "completions_too_long"),
-)
+_SUMMED = ("tokens", "tree_tokens", "truncated", "deduplicated", "tied_pairs", "completions", "completions_too_long")
 _SCHEMA = pa.schema(
     [
         ("where", pa.string()),
@@ -117,7 +114,14 @@ class EncodingCounts:
 
     def summary(self) -> str:
         """One line for a person."""
-        why = f" (dropped: {self._reasons})" if self._reasons else ""
+        dropped = {
+            "too long": self.dropped_too_long,
+            "identical completions": self.dropped_identical,
+            "ties": self.dropped_ties,
+            "without a grade": self.dropped_ungraded,
+        }
+        reasons = ", ".join(f"{number:,} {reason}" for reason, number in dropped.items() if number)
+        why = f" (dropped: {reasons})" if reasons else ""
         parts = [f"{self.kept:,} of {self.read:,} comparisons kept{why}"]
         notes = {
             "with truncated context": self.truncated,
@@ -139,16 +143,6 @@ class EncodingCounts:
         """Whether over a tenth of the comparisons, or of the completions of the others, is dropped."""
         num_completions = self.completions + self.completions_too_long
         return self.read - self.kept > _MUCH * self.read or self.completions_too_long > _MUCH * num_completions
-
-    @property
-    def _reasons(self) -> str:
-        dropped = {
-            "too long": self.dropped_too_long,
-            "identical completions": self.dropped_identical,
-            "ties": self.dropped_ties,
-            "without a grade": self.dropped_ungraded,
-        }
-        return ", ".join(f"{number:,} {reason}" for reason, number in dropped.items() if number)
 
 
 class EncodedDataset(Sequence[Comparison]):
@@ -359,8 +353,7 @@ def portions(stream: Iterable[tuple[Preference, str]]) -> Iterator[list[tuple[Pr
     rows, characters = [], 0
     for preference, where in stream:
         rows.append((preference, where))
-        conversations = [[*preference.context, *completion.messages] for completion in preference.completions]
-        characters += sum(len(str(message.get("content"))) for messages in conversations for message in messages)
+        characters += sum(len(str(message.get("content"))) for chat in preference.conversations for message in chat)
         if len(rows) == _ROWS_AT_ONCE or characters > _CHARACTERS_AT_ONCE:
             yield rows
             rows, characters = [], 0
@@ -374,8 +367,8 @@ def encode_rows(rows: Sequence[tuple[Preference, str]], renderer: Renderer, rule
     wanted = [row for row, has_order in zip(rows, ordered, strict=True) if has_order]
     fitted = iter(
         renderer.fit_many(
-            [[*p.context, *completion.messages] for p, _ in wanted for completion in p.completions],
-            where=[where for p, where in wanted for _ in p.completions],
+            [conversation for preference, _ in wanted for conversation in preference.conversations],
+            where=[where for preference, where in wanted for _ in preference.completions],
         )
     )
     for (preference, where), has_order in zip(rows, ordered, strict=True):

@@ -217,16 +217,6 @@ class Renderer:
         """The template's role for developer messages: most templates know `system`, and some drop unknown roles."""
         return "developer" if "developer" in self.chat_template else "system"
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The arguments of an equal `Renderer`, as JSON values."""
-        return {
-            "chat_template": self.chat_template,
-            "chat_template_kwargs": self.chat_template_kwargs,
-            "max_length": self.max_length,
-            "truncation": self.truncation,
-        }
-
     @functools.cached_property
     def fingerprint(self) -> str:
         """A digest of everything that the ids depend on: template, variables, tokenizer, `max_length`, `truncation`."""
@@ -235,7 +225,11 @@ class Renderer:
         if tokenizer.is_fast:
             # Without leftovers of the last call with padding or truncation: they change from call to call.
             contents = json.loads(tokenizer.backend_tokenizer.to_str()) | {"padding": None, "truncation": None}
-        parts = self.settings | {
+        parts = {
+            "chat_template": self.chat_template,
+            "chat_template_kwargs": self.chat_template_kwargs,
+            "max_length": self.max_length,
+            "truncation": self.truncation,
             "version": _FORMAT_VERSION,
             "tokenizer": json.dumps(contents, default=str),
             "special": tokenizer.special_tokens_map,

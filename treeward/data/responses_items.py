@@ -31,10 +31,9 @@ def conversation_of(
 
 def as_conversation(prompt: Any, response: Any, *, developer: str = "system") -> list[Message]:
     """The conversation of a prompt and its response, each a text, messages, or items of the Responses API."""
-    texts = {"prompt": [{"role": "user", "content": prompt}], "response": [{"role": "assistant", "content": response}]}
     messages: list[Message] = []
-    for field, value in (("prompt", prompt), ("response", response)):
-        items = texts[field] if isinstance(value, str) else value
+    for field, value, role in (("prompt", prompt, "user"), ("response", response, "assistant")):
+        items = [{"role": role, "content": value}] if isinstance(value, str) else value
         items = _checked(items, list | tuple, field, "a text, messages, or items of the Responses API")
         messages += _messages(items, field, developer)
     return messages

@@ -101,7 +101,10 @@ def findings(summary: Summary) -> str:
 def standing(result: SuiteResult, chance: float | None) -> str | None:
     """ "better than chance", "worse than chance" or "no better than chance"; None where that is not known: missing
     scores, which count as wrong, make no model worse than chance."""
-    overall = _standing(result.headline, chance)
+    low, high = result.headline.low, result.headline.high
+    if chance is None or low is None or high is None:
+        return None
+    overall = f"{'better' if low > chance else 'worse' if high < chance else 'no better'} than chance"
     return None if result.num_failed and overall != _BETTER else overall
 
 
@@ -143,12 +146,6 @@ def percent(metric: Metric) -> str:
     if metric.value is None:
         return "unknown"
     return " ".join(filter(None, format_interval(asdict(metric), "percent", with_count=False)))
-
-
-def _standing(metric: Metric, chance: float | None) -> str | None:
-    if chance is None or metric.low is None or metric.high is None:
-        return None
-    return f"{'better' if metric.low > chance else 'worse' if metric.high < chance else 'no better'} than chance"
 
 
 def _likes(length: Mapping[str, Metric]) -> str | None:

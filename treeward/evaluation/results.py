@@ -19,9 +19,6 @@ from treeward.data.preference import Completion, Preference, last_text
 from treeward.errors import DataError
 from treeward.scoring.score import ConversationScorer, GroupScorer
 
-Unit = Literal["pairs", "examples"]
-"""What is counted: pairs of completions, or whole examples."""
-
 Block = dict[str, Any]
 """A part of a report; `treeward.evaluation.report.blocks` has the kinds."""
 
@@ -64,7 +61,7 @@ class SuiteResult:
         return f"{self.num_examples - self.num_failed:,} of {self.num_examples:,} scored"
 
     @property
-    def unit(self) -> Unit:
+    def unit(self) -> Literal["pairs", "examples"]:
         """What the headline counts: "pairs" of completions where a suite pools these, else "examples"."""
         return "pairs" if "num_pairs" in self.details else "examples"
 

@@ -25,6 +25,7 @@ from treeward.evaluation.results import Metric
 Floats = NDArray[np.float64]
 Interval = tuple[float | None, float | None]
 
+_NUM_RESAMPLES = 2000
 _DRAWS_AT_ONCE = 4_000_000
 _FEWEST_CLUSTERS = 10
 _FEWEST_OF_A_PART = 5
@@ -52,8 +53,6 @@ def cluster_bootstrap(
     clusters: Sequence[Hashable],
     *,
     statistic: Callable[[Floats], Floats] = lambda means: means[:, 0],
-    num_resamples: int = 2000,
-    seed: int = 0,
 ) -> Interval:
     """A 95 % interval of a function of column means, by default the mean, of examples in clusters, drawn whole.
 
@@ -69,7 +68,7 @@ def cluster_bootstrap(
         return None, None
     sums_CK = np.zeros((num, rows[0].size + 1))
     np.add.at(sums_CK, codes, np.column_stack([rows, np.ones(len(rows))]))
-    drawn_RK = resampled(sums_CK, num_resamples, seed)
+    drawn_RK = resampled(sums_CK, _NUM_RESAMPLES)
     with np.errstate(invalid="ignore", divide="ignore"):
         values_R = statistic(drawn_RK[:, :-1] / drawn_RK[:, -1:])
     values_R = values_R[np.isfinite(values_R)]
@@ -80,9 +79,9 @@ def cluster_bootstrap(
     return float(low), float(high)
 
 
-def resampled(rows_CK: Floats, num_resamples: int, seed: int = 0) -> Floats:
+def resampled(rows_CK: Floats, num_resamples: int) -> Floats:
     """(R, K): the mean of as many rows as there are, drawn with replacement, of each resample."""
-    num, rng = len(rows_CK), np.random.default_rng(seed)
+    num, rng = len(rows_CK), np.random.default_rng(0)
     at_once = max(1, _DRAWS_AT_ONCE // num)
     sizes = [min(at_once, num_resamples - start) for start in range(0, num_resamples, at_once)]
     draws = (rng.multinomial(num, np.full(num, 1.0 / num), size=size) for size in sizes)
@@ -176,9 +175,7 @@ def paired_test(differences: ArrayLike, clusters: Sequence[Hashable], *, num_res
     return float(test.pvalue)
 
 
-def paired_bootstrap(
-    first: ArrayLike, second: ArrayLike, clusters: Sequence[Hashable], *, num_resamples: int = 2000, seed: int = 0
-) -> Interval:
+def paired_bootstrap(first: ArrayLike, second: ArrayLike, clusters: Sequence[Hashable]) -> Interval:
     """A 95 % interval of mean(first) - mean(second), outcomes (N,) of the same examples; both are drawn together.
 
     (None, None) with fewer than ten clusters, or where all of them have the same difference.
@@ -187,7 +184,7 @@ def paired_bootstrap(
     codes = _codes(clusters, len(differences))
     if not _can_resample(np.bincount(codes, weights=differences) / np.bincount(codes)):
         return None, None
-    return cluster_bootstrap(differences, codes.tolist(), num_resamples=num_resamples, seed=seed)
+    return cluster_bootstrap(differences, codes.tolist())
 
 
 # --- calibration ----------------------------------------------------------------------------------------------------

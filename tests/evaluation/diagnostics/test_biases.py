@@ -10,12 +10,7 @@ import pytest
 from conftest import REPOSITORY
 from evaluated import preference
 
-from treeward.evaluation.diagnostics.biases import (
-    diagnose_length,
-    diagnose_style,
-    length_strata,
-    markdown_density,
-)
+from treeward.evaluation.diagnostics.biases import diagnose_length, diagnose_style, markdown_density
 from treeward.user_code import import_object
 
 gold_quality = import_object(f"{REPOSITORY}/examples/gold.py:gold_quality", field="gold")
@@ -48,7 +43,7 @@ def test_strata_are_bounded_by_a_tenth_of_the_longer_completion(score_with: Any)
     sizes = {"longer": 112, "similar": 111, "similar too": 90, "shorter": 89}
     examples = [preference(name, "s", name, ["x" * size, "y" * 100]) for name, size in sizes.items()]
     examples.append(preference("tied", "s", "e", ["x", "y" * 100], ranks=[0, 0]))
-    metrics = length_strata(score_with(examples, lambda context, text: float("x" in text)))
+    metrics = diagnose_length(score_with(examples, lambda context, text: float("x" in text))).numbers
     strata = ("accuracy_longer_right", "accuracy_shorter_right", "accuracy_similar_length")
     assert [metrics[name].count for name in strata] == [1, 1, 2] and metrics["longer_is_right"].value == 0.5
     controlled = metrics["length_controlled_accuracy"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 
-import numpy as np
 import pytest
 from evaluated import preference, rated
 
@@ -24,16 +23,6 @@ from treeward.evaluation.suites import PreferenceSuite
 def test_nothing_has_no_numbers() -> None:
     for nothing in (statistics_of([]), diagnose_length([]), diagnose_style([])):
         assert all(metric.value is None for metric in nothing.numbers.values())
-
-
-def test_a_model_that_is_wrong_on_average_has_no_temperature() -> None:
-    scored = [ScoredExample(preference(str(i), "s", str(i), ["a", "b"]), (margin, 0.0), (1, 1), (1, 1))
-              for i, margin in enumerate([-6.0, -4.9, 5.1, -0.5, -1.0, -5.0])]  # fmt: skip
-    statistics = statistics_of(scored)
-    scores = np.array([score for example in scored for score in example.scores])
-    assert (statistics.score_mean.value, statistics.score_std.value) == pytest.approx((scores.mean(), scores.std()))
-    temperature = statistics.temperature
-    assert temperature.value is None and "do not score higher" in str(temperature.note)
 
 
 # --- by which checkpoints are chosen ----------------------------------------------------------------------------------

@@ -111,12 +111,6 @@ def test_the_policy_allows_these_scripts_and_nothing_else() -> None:
     assert {one for one in addresses if not one.startswith("#")} == {"data:,", "report.json"}
 
 
-def test_libraries_are_embedded_once_and_where_they_are_needed() -> None:
-    full, bare = build_report(**sample_report()), build_report("t", [table([{"a": 1}])], {})
-    assert full.count("window.vegaEmbed=") == full.count("window.DataTable=") == 1
-    assert "vegaEmbed=" not in bare and "DataTable=" not in bare and len(bare) < 50_000
-
-
 @pytest.mark.parametrize("absent", [None, float("nan"), -math.inf, np.float32("nan"), np.float64("inf")])
 def test_an_unknown_number_is_null_in_the_json_and_a_dash_on_the_page(absent: Any, tmp_path: Path) -> None:
     assert format_number(absent) == format_number(absent, "percent") == "–"

@@ -50,15 +50,6 @@ def test_the_length_bias_is_named() -> None:
     assert "It likes shorter" in str(length_finding(shorter)) and "points (-" not in str(length_finding(shorter))
 
 
-def test_the_opening_has_verdict_interval_length_and_worst_subset() -> None:
-    text, headline, chapter, *_ = report_blocks([summary(by_length)])
-    assert text["kind"] == "text" and "title" not in text and text["markdown"].startswith("**m** on Best Of")
-    shown = {card["label"]: card for card in headline["items"]}
-    assert {"Overall", "Length-controlled accuracy", "Length gap in accuracy", "Worst subset"} <= set(shown)
-    assert shown["Overall"]["reference"] == 0.25 and shown["Overall"]["low"] < shown["Overall"]["value"]
-    assert shown["Length gap in accuracy"]["value"] == 1.0 and chapter["title"] == "Best Of"
-
-
 def test_several_models_stand_side_by_side() -> None:
     blocks = report_blocks([summary(by_length, "a"), summary(perfect, "b")])
     assert blocks[0]["markdown"].count("\n- ") == 1 and blocks[0]["markdown"].startswith("- **a**")

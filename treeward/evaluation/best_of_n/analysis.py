@@ -93,7 +93,6 @@ def analyse(
     *,
     max_n: int | None = None,
     num_resamples: int = 2000,
-    seed: int = 0,
 ) -> BestOfN:
     """What choosing by the proxy does to gold.
 
@@ -117,7 +116,7 @@ def analyse(
         by_prompt.setdefault(prompt, []).append(_statistics(rows[i][0], rows[i][1], sizes))
     table_CK = np.stack([np.mean(of_rows, axis=0) for of_rows in by_prompt.values()])
     point = _derive(table_CK.mean(axis=0), len(sizes))
-    drawn = _derive(resampled(table_CK, num_resamples, seed), len(sizes))
+    drawn = _derive(resampled(table_CK, num_resamples), len(sizes))
     gold_G = point["gold"]
     highest_G = gold_G >= gold_G.max() - _ROUNDING * np.abs(gold_G).max()
     peak, other = int(np.argmax(highest_G)), 0 if highest_G[-1] else len(sizes) - 1
@@ -310,23 +309,15 @@ def report_blocks(result: BestOfN, proxy: str, gold: str) -> Iterator[Block]:
     samples = f"Samples: {num_samples:,}, of {num_prompts:,} prompts; gold is `{gold}`."
     samples += f" Left out: {missing}." if missing else ""
     yield text_block("\n\n".join([result.sentence, samples]), title="Best of n")
-    n = result.max_n
+    most = result.max_n
     yield headline_block(
         [
-            bar_item(f"gold gained at n = {n}", result.at("gold_gain", n), _IN_SD, format="signed"),
-            bar_item(f"proxy gained at n = {n}", result.at("proxy_gain", n), _IN_SD, format="signed"),
+            bar_item(f"gold gained at n = {most}", result.at("gold_gain", most), _IN_SD, format="signed"),
+            bar_item(f"proxy gained at n = {most}", result.at("proxy_gain", most), _IN_SD, format="signed"),
             bar_item("correlation with gold", result.correlation, "within prompts", format="signed"),
         ]
     )
-    yield _gains(result, proxy)
-    rows, columns = table(result)
-    labels = {column.key: _COLUMNS[column.key][:2] for column in columns}
-    yield table_block("Best of n in numbers", labels, rows, LEGEND)
-
-
-def _gains(result: BestOfN, proxy: str) -> Block:
-    """The curves over the square root of KL."""
-    series = [
+    gains = [
         _series(result, "gold_gain", f"{proxy}: gold", colour=0),
         _series(result, "proxy_gain", f"{proxy}: by itself", colour=0, dash=_DASHED, dots=False),
         _series(result, "best_gain", "best possible gold", colour=1),
@@ -334,12 +325,13 @@ def _gains(result: BestOfN, proxy: str) -> Block:
     ticks = [
         {"x": x, "label": f"{n:,}"}
         for n, x in zip(result.sizes, np.sqrt(result.kl).tolist(), strict=True)
-        if n == result.max_n or (n & (n - 1) == 0 and 3 * n <= 2 * result.max_n)
+        if n == most or (n & (n - 1) == 0 and 3 * n <= 2 * most)
     ]
     label = "n, spaced by the square root of KL(n)"
-    return curves_block(
-        "Over-optimisation", series, _GAINS, x_label=label, x_ticks=ticks, y_label="standard deviations"
-    )
+    yield curves_block("Over-optimisation", gains, _GAINS, x_label=label, x_ticks=ticks, y_label="standard deviations")
+    rows, columns = table(result)
+    labels = {column.key: _COLUMNS[column.key][:2] for column in columns}
+    yield table_block("Best of n in numbers", labels, rows, LEGEND)
 
 
 def _series(result: BestOfN, key: str, name: str, **look: Any) -> Block:

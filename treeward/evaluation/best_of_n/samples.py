@@ -55,13 +55,9 @@ def _fields(row: Row, columns: Mapping[str, Any], count: int) -> dict[str, tuple
             values = parse_json_list(value, name, row.where)
         except DataError:  # text that begins with a bracket
             continue
-        if isinstance(values, list) and len(values) == count and all(map(_is_number_or_none, values)):
+        if isinstance(values, list) and len(values) == count and all(isinstance(v, int | float | None) for v in values):
             fields[name] = tuple(None if number is None or not math.isfinite(number) else number for number in values)
     return fields
-
-
-def _is_number_or_none(value: Any) -> bool:
-    return value is None or isinstance(value, int | float)
 
 
 def scores_of(samples: Iterable[Samples], name: str) -> list[Sequence[float | None]]:

@@ -3,8 +3,8 @@
     checked = check_data(open_sets([DatasetConfig(data_path="train.jsonl")]), Renderer(tokenizer), tokenizer="my-model")
     write_check(Path("results/data"), checked)      # results.json
 
-The data are read once in flat memory, and once more where overlap is looked for. What they are compared with,
-validation sets and benchmarks, is held in memory.
+The data are read once, and once more where overlap is looked for; no text of theirs is kept. What they are compared
+with, validation sets and benchmarks, is held in memory.
 """
 
 from __future__ import annotations

@@ -4,24 +4,18 @@
     for finding in findings_of(data, numbers_of(data)):          # the gravest first
         finding.text, finding.why, finding.fix, finding.rows
 
-No text is kept: a row leaves 22 bytes and a pair of different ranks 13. Texts are compared by hashes of 64 bits: among
-a million rows the chance of a single false match is one in 30 million.
-
-Shapes: N rows (comparisons), P pairs of a better and a worse completion of one row.
+No text is kept: a row leaves its place, and a pair of different ranks a hash. Texts are compared by hashes of 64 bits:
+among a million rows the chance of a single false match is one in 30 million.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
-
-import numpy as np
-from numpy.typing import NDArray
 
 from treeward.config.data import Ties
 from treeward.data.datasets import RowDataset
@@ -45,18 +39,15 @@ TRAITS: Mapping[str, tuple[str, Callable[[str], float]]] = {
 }
 """What may tell the better completion from the worse one without being quality: by name, in words, and of a text."""
 
-_ROW_COLUMNS = {"source": "H", "place": "I", "digest": "q", "prompt": "q"}
-_PAIR_COLUMNS = {"pair": "q", "first_is_better": "b", "row": "I"}
-
 
 @dataclass
 class DataRead:
     """What a pass over preference data leaves.
 
-    `sums`: by name. Columns (N,): where a row stands (`where`); `digest`, equal for rows with the same prompt,
-    completions and ranks; `prompt`. Columns (P,): `pair`, equal for the same two completions of the same prompt;
-    `first_is_better`, 0 or 1; `row`. `longest`: tokens of the longest conversation. `errors`: the first ones of broken
-    rows. `noted`: the first rows of findings, by name. `stopped`: sets that could not be read to their end.
+    `sums`: by name. `longest`: tokens of the longest conversation. `errors`: the first ones of broken rows. `noted`:
+    the first rows of findings, by name. `stopped`: sets that could not be read to their end. `places`: file and line
+    of each row. `prompts` and `comparisons`: their hashes, the latter with completions and ranks. `labels`: by the hash
+    of two completions of a prompt, each row that ranks them, and whether the one of the smaller hash is the better.
     """
 
     sums: Counter[str] = field(default_factory=Counter)
@@ -64,18 +55,10 @@ class DataRead:
     errors: list[DataError] = field(default_factory=list)
     noted: dict[str, list[str]] = field(default_factory=dict)
     stopped: list[str] = field(default_factory=list)
-    sources: dict[str, int] = field(default_factory=dict)
-    columns: dict[str, array[Any]] = field(
-        default_factory=lambda: {name: array(kind) for name, kind in (_ROW_COLUMNS | _PAIR_COLUMNS).items()}
-    )
-
-    def column(self, name: str) -> NDArray[Any]:
-        """A column as an array."""
-        return np.frombuffer(self.columns[name], dtype=self.columns[name].typecode)
-
-    def where(self, row: int) -> str:
-        """File and line of a row."""
-        return f"{[*self.sources][self.columns['source'][row]]}{self.columns['place'][row] or ''}"
+    places: list[str] = field(default_factory=list)
+    prompts: set[int] = field(default_factory=set)
+    comparisons: set[int] = field(default_factory=set)
+    labels: dict[int, list[tuple[int, bool]]] = field(default_factory=dict)
 
     def broken(self, error: DataError) -> None:
         """Count the error of a row."""
@@ -136,10 +119,12 @@ def _add_row(data: DataRead, preference: Preference, where: str, record: Mapping
     completions, ranks = preference.completions, preference.ranks
     prompt, keys = key_of(preference.context), [key_of(completion.messages) for completion in completions]
     texts = [last_text(completion.messages) for completion in completions]
+    comparison = hash((prompt, frozenset(zip(keys, ranks, strict=True))))
     counts = {
         "ties": int(len(ranks) > 1 and len(set(ranks)) == 1),
         "empty": sum(not text.strip() for text in texts),
         "identical": record["deduplicated"] or int(record["outcome"] == "dropped_identical"),
+        "duplicates": int(comparison in data.comparisons),
     }
     for name, count in counts.items():
         places = data.noted.setdefault(name, [])
@@ -152,29 +137,20 @@ def _add_row(data: DataRead, preference: Preference, where: str, record: Mapping
         turns=len(preference.context),
         **{name: record[name] for name in ("tokens", "tree_tokens")},
     )
-    digest = hash((prompt, frozenset(zip(keys, ranks, strict=True))))
-    source = where.rstrip("0123456789")
-    row = {
-        "source": data.sources.setdefault(source, len(data.sources)),
-        "place": int(where[len(source) :] or 0),
-        "digest": digest,
-        "prompt": prompt if preference.context else digest,
-    }
+    data.comparisons.add(comparison)
+    data.prompts.add(prompt if preference.context else comparison)
     data.longest = max([data.longest, *map(len, record["token_ids"])])
-    for name, value in row.items():
-        data.columns[name].append(value)
     _add_pairs(data, prompt, keys, texts, ranks)
+    data.places.append(where)
 
 
 def _add_pairs(data: DataRead, prompt: int, keys: Sequence[int], texts: Sequence[str], ranks: Sequence[int]) -> None:
-    row = len(data.columns["digest"]) - 1
     amounts = [[amount_of(text) for _, amount_of in TRAITS.values()] for text in texts]
     for a, b in itertools.permutations(range(len(keys)), 2):
         if ranks[a] >= ranks[b] or keys[a] == keys[b]:
             continue
-        data.columns["pair"].append(hash((prompt, min(keys[a], keys[b]), max(keys[a], keys[b]))))
-        data.columns["first_is_better"].append(keys[a] < keys[b])
-        data.columns["row"].append(row)
+        pair = hash((prompt, min(keys[a], keys[b]), max(keys[a], keys[b])))
+        data.labels.setdefault(pair, []).append((len(data.places), keys[a] < keys[b]))
         for name, better, worse in zip(TRAITS, amounts[a], amounts[b], strict=True):
             if better != worse:
                 data.sums[f"{name} in {'better' if better > worse else 'worse'}"] += 1
@@ -261,12 +237,11 @@ class Finding:
 
 def numbers_of(data: DataRead) -> dict[str, Any]:
     """Every number of a pass by its name: sums, repetitions, and a `Metric` for each trait."""
-    num_prompts = len(np.unique(data.column("prompt")))
+    num_prompts = len(data.prompts)
     names = ("rows", "broken", "turns", "completions", "tokens", "tree_tokens", "ties", "identical", "empty")
-    return {name: data.sums[name] for name in names} | {
+    return {name: data.sums[name] for name in (*names, "duplicates")} | {
         "prompts": num_prompts,
-        "duplicates": len(_repeated(data.column("digest"))),
-        "contradictions": len(np.unique(data.column("row")[_contradicting(data)])),
+        "contradictions": len(_contradicting(data)),
         "tokens_longest": data.longest,
         "style": {name: _trait(data, name, num_prompts) for name in TRAITS},
     }
@@ -280,10 +255,23 @@ def findings_of(
     benchmarks: Collection[str] = (),
 ) -> list[Finding]:
     """The findings, the gravest first."""
+    rows, completions = numbers["rows"], numbers["completions"]
+    contradicting = [data.places[row] for row in _contradicting(data)[:MOST_KEPT]]
+    ranked_both_ways = "rank two completions one way that another ranks the other way."
+    as_another = "have the tokens of another of their comparison."
+    many_ties: Severity = "warning" if numbers["ties"] > _MUCH * rows else "note"
     findings = [
-        *_of_labels(data, numbers),
+        broken_rows(data, rows, "rows"),
+        _finding(
+            "contradictions", numbers["contradictions"], rows, "comparisons", ranked_both_ways, contradicting, "warning"
+        ),
         *(_of_overlap(overlap, is_benchmark=overlap.name in benchmarks) for overlap in overlaps),
-        *_of_rows(data, numbers),
+        _finding("duplicates", numbers["duplicates"], rows, "comparisons", "are there before."),
+        _finding("identical", numbers["identical"], completions, "completions", as_another),
+        _finding("empty", numbers["empty"], completions, "completions", "are empty."),
+        _finding(
+            "ties", numbers["ties"], rows, "comparisons", "have one rank for all completions.", severity=many_ties
+        ),
         *_of_style(numbers),
     ]
     findings = [
@@ -304,16 +292,6 @@ def _finding(
     return Finding(name, severity or ("warning" if share > _SOME else "note"), count, of, text, tuple(rows))
 
 
-def _of_labels(data: DataRead, numbers: dict[str, Any]) -> Iterator[Finding]:
-    rows = data.sums["rows"]
-    yield broken_rows(data, rows, "rows")
-    pairs = _contradicting(data)
-    in_order = data.column("row")[pairs[np.argsort(data.column("pair")[pairs], kind="stable")]]
-    verb = "rank two completions one way that another ranks the other way."
-    count = numbers["contradictions"]
-    yield _finding("contradictions", count, rows, "comparisons", verb, _wheres(data, in_order), "warning")
-
-
 def broken_rows(data: DataRead, num_sound: int, what: str) -> Finding:
     """The finding of the rows that could not be read, beside so many sound ones; `what`: "rows", or of which sets."""
     broken = data.sums["broken"]
@@ -329,18 +307,6 @@ def _of_overlap(overlap: Overlap, is_benchmark: bool) -> Finding:
     name = "benchmark_overlap" if is_benchmark else "validation_overlap"
     places = [flag.id for flag in flagged[:MOST_KEPT]]
     return _finding(name, len(flagged), total, f"examples of {overlap.name}", verb, places, "warning")
-
-
-def _of_rows(data: DataRead, numbers: dict[str, Any]) -> Iterator[Finding]:
-    rows, completions = numbers["rows"], numbers["completions"]
-    places = _wheres(data, _repeated(data.column("digest")))
-    yield _finding("duplicates", numbers["duplicates"], rows, "comparisons", "are there before.", places)
-    verb = "have the tokens of another of their comparison."
-    yield _finding("identical", numbers["identical"], completions, "completions", verb)
-    yield _finding("empty", numbers["empty"], completions, "completions", "are empty.")
-    many: Severity = "warning" if numbers["ties"] > _MUCH * rows else "note"
-    verb = "have one rank for all completions."
-    yield _finding("ties", numbers["ties"], rows, "comparisons", verb, severity=many)
 
 
 def _of_style(numbers: dict[str, Any]) -> Iterator[Finding]:
@@ -371,21 +337,7 @@ def _trait(data: DataRead, name: str, num_prompts: int) -> Metric:
     return Metric(name, more / count, low, high, count)
 
 
-def _contradicting(data: DataRead) -> NDArray[np.int64]:
-    """Indices of the pairs (P,) that are ranked both ways."""
-    if not len(data.columns["pair"]):
-        return np.zeros(0, np.int64)
-    _, number, counts = np.unique(data.column("pair"), return_inverse=True, return_counts=True)
-    first = np.bincount(number, weights=data.column("first_is_better"))[number]
-    return np.flatnonzero((first > 0) & (first < counts[number]))
-
-
-def _repeated(digests: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Indices of the rows (N,) that have come before."""
-    is_repeated = np.ones(len(digests), dtype=bool)
-    is_repeated[np.unique(digests, return_index=True)[1]] = False
-    return np.flatnonzero(is_repeated)
-
-
-def _wheres(data: DataRead, rows: NDArray[Any]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(data.where(int(row)) for row in rows[: 2 * MOST_KEPT]))[:MOST_KEPT]
+def _contradicting(data: DataRead) -> list[int]:
+    """The rows that rank two completions one way and another row the other way; those of a pair follow each other."""
+    rows = [row for labels in data.labels.values() if len({side for _, side in labels}) > 1 for row, _ in labels]
+    return list(dict.fromkeys(rows))

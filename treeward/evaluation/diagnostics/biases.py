@@ -7,15 +7,15 @@
 A bias lifts the accuracy where the better completion of a prompt has more of the trait and lowers it where it has less
 (`stratify`); the mean of both is the accuracy on data in which the trait tells nothing. A pair with a missing score is
 left out: it is mostly the longest completions that lack one.
-
-Shapes: P pairs of a better and a worse completion of one prompt.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
@@ -25,47 +25,34 @@ from treeward.data.preference import last_text
 from treeward.evaluation.results import Diagnostic, Metric, ScoredExample
 from treeward.evaluation.statistics import accuracy_metric, combined
 
-Floats = NDArray[np.float64]
-Integers = NDArray[np.int64]
 
+class Pair(NamedTuple):
+    """Two completions of different rank of one example.
 
-@dataclass(frozen=True, slots=True)
-class Pairs:
-    """Every pair of completions of an example with different ranks.
-
-    `margins` (P,): the better one's score less the other's, NaN where one has none. `prompts` (P,): one number for each
-    different context; `examples` (P,): index of the example; `sides` (P, 2): indices of its completions, the better
-    first.
+    `margin`: the better one's score less the other's, NaN where one has none. `prompt`: the context as text. `example`:
+    index of the example. `better`, `worse`: indices of its completions.
     """
 
-    margins: Floats
-    prompts: Integers
-    examples: Integers
-    sides: Integers
+    margin: float
+    prompt: str
+    example: int
+    better: int
+    worse: int
 
     @property
-    def outcomes(self) -> Floats:
-        """1 where the better completion scores higher, else 0: a tie and a missing score count as wrong. (P,)"""
-        return (self.margins > 0).astype(np.float64)  # NaN is not above 0
-
-    @property
-    def with_scores(self) -> Pairs:
-        """The pairs whose completions both have a score."""
-        mask = ~np.isnan(self.margins)
-        return Pairs(self.margins[mask], self.prompts[mask], self.examples[mask], self.sides[mask])
+    def outcome(self) -> float:
+        """1 where the better completion scores higher, else 0: a tie and a missing score count as wrong."""
+        return float(self.margin > 0)  # NaN is not above 0
 
 
-def collect_pairs(scored: Sequence[ScoredExample]) -> Pairs:
+def collect_pairs(scored: Sequence[ScoredExample]) -> list[Pair]:
     """The ordered pairs of scored examples; those without a score are among them."""
-    rows = []
-    numbers: dict[str, int] = {}
+    pairs = []
     for i, example in enumerate(scored):
-        prompt = numbers.setdefault(example.example.context_key, len(numbers))
-        scores = np.array(example.scores, dtype=np.float64)  # None becomes NaN
-        rows += [(scores[a] - scores[b], prompt, i, a, b) for a, b in example.pairs()]
-    table = np.asarray(rows, dtype=np.float64).reshape(-1, 5)
-    integers = table[:, 1:].astype(np.int64)
-    return Pairs(margins=table[:, 0], prompts=integers[:, 0], examples=integers[:, 1], sides=integers[:, 2:])
+        prompt = example.example.context_key
+        scores = [math.nan if score is None else score for score in example.scores]
+        pairs += [Pair(scores[a] - scores[b], prompt, i, a, b) for a, b in example.pairs()]
+    return pairs
 
 
 _SIMILAR = 0.1  # of the larger amount
@@ -120,7 +107,7 @@ STYLE = Trait(
 
 def diagnose_length(scored: Sequence[ScoredExample]) -> Diagnostic:
     """The length bias of scored examples."""
-    return Diagnostic(length_strata(scored))
+    return Diagnostic(stratify(scored, [example.lengths for example in scored], LENGTH))
 
 
 def diagnose_style(scored: Sequence[ScoredExample]) -> Diagnostic:
@@ -130,11 +117,6 @@ def diagnose_style(scored: Sequence[ScoredExample]) -> Diagnostic:
         for example in scored
     ]
     return Diagnostic(stratify(scored, densities, STYLE))
-
-
-def length_strata(scored: Sequence[ScoredExample]) -> dict[str, Metric]:
-    """The numbers of `stratify` by length alone."""
-    return stratify(scored, [example.lengths for example in scored], LENGTH)
 
 
 def markdown_density(text: str) -> float:
@@ -151,17 +133,18 @@ def stratify(scored: Sequence[ScoredExample], amounts: Sequence[Sequence[float]]
     regression of AlpacaEval (Dubois et al. 2024, arXiv 2404.04475) strata need no model of the effect.
     """
     pairs = collect_pairs(scored)
-    sides = [[amounts[i][j] for j in pair] for i, pair in zip(pairs.examples, pairs.sides, strict=True)]
-    better, worse = np.array(sides, dtype=np.float64).reshape(-1, 2).T
-    differ, has_scores = better != worse, ~np.isnan(pairs.margins)
+    prompts, outcomes = [pair.prompt for pair in pairs], np.array([pair.outcome for pair in pairs], dtype=np.float64)
+    better = np.array([amounts[pair.example][pair.better] for pair in pairs], dtype=np.float64)
+    worse = np.array([amounts[pair.example][pair.worse] for pair in pairs], dtype=np.float64)
+    has_scores = np.array([not math.isnan(pair.margin) for pair in pairs], dtype=bool)
     similar = np.abs(better - worse) <= _SIMILAR * np.maximum(better, worse)
     more, less = (has_scores & side & ~similar for side in (better > worse, better < worse))
 
-    def part(name: str, mask: NDArray[np.bool_], outcomes: Floats = pairs.outcomes) -> Metric:
-        return accuracy_metric(outcomes[mask].tolist(), name, pairs.prompts[mask].tolist())
+    def part(name: str, mask: NDArray[np.bool_], values: NDArray[np.float64] = outcomes) -> Metric:
+        return accuracy_metric(values[mask].tolist(), name, list(compress(prompts, mask)))
 
     numbers = {
-        trait.share: part(trait.share, differ, (better > worse).astype(np.float64)),
+        trait.share: part(trait.share, better != worse, (better > worse).astype(np.float64)),
         trait.more: part(trait.more, more),
         trait.less: part(trait.less, less),
         trait.similar: part(trait.similar, has_scores & similar),
@@ -173,7 +156,7 @@ def stratify(scored: Sequence[ScoredExample], amounts: Sequence[Sequence[float]]
         gap, controlled = (Metric(name, None, count=count) for name in (trait.gap, trait.controlled))
     else:
         # p - q is twice the mean of p and 1 - q, less 1.
-        half = combined(trait.gap, [numbers[trait.more], part(trait.less, less, 1 - pairs.outcomes)])
+        half = combined(trait.gap, [numbers[trait.more], part(trait.less, less, 1 - outcomes)])
         value, low, high = (None if end is None else 2 * end - 1 for end in (half.value, half.low, half.high))
         gap = Metric(trait.gap, value, low, high, count)
         controlled = combined(trait.controlled, [numbers[trait.more], numbers[trait.less]])

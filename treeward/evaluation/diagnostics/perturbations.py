@@ -123,39 +123,34 @@ def sample_examples(examples: Sequence[Preference], num_examples: int) -> list[P
     return [example for example in usable if example.id in ids]
 
 
-def perturb(example: Preference) -> dict[str, tuple[str | None, str | None]]:
-    """The rewritten texts of one pair of an example, by rewrite and the better one first; drawn by the example's id.
-
-    None where a rewrite has nothing to change, and for a refusal in the place of one. The example must have a better
-    and a worse completion of text.
-    """
-    better, worse = (last_text(example.completions[i].messages) for i in _pair(example))
-    texts: dict[str, tuple[str | None, str | None]] = {}
-    for name in REWRITES:
-        # The same generator for both, so that both get the same phrases.
-        first, second = (rewrite(name, text, random.Random(f"0/{example.id}/{name}")) for text in (better, worse))
-        texts[name] = (None, None) if name == "refusal" and _REFUSAL.match(better) else (first, second)
-    return texts
-
-
 def perturbed(example: Preference) -> Preference:
     """The pair of an example and its rewrites as completions of one preference: of rank 0 those of the better one.
 
     Only the last message of a completion is rewritten.
     """
     completions = []
-    rewrites = perturb(example)
-    for name, side in _layout(rewrites):
+    for (_, side), text in _texts(example).items():
         *before, last = example.completions[_pair(example)[side]].messages
-        text = rewrites[name][side] if name else last["content"]
         completions.append(Completion(side, (*before, {**last, "content": text})))
     return replace(example, completions=tuple(completions))
 
 
-def _layout(rewrites: Mapping[str, tuple[str | None, str | None]]) -> list[tuple[str, int]]:
-    """The rewrite ("" for none) and the side of each completion of `perturbed`."""
-    changed = [(name, side) for name, texts in rewrites.items() for side in (0, 1) if texts[side] is not None]
-    return [("", 0), ("", 1), *changed]
+def _texts(example: Preference) -> dict[tuple[str, int], str]:
+    """The text of each completion of `perturbed` by its rewrite ("" for none) and side, 0 for the better one.
+
+    A rewrite that changes nothing is left out, and so is a refusal in the place of one.
+    """
+    pair = [last_text(example.completions[i].messages) for i in _pair(example)]
+    texts = {("", side): text for side, text in enumerate(pair)}
+    for name in REWRITES:
+        if name == "refusal" and _REFUSAL.match(pair[0]):
+            continue
+        for side, text in enumerate(pair):
+            # The same generator for both, so that both get the same phrases.
+            changed = rewrite(name, text, random.Random(f"0/{example.id}/{name}"))
+            if changed is not None:
+                texts[name, side] = changed
+    return texts
 
 
 def _pair(example: Preference) -> tuple[int, ...]:
@@ -176,7 +171,7 @@ def diagnose_perturbations(examples: Sequence[Preference], scored: Sequence[Scor
     """
     pairs: dict[str, list[list[float | None]]] = {name: [] for name in ("", *REWRITES)}
     for example, row in zip(examples, scored, strict=True):
-        scores = dict(zip(_layout(perturb(example)), row.scores, strict=True))
+        scores = dict(zip(_texts(example), row.scores, strict=True))
         for name, rows in pairs.items():
             rows.append([scores.get((name, 0)), scores.get((name, 1))])
     tables = {name: np.array(rows, dtype=np.float64).reshape(-1, 2) for name, rows in pairs.items()}  # None is NaN

@@ -19,7 +19,7 @@ import torch
 from scipy import stats
 
 from treeward.data.preference import Completion, Preference
-from treeward.evaluation.diagnostics.biases import collect_pairs, length_strata
+from treeward.evaluation.diagnostics.biases import collect_pairs, diagnose_length
 from treeward.evaluation.results import Block, Diagnostic, Metric, ScoredExample, SuiteResult, by_subset
 from treeward.evaluation.statistics import (
     accuracy_metric,
@@ -41,9 +41,8 @@ def statistics_of(
     `grade_errors`. `name`: for the log. The points are those of the reliability curve.
     """
     pairs = collect_pairs(scored)
-    pairs_with_scores = pairs.with_scores
-    margins, prompts = pairs_with_scores.margins, pairs_with_scores.prompts.tolist()
-    count = len(margins)
+    with_scores = [pair for pair in pairs if not math.isnan(pair.margin)]
+    margins, count = np.array([pair.margin for pair in with_scores], dtype=np.float64), len(with_scores)
     fitted = fit_temperature(margins, name=name) if count else None
     scale = None if fitted is None else fitted.value
     ece_fitted = None if scale is None else expected_calibration_error(*pair_confidences(margins, scale))
@@ -52,8 +51,8 @@ def statistics_of(
     subsets = [subset for subset in (result.subsets if result else ()) if subset.value is not None]
     worst = min(subsets, key=lambda subset: (subset.value or 0.0, subset.name), default=Metric("worst_subset", None))
     numbers = (
-        accuracy_metric(pairs.outcomes.tolist(), "pair_accuracy", pairs.prompts.tolist()),
-        accuracy_metric((margins == 0).astype(float).tolist(), "ties", prompts),
+        accuracy_metric([pair.outcome for pair in pairs], "pair_accuracy", [pair.prompt for pair in pairs]),
+        accuracy_metric((margins == 0).astype(float).tolist(), "ties", [pair.prompt for pair in with_scores]),
         *orders_and_confidences(scored).values(),
         *grade_errors(scored).values(),
         Metric("ece_fitted", ece_fitted, count=count),
@@ -117,7 +116,7 @@ def orders_and_confidences(scored: Sequence[ScoredExample]) -> dict[str, Metric]
             scores, kept_ranks = zip(*ranked, strict=True)
             tau = float(stats.kendalltau(scores, np.negative(kept_ranks), variant="b").statistic)
             taus += [tau] if math.isfinite(tau) else []
-    margins = collect_pairs(scored).with_scores.margins
+    margins = [pair.margin for pair in collect_pairs(scored) if not math.isnan(pair.margin)]
     no_pairs = "There is no pair of a better and a worse completion that both have a score."
     no_taus = "There is no example of more than two completions with different scores."
     values = {
@@ -161,7 +160,7 @@ def gate_metrics(scored: Sequence[ScoredExample]) -> dict[str, Metric]:
 
     `worst_subset`: the lowest pair accuracy of a subset, where a missing score counts as wrong.
     """
-    metrics = length_strata(scored) | orders_and_confidences(scored)
+    metrics = {**diagnose_length(scored).numbers, **orders_and_confidences(scored)}
     gates = {}
     for name in GATE_METRICS[:-1]:
         note = metrics[name].note if metrics[name].value is None else None
@@ -170,10 +169,10 @@ def gate_metrics(scored: Sequence[ScoredExample]) -> dict[str, Metric]:
 
 
 def _lowest_subset(scored: Sequence[ScoredExample]) -> Metric:
-    outcomes = {name: collect_pairs(examples).outcomes for name, examples in by_subset(scored).items()}
-    accuracies = [
-        (float(of_subset.mean()), name, len(of_subset)) for name, of_subset in outcomes.items() if len(of_subset)
-    ]
+    accuracies = []
+    for name, examples in by_subset(scored).items():
+        if outcomes := [pair.outcome for pair in collect_pairs(examples)]:
+            accuracies.append((float(np.mean(outcomes)), name, len(outcomes)))
     if not accuracies:
         return Metric("worst_subset", None, count=0, note="There is no pair of a better and a worse completion.")
     value, name, count = min(accuracies)
