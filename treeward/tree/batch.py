@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from treeward.tree.prefix import Exchange, Kept, Prefix
-from treeward.tree.token_tree import Segment, TokenIds, TokenTree, common_prefix_length
+from treeward.tree.token_tree import Segment, TokenIds, TokenTree, common_prefix_length, sort_key
 
 MIN_SHARED_BETWEEN_GROUPS = 32
 """Groups share a tree if they have at least this many leading tokens in common. Fewer (a BOS token, a role header)
@@ -73,16 +73,16 @@ class TreeSpan:
     def __len__(self) -> int:
         return self.end - self.start
 
-    def path(self, read: int) -> list[tuple[int, int]]:
-        """The ranges in the row of the tokens of the sequence that ends at `read`."""
-        at: int | None = next(i for i, segment in enumerate(self.segments) if segment.start <= read < segment.end)
-        ranges: list[tuple[int, int]] = []
-        end = read + 1  # a sequence may end within a segment that another continues
-        while at is not None:
-            segment = self.segments[at]
-            ranges.insert(0, (segment.start, min(end, segment.end)))
-            at, end = segment.parent, self.end
-        return ranges
+    def path(self, segment: Segment) -> list[Segment]:
+        """The segments from the root to this one."""
+        path = [segment]
+        while path[0].parent is not None:
+            path.insert(0, self.segments[path[0].parent])
+        return path
+
+    def path_to(self, read: int) -> list[Segment]:
+        """The segments of the sequence that ends at `read`, as a segment does."""
+        return self.path(next(segment for segment in self.segments if segment.end == read + 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +105,8 @@ class TreeLayout(Movable):
 
     def places(self, reads: Sequence[int]) -> list[np.ndarray]:
         """The places in the row of the tokens of each sequence, by where it ends."""
-        paths = [next(tree for tree in self.trees if tree.start <= read < tree.end).path(read) for read in reads]
-        return [np.concatenate([np.arange(start, end) for start, end in path]) for path in paths]
+        paths = [next(tree for tree in self.trees if tree.start <= read < tree.end).path_to(read) for read in reads]
+        return [np.concatenate([np.arange(segment.start, segment.end) for segment in path]) for path in paths]
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,9 +354,8 @@ def plan_sequences(
         padded_plan = plan_padded(shapes, max_tokens=max_tokens, max_groups=max_sequences)
         return [[[i] for i in members] for members in padded_plan]
     plan: list[list[list[int]]] = []
-    keys = [array.astype(">i8").tobytes() for array in arrays]
     used, count, previous = 0, 0, None
-    for i in sorted(range(len(arrays)), key=lambda i: (keys[i], i)):
+    for i in sorted(range(len(arrays)), key=lambda i: sort_key(arrays[i])):
         shared = 0 if previous is None else common_prefix_length(arrays[previous], arrays[i])
         if shared < min(MIN_SHARED_BETWEEN_SEQUENCES, len(arrays[i])):  # an equal is shared however short it is
             shared = 0
@@ -377,19 +376,16 @@ def plan_sequences(
 
 def _first_of_path(tree: TreeSpan, read: int, num_tokens: int) -> tuple[tuple[int, int], ...]:
     """The ranges in the row of the first `num_tokens` tokens of the sequence that ends at `read`."""
-    ranges: list[tuple[int, int]] = []
-    for start, end in tree.path(read):
-        if num_tokens > 0:
-            ranges.append((start, min(end, start + num_tokens)))
-            num_tokens -= end - start
-    return tuple(ranges)
+    depth = tree.num_prefix_tokens + num_tokens
+    path = tree.path_to(read)
+    return tuple((s.start, min(s.end, s.start + depth - s.depth)) for s in path if s.depth < depth)
 
 
 def _clusters(sequences: Sequence[np.ndarray], sizes: Sequence[int], min_shared: int) -> list[list[int]]:
     """The sequences of each tree: of all groups that begin with the same `min_shared` tokens."""
     starts = np.cumsum([0, *sizes])
     heads = [sequences[start] for start in starts[:-1]]
-    order = sorted(range(len(heads)), key=lambda g: heads[g].astype(">i8").tobytes())
+    order = sorted(range(len(heads)), key=lambda g: sort_key(heads[g]))
     clusters: list[list[int]] = []
     for previous, g in zip([None, *order], order, strict=False):
         if previous is None or common_prefix_length(heads[previous], heads[g]) < min_shared:
@@ -414,10 +410,7 @@ def split_group(
     sequences that begin alike; otherwise padded rows, of sequences of like length. A longer sequence is its own part.
     """
     arrays = [np.asarray(sequence, dtype=np.int64) for sequence in sequences]
-    if share:
-        order = sorted(range(len(arrays)), key=lambda i: arrays[i].astype(">i8").tobytes())
-    else:
-        order = sorted(range(len(arrays)), key=lambda i: -len(arrays[i]))
+    order = sorted(range(len(arrays)), key=lambda i: sort_key(arrays[i]) if share else -len(arrays[i]))
     parts: list[GroupPart] = []
     members: list[int] = []
     used = 0

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treeward.tree.token_tree import TokenIds, common_prefix_length
+from treeward.tree.token_tree import TokenIds, common_prefix_length, sort_key
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,11 +115,11 @@ class PrefixCache:
 
     def match(self, tokens: TokenIds) -> int:
         """How many of the first tokens are cached, at most all but the last; 0 if they are too few to matter."""
-        return self._longest(_key(tokens))[1]
+        return self._longest(sort_key(tokens))[1]
 
     def get(self, tokens: TokenIds, num_tokens: int) -> Prefix:
         """The keys and values of the first `num_tokens` tokens, at most `match(tokens)`."""
-        key = _key(tokens)
+        key = sort_key(tokens)
         entry, num_known = self._longest(key, whole=True)
         assert entry is not None and num_tokens <= num_known, f"{num_tokens} of {num_known} known tokens"
         self._entries.move_to_end(entry)
@@ -127,7 +127,7 @@ class PrefixCache:
 
     def put(self, tokens: TokenIds, prefix: Prefix) -> None:
         """Keep the keys and values of these tokens, if they fit."""
-        key = _key(tokens)
+        key = sort_key(tokens)
         size = prefix.num_bytes
         if size > self.max_bytes or len(prefix) < MIN_PREFIX_TOKENS or self._longest(key, whole=True)[1] == len(prefix):
             return
@@ -173,7 +173,7 @@ class RecentTokens:
 
     def add(self, tokens: TokenIds) -> int:
         """Add a sequence; returns how many of its first tokens an earlier one shares, in whole blocks."""
-        key, hashed, num_known = _key(tokens), hashlib.blake2b(digest_size=16), 0
+        key, hashed, num_known = sort_key(tokens), hashlib.blake2b(digest_size=16), 0
         size = 8 * MIN_PREFIX_TOKENS
         for start in range(0, len(key) - size + 1, size):
             hashed.update(key[start : start + size])
@@ -185,11 +185,6 @@ class RecentTokens:
         while len(self._seen) > self.max_blocks:
             self._seen.popitem(last=False)
         return num_known
-
-
-def _key(tokens: TokenIds) -> bytes:
-    """Bytes whose order is that of the tokens."""
-    return np.asarray(tokens, dtype=np.int64).astype(">i8").tobytes()
 
 
 def _tokens(key: bytes) -> np.ndarray:
