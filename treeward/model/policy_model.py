@@ -97,7 +97,7 @@ class PolicyModel(WrappedModel):
             raise ModelError("a completion needs a prompt of at least one token", need="1 <= prompt length <= length")
         packed = self.pack(groups)
         if isinstance(packed, TreeBatch):
-            places = packed.layout.places(packed.read_places())
+            places = packed.layout.places(packed.reads_S.tolist())
         else:
             width = packed.tokens_SL.shape[1]
             places = [np.arange(s * width, s * width + len(sequence)) for s, sequence in enumerate(sequences)]

@@ -130,11 +130,6 @@ class TreeBatch(Movable):
         """The place in the row of each sequence's last token, int64 (S,)."""
         return self.reads_N[self.read_of_S]
 
-    def read_places(self) -> list[int]:
-        """`reads_S` as numbers; the batch must be on the host."""
-        places: list[int] = self.reads_S.tolist()
-        return places
-
     @property
     def num_computed_tokens(self) -> int:
         return self.layout.num_tokens
@@ -195,7 +190,7 @@ class TreeBatch(Movable):
 
     def also_reading(self, positions: Sequence[int]) -> TreeBatch:
         """The batch, on the host, with one more read position for each sequence."""
-        paths = self.layout.places(self.read_places())
+        paths = self.layout.places(self.reads_S.tolist())
         places = [path[position] for path, position in zip(paths, positions, strict=True)]
         reads = np.concatenate([self.reads_S.numpy(), np.array(places)])
         reads_N, read_index = map(torch.from_numpy, np.unique(reads, return_inverse=True))
