@@ -130,6 +130,10 @@ class TreeBatch(Movable):
         """The place in the row of each sequence's last token, int64 (S,)."""
         return self.reads_N[self.read_of_S]
 
+    def places(self) -> list[np.ndarray]:
+        """The places in the row of the tokens of each sequence; the batch must be on the host."""
+        return self.layout.places(self.reads_S.tolist())
+
     @property
     def num_computed_tokens(self) -> int:
         return self.layout.num_tokens
@@ -190,8 +194,7 @@ class TreeBatch(Movable):
 
     def also_reading(self, positions: Sequence[int]) -> TreeBatch:
         """The batch, on the host, with one more read position for each sequence."""
-        paths = self.layout.places(self.reads_S.tolist())
-        places = [path[position] for path, position in zip(paths, positions, strict=True)]
+        places = [path[position] for path, position in zip(self.places(), positions, strict=True)]
         reads = np.concatenate([self.reads_S.numpy(), np.array(places)])
         reads_N, read_index = map(torch.from_numpy, np.unique(reads, return_inverse=True))
         return replace(self, reads_N=reads_N, read_of_S=read_index[: len(places)], also_S=read_index[len(places) :])
