@@ -145,9 +145,8 @@ def make_environment_runner(config: GRPORunConfig, prompts: Sequence[Prompt]) ->
     environment's constructor, after it has shut the others down.
     """
     grpo, default = config.grpo, config.default_environment
-    used = dict.fromkeys((*([] if default is None else [default]), *config.named_environments))
-    for prompt in prompts:
-        used[_choice(prompt, default, grpo)] = None
+    chosen = (_choice(prompt, default, grpo) for prompt in prompts)
+    used = dict.fromkeys([*filter(None, [default]), *config.named_environments, *chosen])
     gold = grpo.gold_environment
     sections = {name: config.env[name] for name in (*used, gold) if name is not None}
     environments = make_environments(sections) if processes.is_main() else {}

@@ -155,7 +155,6 @@ class TreeBatch(Movable):
         if not groups or any(len(group) == 0 for group in groups):
             raise ValueError("a TreeBatch needs at least one group, and every group at least one sequence")
         sequences = [np.asarray(sequence, dtype=np.int64) for group in groups for sequence in group]
-        sizes = tuple(len(group) for group in groups)
         tokens: list[np.ndarray] = []
         positions: list[np.ndarray] = []
         spans: list[TreeSpan] = []
@@ -164,10 +163,10 @@ class TreeBatch(Movable):
         # With prefixes to read or keep, every group is its own tree, so that trees have the groups' indices.
         separate = prefixes is not None or bool(keep)
         group_prefixes = [None] * len(groups) if prefixes is None else list(prefixes)
-        starts = np.cumsum([0, *sizes]).tolist()
+        starts = np.cumsum([0, *map(len, groups)]).tolist()
         ranges = [list(range(start, end)) for start, end in itertools.pairwise(starts)]
-        for members in ranges if separate else _clusters(sequences, sizes, min_shared):
-            prefix = group_prefixes[len(spans)] if separate else None
+        for members in ranges if separate else _clusters(sequences, ranges, min_shared):
+            prefix = group_prefixes[len(spans)]  # None where groups share trees
             before = 0 if prefix is None else len(prefix)
             tree = TokenTree.from_sequences([sequences[i] for i in members])
             tokens.append(tree.tokens_N)
@@ -379,10 +378,9 @@ def _first_of_path(tree: TreeSpan, read: int, num_tokens: int) -> tuple[tuple[in
     return tuple((s.start, min(s.end, s.start + depth - s.depth)) for s in path if s.depth < depth)
 
 
-def _clusters(sequences: Sequence[np.ndarray], sizes: Sequence[int], min_shared: int) -> list[list[int]]:
+def _clusters(sequences: Sequence[np.ndarray], groups: Sequence[Sequence[int]], min_shared: int) -> list[list[int]]:
     """The sequences of each tree: of all groups that begin with the same `min_shared` tokens."""
-    starts = np.cumsum([0, *sizes])
-    heads = [sequences[start] for start in starts[:-1]]
+    heads = [sequences[group[0]] for group in groups]
     order = sorted(range(len(heads)), key=lambda g: sort_key(heads[g]))
     clusters: list[list[int]] = []
     for previous, g in zip([None, *order], order, strict=False):
@@ -390,7 +388,7 @@ def _clusters(sequences: Sequence[np.ndarray], sizes: Sequence[int], min_shared:
             clusters.append([])
         clusters[-1].append(g)
     clusters.sort(key=min)
-    return [[i for g in sorted(groups) for i in range(starts[g], starts[g + 1])] for groups in clusters]
+    return [[i for g in sorted(cluster) for i in groups[g]] for cluster in clusters]
 
 
 class GroupPart(NamedTuple):

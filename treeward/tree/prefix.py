@@ -115,12 +115,12 @@ class PrefixCache:
 
     def match(self, tokens: TokenIds) -> int:
         """How many of the first tokens are cached, at most all but the last; 0 if they are too few to matter."""
-        return self._longest(sort_key(tokens))[1]
+        num_known = min(self._longest(sort_key(tokens))[1], len(tokens) - 1)
+        return num_known if num_known >= MIN_PREFIX_TOKENS else 0
 
     def get(self, tokens: TokenIds, num_tokens: int) -> Prefix:
         """The keys and values of the first `num_tokens` tokens, at most `match(tokens)`."""
-        key = sort_key(tokens)
-        entry, num_known = self._longest(key, whole=True)
+        entry, num_known = self._longest(sort_key(tokens))
         assert entry is not None and num_tokens <= num_known, f"{num_tokens} of {num_known} known tokens"
         self._entries.move_to_end(entry)
         return self._entries[entry].first(num_tokens)
@@ -129,7 +129,7 @@ class PrefixCache:
         """Keep the keys and values of these tokens, if they fit."""
         key = sort_key(tokens)
         size = prefix.num_bytes
-        if size > self.max_bytes or len(prefix) < MIN_PREFIX_TOKENS or self._longest(key, whole=True)[1] == len(prefix):
+        if size > self.max_bytes or len(prefix) < MIN_PREFIX_TOKENS or self._longest(key)[1] == len(prefix):
             return
         place = bisect.bisect_left(self._sorted, key)
         if place and key.startswith(self._sorted[place - 1]):  # the new entry continues it
@@ -150,17 +150,12 @@ class PrefixCache:
         self.num_bytes -= self._entries.pop(key).num_bytes
         del self._sorted[bisect.bisect_left(self._sorted, key)]
 
-    def _longest(self, key: bytes, *, whole: bool = False) -> tuple[bytes | None, int]:
-        """The entry that begins most like `key`, and how many tokens they share; all of the key's only if `whole`."""
+    def _longest(self, key: bytes) -> tuple[bytes | None, int]:
+        """The entry that begins most like `key`, and how many tokens they share."""
         place = bisect.bisect_left(self._sorted, key)
-        best, most = None, 0
-        for neighbour in self._sorted[max(place - 1, 0) : place + 1]:
-            shared = common_prefix_length(_tokens(neighbour), _tokens(key))
-            if shared > most:
-                best, most = neighbour, shared
-        if not whole:
-            most = min(most, len(key) // 8 - 1)
-        return (best, most) if most >= MIN_PREFIX_TOKENS else (None, 0)
+        neighbours = self._sorted[max(place - 1, 0) : place + 1]
+        shared = [(entry, common_prefix_length(_tokens(entry), _tokens(key))) for entry in neighbours]
+        return max(shared, key=lambda pair: pair[1], default=(None, 0))
 
 
 class RecentTokens:
