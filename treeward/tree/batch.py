@@ -175,13 +175,8 @@ class TreeBatch(Movable):
             spans.append(TreeSpan(offset, offset + tree.num_tokens, tree.depth + before, segments, before))
             reads[members] = tree.reads_S + offset
             offset += tree.num_tokens
-        exchange = None
-        if separate:
-            kept = [
-                Kept(group_prefixes[g], _first_of_path(spans[g], int(reads[starts[g] + k]), length))
-                for g, k, length in keep
-            ]
-            exchange = Exchange(group_prefixes, kept)
+        kept = [Kept(g, _first_of_path(spans[g], int(reads[starts[g] + k]), length)) for g, k, length in keep]
+        exchange = Exchange(group_prefixes, kept) if separate else None
         all_segments = [segment for span in spans for segment in span.segments]
         ends = np.repeat([segment.subtree_end for segment in all_segments], [len(segment) for segment in all_segments])
         layout = TreeLayout(

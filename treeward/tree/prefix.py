@@ -56,9 +56,9 @@ Prefixes = Sequence[tuple[Tensor, Tensor] | None]
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A prefix to keep: the tree's prefix, if any, and then these ranges of the row, root first."""
+    """A prefix to keep: that of the tree of this number, if any, and then these ranges of the row, root first."""
 
-    prefix: Prefix | None
+    tree: int
     ranges: tuple[tuple[int, int], ...]
 
 
@@ -75,14 +75,11 @@ class Exchange:
     def enter(self, key_BJTD: Tensor, value_BJTD: Tensor) -> list[tuple[Tensor, Tensor] | None]:
         """Called by each attention layer with the row's keys and values; returns each tree's prefix."""
         layer, self._layer = self._layer, self._layer + 1
+        prefixes = [None if prefix is None else (prefix.keys[layer], prefix.values[layer]) for prefix in self.prefixes]
         for path, kept in zip(self.keep, self._kept, strict=True):
-            kept.append(
-                (
-                    _joined(None if path.prefix is None else path.prefix.keys[layer], key_BJTD[0], path.ranges),
-                    _joined(None if path.prefix is None else path.prefix.values[layer], value_BJTD[0], path.ranges),
-                )
-            )
-        return [None if prefix is None else (prefix.keys[layer], prefix.values[layer]) for prefix in self.prefixes]
+            key_JPD, value_JPD = prefixes[path.tree] or (None, None)
+            kept.append((_joined(key_JPD, key_BJTD[0], path.ranges), _joined(value_JPD, value_BJTD[0], path.ranges)))
+        return prefixes
 
     def kept(self) -> list[Prefix]:
         """After the forward pass, the prefixes of `keep`."""
