@@ -36,7 +36,6 @@ def test_what_is_written_is_read(model_folder: Path, tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("{", "damaged"),
-        ("[2]", "damaged"),
         ("{}", "damaged"),
         ('{"version": 99}', "another version(?s:.*)field: version(?s:.*)99(?s:.*)need:  2(?s:.*)--write --force"),
     ],

@@ -165,7 +165,6 @@ def test_families_without_a_sequence_classifier(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({}, "no such model type"),
         ({"model_type": "lama"}, "no such model type(?s:.*)did you mean llama"),
         ({**LLAMA, "hiden_size": 64}, "llama has no such field(?s:.*)hiden_size(?s:.*)did you mean hidden_size"),
         ({**LLAMA, "vocab_size": 10}, "follows from the tokenizer(?s:.*)vocab_size"),

@@ -64,17 +64,6 @@ def gradients_of(hf: PreTrainedModel) -> dict[str, Tensor]:
     return gradients
 
 
-def test_the_softmax_of_capped_logits_is_float32() -> None:
-    policy, generator = PolicyModel(causal_model("gemma2").bfloat16(), chunk_tokens=5), torch.Generator().manual_seed(0)
-    hidden = torch.randn(9, 32, generator=generator).bfloat16()
-    targets = torch.randint(VOCABULARY, (9,), generator=generator)
-    with torch.no_grad():
-        values, entropies = policy._values(hidden, targets, 0.7, entropies=True)
-        log_probs = (policy.logits(hidden).float() / 0.7).log_softmax(-1)
-    assert torch.allclose(values, log_probs.gather(-1, targets[:, None])[:, 0], atol=1e-5)
-    assert entropies is not None and torch.allclose(entropies, -(log_probs.exp() * log_probs).sum(-1), atol=1e-5)
-
-
 @pytest.mark.parametrize(("model_type", "option"), [("granite", "logits_scaling"), ("cohere", "logit_scale")])
 def test_logits_that_are_scaled(model_type: str, option: str) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -60,7 +60,6 @@ def test_a_head_that_nobody_reads_is_named(kind: str, save: Save) -> None:
     ("architecture", "name", "reason"),
     [
         ("LlamaForProcessRewardModel", "published", "process reward model is not known"),
-        ("Qwen2ForPrmModel", "published", "process reward model is not known"),
         ("Qwen2ForTokenClassification", "published", "process reward model is not known"),
         ("LlamaForCausalLM", "GPM-Llama-3.1-8B", "compares pairs"),
     ],

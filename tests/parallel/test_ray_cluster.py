@@ -17,7 +17,6 @@ GPUS = [{"CPU": 32.0, "GPU": 4.0}]
     ("number", "num_gpus", "required", "nodes", "want"),
     [
         (2, 1, False, [{"CPU": 8.0}], {"num_cpus": 4}),
-        (4, 1, False, [{"CPU": 2.0}], {"num_cpus": 0.5}),
         (3, 1, False, [{"CPU": 8.0}, {"CPU": 16.0}, {"memory": 9.0}], {"num_cpus": 8}),
         (4, 1, False, GPUS, {"num_gpus": 1}),
         (8, 0.5, True, GPUS, {"num_gpus": 0.5}),

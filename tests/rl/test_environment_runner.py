@@ -64,7 +64,7 @@ def rows(found: GroupRewards | Tensor) -> list[list[float | None]]:
 
 
 def metrics_of(found: GroupRewards) -> dict[str, float]:
-    return environment_metrics(found.by_environment)
+    return environment_metrics([found])
 
 
 def test_one_environment_as_it_is() -> None:

@@ -20,7 +20,6 @@ from treeward.parallel.mesh import Mesh
 from treeward.rl import sampling
 from treeward.rl.generation import (
     CompletionGroup,
-    CompletionReader,
     LocalGenerator,
     SampledCompletion,
     end_ids_of,
@@ -159,24 +158,6 @@ def test_a_stop_string_ends_the_completion_that_it_completes(policy: PolicyModel
     assert len(set(lengths)) > 3
 
 
-@pytest.mark.parametrize(
-    ("text", "stop", "want"),
-    [
-        ("Hello.\nUser: more", "\nUser:", "Hello."),
-        ("naïve é中 end", "é中", "naïve "),
-        ("中", "中", ""),
-        ("a🦉b", "🦉", "a"),
-    ],
-)
-def test_a_stop_string_in_several_tokens(tiny_tokenizer: Any, text: str, stop: str, want: str) -> None:
-    reader = CompletionReader(tiny_tokenizer, [0], GenerationConfig(stop_strings=(stop,)))
-    ids = tiny_tokenizer(text, add_special_tokens=False).input_ids
-    end = next(n for n in range(1, len(ids) + 1) if reader.has_ended(ids[:n]))
-    assert stop in tiny_tokenizer.decode(ids[:end]) and stop not in tiny_tokenizer.decode(ids[: end - 1])
-    assert reader.completion(ids[:end], None) == SampledCompletion(tuple(ids[:end]), want, truncated=False)
-    assert not reader.has_ended([])
-
-
 def test_a_completion_has_the_room_that_its_prompt_leaves(policy: PolicyModel, tiny_tokenizer: Any) -> None:
     limit = policy.hf.config.max_position_embeddings
     ids = [[5], [5] * (limit - 1), [5] * (limit - 4)]
@@ -237,13 +218,3 @@ def test_without_an_end_token_the_settings_must_name_one(policy: PolicyModel, mo
 def test_what_real_templates_end_a_completion_with(name: str, end: str | None) -> None:
     renderer = family_renderer(name)
     assert renderer.tokenizer.convert_ids_to_tokens(template_end_ids(renderer)) == ([] if end is None else [end])
-
-
-def test_a_template_that_ends_a_completion_with_plain_text_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    each = "{{% for m in messages %}}{{{{ m['role'] + ': ' + m['content'] + '{end}' }}}}{{% endfor %}}"
-    refusing = "{{ raise_exception('a system message must come first') }}"
-    for silent in (each.format(end="\\n"), each.format(end=""), refusing):
-        assert template_end_ids(Renderer(byte_bpe(), chat_template=silent)) == []
-    assert not caplog.records
-    assert template_end_ids(Renderer(byte_bpe(), chat_template=each.format(end="\\n### End\\n"))) == []
-    assert "'### End'" in caplog.text and "stop_strings" in caplog.text

@@ -15,7 +15,6 @@ from sampled import sequences_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from treeward.rl import grpo as grpo_module
-from treeward.rl import sampling
 from treeward.rl.advantages import advantages
 from treeward.rl.generation import CompletionGroup
 from treeward.rl.grpo import GRPOOutcome, GRPORun, grpo
@@ -98,26 +97,6 @@ def test_the_metrics_of_a_step_and_the_kl_that_is_taken_from_each_reward(
     assert metrics["planted_env/num_samples"] == 16 and metrics["planted_env/num_failed"] == 0
     assert metrics["train/num_failed"] == metrics["train/num_masked"] == 0 and metrics["train/lr"] == 1e-30
     assert metrics["train/prompts_drawn"] == 4 and metrics["epoch"] == pytest.approx(4 / 42)
-
-
-def test_a_generator_that_samples_from_something_else_is_told(
-    opened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = GRPORun(opened())
-    choose = sampling._choose
-
-    def hotter(logits_SV: torch.Tensor, *args: Any) -> Any:
-        return choose(logits_SV / 5, *args)
-
-    for _ in range(2):
-        run.step(1)
-        assert "not sampled from the policy" not in caplog.text
-    monkeypatch.setattr(sampling, "_choose", hotter)
-    with torch.no_grad():
-        run.setup.policy.hf.get_output_embeddings().weight.mul_(30)
-    for _ in range(2):
-        run.step(1)
-    assert caplog.text.count("not sampled from the policy") == 1
 
 
 def nodes(groups: list[CompletionGroup]) -> int:

@@ -179,7 +179,6 @@ class Dying(ServedPolicy):
     [
         ("/v1/completions", 39, 1),  # each change of weights takes 16, and step 2 is the second
         ("/collective_rpc", 4, 3),  # after the update of step 3
-        ("/v1/completions", 58, 1),  # in the validation after step 2
     ],
 )
 def test_a_generator_that_dies_ends_the_run_which_goes_on_from_its_checkpoint(

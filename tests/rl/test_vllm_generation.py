@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -108,15 +107,3 @@ def test_what_goes_wrong_is_said(
     generator.config = generator.config.model_copy(update={"timeout_seconds": 1.0})
     with pytest.raises(GenerationError, match=r"failed(?s:.*)timed out(?s:.*)timeout_seconds"):
         generator.ask([Request(IDS[0], 1, 4, 0, "a test")], generator.config, log_probs=True)
-
-
-def test_without_a_gpu_engines_are_refused_before_anything_starts(
-    vllm_package: None, opened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from vllm import platforms
-
-    monkeypatch.setattr(platforms, "current_platform", SimpleNamespace(device_type="cpu", is_cuda_alike=lambda: False))
-    for name in ("start_ray_of_run", "make_environment_runner", "load_policy"):
-        monkeypatch.setattr(f"treeward.rl.setup.{name}", None)
-    with pytest.raises(ConfigError, match=r"has no GPU for engines of vLLM(?s:.*)vLLM for cpu(?s:.*)backend=hf"):
-        opened("policy.generation={backend: vllm, max_new_tokens: 8}")

@@ -28,7 +28,6 @@ from treeward.scoring.scorer import Scorer
 from treeward.storage import write_text
 from treeward.training.checkpoints import CheckpointStore, open_store
 from treeward.training.setup import set_up
-from treeward.training.state import read_state
 from treeward.training.tracking import read_metrics
 from treeward.training.train import TrainingOutcome, train
 
@@ -203,23 +202,6 @@ def test_validation_says_what_an_evaluation_of_the_exported_model_says(
     assert measured["worst_subset"] < measured["accuracy"]
     assert measured["accuracy_shorter_right"] < measured["length_controlled_accuracy"]
     assert abs(measured["kendall_tau"]) > 1e-3
-
-
-@pytest.mark.slow
-def test_the_checkpoint_with_the_best_diagnostic_is_exported_and_said_to_be_chosen(
-    tiny_run: Callable[..., Any], tmp_path: Path
-) -> None:
-    outcome = train(tiny_run(METRIC, "policy.optimizer.kwargs.lr=0.02", "rm.val_batches=8"), show_progress=False)
-    name = "validation-held_out/length_controlled_accuracy"
-    lines = read_metrics(tmp_path / "logs" / "metrics.jsonl")
-    values = {line["step"]: line[name] for line in lines if "eval/rm/loss" in line}
-    assert len(values) == 3 and len(set(values.values())) > 1
-    best = max(values, key=lambda step: (values[step], step))
-    measured = outcome.validation["held_out"]
-    assert outcome.model_step == best and measured["length_controlled_accuracy"] == values[best]
-    assert read_state(tmp_path / "checkpoints" / f"step_{best}").own_validation[name] == values[best]
-    card = (outcome.model_folder / "README.md").read_text()
-    assert "| length controlled accuracy |" in card
 
 
 def test_validation_data_that_is_trained_on_is_said_before_the_first_step(

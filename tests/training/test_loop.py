@@ -82,9 +82,3 @@ def test_it_can_be_stopped_on_the_way_and_leaves_no_gradient(tiny_run: Callable[
     answers = iter([False, False, True])
     assert run.validate_set("held_out", lambda: next(answers)) is None
     assert run.model.training and all(parameter.grad is None for parameter in run.model.parameters())
-
-
-def test_layers_are_compiled_on_a_gpu_alone(tiny_run: Callable[..., Any]) -> None:
-    with pytest.raises(ConfigError, match="not compiled here") as caught:
-        set_up(tiny_run("policy.torch_compile=true"))
-    assert caught.value.where == "policy.torch_compile" and "cpu" in str(caught.value.got)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,7 @@ import torch
 from no_syncs import ATTENTION, NoSyncs
 from torch.nn.attention import flex_attention as torch_flex
 
-from treeward.data.encoding import EncodedDataset
 from treeward.losses import GradeSums, RewardSums, ranked_pairs
-from treeward.parallel.mesh import Mesh
 from treeward.training.prefetch import BatchPreparer, Prefetcher, StepBatches
 from treeward.training.setup import set_up
 from treeward.training.train import RewardModelRun
@@ -64,24 +61,8 @@ def test_nor_does_attention_as_a_gpu_runs_it(tiny_run: Callable[..., Any], monke
     assert any(parameter.grad is not None for parameter in setup.model.parameters())
 
 
-class OneOfTwo(Mesh):
-    data_size, data_rank = 2, 1  # type: ignore[assignment]
-
-
 def num_units(step: StepBatches) -> int:
     return sum(micro_batch.labels.num_units for micro_batch in step.micro_batches)
-
-
-def test_a_process_reads_the_comparisons_that_it_computes(
-    tiny_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    setup, read, get = set_up(tiny_run()), list[int](), EncodedDataset.__getitem__
-    monkeypatch.setattr(EncodedDataset, "__getitem__", lambda self, i: (read.append(i), get(self, i))[1])
-    alone = BatchPreparer(setup).step(1)
-    assert len(read) == alone.num_units == num_units(alone) == 8
-    read.clear()
-    shared = BatchPreparer(replace(setup, mesh=OneOfTwo())).step(1)
-    assert 0 < len(read) == num_units(shared) < shared.num_units == 8
 
 
 @pytest.mark.parametrize(("weight", "units"), [("group", 8), ("pair", 24)])

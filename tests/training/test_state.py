@@ -50,18 +50,6 @@ def test_named_schedules_rise_and_fall_to_the_end(options: Any, expected: list[f
     assert rates(NamedScheduleConfig(**options), len(expected)) == pytest.approx(expected)
 
 
-def test_torch_schedulers_follow_one_another() -> None:
-    module = "torch.optim.lr_scheduler."
-    config = TorchScheduleConfig(
-        schedulers=(
-            TorchSchedulerConfig(name=module + "LinearLR", kwargs={"start_factor": 0.5, "total_iters": 2}),
-            TorchSchedulerConfig(name=module + "ConstantLR", kwargs={"factor": 1.0}),
-        ),
-        milestones=(2,),
-    )
-    assert rates(config, 4, lr=2.0) == pytest.approx([1.0, 1.5, 2.0, 2.0])
-
-
 @pytest.mark.parametrize(
     ("name", "kwargs", "message"),
     [

@@ -67,17 +67,6 @@ def test_only_what_is_new_is_computed() -> None:
     assert model.num_computed_tokens - before == 3 + 2
 
 
-def test_prompts_with_a_common_beginning_are_each_continued_from_their_own_end() -> None:
-    model, cache = RewardModel(tiny_model("llama")).eval(), PrefixCache(2**30)
-    generator = np.random.default_rng(3)
-    system = _ids(generator, 40)
-    prompts = [system + _ids(generator, 40) for _ in range(3)]
-    model.score_tokens([p + [3] for p in prompts[:2]], cache=cache, prompt_lengths=[80, 80])
-    before = model.num_computed_tokens
-    model.score_tokens([p + [4, 4] for p in prompts], cache=cache, prompt_lengths=[80] * 3)
-    assert model.num_computed_tokens - before == 2 + 2 + (40 + 2)
-
-
 def test_the_least_recently_used_go_first() -> None:
     size = _prefix(40).num_bytes
     cache = PrefixCache(2 * size)

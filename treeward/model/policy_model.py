@@ -97,7 +97,7 @@ class PolicyModel(WrappedModel):
             raise ModelError("a completion needs a prompt of at least one token", need="1 <= prompt length <= length")
         packed = self.pack(groups)
         if isinstance(packed, TreeBatch):
-            places = packed.layout.places(packed.read_places())
+            places = packed.places()
         else:
             width = packed.tokens_SL.shape[1]
             places = [np.arange(s * width, s * width + len(sequence)) for s, sequence in enumerate(sequences)]
@@ -177,19 +177,14 @@ class _Completions(NamedTuple):
 
 def _completions(places: Sequence[np.ndarray], starts: Sequence[int], device: torch.device) -> _Completions:
     edges = [np.stack([place[start - 1 : -1], place[start:]]) for place, start in zip(places, starts, strict=True)]
-    longest = max((edge.shape[1] for edge in edges), default=0)
+    lengths_S = np.array([edge.shape[1] for edge in edges])
     joined = np.concatenate(edges, axis=1)
     # a token of a tree has one predecessor, so its own place names the pair; several may have the same one
     at, first, inverse = np.unique(joined[1], return_index=True, return_inverse=True)
     before, before_of = np.unique(joined[0][first], return_inverse=True)
-    index = np.zeros((len(edges), longest), dtype=np.int64)
-    mask = np.zeros((len(edges), longest), dtype=bool)
-    offset = 0
-    for s, edge in enumerate(edges):
-        length = edge.shape[1]
-        index[s, :length] = inverse[offset : offset + length]
-        mask[s, :length] = True
-        offset += length
+    mask = np.arange(lengths_S.max()) < lengths_S[:, None]
+    index = np.zeros(mask.shape, dtype=np.int64)
+    index[mask] = inverse
     return _Completions(*(on_device(values, device) for values in (before, before_of, at, index, mask)))
 
 

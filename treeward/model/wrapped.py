@@ -109,10 +109,8 @@ class WrappedModel(nn.Module):
     @contextlib.contextmanager
     def computing_in(self, dtype: torch.dtype) -> Iterator[None]:
         """A context in which the weights have `dtype`; afterwards each is the same parameter with the same bits."""
-        before: list[tuple[nn.Parameter, torch.dtype, Tensor | None]]
-        before = [(p, p.dtype, p.data) for p in self.weights() if p.dtype.itemsize > dtype.itemsize]
-        # A wider format holds every bit of a narrower one, so these need no copy.
-        before += [(p, p.dtype, None) for p in self.weights() if p.dtype.itemsize < dtype.itemsize]
+        # A wider format holds every bit of a narrower one, so narrower weights need no copy.
+        before = [(p, p.dtype, p.data if p.dtype.itemsize >= dtype.itemsize else None) for p in self.weights()]
         self.cast(dtype)
         try:
             yield

@@ -35,7 +35,15 @@ def launch(function: Callable[..., _T], config: Any) -> _T | None:
     lost."""
     if "WORLD_SIZE" in os.environ:
         with processes.joined(timeout=timedelta(minutes=config.cluster.timeout_minutes)):
-            return _tell_once(lambda: run_here(function, config))
+            try:
+                return run_here(function, config)
+            except (TreewardError, OSError) as error:
+                is_first = processes.fails_first()  # of several failing processes only one reports its error
+                if is_first and processes.is_main():
+                    raise
+                if is_first:
+                    sys.stderr.write(f"{error}\n")
+                raise SystemExit(2) from error
     num_processes = config.training_cluster.num_processes
     if int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1 and num_processes == 1:
         got, fix = "several tasks of srun", "srun starts torchrun on each node: examples/slurm.sub"
@@ -70,19 +78,6 @@ def run_here(function: Callable[..., _T], config: Any) -> _T | None:
                 fix=f"read {folder}/ranks; the same command goes on from the last checkpoint",
             ) from error
     return result if processes.is_main() else None
-
-
-def _tell_once(run: Callable[[], _T]) -> _T:
-    """`run()`; of several failing processes only the first reports its error."""
-    try:
-        return run()
-    except (TreewardError, OSError) as error:
-        is_first = processes.fails_first()
-        if is_first and processes.is_main():
-            raise
-        if is_first:
-            sys.stderr.write(f"{error}\n")
-        raise SystemExit(2) from error
 
 
 @contextlib.contextmanager

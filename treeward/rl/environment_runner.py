@@ -78,13 +78,11 @@ class EnvironmentRunner:
         Raises `ConfigError` or `ModelError` for an environment that is wrong itself.
         """
         shape = batch_shape(groups)
-        names = [group.prompt.info.get(CHOICE) or self._default for group in groups for _ in group.completions]
-        indices = {
-            name: [i for i, choice in enumerate(names) if choice == name] for name in dict.fromkeys(names) if name
-        }
-        rewards_by_name = self._ask(indices, groups)
+        names = [str(group.prompt.info.get(CHOICE) or self._default) for group in groups for _ in group.completions]
+        assert self.environments.keys() >= set(names), "`make_environment_runner` makes all that prompts name"
+        rewards_by_name = self._ask(names, groups)
         in_order = {name: iter(rewards) for name, rewards in rewards_by_name.items()}
-        rewards = [next(in_order[str(name)]) for name in names]
+        rewards = [next(in_order[name]) for name in names]
         failures = []
         for i, reward in enumerate(rewards):
             if reward.value is None:
@@ -101,7 +99,7 @@ class EnvironmentRunner:
     def gold(self, groups: Sequence[CompletionGroup]) -> Tensor:
         """Rewards of the gold environment, float32 (P, G), NaN for none. Raises as `reward` does."""
         shape = batch_shape(groups)
-        rewards = self._ask({_GOLD: range(shape[0] * shape[1])}, groups)[_GOLD]
+        rewards = self._ask([_GOLD] * math.prod(shape), groups).get(_GOLD, [])
         if missing := [reward.error for reward in rewards if reward.value is None]:
             logger.warning("%d of %d completions have no gold reward: %s", len(missing), len(rewards), missing[0])
         return _tensor([reward.value for reward in rewards]).reshape(shape)
@@ -111,10 +109,8 @@ class EnvironmentRunner:
         for environment in self.environments.values():
             environment.shutdown()
 
-    def _ask(
-        self, indices_by_name: Mapping[str, Sequence[int]], groups: Sequence[CompletionGroup]
-    ) -> dict[str, list[Reward]]:
-        """By environment, its rewards. Completions are indexed through all groups."""
+    def _ask(self, names: Sequence[str], groups: Sequence[CompletionGroup]) -> dict[str, list[Reward]]:
+        """The rewards of each environment. `names`: the environment of each completion, through all groups."""
         samples = [
             (conversation, {**group.prompt.info, "truncated": completion.truncated})
             for group in groups
@@ -123,7 +119,7 @@ class EnvironmentRunner:
 
         def ask(name: str) -> list[Reward]:
             # Copies, which an environment may change.
-            chosen = copy.deepcopy([samples[i] for i in indices_by_name[name]])
+            chosen = copy.deepcopy([sample for sample, choice in zip(samples, names, strict=True) if choice == name])
             try:
                 rewards = self.environments[name].rewards([chat for chat, _ in chosen], [info for _, info in chosen])
             except (ConfigError, ModelError):
@@ -137,8 +133,9 @@ class EnvironmentRunner:
                 raise ConfigError(summary, where=name)
             return [_finite(reward) for reward in rewards]
 
-        with ThreadPoolExecutor(max(len(indices_by_name), 1)) as threads:
-            return dict(zip(indices_by_name, threads.map(ask, indices_by_name), strict=True))
+        environments = list(dict.fromkeys(names))
+        with ThreadPoolExecutor(max(len(environments), 1)) as threads:
+            return dict(zip(environments, threads.map(ask, environments), strict=True))
 
 
 def make_environment_runner(config: GRPORunConfig, prompts: Sequence[Prompt]) -> EnvironmentRunner:
@@ -148,9 +145,8 @@ def make_environment_runner(config: GRPORunConfig, prompts: Sequence[Prompt]) ->
     environment's constructor, after it has shut the others down.
     """
     grpo, default = config.grpo, config.default_environment
-    used = dict.fromkeys((*([] if default is None else [default]), *config.named_environments))
-    for prompt in prompts:
-        used[_choice(prompt, default, grpo)] = None
+    chosen = (_choice(prompt, default, grpo) for prompt in prompts)
+    used = dict.fromkeys([*filter(None, [default]), *config.named_environments, *chosen])
     gold = grpo.gold_environment
     sections = {name: config.env[name] for name in (*used, gold) if name is not None}
     environments = make_environments(sections) if processes.is_main() else {}
@@ -161,8 +157,12 @@ def make_environment_runner(config: GRPORunConfig, prompts: Sequence[Prompt]) ->
     )
 
 
-def environment_metrics(by_environment: Mapping[str, Sequence[Reward]]) -> dict[str, float]:
-    """`reward_metrics` of each environment, and the means `<name>/component/<component>`."""
+def environment_metrics(draws: Sequence[GroupRewards]) -> dict[str, float]:
+    """`reward_metrics` of each environment over all draws, and the means `<name>/component/<component>`."""
+    by_environment: dict[str, list[Reward]] = defaultdict(list)
+    for draw in draws:
+        for label, rewards in draw.by_environment.items():
+            by_environment[label] += rewards
     metrics: dict[str, float] = {}
     for label, rewards in by_environment.items():
         metrics |= reward_metrics(label, _tensor([reward.value for reward in rewards]))

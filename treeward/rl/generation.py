@@ -194,11 +194,9 @@ class LocalGenerator(Generator):
             p: tuple(self.reader.completion(row.token_ids, row.log_probs) for row in prompt_rows)
             for p, prompt_rows in rows_by_prompt.items()
         }
-        completions = {
-            p: group_completions
-            for share in processes.gather(sampled, self.mesh.data_group)
-            for p, group_completions in share.items()
-        }
+        completions: dict[int, tuple[SampledCompletion, ...]] = {}
+        for share in processes.gather(sampled, self.mesh.data_group):
+            completions |= share
         return [
             CompletionGroup(prompt, tuple(ids), completions[p])
             for p, (prompt, ids) in enumerate(zip(prompts, prompt_ids, strict=True))

@@ -127,6 +127,13 @@ class RLRun:
         return next(reversed(self.curve("validation/kl").values()), None)
 
     @property
+    def distances(self) -> Curve:
+        """The distance that the policy has moved, sqrt(KL), at each validation with a reward."""
+        rewarded = self.curve("validation/gold_reward").keys() | self.curve("validation/reward").keys()
+        kl_by_step = self.curve("validation/kl")
+        return {step: math.sqrt(max(kl, 0.0)) for step, kl in kl_by_step.items() if step in rewarded}
+
+    @property
     def lengths(self) -> list[float]:
         """Mean tokens of a completion, at each validation."""
         return list(self.curve("validation/mean_gen_tokens_per_sample").values())
@@ -257,38 +264,30 @@ def _prefix(run: RLRun, runs: Sequence[Any]) -> str:
 
 def _over_distance(runs: Sequence[RLRun]) -> Iterator[Block]:
     """Gold and the proxy over sqrt(KL): gains over the first validation."""
-    notes = {
-        "gold": "How much was gained for the distance that the policy has moved.",
-        "proxy": "In its own units. What it is worth only gold can tell.",
-    }
-    series: dict[str, list[Block]] = {"gold": [], "proxy": []}
-    lines: list[Block] = []
-    for colour, run in enumerate(runs):
-        prefix = _prefix(run, runs)
-        curves = {"gold": run.curve("validation/gold_reward"), "proxy": run.curve("validation/reward")}
-        distances = {
-            step: math.sqrt(max(kl, 0.0))
-            for step, kl in run.curve("validation/kl").items()
-            if any(step in curve for curve in curves.values())
-        }
-        if len(distances) < 2:
-            continue
-        for name, curve in curves.items():
-            steps = [step for step in distances if step in curve]
-            if steps:
+    moved = [(colour, run) for colour, run in enumerate(runs) if len(run.distances) > 1]
+    lines: list[Block] = [
+        {"x": run.distances[run.alarm_step], "label": f"{_prefix(run, runs)}alarm", "colour": colour}
+        for colour, run in moved
+        if run.alarm_step in run.distances
+    ]
+    for name, key, note in (
+        ("gold", "gold_reward", "How much was gained for the distance that the policy has moved."),
+        ("proxy", "reward", "In its own units. What it is worth only gold can tell."),
+    ):
+        series: list[Block] = []
+        for colour, run in moved:
+            curve, distances = run.curve(f"validation/{key}"), run.distances
+            if steps := [step for step in distances if step in curve]:
                 start = next(iter(curve.values()))
                 points = {"x": [distances[step] for step in steps], "y": [curve[step] - start for step in steps]}
                 labels = [f"step {step:,}, distance {format_number(distances[step])}" for step in steps]
-                look = {"name": f"{prefix}{name}", "colour": colour, "dash": _SOLID, "dots": True}
-                series[name].append(look | points | {"labels": labels})
-        if run.alarm_step in distances:
-            lines.append({"x": distances[run.alarm_step], "label": f"{prefix}alarm", "colour": colour})
-    for name, run_curves in series.items():
-        if run_curves:
+                look = {"name": f"{_prefix(run, runs)}{name}", "colour": colour, "dash": _SOLID, "dots": True}
+                series.append(look | points | {"labels": labels})
+        if series:
             yield curves_block(
                 f"{name.capitalize()} over the distance moved",
-                run_curves,
-                notes[name],
+                series,
+                note,
                 x_label="square root of KL to the reference, KL in nats",
                 y_label="gain over the first validation",
                 lines=lines,

@@ -30,7 +30,6 @@ import torch
 from torch import Tensor
 
 from treeward import processes
-from treeward.environments.interface import Reward
 from treeward.errors import ModelError
 from treeward.rl.advantages import informative_groups, length_correlation, shaped_rewards, used_completions
 from treeward.rl.environment_runner import GroupRewards, environment_metrics, failure_summary
@@ -147,10 +146,6 @@ def _check_failures(rewards: GroupRewards, most: float) -> None:
 
 def _metrics(groups: Sequence[CompletionGroup], rewards_PG: Tensor, draws: Sequence[GroupRewards]) -> dict[str, float]:
     """The metrics of all completions that a step sampled, in one draw or several; NaN for missing values."""
-    by_environment: dict[str, list[Reward]] = defaultdict(list)
-    for draw in draws:
-        for label, environment_rewards in draw.by_environment.items():
-            by_environment[label] += environment_rewards
     rewards = rewards_PG[rewards_PG.isfinite()]
     return {
         "train/reward": float(rewards.mean()),
@@ -162,7 +157,7 @@ def _metrics(groups: Sequence[CompletionGroup], rewards_PG: Tensor, draws: Seque
         "train/groups_without_signal": 1 - float(informative_groups(rewards_PG).float().mean()),
         "train/num_failed": float(rewards_PG.numel() - len(rewards)),
         "train/num_groups_sampled": float(len(groups)),
-    } | environment_metrics(by_environment)
+    } | environment_metrics(draws)
 
 
 def _check_signal(kept: Sequence[int], wanted: int, num_draws: int) -> None:
@@ -182,7 +177,7 @@ def validate(run: GRPOSetup, *, should_stop: Callable[[], str | None] = lambda: 
     grpo = run.config.grpo
     groups: list[CompletionGroup] = []
     measurements: dict[str, list[Tensor]] = defaultdict(list)
-    by_environment: dict[str, list[Reward]] = defaultdict(list)
+    draws: list[GroupRewards] = []
     for number, start in enumerate(range(0, len(run.validation), _VALIDATION_BATCH)):
         if should_stop():
             return None
@@ -194,19 +189,17 @@ def validate(run: GRPOSetup, *, should_stop: Callable[[], str | None] = lambda: 
             seed=sampling_seed(grpo.seed, 0, number, validation=True),
         )
         groups += batch
-        rewards = processes.on_main(partial(run.rewards.reward, batch))
+        draws.append(processes.on_main(partial(run.rewards.reward, batch)))
         kl_PG, entropy_PG = run.updater.measure(batch)
-        measurements["reward"].append(shaped_rewards(run.config, batch, rewards.rewards_PG))
-        measurements["raw_reward"].append(rewards.raw_PG)
-        for label, of_environment in rewards.by_environment.items():
-            by_environment[label] += of_environment
+        measurements["reward"].append(shaped_rewards(run.config, batch, draws[-1].rewards_PG))
+        measurements["raw_reward"].append(draws[-1].raw_PG)
         measurements["entropy"].append(entropy_PG)
         if grpo.gold_environment is not None:
             measurements["gold_reward"].append(processes.on_main(partial(run.rewards.gold, batch)))
         if kl_PG is not None:
             measurements["kl"].append(kl_PG)
     summary = _summary(run, groups, {name: torch.cat(tensors) for name, tensors in measurements.items()})
-    parts = {name: value for name, value in environment_metrics(by_environment).items() if "/component/" in name}
+    parts = {name: value for name, value in environment_metrics(draws).items() if "/component/" in name}
     return summary._replace(metrics={**summary.metrics, **{f"validation/{name}": v for name, v in parts.items()}})
 
 

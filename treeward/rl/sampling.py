@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, TopKLogitsWarper, TopPLogitsWarper
 
 from treeward.errors import ModelError
@@ -51,8 +52,6 @@ DECODE_SETTINGS = {"cpu": DecodeSettings(1, 7 / 8, static=False), "cuda": Decode
 
 _PROMPT_TOKENS = 8192
 """Tokens of prompts in one forward pass."""
-
-_PADDING = 0  # masked, so that any token will do
 
 
 @dataclass(slots=True)
@@ -149,23 +148,20 @@ class _TreeDecoder:
     def start(self) -> Tensor:
         """The logits after each row's prompt, float32 (S, V)."""
         prompts = list(self._places)
-        prefixes: list[Prefix | None] = [None] * len(prompts)
-        hidden_PD: list[Tensor | None] = [None] * len(prompts)
+        computed: dict[int, tuple[Prefix, Tensor]] = {}  # of each prompt, with the hidden state of its last token
         for chosen in plan_micro_batches([len(ids) for ids in prompts], max_tokens=_PROMPT_TOKENS):
             groups = [[prompts[p]] for p in chosen]
             keep = [(n, 0, len(prompts[p])) for n, p in enumerate(chosen)]
             batch = TreeBatch.from_groups(groups, keep=keep).to(self.policy.device)
             read = self.policy.tree_hidden(batch, batch.reads_N).index_select(0, batch.read_of_S)
             assert batch.layout.exchange is not None
-            for n, (p, prefix) in enumerate(zip(chosen, batch.layout.exchange.kept(), strict=True)):
-                prefixes[p], hidden_PD[p] = prefix, read[n]
+            kept = zip(batch.layout.exchange.kept(), read, strict=True)
+            computed |= dict(zip(chosen, kept, strict=True))
         prompt_of_S = [self._places[row.prompt_ids] for row in self._rows]
         most = max(row.most for row in self._rows)
-        self.decoding = Decoding(
-            [prefix for prefix in prefixes if prefix is not None], prompt_of_S, most_tokens=most, static=self._static
-        )
-        hidden = torch.stack([hidden_D for hidden_D in hidden_PD if hidden_D is not None])
-        return self.policy.logits(hidden).float()[prompt_of_S]
+        prefixes, hidden = zip(*(computed[p] for p in range(len(prompts))), strict=True)
+        self.decoding = Decoding(prefixes, prompt_of_S, most_tokens=most, static=self._static)
+        return self.policy.logits(torch.stack(hidden)).float()[prompt_of_S]
 
     def __call__(self, tokens_S: Tensor) -> Tensor:
         """The logits after one token more."""
@@ -232,7 +228,10 @@ class _RowDecoder:
         self._cache_name = found[0]
         places = {prompt: p for p, prompt in enumerate(dict.fromkeys(row.prompt_ids for row in rows))}
         self._of_row = [places[row.prompt_ids] for row in rows]
-        self._tokens_PL, self._mask_SL = _padded(list(places), policy.device)
+        prompts = [torch.tensor(prompt, device=policy.device) for prompt in places]
+        left: dict[str, Any] = {"batch_first": True, "padding_side": "left"}  # masked, so that any token will do
+        self._tokens_PL = pad_sequence(prompts, **left)
+        self._mask_SL = pad_sequence([torch.ones_like(prompt) for prompt in prompts], **left)
 
     def start(self) -> Tensor:
         """The logits after each row's prompt, float32 (S, V)."""
@@ -263,14 +262,6 @@ class _RowDecoder:
         with self.policy.plain_attention():
             logits: Tensor = self.policy.hf(**arguments).logits
         return logits[:, -1].float()
-
-
-def _padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Prompts padded on the left, int64 (P, L), and the mask of their tokens."""
-    longest = max(map(len, prompts))
-    rows = [[_PADDING] * (longest - len(ids)) + list(ids) for ids in prompts]
-    mask = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts]
-    return torch.tensor(rows, device=device), torch.tensor(mask, device=device)
 
 
 def _choose(

@@ -143,15 +143,10 @@ class ServedGenerator(Generator):
         policy.eval()
         for temperature in {self.config.temperature} | (set() if self.config.gives_log_probs else {1.0}):
             values = policy.log_probs(groups, [[len(ids)] for ids in prompts], temperature=temperature)
-            computed = values.values_SL[values.mask_SL].float().cpu().split([len(log_probs) for log_probs in sampled])
-            token_differences = [
-                (policy_values - sampler_values).abs()
-                for policy_values, sampler_values in zip(computed, sampled, strict=True)
-            ]
-            sampler_means = [
-                torch.cat(token_differences[n :: self.num_samplers]).mean() for n in range(self.num_samplers)
-            ]
-            differences.append(float(torch.stack(sampler_means).max()))  # a tensor's maximum keeps NaN
+            off_N = (values.values_SL[values.mask_SL].float().cpu() - torch.cat(sampled)).abs()
+            off = off_N.split([len(log_probs) for log_probs in sampled])
+            means = [torch.cat(off[n :: self.num_samplers]).mean() for n in range(self.num_samplers)]
+            differences.append(float(torch.stack(means).max()))  # a tensor's maximum keeps NaN
         policy.train(training)
         difference, dtypes = min(differences), {policy.compute_dtype or policy.hf.dtype, self.sampler_dtype}
         is_exact = dtypes <= {torch.float32, None}

@@ -98,13 +98,23 @@ class CheckpointStore:
     def write_folder(self, name: str, write: Callable[[Path], object]) -> Path:
         """Have `write` fill a folder of any `name` beside the checkpoints, whole or absent; it replaces an older one.
         Raises `CheckpointError` if it cannot be written; the older one stays."""
-        with self._whole_or_absent(name):
-            write(self._begin(name))
-            self._end(name)
-        return self.folder / name
+        final, partial = self.folder / name, self.folder / f"{_PARTIAL}{name}"
+        try:
+            self._begin(partial)
+            write(partial)
+            processes.on_main(lambda: self._end(partial, final))
+        except Exception as error:
+            if processes.is_main():
+                shutil.rmtree(partial, ignore_errors=True)
+            # safetensors and tokenizers report a full disk by exceptions of their own, with the text of Rust's.
+            if not isinstance(error, OSError) and "(os error " not in str(error):
+                raise
+            fix = "make room and start the same command again: it resumes from the last checkpoint"
+            raise CheckpointError("cannot be saved", where=str(final), got=str(error), fix=fix) from error
+        return final
 
-    def _begin(self, name: str) -> Path:
-        partial = self.folder / f"{_PARTIAL}{name}"
+    def _begin(self, partial: Path) -> None:
+        """Make the partial folder, and wait until every process sees it."""
         processes.on_main(partial.mkdir)
         end = time.monotonic() + _PATIENCE_SECONDS
         while not partial.is_dir() and time.monotonic() < end:  # folders of a network may show late
@@ -112,38 +122,18 @@ class CheckpointStore:
         if not all(processes.gather(partial.is_dir())):
             summary, need = "a process does not see the checkpoint folder", "a folder that all nodes share"
             raise CheckpointError(summary, where=f"checkpointing.checkpoint_dir: {self.folder}", need=need)
-        return partial
 
-    def _end(self, name: str) -> None:
+    def _end(self, partial: Path, final: Path) -> None:
         """Flush the partial folder, and give it its final name."""
-        final, partial = self.folder / name, self.folder / f"{_PARTIAL}{name}"
-
-        def end() -> None:
-            readable = partial.stat().st_mode & 0o666
-            for path in [*partial.rglob("*"), partial]:
-                if path.is_file():
-                    path.chmod(readable)  # safetensors writes for the owner alone; a model is read by servers too
-                sync_folder(path)
-            if final.exists():
-                self._remove(final)
-            os.rename(partial, final)
-            sync_folder(self.folder)
-
-        processes.on_main(end)
-
-    @contextmanager
-    def _whole_or_absent(self, name: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            if processes.is_main():
-                shutil.rmtree(self.folder / f"{_PARTIAL}{name}", ignore_errors=True)
-            # safetensors and tokenizers report a full disk by exceptions of their own, with the text of Rust's.
-            if not isinstance(error, OSError) and "(os error " not in str(error):
-                raise
-            fix = "make room and start the same command again: it resumes from the last checkpoint"
-            where = str(self.folder / name)
-            raise CheckpointError("cannot be saved", where=where, got=str(error), fix=fix) from error
+        readable = partial.stat().st_mode & 0o666
+        for path in [*partial.rglob("*"), partial]:
+            if path.is_file():
+                path.chmod(readable)  # safetensors writes for the owner alone; a model is read by servers too
+            sync_folder(path)
+        if final.exists():
+            self._remove(final)
+        os.rename(partial, final)
+        sync_folder(self.folder)
 
     def all(self) -> list[Checkpoint]:
         """Every finished checkpoint, oldest first."""

@@ -38,15 +38,23 @@ class SetValidation:
 
     def metrics(self) -> dict[str, Metric]:
         """The metrics by name; without a value a metric's note says why."""
-        return _of_sums(self.sums) | gate_metrics(self.scored) | _of_grades([self])
+        return pooled([self])
 
 
 def pooled(sets: Sequence[SetValidation]) -> dict[str, Metric]:
     """The metrics over the comparisons of all sets."""
-    if len(sets) == 1:
-        return sets[0].metrics()
     sums = sum((result.sums for result in sets), RewardMetrics())
-    return _of_sums(sums) | gate_metrics([example for result in sets for example in result.scored]) | _of_grades(sets)
+    missing = "There is no pair of a better and a worse completion."
+    metrics = {
+        name: Metric(name, value, count=sums.num_pairs, note=missing if math.isnan(value) else None)
+        for name, value in sums.means().items()
+    }
+    metrics |= gate_metrics([example for result in sets for example in result.scored])
+    if grades := [result.grades_6H for result in sets if result.grades_6H is not None]:
+        grades_6H = torch.stack(grades).sum(dim=0)
+        means, count = grade_metrics(grades_6H, sets[0].attributes), int(grades_6H[0].sum())
+        metrics |= {name: Metric(name, value, count=count) for name, value in means.items() if math.isfinite(value)}
+    return metrics
 
 
 def values_of(metrics: dict[str, Metric]) -> dict[str, float]:
@@ -70,20 +78,3 @@ def learnt(means: Mapping[str, float], size: int, training_losses: Sequence[floa
         return f"{sentence}; the loss, {loss:.3f}, has not parted from that of training, {trained:.3f}."
     advice = "more data or fewer epochs may help"
     return f"{sentence}; the loss, {loss:.3f}, has parted from that of training, {trained:.3f}: {advice}."
-
-
-def _of_sums(sums: RewardMetrics) -> dict[str, Metric]:
-    missing = "There is no pair of a better and a worse completion."
-    return {
-        name: Metric(name, value, count=sums.num_pairs, note=missing if math.isnan(value) else None)
-        for name, value in sums.means().items()
-    }
-
-
-def _of_grades(sets: Sequence[SetValidation]) -> dict[str, Metric]:
-    sums = [result.grades_6H for result in sets if result.grades_6H is not None]
-    if not sums:
-        return {}
-    sums_6H = torch.stack(sums).sum(dim=0)
-    metrics, count = grade_metrics(sums_6H, sets[0].attributes), int(sums_6H[0].sum())
-    return {name: Metric(name, value, count=count) for name, value in metrics.items() if math.isfinite(value)}

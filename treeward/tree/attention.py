@@ -36,7 +36,6 @@ from treeward.tree import flex
 from treeward.tree.batch import TreeLayout, TreeSpan
 from treeward.tree.flex import FlexMask, MaskFunction
 from treeward.tree.prefix import Prefixes
-from treeward.tree.token_tree import Segment
 
 TREE = "treeward_tree"
 FLEX = "treeward_flex"
@@ -513,11 +512,7 @@ class PositionMask:
 
     def _cut(self, tree: TreeSpan) -> Iterator[Window]:
         for segment in tree.segments:
-            path: list[Run] = []
-            ancestor: Segment | None = segment
-            while ancestor is not None:
-                path.insert(0, Run(ancestor.start, ancestor.end, ancestor.depth, False))
-                ancestor = None if ancestor.parent is None else tree.segments[ancestor.parent]
+            path = [Run(above.start, above.end, above.depth, False) for above in tree.path(segment)]
             if tree.num_prefix_tokens:
                 path.insert(0, Run(0, tree.num_prefix_tokens, 0, True))
             for start in range(segment.depth, segment.depth + len(segment), BLOCK):

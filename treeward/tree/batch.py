@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from treeward.tree.prefix import Exchange, Kept, Prefix
-from treeward.tree.token_tree import Segment, TokenIds, TokenTree, common_prefix_length
+from treeward.tree.token_tree import Segment, TokenIds, TokenTree, common_prefix_length, sort_key
 
 MIN_SHARED_BETWEEN_GROUPS = 32
 """Groups share a tree if they have at least this many leading tokens in common. Fewer (a BOS token, a role header)
@@ -73,16 +73,16 @@ class TreeSpan:
     def __len__(self) -> int:
         return self.end - self.start
 
-    def path(self, read: int) -> list[tuple[int, int]]:
-        """The ranges in the row of the tokens of the sequence that ends at `read`."""
-        at: int | None = next(i for i, segment in enumerate(self.segments) if segment.start <= read < segment.end)
-        ranges: list[tuple[int, int]] = []
-        end = read + 1  # a sequence may end within a segment that another continues
-        while at is not None:
-            segment = self.segments[at]
-            ranges.insert(0, (segment.start, min(end, segment.end)))
-            at, end = segment.parent, self.end
-        return ranges
+    def path(self, segment: Segment) -> list[Segment]:
+        """The segments from the root to this one."""
+        path = [segment]
+        while path[0].parent is not None:
+            path.insert(0, self.segments[path[0].parent])
+        return path
+
+    def path_to(self, read: int) -> list[Segment]:
+        """The segments of the sequence that ends at `read`, as a segment does."""
+        return self.path(next(segment for segment in self.segments if segment.end == read + 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +105,8 @@ class TreeLayout(Movable):
 
     def places(self, reads: Sequence[int]) -> list[np.ndarray]:
         """The places in the row of the tokens of each sequence, by where it ends."""
-        paths = [next(tree for tree in self.trees if tree.start <= read < tree.end).path(read) for read in reads]
-        return [np.concatenate([np.arange(start, end) for start, end in path]) for path in paths]
+        paths = [next(tree for tree in self.trees if tree.start <= read < tree.end).path_to(read) for read in reads]
+        return [np.concatenate([np.arange(segment.start, segment.end) for segment in path]) for path in paths]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +130,9 @@ class TreeBatch(Movable):
         """The place in the row of each sequence's last token, int64 (S,)."""
         return self.reads_N[self.read_of_S]
 
-    def read_places(self) -> list[int]:
-        """`reads_S` as numbers; the batch must be on the host."""
-        places: list[int] = self.reads_S.tolist()
-        return places
+    def places(self) -> list[np.ndarray]:
+        """The places in the row of the tokens of each sequence; the batch must be on the host."""
+        return self.layout.places(self.reads_S.tolist())
 
     @property
     def num_computed_tokens(self) -> int:
@@ -156,7 +155,6 @@ class TreeBatch(Movable):
         if not groups or any(len(group) == 0 for group in groups):
             raise ValueError("a TreeBatch needs at least one group, and every group at least one sequence")
         sequences = [np.asarray(sequence, dtype=np.int64) for group in groups for sequence in group]
-        sizes = tuple(len(group) for group in groups)
         tokens: list[np.ndarray] = []
         positions: list[np.ndarray] = []
         spans: list[TreeSpan] = []
@@ -165,10 +163,10 @@ class TreeBatch(Movable):
         # With prefixes to read or keep, every group is its own tree, so that trees have the groups' indices.
         separate = prefixes is not None or bool(keep)
         group_prefixes = [None] * len(groups) if prefixes is None else list(prefixes)
-        starts = np.cumsum([0, *sizes]).tolist()
+        starts = np.cumsum([0, *map(len, groups)]).tolist()
         ranges = [list(range(start, end)) for start, end in itertools.pairwise(starts)]
-        for members in ranges if separate else _clusters(sequences, sizes, min_shared):
-            prefix = group_prefixes[len(spans)] if separate else None
+        for members in ranges if separate else _clusters(sequences, ranges, min_shared):
+            prefix = group_prefixes[len(spans)]  # None where groups share trees
             before = 0 if prefix is None else len(prefix)
             tree = TokenTree.from_sequences([sequences[i] for i in members])
             tokens.append(tree.tokens_N)
@@ -177,13 +175,8 @@ class TreeBatch(Movable):
             spans.append(TreeSpan(offset, offset + tree.num_tokens, tree.depth + before, segments, before))
             reads[members] = tree.reads_S + offset
             offset += tree.num_tokens
-        exchange = None
-        if separate:
-            kept = [
-                Kept(group_prefixes[g], _first_of_path(spans[g], int(reads[starts[g] + k]), length))
-                for g, k, length in keep
-            ]
-            exchange = Exchange(group_prefixes, kept)
+        kept = [Kept(g, _first_of_path(spans[g], int(reads[starts[g] + k]), length)) for g, k, length in keep]
+        exchange = Exchange(group_prefixes, kept) if separate else None
         all_segments = [segment for span in spans for segment in span.segments]
         ends = np.repeat([segment.subtree_end for segment in all_segments], [len(segment) for segment in all_segments])
         layout = TreeLayout(
@@ -195,8 +188,7 @@ class TreeBatch(Movable):
 
     def also_reading(self, positions: Sequence[int]) -> TreeBatch:
         """The batch, on the host, with one more read position for each sequence."""
-        paths = self.layout.places(self.read_places())
-        places = [path[position] for path, position in zip(paths, positions, strict=True)]
+        places = [path[position] for path, position in zip(self.places(), positions, strict=True)]
         reads = np.concatenate([self.reads_S.numpy(), np.array(places)])
         reads_N, read_index = map(torch.from_numpy, np.unique(reads, return_inverse=True))
         return replace(self, reads_N=reads_N, read_of_S=read_index[: len(places)], also_S=read_index[len(places) :])
@@ -354,9 +346,8 @@ def plan_sequences(
         padded_plan = plan_padded(shapes, max_tokens=max_tokens, max_groups=max_sequences)
         return [[[i] for i in members] for members in padded_plan]
     plan: list[list[list[int]]] = []
-    keys = [array.astype(">i8").tobytes() for array in arrays]
     used, count, previous = 0, 0, None
-    for i in sorted(range(len(arrays)), key=lambda i: (keys[i], i)):
+    for i in sorted(range(len(arrays)), key=lambda i: sort_key(arrays[i])):
         shared = 0 if previous is None else common_prefix_length(arrays[previous], arrays[i])
         if shared < min(MIN_SHARED_BETWEEN_SEQUENCES, len(arrays[i])):  # an equal is shared however short it is
             shared = 0
@@ -377,26 +368,22 @@ def plan_sequences(
 
 def _first_of_path(tree: TreeSpan, read: int, num_tokens: int) -> tuple[tuple[int, int], ...]:
     """The ranges in the row of the first `num_tokens` tokens of the sequence that ends at `read`."""
-    ranges: list[tuple[int, int]] = []
-    for start, end in tree.path(read):
-        if num_tokens > 0:
-            ranges.append((start, min(end, start + num_tokens)))
-            num_tokens -= end - start
-    return tuple(ranges)
+    depth = tree.num_prefix_tokens + num_tokens
+    path = tree.path_to(read)
+    return tuple((s.start, min(s.end, s.start + depth - s.depth)) for s in path if s.depth < depth)
 
 
-def _clusters(sequences: Sequence[np.ndarray], sizes: Sequence[int], min_shared: int) -> list[list[int]]:
+def _clusters(sequences: Sequence[np.ndarray], groups: Sequence[Sequence[int]], min_shared: int) -> list[list[int]]:
     """The sequences of each tree: of all groups that begin with the same `min_shared` tokens."""
-    starts = np.cumsum([0, *sizes])
-    heads = [sequences[start] for start in starts[:-1]]
-    order = sorted(range(len(heads)), key=lambda g: heads[g].astype(">i8").tobytes())
+    heads = [sequences[group[0]] for group in groups]
+    order = sorted(range(len(heads)), key=lambda g: sort_key(heads[g]))
     clusters: list[list[int]] = []
     for previous, g in zip([None, *order], order, strict=False):
         if previous is None or common_prefix_length(heads[previous], heads[g]) < min_shared:
             clusters.append([])
         clusters[-1].append(g)
     clusters.sort(key=min)
-    return [[i for g in sorted(groups) for i in range(starts[g], starts[g + 1])] for groups in clusters]
+    return [[i for g in sorted(cluster) for i in groups[g]] for cluster in clusters]
 
 
 class GroupPart(NamedTuple):
@@ -414,10 +401,7 @@ def split_group(
     sequences that begin alike; otherwise padded rows, of sequences of like length. A longer sequence is its own part.
     """
     arrays = [np.asarray(sequence, dtype=np.int64) for sequence in sequences]
-    if share:
-        order = sorted(range(len(arrays)), key=lambda i: arrays[i].astype(">i8").tobytes())
-    else:
-        order = sorted(range(len(arrays)), key=lambda i: -len(arrays[i]))
+    order = sorted(range(len(arrays)), key=lambda i: sort_key(arrays[i]) if share else -len(arrays[i]))
     parts: list[GroupPart] = []
     members: list[int] = []
     used = 0

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treeward.tree.token_tree import TokenIds, common_prefix_length
+from treeward.tree.token_tree import TokenIds, common_prefix_length, sort_key
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,9 +56,9 @@ Prefixes = Sequence[tuple[Tensor, Tensor] | None]
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A prefix to keep: the tree's prefix, if any, and then these ranges of the row, root first."""
+    """A prefix to keep: that of the tree of this number, if any, and then these ranges of the row, root first."""
 
-    prefix: Prefix | None
+    tree: int
     ranges: tuple[tuple[int, int], ...]
 
 
@@ -75,14 +75,11 @@ class Exchange:
     def enter(self, key_BJTD: Tensor, value_BJTD: Tensor) -> list[tuple[Tensor, Tensor] | None]:
         """Called by each attention layer with the row's keys and values; returns each tree's prefix."""
         layer, self._layer = self._layer, self._layer + 1
+        prefixes = [None if prefix is None else (prefix.keys[layer], prefix.values[layer]) for prefix in self.prefixes]
         for path, kept in zip(self.keep, self._kept, strict=True):
-            kept.append(
-                (
-                    _joined(None if path.prefix is None else path.prefix.keys[layer], key_BJTD[0], path.ranges),
-                    _joined(None if path.prefix is None else path.prefix.values[layer], value_BJTD[0], path.ranges),
-                )
-            )
-        return [None if prefix is None else (prefix.keys[layer], prefix.values[layer]) for prefix in self.prefixes]
+            key_JPD, value_JPD = prefixes[path.tree] or (None, None)
+            kept.append((_joined(key_JPD, key_BJTD[0], path.ranges), _joined(value_JPD, value_BJTD[0], path.ranges)))
+        return prefixes
 
     def kept(self) -> list[Prefix]:
         """After the forward pass, the prefixes of `keep`."""
@@ -115,21 +112,21 @@ class PrefixCache:
 
     def match(self, tokens: TokenIds) -> int:
         """How many of the first tokens are cached, at most all but the last; 0 if they are too few to matter."""
-        return self._longest(_key(tokens))[1]
+        num_known = min(self._longest(sort_key(tokens))[1], len(tokens) - 1)
+        return num_known if num_known >= MIN_PREFIX_TOKENS else 0
 
     def get(self, tokens: TokenIds, num_tokens: int) -> Prefix:
         """The keys and values of the first `num_tokens` tokens, at most `match(tokens)`."""
-        key = _key(tokens)
-        entry, num_known = self._longest(key, whole=True)
+        entry, num_known = self._longest(sort_key(tokens))
         assert entry is not None and num_tokens <= num_known, f"{num_tokens} of {num_known} known tokens"
         self._entries.move_to_end(entry)
         return self._entries[entry].first(num_tokens)
 
     def put(self, tokens: TokenIds, prefix: Prefix) -> None:
         """Keep the keys and values of these tokens, if they fit."""
-        key = _key(tokens)
+        key = sort_key(tokens)
         size = prefix.num_bytes
-        if size > self.max_bytes or len(prefix) < MIN_PREFIX_TOKENS or self._longest(key, whole=True)[1] == len(prefix):
+        if size > self.max_bytes or len(prefix) < MIN_PREFIX_TOKENS or self._longest(key)[1] == len(prefix):
             return
         place = bisect.bisect_left(self._sorted, key)
         if place and key.startswith(self._sorted[place - 1]):  # the new entry continues it
@@ -150,17 +147,12 @@ class PrefixCache:
         self.num_bytes -= self._entries.pop(key).num_bytes
         del self._sorted[bisect.bisect_left(self._sorted, key)]
 
-    def _longest(self, key: bytes, *, whole: bool = False) -> tuple[bytes | None, int]:
-        """The entry that begins most like `key`, and how many tokens they share; all of the key's only if `whole`."""
+    def _longest(self, key: bytes) -> tuple[bytes | None, int]:
+        """The entry that begins most like `key`, and how many tokens they share."""
         place = bisect.bisect_left(self._sorted, key)
-        best, most = None, 0
-        for neighbour in self._sorted[max(place - 1, 0) : place + 1]:
-            shared = common_prefix_length(_tokens(neighbour), _tokens(key))
-            if shared > most:
-                best, most = neighbour, shared
-        if not whole:
-            most = min(most, len(key) // 8 - 1)
-        return (best, most) if most >= MIN_PREFIX_TOKENS else (None, 0)
+        neighbours = self._sorted[max(place - 1, 0) : place + 1]
+        shared = [(entry, common_prefix_length(_tokens(entry), _tokens(key))) for entry in neighbours]
+        return max(shared, key=lambda pair: pair[1], default=(None, 0))
 
 
 class RecentTokens:
@@ -173,7 +165,7 @@ class RecentTokens:
 
     def add(self, tokens: TokenIds) -> int:
         """Add a sequence; returns how many of its first tokens an earlier one shares, in whole blocks."""
-        key, hashed, num_known = _key(tokens), hashlib.blake2b(digest_size=16), 0
+        key, hashed, num_known = sort_key(tokens), hashlib.blake2b(digest_size=16), 0
         size = 8 * MIN_PREFIX_TOKENS
         for start in range(0, len(key) - size + 1, size):
             hashed.update(key[start : start + size])
@@ -185,11 +177,6 @@ class RecentTokens:
         while len(self._seen) > self.max_blocks:
             self._seen.popitem(last=False)
         return num_known
-
-
-def _key(tokens: TokenIds) -> bytes:
-    """Bytes whose order is that of the tokens."""
-    return np.asarray(tokens, dtype=np.int64).astype(">i8").tobytes()
 
 
 def _tokens(key: bytes) -> np.ndarray:

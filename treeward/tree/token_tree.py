@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -69,7 +70,25 @@ class TokenTree:
             raise ValueError("a TokenTree needs at least one sequence")
         if any(len(array) == 0 for array in arrays):
             raise ValueError("a TokenTree cannot hold an empty sequence: there is no token to read a score at")
-        return _Builder(arrays).build()
+        keys = [sort_key(array) for array in arrays]
+        distinct = dict(sorted(zip(keys, arrays, strict=True), key=lambda item: item[0]))
+        ordered = list(distinct.values())
+        lengths = [len(array) for array in ordered]
+        # Each adds to the tree the tokens after the prefix that it shares with the one before it.
+        shared = [0, *(common_prefix_length(before, array) for before, array in pairwise(ordered))]
+        ends = np.subtract(lengths, shared).cumsum()
+        end_of = dict(zip(distinct, ends.tolist(), strict=True))
+        return cls(
+            np.concatenate([array[start:] for start, array in zip(shared, ordered, strict=True)]),
+            np.concatenate([np.arange(start, length) for start, length in zip(shared, lengths, strict=True)]),
+            _segments(lengths, shared, ends.tolist()),
+            np.array([end_of[key] - 1 for key in keys], dtype=np.int64),
+        )
+
+
+def sort_key(tokens: TokenIds) -> bytes:
+    """Bytes whose order is that of the non-negative token ids: in lexicographic order neighbours share most."""
+    return np.asarray(tokens, dtype=np.int64).astype(">i8").tobytes()
 
 
 def common_prefix_length(a: npt.NDArray[np.integer], b: npt.NDArray[np.integer]) -> int:
@@ -79,71 +98,20 @@ def common_prefix_length(a: npt.NDArray[np.integer], b: npt.NDArray[np.integer])
     return int(differs.argmax()) if differs.any() else shortest
 
 
-class _Builder:
-    """Builds the trie from the sorted sequences: in lexicographic order each adds one *piece*, its tokens after the
-    prefix that it shares with the one before it. Segments end where later pieces branch off."""
-
-    def __init__(self, arrays: list[npt.NDArray[np.int64]]) -> None:
-        self.arrays = arrays
-        # Big-endian bytes of non-negative integers sort as the integers do.
-        keys = [array.astype(">i8").tobytes() for array in arrays]
-        self.order = sorted(range(len(arrays)), key=keys.__getitem__)
-
-    def build(self) -> TokenTree:
-        starts, branches, reads = self._lay_out_pieces()
-        segments = self._cut(starts, branches)
-        pieces = [self.arrays[i][starts[i][0] :] for i in starts]
-        positions = [np.arange(starts[i][0], len(self.arrays[i])) for i in starts]
-        return TokenTree(
-            np.concatenate(pieces),
-            np.concatenate(positions),
-            segments,
-            np.array([reads[i] for i in range(len(self.arrays))], dtype=np.int64),
-        )
-
-    def _lay_out_pieces(self) -> tuple[dict[int, tuple[int, int, int | None]], dict[int, set[int]], dict[int, int]]:
-        """For each sequence that adds tokens: (depth of its piece, flat start, the sequence it branches from)."""
-        pieces: dict[int, tuple[int, int, int | None]] = {}
-        branches: dict[int, set[int]] = {}
-        reads: dict[int, int] = {}
-        path: list[int] = []  # the sequences whose pieces make up the previous sequence, root first
-        flat = 0
-        previous: int | None = None
-        for i in self.order:
-            array = self.arrays[i]
-            shared = 0 if previous is None else common_prefix_length(self.arrays[previous], array)
-            if previous is not None and shared == len(array):  # sorts after its equal only: it ends where that one ends
-                reads[i] = reads[previous]
-                continue
-            while path and pieces[path[-1]][0] >= shared:
-                path.pop()
-            owner = path[-1] if path else None
-            if owner is not None:
-                branches[owner].add(shared)
-            pieces[i], branches[i] = (shared, flat, owner), set()
-            flat += len(array) - shared
-            reads[i] = flat - 1
-            path.append(i)
-            previous = i
-        return pieces, branches, reads
-
-    def _cut(
-        self, pieces: dict[int, tuple[int, int, int | None]], branches: dict[int, set[int]]
-    ) -> tuple[Segment, ...]:
-        bounds: list[tuple[int, int, int, int | None]] = []  # start, end, depth, parent
-        ends_at: dict[tuple[int, int], int] = {}  # (piece, depth) -> the segment that ends there
-        for i, (depth, flat, owner) in pieces.items():
-            parent = None if owner is None else ends_at[owner, depth]
-            cuts = [depth, *sorted(branches[i] - {len(self.arrays[i])}), len(self.arrays[i])]
-            for low, high in zip(cuts, cuts[1:], strict=False):
-                bounds.append((flat + low - depth, flat + high - depth, low, parent))
-                parent = ends_at[i, high] = len(bounds) - 1
-        subtree_ends = [end for _, end, _, _ in bounds]
-        for index in range(len(bounds) - 1, -1, -1):
-            parent = bounds[index][3]
-            if parent is not None:
-                subtree_ends[parent] = max(subtree_ends[parent], subtree_ends[index])
-        return tuple(
-            Segment(start, end, subtree_ends[index], depth, parent)
-            for index, (start, end, depth, parent) in enumerate(bounds)
-        )
+def _segments(lengths: Sequence[int], shared: Sequence[int], ends: Sequence[int]) -> tuple[Segment, ...]:
+    """The segments of a tree of sorted, different sequences, in preorder. Of each sequence: its length, the leading
+    tokens that it shares with the one before it, and where its last token ends in the flat order."""
+    segments: list[Segment] = []
+    # Sequences [first, last) that share one more segment, which begins at this depth, and its parent.
+    ranges: list[tuple[int, int, int, int | None]] = [(0, len(lengths), 0, None)]
+    while ranges:
+        first, last, depth, parent = ranges.pop()
+        bottom = min(shared[first + 1 : last], default=lengths[first])
+        if bottom > depth:  # else they are several trees, without a common root
+            start = ends[first] - lengths[first] + depth
+            segments.append(Segment(start, start + bottom - depth, ends[last - 1], depth, parent))
+            parent = len(segments) - 1
+        branches = [first, *(i for i in range(first + 1, last) if shared[i] == bottom), last]
+        below = [(a, b, bottom, parent) for a, b in pairwise(branches) if lengths[a] > bottom]
+        ranges += reversed(below)
+    return tuple(segments)
