@@ -74,16 +74,14 @@ class LocalJudge:
             return DataError(f"the judge's prompt and message have {length} tokens, and {limit} are read")
         return text
 
-    def _rows(self, prompt: str) -> list[list[int]]:
-        """The token ids of a rendered prompt with each label as the judge's message, in the order of `labels`."""
-        return self.renderer.encode_texts([prompt + verdict_line(label, self.config) for label in labels(self.config)])
-
     def _expected(self, prompts: Sequence[str]) -> list[Verdict | NoVerdict]:
         """Verdicts from the probability of each label as the judge's message."""
+        lines = [verdict_line(label, self.config) for label in labels(self.config)]
         verdicts: list[Verdict | NoVerdict] = []
         together: list[Sequence[TokenIds]] = []
         num_tokens = 0
-        for rows in map(self._rows, prompts):
+        for prompt in prompts:
+            rows = self.renderer.encode_texts([prompt + line for line in lines])
             again = 0 if self.policy.layout == "rows" else _shared_length(rows)
             cost = sum(len(row) - again for row in rows) + again
             if together and num_tokens + cost > DEFAULT_BATCH_TOKENS:
