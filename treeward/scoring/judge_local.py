@@ -12,7 +12,7 @@ Shapes: S messages, L tokens of the longest.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -109,11 +109,10 @@ class LocalJudge:
             verdicts.append(Verdict(mean, list(values)[int(np.argmax(weights))], mass=mass))
         return verdicts
 
-    def _written(self, prompts: Sequence[str]) -> Iterator[Verdict | NoVerdict]:
+    def _written(self, prompts: Sequence[str]) -> list[Verdict | NoVerdict]:
         """The verdicts in the model's messages."""
-        for start in range(0, len(prompts), _MESSAGES_AT_ONCE):
-            for answer in self._messages(prompts[start : start + _MESSAGES_AT_ONCE]):
-                yield read_answer(answer, self.config)
+        batches = [prompts[start : start + _MESSAGES_AT_ONCE] for start in range(0, len(prompts), _MESSAGES_AT_ONCE)]
+        return [read_answer(answer, self.config) for batch in batches for answer in self._messages(batch)]
 
     def _messages(self, prompts: Sequence[str]) -> list[Answer]:
         """The model's messages."""
