@@ -125,12 +125,6 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
         self._judge.cost += Cost(seconds=time.perf_counter() - before)
         return answers
 
-    def _value_at(self, place: int, verdict: Verdict) -> float:
-        """The value of a verdict, from 0 to 1, for the text at a place."""
-        if self.config.mode == "rating":
-            return share_of_scale(verdict.value, self.config)
-        return 1.0 - verdict.value if place == 1 and self.config.mode == "pairwise" else verdict.value
-
     def _reward(self, answers: Sequence[tuple[int, Verdict | NoVerdict]]) -> Reward:
         """The reward of a sample from all its answers, each with the place of the sample; pairs follow one another."""
         if not answers:
@@ -144,15 +138,17 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
             if isinstance(answer, NoVerdict):
                 return Reward(None, score, error=answer.reason)
             verdicts.append(answer)
-            values[place].append(self._value_at(place, answer))
-        forward, swapped = values
-        reward = statistics.fmean(forward + swapped)
+            is_turned = place == 1 and self.config.mode == "pairwise"  # the value is that of the first place
+            values[place].append(1.0 - answer.value if is_turned else answer.value)
         components: dict[str, float] = {}
         if masses := [verdict.mass for verdict in verdicts if verdict.mass is not None]:
             components["label_mass"] = statistics.fmean(masses)
         if self.config.mode == "rating":
-            components["rating"] = statistics.fmean(verdict.value for verdict in verdicts)
-            return Reward(reward, score, components)
+            [verdict] = verdicts
+            components["rating"] = verdict.value
+            return Reward(share_of_scale(verdict.value, self.config), score, components)
+        forward, swapped = values
+        reward = statistics.fmean(forward + swapped)
         components |= {"forward": statistics.fmean(forward), "swapped": statistics.fmean(swapped)}
         components["position_bias"] = components["forward"] - components["swapped"]
         changed = [_winner(first) != _winner(second) for first, second in zip(forward, swapped, strict=True)]
