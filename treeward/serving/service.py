@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Literal
 from treeward.config.server import ServerConfig
 from treeward.scoring.score import Conversation, Reward
 from treeward.scoring.scorer import PreparedScorer
-from treeward.scoring.shaping import rewards_of
 from treeward.serving.api_error import APIError
 from treeward.serving.batcher import Batcher, FailedScore, ServerMetrics
 from treeward.serving.models import ServedModel, load_served
@@ -108,7 +107,10 @@ class Service:
             logger.warning(what, model.name, model.ending.text)
         scores = await self.batcher.score(model.name, inputs, deadline=deadline)
         self.metrics.count(model.name, scores)
-        rewards = rewards_of(scores, [chat or [] for chat in conversations], shaper)
+        if shaper is None:
+            rewards = [Reward(score.score, score, error=score.error) for score in scores]
+        else:
+            rewards = shaper.shape(scores, [chat or [] for chat in conversations])
         for i, reward in enumerate(rewards):
             if reward.value is None and on_error == "refuse":
                 is_server_fault = isinstance(reward.score, FailedScore)
