@@ -65,7 +65,12 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
         if self.config.url is not None:
             self._model = RewardServer(self.config)
         elif _needs_ray(self.config):
-            self._model = _replicas(self.config)
+            try:
+                from treeward.environments.replicas import ReplicaPool
+            except ImportError as error:
+                fix = "pip install 'treeward[ray,serve]', or use one replica"
+                raise ConfigError("Ray Serve is not installed", where=WHERE, got=str(error), fix=fix) from error
+            self._model = ReplicaPool(self.config)
         else:
             on_gpu = self.config.resources.gpus_per_node > 0 and torch.cuda.is_available()
             self._model = ScoringWorker(self.config, "cuda" if on_gpu else "cpu")
@@ -132,15 +137,6 @@ def _needs_ray(config: RewardModelEnvironmentConfig) -> bool:
     # In an actor without a GPU torch sees none, though the machine may have some.
     inside = ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
     return inside and ray.cluster_resources().get("GPU", 0) > 0
-
-
-def _replicas(config: RewardModelEnvironmentConfig) -> ReplicaPool:
-    try:
-        from treeward.environments.replicas import ReplicaPool
-    except ImportError as error:
-        fix = "pip install 'treeward[ray,serve]', or use one replica"
-        raise ConfigError("Ray Serve is not installed", where=WHERE, got=str(error), fix=fix) from error
-    return ReplicaPool(config)
 
 
 class RewardServer:
