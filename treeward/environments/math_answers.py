@@ -86,16 +86,15 @@ class MathChecker:
                 process.stdin.write(json.dumps([self.timeout_seconds, list(item[0]), item[1]]) + "\n")
                 process.stdin.flush()
                 verdict = process.stdout.readline().strip()
-            if not verdict:
-                late = process.wait() == -signal.SIGALRM
-                _end(process)
-                process = None
-        finally:
-            self._processes.put(process)
-        if not verdict:
+            if verdict:
+                return MathVerdict(*json.loads(verdict))
+            late = process.wait() == -signal.SIGALRM
+            _end(process)
+            process = None
             reason = "the answer could not be compared in time" if late else "the process that compared the answer died"
             return MathVerdict(None, error=reason)
-        return MathVerdict(*json.loads(verdict))
+        finally:
+            self._processes.put(process)
 
 
 def marked(text: str) -> str:
