@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import re
 import signal
 import subprocess
@@ -129,27 +128,6 @@ class User:
         process.communicate(timeout=PATIENCE_SECONDS)
         assert process.returncode == -signal.SIGKILL
         flag.unlink()
-
-    def kill_at_random(self, seed: int, last_step: int) -> None:
-        """Some steps on each time, and then at a random moment of the next, until a session comes to the end."""
-        draw, step = random.Random(seed), 0
-        while step < last_step:
-            step, process = max(step, self.last_step()) + draw.randint(1, 3), self.start()
-            while self.last_step() < step and process.poll() is None:
-                time.sleep(0.002)
-            time.sleep(draw.random() * 0.4)
-            process.kill()
-            _, error = process.communicate(timeout=PATIENCE_SECONDS)
-            assert process.returncode in (0, -signal.SIGKILL), error
-
-    def terminate_after(self, step: int) -> str:
-        """SIGTERM; what it says on standard error."""
-        process = self.start()
-        self.wait_until(lambda: self.last_step() >= step, process)
-        process.terminate()
-        _, error = process.communicate(timeout=PATIENCE_SECONDS)
-        assert process.returncode == 143, error
-        return error
 
     def last_step(self) -> int:
         file = self.folder / "logs" / "metrics.jsonl"

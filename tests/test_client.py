@@ -72,29 +72,6 @@ def test_what_is_sent_and_read(serve: Callable[..., Loopback]) -> None:
     assert second.json["shaped"] is True
 
 
-def test_a_large_list_is_split_and_comes_back_in_order(serve: Callable[..., Loopback]) -> None:
-    now, most, lock = 0, 0, threading.Lock()
-    together = threading.Barrier(3)
-
-    def slowly(asked: Asked) -> Any:
-        nonlocal now, most
-        with lock:
-            now += 1
-            most = max(most, now)
-        if len(server.requests) <= 3:
-            together.wait(timeout=20)  # three requests at a time, or this breaks
-        with lock:
-            now -= 1
-        return scored(asked)
-
-    server = serve(slowly)
-    with RewardClient(server.url, max_conversations=4, max_concurrency=3) as client:
-        scores = client.score([chat(i) for i in range(25)])
-    assert [score.score for score in scores] == [float(i) for i in range(25)]
-    assert sorted(len(request.json["conversations"]) for request in server.requests) == [1, 4, 4, 4, 4, 4, 4]
-    assert most == 3
-
-
 def test_long_conversations_are_sent_in_bodies_that_a_server_takes(serve: Callable[..., Loopback]) -> None:
     server = serve(scored)
     context = [{"role": "user", "content": "x" * 3_000_000}]

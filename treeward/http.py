@@ -73,13 +73,12 @@ class Connection:
     """
 
     def __init__(self, url: str, *, token: str | None = None, max_retries: int = 5) -> None:
-        headers = {"User-Agent": f"treeward/{VERSION}", "Content-Type": "application/json"}
+        self._headers = {"User-Agent": f"treeward/{VERSION}", "Content-Type": "application/json"}
         if token is not None:
             if not re.fullmatch(r"[\x21-\x7e]+", token):  # it is a secret, so the error does not show it
                 raise ConfigError("the token cannot be sent in a header", field="token", need="visible ASCII")
-            headers["Authorization"] = f"Bearer {token}"
+            self._headers["Authorization"] = f"Bearer {token}"
         self.url, self.max_retries = checked_url(url), max_retries
-        self._headers = headers
         self._connect()
 
     def _connect(self) -> None:

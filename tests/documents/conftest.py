@@ -8,9 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from parallel.conftest import forking, run_processes
-
-__all__ = ["forking", "run_processes", "uv_run"]
 
 REPOSITORY = Path(__file__).parent.parent.parent
 

@@ -30,7 +30,6 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import treeward
 from treeward.environments.registry import make_environment
-from treeward.environments.reward_model import RewardModelEnvironment
 from treeward.errors import ConfigError
 from treeward.parallel.ray_cluster import free_port
 from treeward.scoring.scorer import Scorer
@@ -302,15 +301,6 @@ def test_a_model_of_five_attributes_is_served(five_attributes: str, make_client:
     [row] = client.post("/v1/rewards", json={"conversations": [CHAT]}).json()["data"]
     assert row["heads"] == pytest.approx(list(parts.values()), abs=1e-5)
     assert row["reward"] == pytest.approx(expected, abs=1e-5)
-
-
-def test_and_is_an_environment(five_attributes: str) -> None:
-    section = {"model_name": five_attributes, "precision": "float32", "head_weights": {"helpfulness": 1.0}}
-    environment = RewardModelEnvironment(section | {"resources": {"gpus_per_node": 0}})
-    step = environment.step([CHAT], [{}])
-    components = step.metadata[0]["reward_details"]["components"]
-    assert list(components) == [f"head_{name}" for name in ATTRIBUTES]
-    assert step.rewards[0].item() == pytest.approx(components["head_helpfulness"], abs=1e-5)
 
 
 @pytest.fixture

@@ -1,9 +1,9 @@
 """NeMo RL's pull request 1026: reward models as environments of GRPO, its usage, its table and its training results.
 
 The usage line, `uv run examples/run_grpo_rm.py --config examples/configs/grpo_rm_1B.yaml`, runs with small stand-ins.
-Policy and reward model are small ones in folders, vLLM is a package or a server that makes the same calls, and
-OpenMathInstruct-2 a file of its schema; everything else is as it is shipped, down to the prompts, the math environment
-as gold, and the weights after two steps.
+Policy and reward model are small ones in folders, vLLM is a package that makes the same calls, and OpenMathInstruct-2 a
+file of its schema; everything else is as it is shipped, down to the prompts, the math environment as gold, and the
+weights after two steps.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ from typing import Any
 
 import pytest
 import torch
-from loopback import Loopback
 from messages import assistant, read_jsonl, write_jsonl
 from safetensors.torch import load_file
-from served_policy import ServedPolicy
 from signed import SIZES, write_signed_model
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -251,22 +249,6 @@ def log_of(folder: Path) -> str:
 
 def of_stand_in(stand_ins: list[str], key: str) -> str:
     return next(word.partition("=")[2] for word in stand_ins if word.startswith(f"{key}="))
-
-
-@pytest.mark.slow
-def test_colocated_on_two_processes(
-    run_processes: Callable[..., list[Any]], words_of: Callable[..., list[str]], stand_ins: list[str],
-    tiny_tokenizer: Any, tmp_path: Path,
-) -> None:  # fmt: skip
-    """The policy in two parts, as under torchrun; the reward model in the main process, vLLM behind HTTP."""
-    with Loopback(served := ServedPolicy(None, tiny_tokenizer)) as loopback:
-        here = "env.reward_model.resources.gpus_per_node=0 env.reward_model.dtensor_cfg.tensor_parallel_size=1"
-        words = words_of(*COLOCATED.split(), *here.split(), f"policy.generation.url={loopback.url}")
-        assert run_processes("treeward.cli.main:main", 2, ["grpo", *words]) == [0, 0]
-    assert LAYOUT in log_of(tmp_path)
-    check_metrics(tmp_path)
-    check_rewards(tmp_path, of_stand_in(stand_ins, "env.reward_model.model_name"))
-    check_weights(tmp_path, of_stand_in(stand_ins, "policy.model_name"), [served.loaded])
 
 
 @pytest.mark.slow

@@ -6,9 +6,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
-import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -94,17 +91,6 @@ def test_uv_reads_the_versions_of_constraints_txt() -> None:
     pins = [line for line in lines if line and not line.startswith("#")]
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
     assert project["tool"]["uv"]["constraint-dependencies"] == pins
-
-
-@pytest.mark.slow
-def test_uv_finds_versions_of_all_extras_together(tmp_path: Path) -> None:
-    """`uv run` resolves every extra with the pins before it runs anything; asks the package index."""
-    for name in ("pyproject.toml", "README.md", "treeward/version.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        shutil.copy(REPOSITORY / name, tmp_path / name)
-    command = [sys.executable, "-m", "uv", "lock", "--dry-run", "--project", str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
 
 
 # --- Datasets --------------------------------------------------------------------------------------------------------

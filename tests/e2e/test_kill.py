@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -97,33 +96,4 @@ def test_killed_at_each_moment_it_ends_as_if_it_had_not_been(user: User, uninter
     for moment in user.moments:
         user.kill_at(moment)
     assert str(user.folder / "checkpoints" / "final") in user.finish()
-    assert_same_run(user.folder, uninterrupted())
-
-
-def test_killed_in_a_save_and_left_by_two_ctrl_c_it_ends_as_if_nothing_had_been(
-    user: User, tmp_path: Path, uninterrupted: Callable[[], Path]
-) -> None:
-    user.kill_at("before the rename of a save")
-    process = user.start(stand_still="in the middle of a step")
-    user.wait_until((tmp_path / "standing_still").exists, process)
-    assert process.stderr is not None
-    process.send_signal(signal.SIGINT)
-    while "A second one leaves at once" not in (line := process.stderr.readline()):  # the first waits for the step
-        assert line, "it has ended"
-    assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=20)
-    assert process.returncode == 130
-    assert "interrupted" in error and "Traceback" not in error
-    assert "step_6" in [path.name for path in (tmp_path / "checkpoints").iterdir()]
-    user.finish()
-    assert_same_run(tmp_path, uninterrupted())
-
-
-@pytest.mark.parametrize("user", ["grpo"], indirect=True)
-def test_killed_wherever_it_happens_to_be_and_stopped_by_sigterm(user: User, uninterrupted: Callable[[], Path]) -> None:
-    error = user.terminate_after(1)
-    assert "SIGTERM: finishing this step" in error and "Saved. The same command goes on from here." in error
-    user.kill_at_random(0, 10)
-    user.finish()
     assert_same_run(user.folder, uninterrupted())

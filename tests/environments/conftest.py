@@ -57,12 +57,12 @@ def numbers(result: EnvironmentReturn) -> list[float | None]:
 def make_folder(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     """A function that writes a random reward model, without a contract."""
 
-    def make(seed: int = 0, **changes: Any) -> str:
+    def make() -> str:
         folder = tmp_path_factory.mktemp("model")
         tokenizer = copy.deepcopy(tiny_tokenizer)
         tokenizer.chat_template = Renderer(tokenizer).chat_template
         tokenizer.save_pretrained(folder)
-        tiny_model("qwen3", seed=seed, **changes).save_pretrained(folder)
+        tiny_model("qwen3").save_pretrained(folder)
         return str(folder)
 
     return make

@@ -35,9 +35,6 @@ def trl(completions, answer, **kwargs):
     assert kwargs["prompts"][0][-1]["role"] == "user" and kwargs["missing"] == [None, 1]
     return [float(c[0]["content"] == a) for c, a in zip(completions, answer)]
 
-def trl_strict(prompts, completions):
-    return [None if len(p) > 1 else 1.0 for p in prompts]
-
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):
     assert data_source == "gsm8k" and extra_info["index"] == 1
     return {"score": float(solution_str == ground_truth) + bonus, "acc": True}
@@ -104,7 +101,6 @@ VERL = [{"data_source": "gsm8k", "ground_truth": truth, "index": 1} for truth in
         ("single", {}, [chat("abc"), chat("a")], [{}, {}], [3, 1]),
         ("texts", {}, [chat("4"), chat("5")], [{}, {}], [2, 1]),
         ("trl", {}, [chat("4"), chat("5")], [{"answer": "4"}, {"answer": "4", "missing": 1}], [1, 0]),
-        ("trl_strict", {}, [chat("4"), [SYSTEM, *chat("5")]], [{}, {}], [1, math.nan]),
         ("compute_score", {"bonus": 0.5}, [chat("4"), chat("4")], VERL, [1.5, 0.5]),
         ("compute_scores", {}, [chat("4"), chat("4")], VERL, [1, 0]),
         ("Predictor", {}, [chat("4")], [{}], [0.5]),

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from environments.conftest import chat, details, numbers
 
-from treeward.config.reward_environments import HybridMember
 from treeward.environments.hybrid import HybridEnvironment
-from treeward.environments.interface import Environment, Reward
-from treeward.scoring.score import Score
 
 FUNCTIONS = """
 asked = []
@@ -75,17 +71,3 @@ def test_fallback(functions: str) -> None:
     assert numbers(result) == [1, 0.2, 0.3, None, None]
     assert sys.modules["treeward_custom_members"].asked == ["b", "c", "d", "e"]
     assert details(result, "components")[0]["check"] == 1
-
-
-class Judged(Environment):
-    def rewards(self, conversations: Any, env_infos: Any) -> list[Reward]:
-        return [Reward(2.0, Score(None, judgement="Well said.")) for _ in conversations]
-
-
-def test_what_a_judge_among_the_members_wrote_is_kept() -> None:
-    environment = HybridEnvironment({"members": {"rules": {"rule": "exact_match"}}})
-    environment.members["judge"] = Judged()
-    environment.config.members["judge"] = HybridMember(weight=0.5)
-    rewards = environment.reward([chat("4"), chat("4")], [{"ground_truth": "4"}, {}])
-    assert [reward.value for reward in rewards] == [2.0, None]
-    assert [reward.score.judgement for reward in rewards] == ["Well said."] * 2

@@ -151,13 +151,6 @@ def test_an_endpoint_that_refuses_everything_raises(endpoint: FakeJudge, status:
     assert status != 400 or len(endpoint.requests) == 4
 
 
-def test_a_request_that_is_refused_costs_its_sample(endpoint: FakeJudge) -> None:
-    body = {"error": {"message": "Too much.\nMore of it.", "param": "messages"}}
-    endpoint.answer = lambda request: (400, body) if "long" in request["messages"][1]["content"] else "Rating: [[7]]"
-    result = judge(endpoint).step([chat("long"), chat("4")], [{}, {}])
-    assert details(result, "error") == ["judge: the server refuses the request: 400: Too much.", None]
-
-
 def test_equivalence_is_asked_in_both_orders(endpoint: FakeJudge) -> None:
     same = {("one half", "1/2"), ("1/2", "one half"), ("2", "1/2")}  # the last in one order only
 

@@ -96,17 +96,3 @@ def test_a_replica_of_two_processes(folder: str, scores: list[float], ray: Any) 
     assert len(set(process_ids())) == 2
     assert environment.step(LOGS, INFOS).rewards.tolist() == pytest.approx(scores, abs=CLOSE)
     environment.shutdown()
-
-
-@pytest.mark.slow
-def test_the_death_of_one_of_two_processes(make_folder: Any, ray: Any) -> None:
-    """Both are started again. The model cannot be cut, and is sharded."""
-    odd = make_folder(num_attention_heads=3, num_key_value_heads=3)
-    environment = make(odd, dtensor_cfg={"tensor_parallel_size": 2})
-    want = [score.score for score in Scorer.load(odd, device="cpu").score(LOGS)]
-    before = process_ids()
-    accident = killed_while_busy(before[1])
-    assert environment.step(LOGS, INFOS).rewards.tolist() == pytest.approx(want, abs=CLOSE)
-    accident.join()
-    assert set(before).isdisjoint(process_ids())
-    environment.shutdown()

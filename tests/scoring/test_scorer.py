@@ -95,19 +95,6 @@ def test_too_long_is_no_score(make_scorer: Any) -> None:
         make_scorer(max_length=40, truncation="error").score([CHATS[5], long], where=["here:1", "here:2"])
 
 
-def test_a_huge_text_never_reaches_the_tokenizer(make_scorer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    scorer = make_scorer(max_length=40)
-    tokenized: list[str] = []
-    encode = scorer.renderer.encode_texts
-    monkeypatch.setattr(
-        scorer.renderer, "encode_texts", lambda texts, **options: tokenized.extend(texts) or encode(texts, **options)
-    )
-    huge = "word " * 200_000
-    for prepared in (scorer.prepare_texts([huge, "Hi"]), scorer.prepare([[user(huge), assistant("A")], CHATS[5]])):
-        assert prepared[0].ids is None and "too long to score" in prepared[0].error and len(prepared[1].ids)
-    assert len(tokenized) == 2 and max(map(len, tokenized)) < 1000
-
-
 def test_truncation_is_reported_and_spares_the_completion(make_scorer: Any) -> None:
     scorer = make_scorer(max_length=40, truncation="truncate_left")
     question = [user("Short question?"), assistant("Short answer.")]

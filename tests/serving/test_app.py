@@ -120,23 +120,6 @@ def test_a_client_that_leaves_is_forgotten_and_no_other(
         assert stays.result().status_code == 200
 
 
-def test_an_error_of_memory_forgets_the_prompts(
-    client: Any, served_scorer: Scorer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompt = [{"role": "user", "content": "Why is the sky over the sea blue, and red at night? " * 3}]
-    assert ask(client, conversations=[[*prompt, CHAT[1]]]).status_code == 200
-    assert ask(client, conversations=[[*prompt, CHAT[1]]]).status_code == 200
-    cache = served_scorer.prefix_cache
-    assert cache is not None and cache.num_bytes > 0
-
-    def out_of_memory(batch: Any) -> Any:
-        raise MemoryError
-
-    monkeypatch.setattr(served_scorer.members[0].model, "heads", out_of_memory)
-    [row] = ask(client, on_error="mask").json()["data"]
-    assert row["score"] is None and "MemoryError" in row["error"] and cache.num_bytes == 0
-
-
 def test_health_and_the_models(own_client: Any, service: Service, served_scorer: Scorer) -> None:
     for path in ("/health", "/ready"):
         assert own_client.get(path).json() == {"status": "ready", "models": ["tiny"]}

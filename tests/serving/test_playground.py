@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -129,61 +128,6 @@ def test_a_link_restores_the_text_and_tells_the_server_nothing(visit: Visits, ur
     expect(other).to_have_url(url)  # a link says what is there, or nothing
     damaged = visit(f"{url}#j%7B%22con")
     expect(damaged.locator("#trouble")).to_contain_text("link is damaged")
-
-
-FOUR, FIVE = {"role": "assistant", "content": "4"}, {"role": "assistant", "content": "5"}
-MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
-PARTS = {"role": "assistant", "content": [{"type": "text", "text": "4"}], "name": "me"}
-PASTED: dict[str, tuple[Any, int, list[str]]] = {
-    "messages": ([*MESSAGES, FOUR], 2, ["4"]),
-    "body": ({"context": MESSAGES, "completions": ["4", [FIVE]]}, 2, ["4", "5"]),
-    "preference": ({"prompt": "2?", "chosen": "4", "rejected": [FIVE]}, 1, ["4", "5"]),
-    "parts": ([MESSAGES[1], PARTS], 1, ["4"]),
-}
-
-
-def paste(page: Any, text: str) -> bool:
-    """Whether the page reads a pasted text as a conversation; otherwise it is pasted as any text is."""
-    return not page.evaluate(
-        """(text) => {
-            const data = new DataTransfer();
-            data.setData("text", text);
-            return dispatchEvent(new ClipboardEvent("paste", { clipboardData: data, cancelable: true }));
-        }""",
-        text,
-    )
-
-
-def test_a_pasted_conversation_is_read_and_other_text_is_not(visit: Visits) -> None:
-    page = visit()
-    page.on("dialog", lambda dialog: dialog.accept())
-    for name, (pasted, turns, completions) in PASTED.items():
-        page.get_by_role("button", name="Clear").click()
-        assert paste(page, json.dumps(pasted)), name
-        assert (page.locator(".turn").count(), texts(page)) == (turns, completions), name
-        assert page.get_by_text("with name").count() == (name == "parts")
-    write(page, COMPLETIONS[:2])
-    others = ('{"messages": [', "Once upon a time", "[1, 2]", "{}", '[{"content": "4"}]',
-              '[{"role": "user", "content": [{"type": "image"}]}]')  # fmt: skip
-    for text in others:
-        assert not paste(page, text), text
-    expect(page.get_by_label("Text of turn 1")).to_have_value(PROMPT)
-
-
-def test_completions_without_a_score_or_text(visit: Visits, url: str) -> None:
-    page = visit()
-    page.once("dialog", lambda dialog: dialog.accept())
-    page.get_by_role("button", name="Clear").click()
-    page.get_by_role("button", name="Score").click()
-    expect(page.locator("#trouble")).to_have_text("There is no completion to score: write one.")
-    expect(page.locator("#results")).to_be_hidden()
-    write(page, ["word " * 400, "", "Yes!"])
-    score(page)
-    expect(page.locator("#trouble")).to_have_text("")
-    expect(page.locator(".card").first).to_contain_text("No score: too long to score")
-    expect(page.locator(".card").nth(1)).to_contain_text("the completion is empty")
-    assert shown(page) == pytest.approx(wanted(url, ["", "Yes!"]), abs=6e-4)
-    expect(page.locator("#chart path.line")).to_have_count(1)
 
 
 def test_a_token_is_asked_for_and_kept_in_the_tab(browser: Any, served: tuple[ServedModel, Scorer]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -124,20 +123,3 @@ def test_a_replica_that_is_killed_loses_nothing(server: Server) -> None:
     assert httpx.get(f"{server.url}/health").status_code == 200
     assert server.counted("scores_count") >= 3 * len(chats)
     wait_until(lambda: set(server.replicas()) - {first, second})
-
-
-def test_a_signal_lets_the_replicas_finish(server: Server) -> None:
-    """Of a front that has accepted eight requests all are answered, and no process is left."""
-    bodies = [{"conversations": [one for n in range(16) for one in chats_of(f"{k} and {n}?")]} for k in range(8)]
-    below = psutil.Process(server.process.pid).children(recursive=True)
-    for replica in server.replicas():
-        replica.suspend()
-    with ThreadPoolExecutor(8) as threads:
-        accepted = [threads.submit(server.post, "/v1/rewards", body) for body in bodies]
-        wait_until(lambda: server.counted("queued_conversations") == 8 * 64)
-        server.process.send_signal(signal.SIGTERM)
-        for replica in server.replicas():
-            replica.resume()
-        assert [one.result().status_code for one in accepted] == [200] * 8
-    assert server.process.wait(60) == 0
-    assert not psutil.wait_procs(below, timeout=30)[1]

@@ -128,11 +128,11 @@ class RewardClient:
 
     def models(self) -> list[dict[str, Any]]:
         """The models of the server (id, contract, ...); the first is the default."""
-
-        def read(response: Any) -> list[dict[str, Any]]:
-            return [dict(model, id=model["id"]) for model in response["data"]]
-
-        return self._connection.request("/v1/models", until=time.monotonic() + self.timeout_seconds, read=read)
+        return self._connection.request(
+            "/v1/models",
+            until=time.monotonic() + self.timeout_seconds,
+            read=lambda response: [dict(model, id=model["id"]) for model in response["data"]],
+        )
 
     def close(self) -> None:
         """Close the connections."""

@@ -185,17 +185,14 @@ class _Replay:
             return verdict
         # A few tokens too many may change a score as little as rounding does, so the server's own counts decide.
         part: Part = "template" if self.form == "messages" else "tokens"
-        counted = compare(part, self._token_counts(), "")
-        return verdict if counted.state == "equal" else counted
-
-    def _token_counts(self) -> Iterator[Row]:
         made = "rendered in another way" if self.form == "messages" else "made into other tokens"
-        fix = "serve the model with the chat template and tokenizer of its folder, and cut nothing"
         for answer, example in zip(self.answers, self.contract.golden, strict=True):
-            if answer.num_tokens is not None:
-                count, more = len(example.token_ids), answer.num_tokens - len(example.token_ids)
-                summary = f"conversations are {made} by the server, {more:+d} tokens for {example.name!r}"
-                yield Row("tokens:", count, answer.num_tokens, summary, fix)
+            got, need = answer.num_tokens, len(example.token_ids)
+            if got is not None and got != need:
+                summary = f"conversations are {made} by the server, {got - need:+d} tokens for {example.name!r}"
+                fix = "serve the model with the chat template and tokenizer of its folder, and cut nothing"
+                return Check(part, "differs", summary, f"tokens: {got}", f"tokens: {need}", fix)
+        return verdict
 
     def _checks(self, verdict: Check) -> Iterator[Check]:
         """The checks of the parts that can be made from outside: whose contract it is, then `verdict`."""

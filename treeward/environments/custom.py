@@ -130,16 +130,15 @@ class CustomEnvironment(ConfiguredEnvironment[CustomEnvironmentConfig]):
 
     def _called(self, calls: Sequence[Mapping[str, Any]]) -> list[Any]:
         """What the function returns for each call; a `Reward` without a value where it raises."""
-        values = [self._value(call) for call in calls]
+        values = []
+        for arguments in calls:
+            try:
+                values.append(self._function(**self._accepted(arguments)))
+            except _OWN_FAILURES as error:
+                values.append(self._failed(error))
         if any(map(inspect.isawaitable, values)):  # also of functions that are not declared async
             return run_async(self._awaited(values))
         return values
-
-    def _value(self, arguments: Mapping[str, Any]) -> Any:
-        try:
-            return self._function(**self._accepted(arguments))
-        except _OWN_FAILURES as error:
-            return self._failed(error)
 
     def _accepted(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in self._parameters.values())

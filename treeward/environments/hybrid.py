@@ -49,13 +49,9 @@ class HybridEnvironment(ConfiguredEnvironment[HybridEnvironmentConfig]):
             raise
 
     def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
-        combine = self._weighted if self.config.mode == "weighted" else self._fallback
-        return combine(conversations, env_infos)
+        if self.config.mode == "fallback":
+            return self._fallback(conversations, env_infos)
 
-    def shutdown(self) -> bool:
-        return all([member.shutdown() for member in self.members.values()])
-
-    def _weighted(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
         def ask(member: Environment) -> list[Reward]:
             return member.rewards(conversations, env_infos)
 
@@ -63,6 +59,9 @@ class HybridEnvironment(ConfiguredEnvironment[HybridEnvironmentConfig]):
             rewards = dict(zip(self.members, threads.map(ask, self.members.values()), strict=True))
         weights = {name: member.weight for name, member in self.config.members.items()}
         return [_weighted_sum({name: rewards[name][i] for name in rewards}, weights) for i in range(len(conversations))]
+
+    def shutdown(self) -> bool:
+        return all([member.shutdown() for member in self.members.values()])
 
     def _fallback(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
         parts_by_sample: list[dict[str, Reward]] = [{} for _ in conversations]

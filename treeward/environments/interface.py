@@ -132,7 +132,10 @@ class Environment(RayActor, abc.ABC):
         `batch`: a mapping with `rewards` or `total_reward` (B,) and perhaps `loss_multiplier` (B,), which is returned
         as 0 for missing rewards. Raises `DataError` for a batch without rewards.
         """
-        rewards = torch.as_tensor(rewards_of(batch), dtype=torch.float32).flatten()
+        values = next((batch[key] for key in ("rewards", "total_reward") if key in batch), None)
+        if values is None:
+            raise DataError("the batch has no rewards", got=f"keys {sorted(batch)}", need="rewards or total_reward")
+        rewards = torch.as_tensor(values, dtype=torch.float32).flatten()
         failed = ~torch.isfinite(rewards)
         if "loss_multiplier" in batch and bool(failed.any()):
             multiplier = torch.as_tensor(batch["loss_multiplier"]).clone()
@@ -170,14 +173,6 @@ def conversation_of(log: Any, where: str | None = None) -> list[Message]:
     if not isinstance(log, Sequence) or not all(isinstance(message, Mapping) for message in log):
         raise DataError("the message log is not a list of messages", where=where, got=log)
     return [_message(message) for message in log]
-
-
-def rewards_of(batch: Any) -> Any:
-    """The rewards of a loop's batch: `rewards`, or NeMo RL's `total_reward`. Raises `DataError` if it has neither."""
-    rewards = next((batch[key] for key in ("rewards", "total_reward") if key in batch), None)
-    if rewards is None:
-        raise DataError("the batch has no rewards", got=f"keys {sorted(batch)}", need="rewards or total_reward")
-    return rewards
 
 
 def _message(message: Mapping[str, Any]) -> Message:

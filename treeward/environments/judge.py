@@ -26,7 +26,6 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from treeward.config.reward_environments import JudgeEnvironmentConfig
@@ -66,38 +65,25 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
     def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
         all_texts = enumerate(map(completion_text, conversations))
         texts = {i: text for i, text in all_texts if text is not None}
-        errors = {i: NO_COMPLETION for i in range(len(conversations)) if i not in texts}
         matches = list(self._matches(conversations, env_infos, texts))
-        compared = {i for match in matches for i in match.samples}
-        alone = ", and it is the only one of its prompt" if self.config.mode == "pairwise" else ""
-        missing = f"the sample has no reference completion: no text in {self.config.reference_key}{alone}"
-        errors |= {i: missing for i in texts if i not in compared}
-        prompts = [transcript(conversations[match.samples[0]][:-1]) for match in matches]
-        questions = [
-            make_question(self.config, prompt, match.texts) for match, prompt in zip(matches, prompts, strict=True)
-        ]
-        outcomes: dict[int, list[_Outcome]] = defaultdict(list)
-        messages: dict[int, list[str]] = defaultdict(list)
+        questions = []
+        for match in matches:
+            sample = next(i for i in match.places if i is not None)
+            questions.append(make_question(self.config, transcript(conversations[sample][:-1]), match.texts))
+        answers: dict[int, list[tuple[int, Verdict | NoVerdict]]] = {i: [] for i in texts}  # with the sample's place
         for match, answer in zip(matches, self._answers(questions), strict=True):
             for place, i in enumerate(match.places):
-                if i is None:
-                    continue
-                messages[i] += [answer.text] if answer.text else []
-                if isinstance(answer, Verdict):
-                    outcomes[i].append(_Outcome(match.pair, place, self._value_at(place, answer), answer))
-                else:
-                    errors.setdefault(i, answer.reason)
-        rewards = []
-        for i in range(len(conversations)):
-            reward = Reward(None, error=errors[i]) if i in errors else self._reward(outcomes[i])
-            judgement = "\n\n".join(messages[i]) or None
-            rewards.append(replace(reward, score=Score(None, judgement=judgement)))
-        return rewards
+                if i is not None:
+                    answers[i].append((place, answer))
+        return [
+            self._reward(answers[i]) if i in answers else Reward(None, error=NO_COMPLETION)
+            for i in range(len(conversations))
+        ]
 
     def _matches(self, conversations: Conversations, env_infos: Infos, texts: Mapping[int, str]) -> Iterator[_Match]:
         """The matches to judge: each sample alone, or each pair in both orders."""
         if self.config.mode == "rating":
-            yield from (_Match(i, (i,), (text,)) for i, text in texts.items())
+            yield from (_Match((i,), (text,)) for i, text in texts.items())
             return
         pairs: list[tuple[tuple[int, str], tuple[int | None, str]]] = []
         groups: dict[Any, list[int]] = defaultdict(list)
@@ -111,9 +97,9 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
         for members in groups.values():
             neighbours = zip(members, members[1:] + members[:1], strict=True)
             pairs += [((i, texts[i]), (j, texts[j])) for i, j in [*neighbours][: None if len(members) > 2 else -1]]
-        for number, (first, second) in enumerate(pairs):
+        for first, second in pairs:
             for ordered in ((first, second), (second, first)):
-                yield _Match(number, *zip(*ordered, strict=True))
+                yield _Match(*zip(*ordered, strict=True))
 
     def _answers(self, questions: Sequence[Sequence[Message]]) -> list[Verdict | NoVerdict]:
         """The answer to each question.
@@ -139,53 +125,44 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
         self._judge.cost += Cost(seconds=time.perf_counter() - before)
         return answers
 
-    def _value_at(self, place: int, verdict: Verdict) -> float:
-        """The value of a verdict, from 0 to 1, for the text at a place."""
-        if self.config.mode == "rating":
-            return share_of_scale(verdict.value, self.config)
-        return 1.0 - verdict.value if place == 1 and self.config.mode == "pairwise" else verdict.value
-
-    def _reward(self, outcomes: Sequence[_Outcome]) -> Reward:
-        """The reward of a sample from all its outcomes."""
+    def _reward(self, answers: Sequence[tuple[int, Verdict | NoVerdict]]) -> Reward:
+        """The reward of a sample from all its answers, each with the place of the sample; pairs follow one another."""
+        if not answers:
+            alone = ", and it is the only one of its prompt" if self.config.mode == "pairwise" else ""
+            missing = f"the sample has no reference completion: no text in {self.config.reference_key}{alone}"
+            return Reward(None, error=missing)
+        score = Score(None, judgement="\n\n".join(answer.text for _, answer in answers if answer.text) or None)
+        verdicts: list[Verdict] = []
+        values: tuple[list[float], list[float]] = [], []  # by place, in the order of pairs
+        for place, answer in answers:
+            if isinstance(answer, NoVerdict):
+                return Reward(None, score, error=answer.reason)
+            verdicts.append(answer)
+            is_turned = place == 1 and self.config.mode == "pairwise"  # the value is that of the first place
+            values[place].append(1.0 - answer.value if is_turned else answer.value)
         components: dict[str, float] = {}
-        if masses := [outcome.verdict.mass for outcome in outcomes if outcome.verdict.mass is not None]:
+        if masses := [verdict.mass for verdict in verdicts if verdict.mass is not None]:
             components["label_mass"] = statistics.fmean(masses)
-        reward = statistics.fmean(outcome.value for outcome in outcomes)
         if self.config.mode == "rating":
-            components["rating"] = statistics.fmean(outcome.verdict.value for outcome in outcomes)
-            return Reward(reward, components=components)
-        for place, name in enumerate(("forward", "swapped")):
-            components[name] = statistics.fmean(outcome.value for outcome in outcomes if outcome.place == place)
+            [verdict] = verdicts
+            components["rating"] = verdict.value
+            return Reward(share_of_scale(verdict.value, self.config), score, components)
+        forward, swapped = values
+        reward = statistics.fmean(forward + swapped)
+        components |= {"forward": statistics.fmean(forward), "swapped": statistics.fmean(swapped)}
         components["position_bias"] = components["forward"] - components["swapped"]
-        values_by_pair: dict[int, list[float]] = defaultdict(list)
-        for outcome in outcomes:
-            values_by_pair[outcome.pair].append(outcome.value)
-        changed = [_winner(first) != _winner(second) for first, second in values_by_pair.values()]
+        changed = [_winner(first) != _winner(second) for first, second in zip(forward, swapped, strict=True)]
         components["inconsistent"] = sum(changed) / len(changed)
         if self.config.mode == "equivalence":
-            reward = max(map(min, values_by_pair.values()))
-        return Reward(reward, components=components)
+            reward = max(map(min, forward, swapped))
+        return Reward(reward, score, components)
 
 
 class _Match(NamedTuple):
-    """One question about a pair: the sample at each place, None for a reference, and the texts."""
+    """One question: the sample at each place, None for a reference, and the texts."""
 
-    pair: int
     places: tuple[int | None, ...]
     texts: tuple[str, ...]
-
-    @property
-    def samples(self) -> list[int]:
-        return [i for i in self.places if i is not None]
-
-
-class _Outcome(NamedTuple):
-    """The result of a question for the sample at `place` of the pair."""
-
-    pair: int
-    place: int
-    value: float
-    verdict: Verdict
 
 
 def _winner(value: float) -> int:

@@ -65,7 +65,13 @@ class EndpointJudge:
                 answer = await self._message(client, question)
         except ServerError as error:
             if error.status in (401, 403, 404):
-                raise self._refusal(error) from error
+                raise ModelError(
+                    "the judge's endpoint refuses the requests",
+                    where=self.url,
+                    field="model" if error.status == 404 else "api_key_env",
+                    got=f"{error.summary}: {error.got}",
+                    need="a valid key, and one of its models (and /v1 in base_url)",
+                ) from error
             return NoVerdict(f"judge: {error.summary}: {error.got}")
         return read_answer(answer, self.config)
 
@@ -97,15 +103,6 @@ class EndpointJudge:
         if self.config.chat_template_kwargs:
             sent["chat_template_kwargs"] = self.config.chat_template_kwargs
         return {"model": self.config.model, **sent, **self.config.extra_body}
-
-    def _refusal(self, error: ServerError) -> ModelError:
-        return ModelError(
-            "the judge's endpoint refuses the requests",
-            where=self.url,
-            field={401: "api_key_env", 403: "api_key_env", 404: "model"}.get(error.status or 0),
-            got=f"{error.summary}: {error.got}",
-            need="a valid key, and one of its models (and /v1 in base_url)",
-        )
 
 
 def _token(content: Mapping[str, Any]) -> TokenChoice:

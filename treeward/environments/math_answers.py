@@ -80,17 +80,21 @@ class MathChecker:
         try:
             if process is None or process.poll() is not None:
                 process = _start()
-            verdict = _ask(process, json.dumps([self.timeout_seconds, list(item[0]), item[1]]))
-            if not verdict:
-                late = process.wait() == -signal.SIGALRM
-                _end(process)
-                process = None
-        finally:
-            self._processes.put(process)
-        if not verdict:
+            assert process.stdin is not None and process.stdout is not None
+            verdict = ""  # as of a process that has died
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(json.dumps([self.timeout_seconds, list(item[0]), item[1]]) + "\n")
+                process.stdin.flush()
+                verdict = process.stdout.readline().strip()
+            if verdict:
+                return MathVerdict(*json.loads(verdict))
+            late = process.wait() == -signal.SIGALRM
+            _end(process)
+            process = None
             reason = "the answer could not be compared in time" if late else "the process that compared the answer died"
             return MathVerdict(None, error=reason)
-        return MathVerdict(*json.loads(verdict))
+        finally:
+            self._processes.put(process)
 
 
 def marked(text: str) -> str:
@@ -119,15 +123,6 @@ def _start() -> subprocess.Popen[str]:
             fix="read their messages on stderr",
         )
     return process
-
-
-def _ask(process: subprocess.Popen[str], item: str) -> str:
-    assert process.stdin is not None and process.stdout is not None
-    with contextlib.suppress(BrokenPipeError):
-        process.stdin.write(f"{item}\n")
-        process.stdin.flush()
-        return process.stdout.readline().strip()
-    return ""
 
 
 def _end(process: subprocess.Popen[str] | None) -> None:

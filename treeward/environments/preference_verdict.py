@@ -20,14 +20,14 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
 from treeward.config.data import PromptSetConfig
 from treeward.config.reward_environments import JudgePromptConfig, PreferenceVerdictConfig
 from treeward.data.datasets import open_dataset
-from treeward.data.preference import Completion, Preference, last_text
+from treeward.data.preference import Completion, last_text
 from treeward.data.prompt_sets import FAMILY, Prompt, PromptSet
 from treeward.environments.interface import ConfiguredEnvironment, Conversations, Infos, Reward
 from treeward.errors import DataError
@@ -54,13 +54,18 @@ def open_questions(config: PromptSetConfig, section: JudgePromptConfig) -> Promp
         num_strong += preference.strength is not None
         for pair in itertools.combinations(preference.completions, 2):
             better, worse = sorted(pair, key=lambda completion: completion.rank)
-            if better.rank == worse.rank or _text(better) == _text(worse):
+            texts = _text(better), _text(worse)
+            if better.rank == worse.rank or texts[0] == texts[1]:
                 num_tied += 2
                 continue
             family = f"{config.name or dataset.name}:{number}:{len(questions)}"
             info = {FAMILY: family, "task_name": preference.task_name}
             info |= {} if config.env_name is None else {"environment": config.env_name}
-            questions += _both(preference, better, worse, section, info, where)
+            both_orders = {"A": texts, "B": texts[::-1]}
+            asked = {"better": texts[:1], "worse": texts[1:]} if section.mode == "rating" else both_orders
+            for label, shown in asked.items():
+                messages = make_question(section, transcript(preference.context), shown)
+                questions.append(Prompt(messages, {**info, LABEL: label}, where))
     if not questions:
         got, need = f"{num_tied // 2} pairs of equal rank", "two completions of different rank"
         raise DataError("no comparison has a better completion", where=dataset.name, got=got, need=need)
@@ -68,23 +73,6 @@ def open_questions(config: PromptSetConfig, section: JudgePromptConfig) -> Promp
         logger.info("%s: the strength of %d comparisons is not used by verdicts.", dataset.name, num_strong)
     counts = Counter(read=len(questions) + num_tied, kept=len(questions), tied=num_tied)
     return PromptSet(dataset.name, questions, counts, config.weight, together=2)
-
-
-def _both(
-    preference: Preference,
-    better: Completion,
-    worse: Completion,
-    section: JudgePromptConfig,
-    info: Mapping[str, Any],
-    where: str,
-) -> Iterator[Prompt]:
-    """The two questions about a pair."""
-    conversation, texts = transcript(preference.context), (_text(better), _text(worse))
-    both_orders = {"A": texts, "B": texts[::-1]}
-    asked = {"better": texts[:1], "worse": texts[1:]} if section.mode == "rating" else both_orders
-    for label, shown in asked.items():
-        messages = make_question(section, conversation, shown)
-        yield Prompt(messages, {**info, LABEL: label}, where)
 
 
 def _text(completion: Completion) -> str:

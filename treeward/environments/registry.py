@@ -10,9 +10,8 @@ environment.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -53,9 +52,14 @@ def make_environment(name: str, config: Mapping[str, Any], *, where: str = WHERE
     """
     section = dict(config)
     kind = str(section.pop("type", None) or name)
-    with _named(where):
+    try:
         made: Any = environment_class(kind)
         environment: Environment = made(section)
+    except ConfigError as error:
+        inner = error.where or WHERE
+        if where == WHERE or not inner.startswith(WHERE):
+            raise
+        raise error.but(where=where + inner.removeprefix(WHERE)) from error.__cause__
     return environment
 
 
@@ -84,15 +88,3 @@ def make_environments(env_section: Mapping[str, Any]) -> dict[str, Environment]:
             environment.shutdown()
         raise
     return environments
-
-
-@contextlib.contextmanager
-def _named(where: str) -> Iterator[None]:
-    """Set `where` in `ConfigError`s about the section."""
-    try:
-        yield
-    except ConfigError as error:
-        inner = error.where or WHERE
-        if where == WHERE or not inner.startswith(WHERE):
-            raise
-        raise error.but(where=where + inner.removeprefix(WHERE)) from error.__cause__

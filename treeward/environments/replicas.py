@@ -66,21 +66,18 @@ class _Replica:
 
     def _score(self, conversations: Sequence[Conversation]) -> list[Score]:
         with self._lock:
-            return self._score_together(conversations)
-
-    def _score_together(self, conversations: Sequence[Conversation]) -> list[Score]:
-        scoring = [fellow.score.remote(conversations) for fellow in self._fellows]
-        try:
-            scores = self._worker.score(conversations)
-            ray.get(scoring)
-            return scores
-        except TreewardError:
-            raise
-        except Exception:
-            if self._fellows:  # if one has died, Serve restarts them all
-                logger.exception("A process of this replica is lost, and with it the replica.")
-                os._exit(1)
-            raise
+            scoring = [fellow.score.remote(conversations) for fellow in self._fellows]
+            try:
+                scores = self._worker.score(conversations)
+                ray.get(scoring)
+                return scores
+            except TreewardError:
+                raise
+            except Exception:
+                if self._fellows:  # if one has died, Serve restarts them all
+                    logger.exception("A process of this replica is lost, and with it the replica.")
+                    os._exit(1)
+                raise
 
 
 class ReplicaPool:

@@ -64,8 +64,17 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
         self._model: ScoringWorker | ReplicaPool | RewardServer | None
         if self.config.url is not None:
             self._model = RewardServer(self.config)
+        elif _needs_ray(self.config):
+            try:
+                from treeward.environments.replicas import ReplicaPool
+            except ImportError as error:
+                fix = "pip install 'treeward[ray,serve]', or use one replica"
+                raise ConfigError("Ray Serve is not installed", where=WHERE, got=str(error), fix=fix) from error
+            self._model = ReplicaPool(self.config)
         else:
-            self._model = _replicas(self.config) if _needs_ray(self.config) else _worker_here(self.config)
+            on_gpu = self.config.resources.gpus_per_node > 0 and torch.cuda.is_available()
+            self._model = ScoringWorker(self.config, "cuda" if on_gpu else "cpu")
+            self._model.load()
 
     def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
         with self._lock:
@@ -128,22 +137,6 @@ def _needs_ray(config: RewardModelEnvironmentConfig) -> bool:
     # In an actor without a GPU torch sees none, though the machine may have some.
     inside = ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
     return inside and ray.cluster_resources().get("GPU", 0) > 0
-
-
-def _replicas(config: RewardModelEnvironmentConfig) -> ReplicaPool:
-    try:
-        from treeward.environments.replicas import ReplicaPool
-    except ImportError as error:
-        fix = "pip install 'treeward[ray,serve]', or use one replica"
-        raise ConfigError("Ray Serve is not installed", where=WHERE, got=str(error), fix=fix) from error
-    return ReplicaPool(config)
-
-
-def _worker_here(config: RewardModelEnvironmentConfig) -> ScoringWorker:
-    on_gpu = config.resources.gpus_per_node > 0 and torch.cuda.is_available()
-    worker = ScoringWorker(config, "cuda" if on_gpu else "cpu")
-    worker.load()
-    return worker
 
 
 class RewardServer:

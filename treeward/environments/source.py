@@ -94,10 +94,6 @@ def reward_source(settings: Mapping[str, Any]) -> tuple[RewardSource, RewardSour
     key = (os.getpid(), json.dumps(config.model_dump(exclude={"on_failure"}), sort_keys=True, default=str))
     with _LOCK:
         if key not in _SOURCES:
-            _SOURCES[key] = RewardSource(_environment(config))
+            section = {"model_name": config.model} if config.environment is None else config.environment
+            _SOURCES[key] = RewardSource(make_environment("reward_model", section, where=f"{_WHERE}.environment"))
         return _SOURCES[key], config
-
-
-def _environment(config: RewardSourceConfig) -> Environment:
-    section = {"model_name": config.model} if config.environment is None else config.environment
-    return make_environment("reward_model", section, where=f"{_WHERE}.environment")

@@ -84,15 +84,11 @@ def _submit(
     source, config = reward_source({key: v for key, v in reward_kwargs.items() if key not in _FROM_VERL})
     info = dict(extra_info or {})
     has_prompt = any(info.get(key) is not None for key in _PROMPT_KEYS)
-    prompt = _prompt(info, data_source) if has_prompt or _reads_prompts(config) else []
+    is_rule = config.environment is not None and config.environment.get("type") in ("rules", "math")
+    prompt = [] if is_rule and not has_prompt else _prompt(info, data_source)
     messages = [*prompt, {"role": "assistant", "content": solution_str}]
     env_info = info | {"data_source": data_source, "ground_truth": ground_truth}
     return source.submit(messages, {key: value for key, value in env_info.items() if value is not None}), config
-
-
-def _reads_prompts(config: RewardSourceConfig) -> bool:
-    """Whether the environment may read prompts, which a rule does not."""
-    return config.environment is None or config.environment.get("type") not in ("rules", "math")
 
 
 def _prompt(extra_info: Mapping[str, Any], data_source: str) -> list[Mapping[str, Any]]:

@@ -117,15 +117,6 @@ def failed(part: Part, error: TreewardError) -> Check:
     return Check(part, "differs", summary, got, error.need, error.fix or restore("the files"))
 
 
-def table(checks: Sequence[Check]) -> tuple[Check, ...]:
-    """One check for each part, in order: its first difference, if it has any, or why it was not checked."""
-    differences = [check for check in checks if check.state == "differs"]
-    by_part = {check.part: check for check in reversed([*differences, *checks])}
-    cause = min((check.part for check in differences), key=PARTS.index, default="missing golden scores")
-    why = f"it cannot be, because of the {cause}"
-    return tuple(by_part.get(part, Check(part, "not checked", why)) for part in PARTS)
-
-
 def verification(
     model: str,
     contract: ScoringContract | None,
@@ -135,15 +126,23 @@ def verification(
     dtype: Dtype,
     against: str | None = None,
 ) -> Verification:
-    """The result of the checks and the scores of the golden conversations, which may be missing."""
+    """The result of the checks and the scores of the golden conversations, which may be missing.
+
+    It has one check for each part, in order: its first difference, if it has any, or why it was not checked.
+    """
+    differences = [check for check in checks if check.state == "differs"]
+    by_part = {check.part: check for check in reversed([*differences, *checks])}
+    cause = min((check.part for check in differences), key=PARTS.index, default="missing golden scores")
+    why = f"it cannot be, because of the {cause}"
+    table = tuple(by_part.get(part, Check(part, "not checked", why)) for part in PARTS)
     if contract is None:
-        return Verification(model, table(checks))
+        return Verification(model, table)
     golden = contract.golden
     off = [abs(score - example.score) for score, example in zip(scores, golden, strict=False) if score is not None]
     is_complete = bool(off) and len(off) == len(golden) and all(map(math.isfinite, off))
     return Verification(
         model,
-        table(checks),
+        table,
         num_scores=len(golden),
         largest_difference=max(off) if is_complete else None,
         tolerance=contract.tolerance.of(dtype),

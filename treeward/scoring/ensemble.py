@@ -103,22 +103,18 @@ class EnsembleScorer(PreparedScorer):
                 [conversation.members[m] for conversation in prepared], on_error=on_error
             )
         )
-        joined = [self._joined(scores) for scores in zip(*by_member, strict=True)]
-        values_SM = [score.members for score in joined if score.score is not None]
-        if not values_SM:
-            return joined
-        coefficient, constants = self.config.uncertainty_coefficient, self._constants
-        values_S = combine(values_SM, self.config.method, uncertainty_coefficient=coefficient, constants=constants)
-        combined = iter(values_S.tolist())
-        return [score if score.score is None else replace(score, score=next(combined)) for score in joined]
+        return [self._combined(scores) for scores in zip(*by_member, strict=True)]
 
-    def _joined(self, scores: Sequence[Score]) -> Score:
-        """One conversation's scores by the members; the first member without one gives the error."""
+    def _combined(self, scores: Sequence[Score]) -> Score:
+        """One conversation's score from those by the members; the first member without one gives the error."""
         joined = replace(scores[0], heads=(), steps=(), truncated=any(score.truncated for score in scores))
         for m, score in enumerate(scores):
             if score.score is None:
                 return replace(joined, score=None, error=f"{self._label(m)}: {score.error}")
-        return replace(joined, members=tuple(score.score for score in scores if score.score is not None))
+        members = tuple(score.score for score in scores if score.score is not None)
+        coefficient, constants = self.config.uncertainty_coefficient, self._constants
+        [score_S] = combine([members], self.config.method, uncertainty_coefficient=coefficient, constants=constants)
+        return replace(joined, score=float(score_S), members=members)
 
     def _each(self, ask: Callable[[int, Scorer], list[_T]]) -> list[list[_T]]:
         """What every member gives; its errors name it."""

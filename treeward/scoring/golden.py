@@ -130,7 +130,7 @@ def sign_folder(
         heads = like.heads
     else:
         heads = _default_heads(model)
-    contract = sign_exported(
+    return sign_exported(
         folder,
         model=model,
         renderer=renderer,
@@ -140,7 +140,6 @@ def sign_folder(
         has_template=has_template,
         trained_length=like.rendering.trained_length if like else None,
     )
-    return contract
 
 
 def sign_exported(

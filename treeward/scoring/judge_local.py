@@ -12,7 +12,7 @@ Shapes: S messages, L tokens of the longest.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -74,16 +74,14 @@ class LocalJudge:
             return DataError(f"the judge's prompt and message have {length} tokens, and {limit} are read")
         return text
 
-    def _rows(self, prompt: str) -> list[list[int]]:
-        """The token ids of a rendered prompt with each label as the judge's message, in the order of `labels`."""
-        return self.renderer.encode_texts([prompt + verdict_line(label, self.config) for label in labels(self.config)])
-
     def _expected(self, prompts: Sequence[str]) -> list[Verdict | NoVerdict]:
         """Verdicts from the probability of each label as the judge's message."""
+        lines = [verdict_line(label, self.config) for label in labels(self.config)]
         verdicts: list[Verdict | NoVerdict] = []
         together: list[Sequence[TokenIds]] = []
         num_tokens = 0
-        for rows in map(self._rows, prompts):
+        for prompt in prompts:
+            rows = self.renderer.encode_texts([prompt + line for line in lines])
             again = 0 if self.policy.layout == "rows" else _shared_length(rows)
             cost = sum(len(row) - again for row in rows) + again
             if together and num_tokens + cost > DEFAULT_BATCH_TOKENS:
@@ -111,11 +109,10 @@ class LocalJudge:
             verdicts.append(Verdict(mean, list(values)[int(np.argmax(weights))], mass=mass))
         return verdicts
 
-    def _written(self, prompts: Sequence[str]) -> Iterator[Verdict | NoVerdict]:
+    def _written(self, prompts: Sequence[str]) -> list[Verdict | NoVerdict]:
         """The verdicts in the model's messages."""
-        for start in range(0, len(prompts), _MESSAGES_AT_ONCE):
-            for answer in self._messages(prompts[start : start + _MESSAGES_AT_ONCE]):
-                yield read_answer(answer, self.config)
+        batches = [prompts[start : start + _MESSAGES_AT_ONCE] for start in range(0, len(prompts), _MESSAGES_AT_ONCE)]
+        return [read_answer(answer, self.config) for batch in batches for answer in self._messages(batch)]
 
     def _messages(self, prompts: Sequence[str]) -> list[Answer]:
         """The model's messages."""

@@ -7,10 +7,10 @@ for chunk in chunks_of(read_rows("in.jsonl")):
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from treeward.data.formats import conversations_of, is_single
@@ -83,7 +83,7 @@ class ChunkScorer:
     """
 
     def __init__(self, load: Load) -> None:
-        self._load = load
+        self._load = functools.cache(load)
         self._warned = False
 
     def score(self, chunk: Chunk) -> ScoredChunk:
@@ -91,7 +91,7 @@ class ChunkScorer:
         from treeward.scoring.shaping import rewards_of  # noqa: PLC0415 - torch, without which rows are read
 
         try:
-            scorer, shaper, identity = self._loaded
+            scorer, shaper, identity = self._load()
         except TreewardError as error:
             return ScoredChunk([], error)
         ours = _OURS if shaper is None else (*_OURS, "reward", "rewards")
@@ -107,10 +107,6 @@ class ChunkScorer:
         rows = [_with_scores(row, [next(rewards) for _ in group], ours) for row, group in chunk.requests]
         tokens = scorer.num_computed_tokens - computed, scorer.num_row_tokens - plain
         return ScoredChunk(rows, chunk.error, identity, tokens)
-
-    @cached_property
-    def _loaded(self) -> tuple[PreparedScorer, Shaper | None, Mapping[str, Any]]:
-        return self._load()
 
 
 def _with_scores(row: Row, rewarded: Sequence[Reward], ours: Sequence[str]) -> dict[str, Any]:

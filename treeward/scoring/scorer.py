@@ -340,8 +340,7 @@ class Scorer(PreparedScorer):
 
     def _prepare_text(self, text: str | Sequence[int], name: str) -> Prepared:
         num_ids, limit = self.model.num_known_tokens, self.renderer.max_length
-        ids: list[int] | None = None if isinstance(text, str) else list(text)
-        num_tokens = 0 if ids is None else len(ids)
+        ids: list[int] | None
         if isinstance(text, str):
             try:
                 ids, num_tokens = self.renderer.encode_short([text], limit, where=[name])[0]
@@ -349,6 +348,8 @@ class Scorer(PreparedScorer):
                 return Prepared(name, None, error=error.in_one_line)
             except UnicodeError as error:
                 return Prepared(name, None, error=f"the text is not valid Unicode: {error}")
+        else:
+            ids, num_tokens = list(text), len(text)
         if ids is None or (limit is not None and num_tokens > limit):
             return self._too_long(name, num_tokens)
         if not ids or min(ids) < 0 or max(ids) >= num_ids:

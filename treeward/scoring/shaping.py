@@ -59,15 +59,14 @@ class Shaper:
         else:
             self._temperature = config.temperature or 1.0
         self._constants: tuple[float, float] | None = None
-        if config.uses_contract_constants and self._curve is not None:
-            self._constants = self._curve.residual_mean, self._curve.residual_std
-        elif config.uses_contract_constants:
-            normalization = _fitted(calibration.normalization, "normalize_rewards", "a mean and a standard deviation")
-            self._constants = normalization.mean, normalization.std
-        if self._constants is not None:
-            mean, std = self._constants
+        if config.uses_contract_constants:
+            if self._curve is not None:
+                mean, std = self._curve.residual_mean, self._curve.residual_std
+            else:
+                fitted = _fitted(calibration.normalization, "normalize_rewards", "a mean and a standard deviation")
+                mean, std = fitted.mean, fitted.std
             self._constants = mean / self._temperature, std / self._temperature
-        if config.normalize_rewards and config.reward_mean is not None and config.reward_std is not None:
+        elif config.normalize_rewards and config.reward_mean is not None and config.reward_std is not None:
             self._constants = config.reward_mean, config.reward_std
 
     @property

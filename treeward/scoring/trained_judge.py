@@ -71,16 +71,14 @@ def write_judge_contract(
     folder: Path, section: JudgePromptConfig, chat_template_kwargs: Mapping[str, Any] | None = None
 ) -> None:
     """Write the contract of an exported policy that judges as `section` says. Loads the policy on the CPU."""
-    texts = {
-        "template": section.template or TEMPLATES[section.mode],
-        "system_prompt": section.system_prompt or SYSTEM_PROMPT,
-    }
-    shared = {key: getattr(section, key) for key in JudgePromptConfig.model_fields}
-    prompt = JudgePromptConfig(**shared | texts)
+    keys = {key: getattr(section, key) for key in JudgePromptConfig.model_fields}
+    keys["template"] = section.template or TEMPLATES[section.mode]
+    keys["system_prompt"] = section.system_prompt or SYSTEM_PROMPT
+    prompt = JudgePromptConfig(**keys)
     asked, variables = _golden(prompt), dict(chat_template_kwargs or {})
     golden = [
         GoldenQuestion(conversation=conversation, texts=texts, value=value)
-        for (conversation, texts), value in zip(asked, _values(_on_cpu(folder, prompt, variables), asked), strict=True)
+        for (conversation, texts), value in zip(asked, _values(folder, prompt, variables, asked), strict=True)
         if value is not None  # a model may be too short for a question
     ]
     contract = JudgeContract(prompt=prompt, chat_template_kwargs=variables, golden=tuple(golden))
@@ -91,8 +89,8 @@ def verify_judge(folder: Path) -> Verification:
     """Ask the golden questions of a folder with a contract again, in float32 on the CPU."""
     contract = read_judge_contract(folder)
     assert contract is not None
-    judge = _on_cpu(folder, contract.prompt, contract.chat_template_kwargs)
-    values = _values(judge, [(golden.conversation, golden.texts) for golden in contract.golden])
+    asked = [(golden.conversation, golden.texts) for golden in contract.golden]
+    values = _values(folder, contract.prompt, contract.chat_template_kwargs, asked)
     check, differences = Check("weights", "equal", "the golden questions have their verdicts"), list[float]()
     for golden, value in zip(contract.golden, values, strict=True):
         differences.append(math.inf if value is None else abs(value - golden.value))
@@ -115,12 +113,12 @@ def _golden(prompt: JudgePromptConfig) -> _Asked:
     return [(conversation, shown) for conversation, texts in _GOLDEN for shown in (texts, texts[::-1])]
 
 
-def _on_cpu(folder: Path, prompt: JudgePromptConfig, chat_template_kwargs: Mapping[str, Any]) -> LocalJudge:
+def _values(
+    folder: Path, prompt: JudgePromptConfig, chat_template_kwargs: Mapping[str, Any], asked: _Asked
+) -> list[float | None]:
+    """The values of the verdicts of the folder's model in float32 on the CPU; None for no verdict."""
     keys = prompt.model_dump() | {"chat_template_kwargs": chat_template_kwargs, "use_logprobs": True}
     keys |= {"model": str(folder), "device": "cpu", "dtype": "float32"}
-    return LocalJudge(JudgeEnvironmentConfig.model_validate(keys))
-
-
-def _values(judge: LocalJudge, asked: _Asked) -> list[float | None]:
+    judge = LocalJudge(JudgeEnvironmentConfig.model_validate(keys))
     questions = [make_question(judge.config, conversation, texts) for conversation, texts in asked]
     return [None if isinstance(verdict, NoVerdict) else verdict.value for verdict in judge.ask(questions)]

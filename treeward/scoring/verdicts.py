@@ -143,14 +143,13 @@ def read_answer(answer: Answer, config: JudgePromptConfig) -> Verdict | NoVerdic
     if answer.is_cut:
         return NoVerdict("the judge's message was cut: longer than max_tokens", answer.text)
     match = _last(answer.text, config)
-    label = "" if match is None else match[1]
-    value = math.nan if not label else float(label) if config.mode == "rating" else _OUTCOMES[label]
-    if config.mode == "rating" and not config.lowest_rating <= value <= config.highest_rating:
-        value = math.nan
-    if math.isnan(value):
+    if match is None:
         return NoVerdict("the judge gave no verdict", answer.text)
-    expected = _expected(answer.tokens, config)
-    return Verdict(value, label, text=answer.text) if expected is None else replace(expected, text=answer.text)
+    value = float(match[1]) if config.mode == "rating" else _OUTCOMES[match[1]]
+    if config.mode == "rating" and not config.lowest_rating <= value <= config.highest_rating:
+        return NoVerdict("the judge gave no verdict", answer.text)
+    expected = _expected(answer.tokens, config) or Verdict(value, match[1])
+    return replace(expected, text=answer.text)
 
 
 def _expected(tokens: Sequence[TokenChoice], config: JudgePromptConfig) -> Verdict | None:

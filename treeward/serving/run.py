@@ -52,8 +52,7 @@ def serve(config: ServerConfig) -> int:
 @contextlib.contextmanager
 def _service(config: ServerConfig, listener: socket.socket) -> Iterator[Service]:
     if config.replicas == 1:
-        service = Service.load(config)
-        yield service
+        yield Service.load(config)
         return
     try:
         from treeward.serving.replicas import started  # noqa: PLC0415

@@ -43,7 +43,6 @@ VERDICT_KEYS = frozenset(
 router = APIRouter(tags=["NeMo Gym"], route_class=JSONRoute)
 sessions = APIRouter(route_class=JSONRoute)
 """The routes beside /verify, which are the same for every resources server."""
-_verify = APIRouter(route_class=JSONRoute)
 ROLLOUT_PREFIX = "/ng-rollout/{rollout_id}"
 """The prefix of paths for one rollout, if NeMo Gym observes it."""
 
@@ -73,7 +72,8 @@ class VerifyBody(Body):
     """`reward_passed` says whether the reward is at least this."""
 
 
-@_verify.post("/verify", summary="The reward of a rollout", response_model=dict[str, Any])
+@router.post("/verify", summary="The reward of a rollout", response_model=dict[str, Any])
+@router.post(ROLLOUT_PREFIX + "/verify", include_in_schema=False)
 async def verify(body: VerifyBody, request: Request, server: Server) -> JSON:
     model = server.model(None)
     rollout = await request.json()
@@ -127,8 +127,6 @@ async def reverify_mode() -> JSON:
 
 
 router.include_router(sessions)
-router.include_router(_verify)
-router.include_router(_verify, prefix=ROLLOUT_PREFIX, include_in_schema=False)
 
 
 def parse(values: Mapping[str, Any], model: ServedModel) -> Conversation:
