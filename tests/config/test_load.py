@@ -59,6 +59,12 @@ def test_any_value_survives_saving(tmp_path_factory, kwargs):
     assert load_config(folder / "resolved.yaml") == config
 
 
+@pytest.mark.parametrize(("text", "value"), [("1e-5", 1e-5), ("null", None), ("'1'", "1"), ("[1, x]", [1, "x"])])
+def test_a_value_means_the_same_in_a_file_and_in_an_override(write, text, value):
+    for found in (load_file(Anything, None, [f"a={text}"]).a, load_file(Anything, write(f"a: {text}\n")).a):
+        assert found == value and type(found) is type(value)
+
+
 @pytest.mark.parametrize(
     ("override", "result"),
     [
@@ -108,6 +114,20 @@ def test_defaults_are_laid_under_the_file_in_order(write, tmp_path):
     write(lists, "f.yaml")
     config = load_config(write("defaults: f.yaml\ndata: {validation: {data_path: w}}\n", "g.yaml"))
     assert (config.rm.seed, [one.data_path for one in config.data.validation]) == (3, ["w"])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("defaults: nowhere.yaml\n", "does not exist"),
+        ("defaults: run.yaml\n", "circle"),
+        ("a: 1\na: 2\n", "duplicate key"),
+        ("- 1\n", "not a mapping"),
+    ],
+)
+def test_errors_of_a_file_name_it(mistake, text, words):
+    error = mistake(text)
+    assert "run.yaml" in error.where and words in str(error)
 
 
 def test_references_and_functions(load, mistake):

@@ -1,4 +1,4 @@
-"""Checkpoints of several processes: any number goes on from what any other has saved."""
+"""Checkpoints of several processes: any number goes on from what any other has saved; one that fails fails for all."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from treeward import processes
+from treeward.config.checkpointing import CheckpointingConfig
 from treeward.config.policy import LoraConfig, NamedScheduleConfig, OptimizerConfig, ShardingConfig
 from treeward.data.rendering import Renderer
-from treeward.errors import ConfigError
+from treeward.errors import CheckpointError, ConfigError
 from treeward.model import export as of_export
 from treeward.model import shards
 from treeward.model.export import export_model
@@ -32,6 +33,7 @@ from treeward.parallel.mesh import make_mesh
 from treeward.parallel.sharding import shard
 from treeward.scoring.golden import sign_exported
 from treeward.scoring.verification import verify
+from treeward.training.checkpoints import open_store
 from treeward.training.masters import MasterWeights
 from treeward.training.optimisation import build_optimizer, build_scheduler
 from treeward.training.state import RunState, load_state, save_state
@@ -110,8 +112,38 @@ def go_on(folder: str, writers: list[int]) -> dict[str, Any]:
             found[f"{kind} by {writer}"] = resumed(Path(folder) / f"{kind}_{writer}", kind, alone=False)
     with pytest.raises(ConfigError, match="quantised states are for one process"):
         build_optimizer(Session("adamw", alone=False).model, OptimizerConfig(name="torchao.optim.AdamW8bit"))
+    found["store"] = in_a_store(Path(folder) / f"store_{processes.size()}")
     found["exported"] = export(Path(folder) / f"exported_{processes.size()}", Path(folder) / "tokenizer")
     return found
+
+
+def in_a_store(folder: Path) -> list[Any]:
+    """Which saves are found; and that a disk that is full for one process fails for all."""
+    session, found = Session("adamw", alone=False), []
+    with open_store(CheckpointingConfig(checkpoint_dir=str(folder))) as store:
+        assert store is not None
+        for step in (1, 2):
+            session.train(range(step - 1, step))
+            found.append(processes.gather(store.save(step, session.save).step))
+        write = shards.save
+        if processes.rank() == 1:
+            shards.save = full_disk
+        with pytest.raises(CheckpointError, match=r"(?s)step_3: cannot be saved.*rank 1: .*No space left"):
+            store.save(3, session.save)
+        shards.save = write
+        latest = store.latest()
+        found += [latest and latest.step, sorted(path.name for path in folder.iterdir())]
+    return found
+
+
+def full_disk(tensors: Any, storage_writer: Any, **options: Any) -> None:
+    """The disk of one process is full: its files cannot be written."""
+
+    def write_data(*_: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    storage_writer.write_data = write_data
+    torch.distributed.checkpoint.save(tensors, storage_writer=storage_writer, **options)
 
 
 EXPORTED: dict[str, Callable[[], Any]] = {
@@ -172,6 +204,8 @@ def test_any_number_of_processes_goes_on_from_what_any_other_has_saved(
         saved(tmp_path / f"{kind}_1", kind, alone=True)
     for number, writers in {2: [1], 4: [1, 2]}.items():
         for found in run_processes("test_checkpoints:go_on", number, str(tmp_path), writers):
+            files = ["step_1", "step_2"]
+            assert found.pop("store") == [[1] * number, [2] * number, 2, files]
             assert all(found.values()), found
         assert_exported(tmp_path / f"exported_{number}")
         assert all(resumed(tmp_path / f"{kind}_{number}", kind, alone=True) for kind in KINDS)

@@ -84,7 +84,7 @@ def _candidate(text: str, option: str, fields: Iterable[str], options: ModelOpti
         need = f"a folder or hub name; {{type: ...}}; or one of the fields {', '.join(fields) or '(none)'}"
         summary, fix = "this is no model, no environment and no field of the rows", near and f"did you mean {near}?"
         raise ConfigError(summary, where=option, got=text, need=need, fix=fix)
-    return candidate(model_section(text), option, options)
+    return candidate(model_section(text, option), option, options)
 
 
 def _score(

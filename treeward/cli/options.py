@@ -89,7 +89,7 @@ def with_model_options(run: Callable[..., int]) -> Callable[..., int]:
     return command
 
 
-def model_section(text: str) -> dict[str, Any]:
+def model_section(text: str, where: str = "MODEL") -> dict[str, Any]:
     """The section of a model that is named on the command line, by its folder or hub name, or as a section in YAML:
     `{models: [A, B], ensemble: worst}`. Raises `ConfigError` for text in braces that is no section."""
     if not text.lstrip().startswith("{"):
@@ -102,7 +102,7 @@ def model_section(text: str) -> dict[str, Any]:
         section = None
     if not isinstance(section, dict):
         raise ConfigError(
-            "this is no section", where="MODEL", got=text, need="YAML, as {models: [A, B], ensemble: worst}"
+            "this is no section", where=where, got=text, need="YAML, as {models: [A, B], ensemble: worst}"
         )
     return section
 

@@ -75,6 +75,7 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, Rule]] = {
         "val_temperature val_top_?"
     ),
     "JudgePromptConfig": {"num_samples": Only((1,), "a question is asked once; use_logprobs takes the expectation")},
+    "HybridEnvironmentConfig": {"fallback_on": Only((["failed", "wrong"],), "remove it: both go to the next member")},
     "LengthCurve": _unread("unit"),
     "LengthPenaltyConfig": {"unit": Only(("characters",), "give characters, about 4 to a token of English")},
     "LoggerConfig": _unread("num_val_samples_to_print monitor_gpus gpu_monitoring swanlab")
@@ -118,7 +119,6 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, Rule]] = {
         "megatron_cfg": "set megatron_cfg.enabled=false: the model runs on PyTorch",
     },
     "RewardModelRunConfig": {"evaluation": "remove the section: `treeward eval MODEL --data FILE` writes the report"},
-    "ScoringContract": _unread("reward_shaping"),
     "ScoringDTensorConfig": {
         "lora_cfg": "set lora_cfg.enabled=false; merge adapters into their model with peft's merge_and_unload, and "
         "give that folder as model_name"

@@ -104,6 +104,9 @@ class Environment(RayActor, abc.ABC):
             got = f"{len(message_logs)} message logs and {len(env_infos)} env_infos"
             raise DataError("there is not one env_info for each message log", where=self.name, got=got)
         conversations = [conversation_of(log, where=f"sample {i}") for i, log in enumerate(message_logs)]
+        for i, info in enumerate(env_infos):
+            if not isinstance(info, Mapping | None):
+                raise DataError("the env_info is not a mapping", where=f"{self.name}, sample {i}", got=info)
         rewards = self.rewards(conversations, [dict(info or {}) for info in env_infos])
         assert len(rewards) == len(conversations), f"{self.name}: {len(rewards)} rewards for {len(conversations)} logs"
         if failed := [i for i, reward in enumerate(rewards) if reward.value is None]:

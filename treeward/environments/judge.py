@@ -109,16 +109,19 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
         before = time.perf_counter()
         has_first = not self._has_begun and len(questions) >= _FIRST_QUESTIONS
         answers = self._judge.ask(questions[:_FIRST_QUESTIONS]) if has_first else []
-        reasons = [answer for answer in answers if isinstance(answer, NoVerdict)]
+        reasons = [answer for answer in answers if isinstance(answer, NoVerdict) and not answer.is_temporary]
         if answers and len(reasons) == len(answers):
+            sent = "send only settings that the server knows (null: not sent), and shorter prompts"
+            wrote = (
+                "take a larger model; or use_logprobs: true, which compares the probabilities of the verdicts; or hold "
+                "an endpoint to the form, as by extra_body: {structured_outputs: {regex: ...}} of vLLM"
+            )
             raise ModelError(
                 f"{reasons[0].reason}: none on its first {_FIRST_QUESTIONS} questions",
                 where=self.config.model,
                 field="model max_tokens use_logprobs",
                 got=reasons[0].text or reasons[0].reason,
-                fix="take a larger model; or use_logprobs: true, which compares the probabilities of the verdicts; or "
-                "hold an endpoint to the form, as by extra_body: {structured_outputs: {regex: ...}} of vLLM; or send "
-                "only settings that it knows (null: not sent)",
+                fix=sent if reasons[0].text is None else wrote,
             )
         answers += self._judge.ask(questions[len(answers) :])
         self._has_begun = self._has_begun or bool(answers)

@@ -72,7 +72,8 @@ class EndpointJudge:
                     got=f"{error.summary}: {error.got}",
                     need="a valid key, and one of its models (and /v1 in base_url)",
                 ) from error
-            return NoVerdict(f"judge: {error.summary}: {error.got}")
+            is_temporary = error.status not in (400, 413, 422)
+            return NoVerdict(f"judge: {error.summary}: {error.got}", is_temporary=is_temporary)
         return read_answer(answer, self.config)
 
     async def _message(self, client: AsyncOpenAI, messages: Sequence[Message]) -> Answer:

@@ -18,7 +18,6 @@ import logging
 import math
 import os
 import secrets
-import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, groupby
@@ -46,7 +45,6 @@ class _Replica:
     """One replica, in a process of Ray Serve, with the processes of the model's other parts, which end with it."""
 
     def __init__(self, config: RewardModelEnvironmentConfig) -> None:
-        self._lock = threading.Lock()  # a call that is cancelled goes on in its thread
         device = "cuda" if config.resources.gpus_per_node and torch.cuda.is_available() else "cpu"
         size = config.dtensor_cfg.tensor_parallel_size
         self._worker = ScoringWorker(config, device)
@@ -61,23 +59,28 @@ class _Replica:
         ray.get(loading)
 
     async def score(self, conversations: Sequence[Conversation]) -> list[Score]:
-        """As `ScoringWorker.score`, in a thread: Serve's health checks go on."""
-        return await asyncio.to_thread(self._score, conversations)
+        """As `ScoringWorker.score`, in a thread: Serve's health checks go on. A call that is cancelled keeps its place
+        until its thread has ended, so that others go to replicas that are free."""
+        scoring = asyncio.ensure_future(asyncio.to_thread(self._score, conversations))
+        try:
+            return await asyncio.shield(scoring)
+        except asyncio.CancelledError:
+            await asyncio.wait([scoring])
+            raise
 
     def _score(self, conversations: Sequence[Conversation]) -> list[Score]:
-        with self._lock:
-            scoring = [fellow.score.remote(conversations) for fellow in self._fellows]
-            try:
-                scores = self._worker.score(conversations)
-                ray.get(scoring)
-                return scores
-            except TreewardError:
-                raise
-            except Exception:
-                if self._fellows:  # if one has died, Serve restarts them all
-                    logger.exception("A process of this replica is lost, and with it the replica.")
-                    os._exit(1)
-                raise
+        scoring = [fellow.score.remote(conversations) for fellow in self._fellows]
+        try:
+            scores = self._worker.score(conversations)
+            ray.get(scoring)
+            return scores
+        except TreewardError:
+            raise
+        except Exception:
+            if self._fellows:  # if one has died, Serve restarts them all
+                logger.exception("A process of this replica is lost, and with it the replica.")
+                os._exit(1)
+            raise
 
 
 class ReplicaPool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +22,8 @@ from treeward.config.base import Strict
 from treeward.errors import ModelError
 from treeward.model.pretrained import check_local
 from treeward.storage import write_text
+
+logger = logging.getLogger(__name__)
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 """Number formats that a backbone computes in."""
@@ -188,7 +191,10 @@ class RewardCalibration(Strict):
     def _without_curve_in_tokens(cls, raw: Any) -> Any:
         """A contract without the curve that an earlier version fitted to lengths in tokens."""
         curve = raw.get("length_curve") if isinstance(raw, Mapping) else None
-        return {**raw, "length_curve": None} if isinstance(curve, Mapping) and curve.get("unit") == "tokens" else raw
+        if not isinstance(curve, Mapping) or curve.get("unit") != "tokens":
+            return raw
+        logger.warning("A length curve over tokens is not read: `treeward calibrate` fits one over characters.")
+        return {**raw, "length_curve": None}
 
 
 class ScoringContract(Strict):
@@ -210,6 +216,14 @@ class ScoringContract(Strict):
     weights: WeightsContract
     golden: list[GoldenExample]
     tolerance: ToleranceContract
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_shaping(cls, raw: Any) -> Any:
+        """A contract without the key of an earlier version, in which it could hold a section of shaping."""
+        return (
+            {key: value for key, value in raw.items() if key != "reward_shaping"} if isinstance(raw, Mapping) else raw
+        )
 
     @property
     def has_estimates(self) -> bool:

@@ -152,6 +152,8 @@ def load_adapters(model: WrappedModel, folder: Path) -> None:
         saved = load_file(folder / _WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise CheckpointError("the adapters cannot be read", where=str(folder), got=str(error)) from error
+    if missing := adapter_state(model).keys() - saved.keys():
+        raise CheckpointError("the adapters lack layers of the model", where=str(folder), got=f"no {min(missing)}")
 
     def read() -> None:
         for name, weight in adapter_state(model).items():  # anew: they may have been sharded since

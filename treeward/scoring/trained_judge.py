@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ValidationError
+from pydantic import ValidationError, model_validator
 
 from treeward.config.base import Strict
 from treeward.config.reward_environments import JUDGE_FILE, JudgeEnvironmentConfig, JudgePromptConfig
@@ -50,6 +50,15 @@ class JudgeContract(Strict):
     prompt: JudgePromptConfig
     chat_template_kwargs: dict[str, Any] = {}
     golden: tuple[GoldenQuestion, ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_votes(cls, raw: Any) -> Any:
+        """A contract without the key of an earlier version, in which a question could be asked several times."""
+        prompt = raw.get("prompt") if isinstance(raw, Mapping) else None
+        if not isinstance(prompt, Mapping):
+            return raw
+        return {**raw, "prompt": {key: value for key, value in prompt.items() if key != "num_samples"}}
 
 
 def read_judge_contract(folder: Path) -> JudgeContract | None:

@@ -113,10 +113,12 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class NoVerdict:
-    """Why there is no verdict. `text`: the judge's message; None where it wrote none."""
+    """Why there is no verdict. `text`: the judge's message; None where it wrote none. `is_temporary`: asked again,
+    there may be one."""
 
     reason: str
     text: str | None = None
+    is_temporary: bool = False
 
 
 def make_question(config: JudgePromptConfig, conversation: str, texts: Sequence[str]) -> tuple[Message, ...]:

@@ -303,7 +303,7 @@ def broken_rows(data: DataRead, num_sound: int, what: str) -> Finding:
 def _of_overlap(overlap: Overlap, is_benchmark: bool) -> Finding:
     flagged, total = overlap.flagged, len(overlap.flags)
     whole = sum(max(flag.prompt, flag.completion) == 1 for flag in flagged)
-    verb = f"are in the data too, {whole:,} with a whole prompt or completion, the others in most of its words."
+    verb = f"are in the data too, {whole:,} of them with a whole prompt or completion, the rest with most of its words."
     name = "benchmark_overlap" if is_benchmark else "validation_overlap"
     places = [flag.id for flag in flagged[:MOST_KEPT]]
     return _finding(name, len(flagged), total, f"examples of {overlap.name}", verb, places, "warning")
