@@ -45,8 +45,6 @@ _SCORED_ALONE = (
     *({"response1", "response2"}, {"response_1", "response_2"}, {"response"}, {"completion"}, {"conversations"}),
 )
 """Many files have such columns: they are scored only where no other keys are."""
-_OF_CONVERSATIONS = (*_ALWAYS_SCORED, *_SCORED_ALONE)
-"""The sets of keys that a row can be scored by."""
 
 
 def recognise(values: Mapping[str, Any], where: str) -> str:
@@ -77,7 +75,7 @@ def scored_keys(values: Mapping[str, Any], where: str) -> frozenset[str]:
     scored = keys & set().union(*_ALWAYS_SCORED) or keys & set().union(*_SCORED_ALONE)
     if scored >= {"chosen", "rejected"}:
         scored -= {"messages"}  # a column like others: UltraFeedback's binarized form repeats the chosen ones there
-    if scored not in _OF_CONVERSATIONS:
+    if scored not in (*_ALWAYS_SCORED, *_SCORED_ALONE):
         raise DataError(
             "the row cannot be scored with these keys together" if scored else "the row has nothing to score",
             where=where,

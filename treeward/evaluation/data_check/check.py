@@ -38,6 +38,7 @@ from treeward.storage import write_text
 from treeward.version import VERSION
 
 _TEXTS_TO_TRAIN, _CHARACTERS_TO_TRAIN, _VOCABULARY = 6000, 10_000, 8192
+_EXCERPT = 400  # characters
 
 
 @dataclass(frozen=True)
@@ -106,9 +107,6 @@ def check_data(
     )
 
 
-_EXCERPT = 400
-
-
 def summary_rows(checked: DataCheck) -> list[dict[str, Any]]:
     """The numbers that everybody asks for first."""
     numbers, longer = checked.numbers, checked.numbers["style"]["longer"]
@@ -149,13 +147,12 @@ def write_check(folder: Path, checked: DataCheck) -> Path:
         "overlap": [
             {"set": overlap.name} | dataclasses.asdict(flag) for overlap in checked.overlaps for flag in overlap.flagged
         ],
-        "broken": [_error_row(error) for error in checked.errors],
+        "broken": [
+            {name: getattr(error, name) for name in ("where", "field", "need", "fix")}
+            | {"problem": error.summary, "got": None if error.got is None else str(error.got)[:_EXCERPT]}
+            for error in checked.errors
+        ],
     }
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / "results.json", json.dumps(content, indent=2, ensure_ascii=False) + "\n")
     return folder / "results.json"
-
-
-def _error_row(error: DataError) -> dict[str, Any]:
-    row = {name: getattr(error, name) for name in ("where", "field", "need", "fix")}
-    return row | {"problem": error.summary, "got": None if error.got is None else str(error.got)[:_EXCERPT]}

@@ -181,7 +181,7 @@ def diagnose_perturbations(examples: Sequence[Preference], scored: Sequence[Scor
     margins = margins[np.isfinite(margins)]
     mean_margin = float(margins.mean()) if margins.any() else None
 
-    def share(name: str, hits: NDArray[np.bool_], where: NDArray[np.bool_]) -> Metric:
+    def share(name: str, hits: NDArray[np.bool_], where: NDArray[np.bool_] | slice = slice(None)) -> Metric:
         return accuracy_metric(hits[where].astype(float).tolist(), name, prompts[where].tolist())
 
     is_robust = is_right.copy()
@@ -193,8 +193,7 @@ def diagnose_perturbations(examples: Sequence[Preference], scored: Sequence[Scor
         metrics.append(share(f"{name}_rejected_flips", is_lost, is_right & np.isfinite(after[:, 1])))
         if REWRITES[name].kind == "style":
             is_robust &= ~is_lost & ~(after[:, 0] <= before[:, 1])
-    everywhere = np.ones(len(before), dtype=bool)
-    accuracies = [share("robust_accuracy", is_robust, everywhere), share("accuracy", is_right, everywhere)]
+    accuracies = [share("robust_accuracy", is_robust), share("accuracy", is_right)]
     return Diagnostic({metric.name: metric for metric in [*accuracies, *metrics]})
 
 
