@@ -20,17 +20,6 @@ def test_the_table_of_the_module_docstring():
     assert all(f"    {line}\n" in str(results.__doc__) for line in table.splitlines())
 
 
-def test_an_absent_value_and_none_are_dashes_and_keep_the_column_numeric():
-    table = results_table([*ROWS, {"set": "third"}], ["set", Column("loss", "mean loss")])
-    assert table.splitlines() == [
-        "set                mean loss",
-        "─────────────────  ─────────",
-        "plain                   0.25",
-        "length-controlled          –",
-        "third                      –",
-    ]
-
-
 def test_cells_cannot_move_the_cursor_or_break_the_line():
     table = results_table([{"name": "a\nb\x1b[31m\u202e|c"}], ["name"])
     assert table.splitlines()[2] == "a b[31m|c"

@@ -122,7 +122,6 @@ def test_defaults_are_laid_under_the_file_in_order(write, tmp_path):
         ("defaults: nowhere.yaml\n", "does not exist"),
         ("defaults: run.yaml\n", "circle"),
         ("a: 1\na: 2\n", "duplicate key"),
-        ("- 1\n", "not a mapping"),
     ],
 )
 def test_errors_of_a_file_name_it(mistake, text, words):

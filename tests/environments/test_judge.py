@@ -140,6 +140,8 @@ def test_failures_are_retried_and_those_that_stay_cost_only_their_samples(endpoi
     result = judge(endpoint, max_retries=1).step([chat("bad"), chat("good")], [{}, {}])
     assert details(result, "error") == ["judge: the server refuses the request: 503: come back later", None]
     assert len(endpoint.requests) == 4
+    away = judge(endpoint, max_retries=0).step([chat("bad")] * 4, [{}] * 4)
+    assert all(details(away, "error"))  # a server that is away for the first questions ends no run
 
 
 @pytest.mark.parametrize(("status", "field"), [(401, "api_key_env"), (404, "model"), (400, "max_tokens")])

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -23,9 +26,13 @@ from serving.dialects.clients import CLIENTS
 from serving.dialects.conftest import CHATS
 from serving.dialects.test_scores import CLOSE
 
+from treeward.config.server import ServerConfig
+from treeward.scoring.score import Score
 from treeward.scoring.scorer import Scorer
 
 pytest.importorskip("ray.serve")  # it needs grpcio-reflection
+
+from treeward.serving.replicas import ReplicaBatcher
 
 pytestmark = pytest.mark.slow  # Ray, Serve and two replicas take half a minute on two cores
 SECONDS = 240.0
@@ -123,3 +130,25 @@ def test_a_replica_that_is_killed_loses_nothing(server: Server) -> None:
     assert httpx.get(f"{server.url}/health").status_code == 200
     assert server.counted("scores_count") >= 3 * len(chats)
     wait_until(lambda: set(server.replicas()) - {first, second})
+
+
+class Recorded:
+    """A handle of Serve that scores by the length, and keeps what each call was routed by."""
+
+    def __init__(self) -> None:
+        self.score, self.calls = None, list[tuple[str, int]]()
+
+    def options(self, *, method_name: str, session_id: str) -> Any:
+        async def score(model: str, inputs: list[Any]) -> list[Score]:
+            self.calls.append((session_id, len(inputs)))
+            return [Score(float(len(chat[-1]["content"]))) for chat in inputs]
+
+        return SimpleNamespace(remote=score)
+
+
+def test_conversations_of_one_prompt_are_one_call_to_one_replica() -> None:
+    handle, chats = Recorded(), [*chats_of("One?", 11), *chats_of("Two?", 3), *chats_of("One?", 2)]
+    batcher = ReplicaBatcher(handle, ServerConfig(models=({"models": "m"},)), [SimpleNamespace(name="m", ending="")])  # type: ignore
+    scores = asyncio.run(batcher.score("m", chats, deadline=time.monotonic() + 60))
+    assert [score.score for score in scores] == [2.0] * 10 + [3.0] + [2.0] * 5
+    assert sorted(number for _, number in handle.calls) == [3, 13] and len({key for key, _ in handle.calls}) == 2
