@@ -1,10 +1,7 @@
-"""Progress is a bar on a terminal, lines in a log, and is seen where nobody has configured logging."""
+"""Progress is a bar on a terminal, and lines in a log elsewhere."""
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
 import time
 from types import SimpleNamespace
 
@@ -63,34 +60,6 @@ def test_a_later_task_of_the_same_name_has_its_own_start(now: list[float], caplo
                 now[0] += 3.0
                 shown.show("training", step, 2, {"loss": 0.5})
     assert caplog.messages[0].endswith("0:00:03 left") and caplog.messages[:2] == caplog.messages[2:]
-
-
-SCRIPT = """
-import logging
-from treeward.progress import ShownProgress, show_logs
-{configure}
-show_logs()
-with ShownProgress(unit="steps") as shown:
-    shown.show("training", 1, 4)
-    for step in (2, 3, 4):
-        logging.getLogger("treeward").info("logged %d", step)
-        shown.show("training", step, 4, {{"loss": 0.5}}, tokens=100)
-    shown.message("said")
-logging.getLogger("treeward").info("after")
-"""
-
-
-@pytest.mark.parametrize("configured", [True, False])
-def test_where_nothing_configured_logging_progress_is_seen_and_else_logging_stays_as_it_was(configured: bool) -> None:
-    configure = "logging.basicConfig(level=logging.INFO, format='mine %(message)s')" if configured else ""
-    script = SCRIPT.format(configure=configure)
-    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
-    lines = [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in done.stderr.splitlines()]
-    if configured:
-        assert all(line.startswith("mine ") for line in lines) and lines[-1] == "mine after"
-        return
-    assert [line for line in lines if "steps" not in line] == ["logged 2", "logged 3", "logged 4", "said", "after"]
-    assert len([line for line in lines if line.startswith("training: ") and "loss 0.5000" in line]) == 2
 
 
 def test_long_work_without_steps_has_its_line(caplog: pytest.LogCaptureFixture) -> None:

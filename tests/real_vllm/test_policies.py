@@ -100,3 +100,10 @@ def test_a_judge_that_is_too_small_is_told_at_once(judging: str) -> None:
     with pytest.raises(ModelError, match="its first 4 questions(?s:.*)structured_outputs"):
         environment.reward(LOGS * 4, [{}] * 16)
     assert environment.cost.num_requests == 4
+
+
+def test_a_conversation_that_is_too_long_costs_its_sample(judging: str) -> None:
+    logs = [LOGS[0], chat("What is 2 + 2?", "word " * 2000)]
+    first, second = judge(judging, extra_body=STRUCTURED).reward(logs, [{}] * 2)
+    assert first.value is not None
+    assert second.value is None and "maximum context length" in str(second.error)

@@ -74,3 +74,19 @@ def test_our_server_responds_with_the_same_fields_and_numbers(vllm: str, ours: s
             assert observed["probs"] == pytest.approx(expected["probs"], abs=1e-4)
         else:
             assert observed["data"] == pytest.approx(expected["data"], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"input": "word " * 1000},  # longer than the model's limit
+        {"input": []},
+        {"messages": []},
+        {},
+        {"input": "a text", "model": "another"},
+    ],
+)
+def test_what_one_refuses_the_other_refuses(vllm: str, ours: str, body: dict[str, Any]) -> None:
+    theirs, own = (httpx.post(f"{url}/classify", json={"model": "model", **body}) for url in (vllm, ours))
+    assert 400 <= theirs.status_code < 500 and 400 <= own.status_code < 500, (theirs.text, own.text)
+    assert own.json()["error"].keys() >= theirs.json()["error"].keys()
