@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from treeward.cli.options import Model, ModelOptions, checked_model, load, model_section, with_model_options
+from treeward.cli.options import ModelOptions, checked_model, load, model_section, with_model_options
 from treeward.errors import CheckpointError, ConfigError
 from treeward.progress import ShownProgress
 from treeward.resumable import ResumableRows, num_rows, resumable_rows
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 @with_model_options
 def run(
-    model: Model,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, a hub name, or a section.")],
     data: Annotated[str, typer.Option(metavar="FILE", help="jsonl, json, csv, parquet or arrow; - is stdin.")],
     output: Annotated[str, typer.Option(metavar="FILE", help="Where rows go as JSON lines; - is stdout.")] = "-",
     workers: Annotated[int | None, typer.Option(min=1, help="Processes of Ray Data, each with a GPU if any.")] = None,
