@@ -138,7 +138,7 @@ def rounded(served: Served) -> RewardModel:
 MISTAKES: dict[str, tuple[Callable[[Served], dict[str, Any]], str, str]] = {
     "sigmoid": (lambda s: {"activation": sigmoid}, "activation", "a sigmoid is applied to the score"),
     "bfloat16": (lambda s: {"model": rounded(s)}, "precision", "(vLLM, SGLang, TEI: --dtype float32)"),
-    "two BOS": (lambda s: {"tokenize": lambda x: s.renderer.tokenizer(x)["input_ids"]}, "tokens", "two BOS tokens"),
+    "two BOS": (lambda s: {"tokenize": lambda x: s.renderer.tokenizer(x)["input_ids"]}, "tokens", "one BOS too many"),
     "another model": (lambda s: {"model": s.other}, "weights", "no known mistake explains them"),
     "padding": (lambda s: {"pads": True}, "read position", "beside others it has not: padding is read"),
 }

@@ -86,6 +86,22 @@ def test_bos_is_added_once_and_doubles_collapse() -> None:
         assert ids[0] == tokenizer.bos_token_id and ids.count(ids[0]) == 1
 
 
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_model_may_have_another_number_of_bos(number: int) -> None:
+    tokenizer = byte_bpe(("<|im_start|>", "<|im_end|>"), "<s>", "<|im_end|>", True)
+    renderer = Renderer(tokenizer, chat_template=CHATML, num_bos=number)
+    ids, bos = renderer.encode(CHAT), tokenizer.bos_token_id
+    assert ids[:number] == [bos] * number == [token for token in ids if token == bos]
+    assert tokenizer.apply_chat_template(CHAT, chat_template=renderer.chat_template, return_dict=False) == ids
+    assert renderer.encode_texts(["<s><s><s>" + renderer.render(CHAT)]) == [ids]  # a client's text, with others
+    cut = Renderer(tokenizer, chat_template=CHATML, num_bos=number, max_length=len(ids) - 2, truncation="truncate_left")
+    fitted = cut.fit([user("A"), assistant("B"), *CHAT])
+    assert fitted is not None and fitted.truncated and fitted.token_ids.count(bos) == number
+    assert Renderer(tokenizer, chat_template="<s>" * 3 + CHATML, num_bos=number).encode(CHAT) == ids
+    with pytest.raises(ConfigError, match="there is no BOS"):
+        Renderer(bert_tokenizer(), num_bos=number)
+
+
 def test_encoder_is_framed_once() -> None:
     tokenizer = bert_tokenizer()
     for template in (None, "[CLS]{{ messages[0]['content'] }} {{ messages[-1]['content'] }}[SEP]"):

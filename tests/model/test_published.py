@@ -6,6 +6,7 @@ config.json are those of the files that `published.ADAPTERS` names as sources.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -14,8 +15,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from families import config_of, randomise, score_error, tiny_model
+from families import config_of, plain_scores, randomise, score_error, tiny_model
 from safetensors.torch import load_file, save_file
+from templates import CHATML, byte_bpe
 from tokenizers import pre_tokenizers
 from torch import Tensor
 from torch.nn import functional as F
@@ -27,8 +29,9 @@ from treeward.model import published as published_module
 from treeward.model.export import export_model
 from treeward.model.loading import load_reward_model
 from treeward.model.pretrained import load_tokenizer
-from treeward.model.published import ARMORM, HELPSTEER2
+from treeward.model.published import ARMORM, HELPSTEER2, set_template
 from treeward.model.reward_model import FeatureBatch
+from treeward.scoring.diagnosis import diagnose
 from treeward.scoring.golden import sign_folder
 from treeward.scoring.scorer import Scorer
 from treeward.training.train import train
@@ -517,6 +520,55 @@ def test_the_newer_grm_are_plain_classifiers(tiny_tokenizer: Any, tmp_path: Path
     tiny_tokenizer.save_pretrained(folder)
     loaded = load_reward_model(folder).model
     assert torch.equal(loaded.head.weight, model.score.weight)
+
+
+CLASSIFIER, WRITTEN = "LlamaForSequenceClassification", "{{ bos_token }}" + CHATML
+
+
+@pytest.mark.parametrize(
+    ("fields", "name", "template", "number"),
+    [
+        ({"architectures": [CLASSIFIER]}, "Llama-3.1-Tulu-3-8B-RM", CHATML, 0),
+        ({"architectures": [CLASSIFIER]}, "Skywork-Reward-V2-Llama-3.1-8B", WRITTEN, 1),
+        ({"architectures": [CLASSIFIER], **GRM}, "GRM-Llama3.2-3B-rewardmodel-ft", WRITTEN, 2),
+        ({"architectures": ["GRewardModel"]}, "GRM", WRITTEN, 2),
+        ({"architectures": [f"{CLASSIFIER}WithNormal_Weights"]}, "URM-LLaMa-3.1-8B", WRITTEN, 2),
+        ({"architectures": ["RewardModel"]}, "Llama-3-8b-rm-mixture", WRITTEN, 1),
+        ({"architectures": ["EurusRewardModel"]}, "Eurus-RM-7b", None, 1),
+        ({"architectures": ["LlamaForCausalLM"]}, "Starling-RM-7B-alpha", None, 2),
+        ({"architectures": ["LlamaForCausalLM"]}, "Llama-3.1-Tulu-3-8B-SFT", CHATML, None),
+    ],
+)
+def test_conversations_have_the_bos_of_the_authors_code(
+    fields: dict[str, Any], name: str, template: str | None, number: int | None
+) -> None:
+    tokenizer = copy.deepcopy(byte_bpe(bos="<s>", adds_bos=True))
+    tokenizer.chat_template = template
+    set_template(tokenizer, fields, name)
+    assert tokenizer.init_kwargs.get("num_bos") == number
+    ids = Renderer(tokenizer).encode(CHATS[0])
+    assert ids.count(tokenizer.bos_token_id) == (1 if number is None else number)  # a new model gets one
+
+
+def test_a_classifier_without_bos_is_scored_signed_and_trained_on_as_it_was_trained(tmp_path: Path) -> None:
+    tokenizer = copy.deepcopy(byte_bpe(bos="<s>", adds_bos=True))
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    tokenizer.chat_template = CHATML
+    hf = tiny_model("llama", vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, bos_token_id=2)
+    hf.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    rows = [tokenizer.apply_chat_template(chat, return_dict=False) for chat in CHATS]
+    want = plain_scores(hf, rows).tolist()
+    for contract in (None, sign_folder(tmp_path)):
+        scorer = Scorer.load(tmp_path)
+        assert [one.score for one in scorer.score(CHATS)] == pytest.approx(want, abs=1e-5)
+        assert contract is None or (contract.rendering.num_bos, contract.rendering.frame) == (0, "none")
+    added = Scorer.load(tmp_path, tokenizer={"num_bos": 1})
+    bos = [[tokenizer.bos_token_id, *ids] for ids in rows]
+    assert [one.score for one in added.score(CHATS)] == pytest.approx(plain_scores(hf, bos).tolist(), abs=1e-5)
+    assert (
+        contract is not None and diagnose(contract, [x.mistakes["two_bos"] for x in contract.golden]).part == "tokens"
+    )
 
 
 @pytest.mark.parametrize("name", ["ArmoRM", "QRM"])

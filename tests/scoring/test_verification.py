@@ -18,8 +18,6 @@ from families import tiny_model
 from messages import edit_json
 from safetensors.torch import load_file, save_file
 from signed import signed
-from tokenizers import Tokenizer
-from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from treeward.model.contract import (
@@ -95,15 +93,6 @@ def swap_words(folder: Path) -> None:
     file.write_text(json.dumps(content), encoding="utf-8")
 
 
-def add_bos(folder: Path) -> None:
-    """The tokenizer comes to put its BOS in front of every text by itself."""
-    file = str(folder / "tokenizer.json")
-    tokenizer = Tokenizer.from_file(file)
-    bos = tokenizer.token_to_id("<|system|>")
-    tokenizer.post_processor = TemplateProcessing(single="<|system|> $A", special_tokens=[("<|system|>", bos)])
-    tokenizer.save(file)
-
-
 def pad_with_eos(*files: str) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -123,7 +112,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     ),
     "template gone": (lambda f: (f / "chat_template.jinja").unlink(), "template", "gone.*fix restore chat_templ"),
     "words of the vocabulary swapped": (swap_words, "tokens", "another tokenizer"),
-    "BOS added": (add_bos, "tokens", r"becomes other tokens got .*at 0, '<\|system\|>.*need .*at 0"),
     "pad = eos in config.json": (
         pad_with_eos("config.json"), "read position",
         "^config.json pads with another token: transformers .*fix restore config.json",
@@ -242,7 +230,7 @@ def sigmoid(x: float) -> float:
         (lambda x, i: x, None, "6 scores equal"),
         (lambda x, i: x + 9e-5 * (-1) ** i, None, "6 scores equal, largest difference 9.0e-05"),
         (lambda x, i: EARLY[i], "read position", "the token before the last"),
-        (lambda x, i: x + 0.3, "tokens", "two BOS"),
+        (lambda x, i: x + 0.3, "tokens", "one BOS too many"),
         (lambda x, i: sigmoid(x), "activation", "a sigmoid"),
         (lambda x, i: 1.0, "activation", "softmax"),
         (lambda x, i: (x - 3.0) / 2.0, "activation", r"0.5 x score -1.5"),

@@ -90,7 +90,7 @@ def _renderer(name: str | None, loaded: RewardModelRunConfig | None, streams: An
     if loaded is not None and name is None:
         policy = loaded.policy
         name = None if policy.trained_vocab_size else policy.tokenizer.name or policy.model_name
-        settings = {key: getattr(policy.tokenizer, key) for key in ("chat_template", "chat_template_kwargs")}
+        settings = policy.tokenizer.rendering
         trusted = policy.trust_remote_code
     if name is None:
         estimated = "a tokenizer trained on the first texts (--tokenizer NAME counts those of a model)"

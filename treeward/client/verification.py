@@ -64,8 +64,7 @@ def verify_server(
             fix=f"copy it from the export, or write one: treeward verify {name} --write",
         )
     tokenizer = load_tokenizer(str(Path(name).expanduser()), trust_remote_code=trust_remote_code)
-    kept = {"chat_template", "chat_template_kwargs", "max_length", "truncation"}
-    renderer = Renderer(tokenizer, **contract.rendering.model_dump(include=kept))
+    renderer = Renderer(tokenizer, chat_template=contract.rendering.chat_template, **contract.rendering.settings)
     if form is None:
         form = "bare" if renderer.kind == "encoder" and "bare" in forms else forms[0]
     connection = Connection(url.rstrip("/").removesuffix(DIALECTS[dialect].path), token=token, max_retries=3)

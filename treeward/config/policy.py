@@ -221,6 +221,14 @@ class ScoringTokenizerConfig(Strict):
     """A Jinja template, or the path of a file that holds one. None (or `default`): the model's own."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Passed through to the chat template. None: those of the model's scoring contract, if it has one."""
+    num_bos: Literal[0, 1, 2] | None = None
+    """BOS tokens at the beginning of a conversation. None: as the model was trained; a new reward model gets one where
+    its tokenizer adds one to any text."""
+
+    @property
+    def rendering(self) -> dict[str, Any]:
+        """The arguments of a `Renderer` that do not follow the model."""
+        return self.model_dump(include={"chat_template", "chat_template_kwargs", "num_bos"}, exclude_none=True)
 
 
 class TokenizerConfig(ScoringTokenizerConfig):

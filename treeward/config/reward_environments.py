@@ -116,11 +116,9 @@ class RewardModelEnvironmentConfig(ScoringConfig):
         needs_server = self.served_model or self.token_env or any(map(server_address, self.models))
         if needs_server and (self.url is None or len(self.models) > 1):
             raise self.error("models served_model token_env", "the address of a server as the only model_name")
-        has_template = self.tokenizer.chat_template or self.tokenizer.chat_template_kwargs
-        if self.url is not None and (self.has_other_score or has_template or self.shaping is not None):
-            keys = "models head_weights ensemble tokenizer.chat_template tokenizer.chat_template_kwargs shaping"
+        if self.url is not None and (self.has_other_score or self.tokenizer.rendering or self.shaping is not None):
             need = "a model alone: its server is started with the others, as models of its configuration"
-            raise self.error(keys, need)
+            raise self.error("models head_weights ensemble tokenizer shaping", need)
 
 
 class RuleEnvironmentConfig(Strict):

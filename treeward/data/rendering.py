@@ -4,9 +4,9 @@
     renderer.encode([{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4."}])
 
 The whole conversation is rendered once with the model's own chat template, without a generation prompt, and tokenized
-as one text. The ids begin with exactly one BOS where the tokenizer adds one by default; an encoder's have exactly one
-CLS and one SEP around them. A template that writes today's date writes `FIXED_DATE`. `Renderer.chat_template` includes
-both changes, so saved with a model it renders the same text everywhere.
+as one text. The ids begin with `num_bos` BOS, exactly one where the tokenizer adds one by default; an encoder's
+have exactly one CLS and one SEP around them. A template that writes today's date writes `FIXED_DATE`.
+`Renderer.chat_template` includes both changes, so saved with a model it renders the same text everywhere.
 """
 
 from __future__ import annotations
@@ -58,9 +58,11 @@ class Renderer:
     """Renders and tokenizes conversations for one tokenizer and one chat template.
 
     `chat_template`: see `find_template`. `chat_template_kwargs`: variables of the template (`enable_thinking`, `tools`,
-    ...). `max_length`: tokens, None for no limit. `truncation`: what `fit` does with longer conversations. Raises
-    `ConfigError` for a template that cannot be found or parsed or that always fails, and for variables that are
-    arguments of `apply_chat_template`.
+    ...). `num_bos`: how many BOS a conversation begins with, whatever the template writes; None: as `set_template` has
+    noted in the tokenizer, otherwise one where it adds one to any text. `max_length`: tokens, None for no limit.
+    `truncation`: what `fit` does with longer conversations. Raises `ConfigError` for a template that cannot be found or
+    parsed or that always fails, for variables that are arguments of `apply_chat_template`, and for a `num_bos` where
+    there is no BOS.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Renderer:
         *,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        num_bos: int | None = None,
         max_length: int | None = None,
         truncation: Truncation = "drop",
     ) -> None:
@@ -90,7 +93,12 @@ class Renderer:
         self.kind: Literal["decoder", "encoder"] = "encoder" if framed else "decoder"
         self.adds_bos = framed or (bos is not None and probe[:1] == [bos])
         self._first_id: int | None = cls if framed else bos
-        if self.adds_bos:
+        if num_bos is not None and (framed or bos is None):
+            got, need = f"{num_bos}", "null: an encoder has its own frame, or the tokenizer no BOS"
+            raise ConfigError("there is no BOS", field="policy.tokenizer.num_bos", got=got, need=need)
+        num_bos = tokenizer.init_kwargs.get(NUM_BOS) if num_bos is None else num_bos
+        self.num_bos: int | None = 1 if num_bos is None and self.kind == "decoder" and self.adds_bos else num_bos
+        if self.adds_bos or self.num_bos is not None:
             self.chat_template = self._with_frame(source)
 
     def render(self, messages: Sequence[Message], *, where: str | None = None, generation_prompt: bool = False) -> str:
@@ -128,7 +136,7 @@ class Renderer:
         return text
 
     def encode(self, messages: Sequence[Message], *, where: str | None = None) -> list[int]:
-        """The token ids of a whole conversation: exactly one BOS (or CLS and SEP), no generation prompt, uncut."""
+        """The token ids of a whole conversation, with its BOS (or CLS and SEP), without a generation prompt, uncut."""
         return self.encode_many([messages], where=[where])[0]
 
     def encode_many(
@@ -140,13 +148,13 @@ class Renderer:
         return self.encode_texts(texts, where=places)
 
     def encode_prompt(self, messages: Sequence[Message], *, where: str | None = None) -> list[int]:
-        """The token ids of a policy's prompt: the conversation and the template's generation prompt, as one text. There
-        is exactly one BOS. Raises `ModelError` for an encoder."""
+        """The token ids of a policy's prompt: the conversation with the template's generation prompt, as one text.
+        Raises `ModelError` for an encoder."""
         return self.encode_texts([self.render(messages, where=where, generation_prompt=True)], where=[where])[0]
 
     def encode_texts(self, texts: Sequence[str], *, where: Sequence[str | None] | None = None) -> list[list[int]]:
-        """The token ids of rendered texts, each with exactly one BOS (or CLS and SEP). Raises `DataError` for a text
-        without a token."""
+        """The token ids of rendered texts, each with its BOS (or CLS and SEP), however many the text has. Raises
+        `DataError` for a text without a token."""
         places = where if where is not None else [None] * len(texts)
         if not texts:
             return []  # a tokenizer cannot tell an empty batch from a text
@@ -228,6 +236,7 @@ class Renderer:
         parts = {
             "chat_template": self.chat_template,
             "chat_template_kwargs": self.chat_template_kwargs,
+            "num_bos": self.num_bos,
             "max_length": self.max_length,
             "truncation": self.truncation,
             "version": _FORMAT_VERSION,
@@ -250,7 +259,8 @@ class Renderer:
             return self.chat_template  # it refuses the probe, which would show what it writes
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         first, last = ("cls_token", "sep_token") if self.kind == "encoder" else ("bos_token", None)
-        before = "" if ids[:1] == [self._first_id] else f"{{{{ {first} }}}}"
+        written = len(ids) - len(self._without_first(ids))
+        before = f"{{{{ {first} }}}}" * ((1 if self.num_bos is None else self.num_bos) - written)
         after = "" if last is None or ids[-1:] == [self.tokenizer.sep_token_id] else f"{{{{ {last} }}}}"
         if not before and not after:
             return self.chat_template
@@ -298,15 +308,19 @@ class Renderer:
         return message | {"content": "".join(texts)}
 
     def _frame(self, ids: list[int]) -> list[int]:
-        """The ids with exactly one BOS (or CLS and SEP); keeps the text's BOS if the tokenizer adds none."""
+        """The ids with `num_bos` BOS (or one CLS and SEP); None: with one, if the tokenizer or the text has one."""
         first, sep = self._first_id, self.tokenizer.sep_token_id
-        if first is not None and (self.adds_bos or ids[:1] == [first]):
-            ids = [first, *itertools.dropwhile(lambda token: token == first, ids)]
+        number = int(self.adds_bos or ids[:1] == [first]) if self.num_bos is None else self.num_bos
+        if first is not None:
+            ids = [first] * number + self._without_first(ids)
         if self.kind == "encoder":
             while len(ids) > 1 and ids[-1] == sep:
                 ids = ids[:-1]
             ids = [*ids, sep]
         return ids
+
+    def _without_first(self, ids: list[int]) -> list[int]:
+        return list(itertools.dropwhile(lambda token: token == self._first_id, ids))
 
     def _fitted(
         self, conversation: Sequence[Message], ids: list[int] | None, num_tokens: int, where: str | None
@@ -335,7 +349,7 @@ class Renderer:
         alone = None if ids is None else self._encode_if_short(context)
         if ids is None or alone is None:
             return None  # the end of the context is unknown
-        head = 1 if ids[0] == self._first_id else 0
+        head = len(ids) - len(self._without_first(ids))
         excess = len(ids) - self.max_length
         most = len(os.path.commonprefix([alone, ids])) - head - 1
         step = max(1, self.max_length // 8)
@@ -380,6 +394,9 @@ FIXED_DATE = "26 Jul 2024"
 
 MAX_CHARACTERS = 2**28
 """The longest text that a template may write."""
+
+NUM_BOS = "num_bos"
+"""A key of a tokenizer's `init_kwargs`, which are saved with it."""
 
 SETTING = "policy.tokenizer.chat_template"
 _MIDNIGHT = datetime.strptime(FIXED_DATE, "%d %b %Y")

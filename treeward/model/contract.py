@@ -43,7 +43,8 @@ class RenderingContract(Strict):
 
     `template_in_folder`: else treeward uses its default, and other programs none. `max_length`: in tokens; null: the
     model's positions. `trained_length`: the limit in training; longer ones are scored, with a warning. `frame`: the
-    tokens that every conversation has exactly once, written by the template: tokenize with `add_special_tokens=False`.
+    tokens that every conversation begins (and ends) with, written by the template: tokenize with
+    `add_special_tokens=False`. `num_bos`: how many of them, where it is not one as the tokenizer adds.
     `tokenizer_sha256`: of vocabulary, merges, special tokens.
     """
 
@@ -55,10 +56,16 @@ class RenderingContract(Strict):
     trained_length: int | None = None
     truncation: Literal["drop", "truncate_left", "error"] = "drop"
     frame: Literal["none", "bos", "cls_sep"] = "none"
+    num_bos: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | None = None
     pad_token_id: int | None = None
     tokenizer_sha256: str
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The arguments of a `Renderer`, but for the template, which is its tokenizer's."""
+        return self.model_dump(include={"chat_template_kwargs", "num_bos", "max_length", "truncation"})
 
 
 class ReadContract(Strict):
@@ -106,7 +113,8 @@ class WeightsContract(Strict):
 
 Mistake = Literal["read_before_end", "read_at_padding", "two_bos", "no_bos"]
 """A mistake that changes the score: reading before the last token (padding and end are the same token, or there is no
-end), reading at an end that is this model's padding, two BOS (the template's and the tokenizer's), or no BOS."""
+end), reading at an end that is this model's padding, a BOS too many (the tokenizer's, beside the template's), or one
+too few."""
 
 
 class GoldenExample(Strict):

@@ -16,7 +16,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, PreTrainedMo
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
 
+from treeward.data.rendering import NUM_BOS
 from treeward.errors import ModelError
 
 Fields = Mapping[str, Any]
@@ -270,8 +271,9 @@ class Adapter:
     `score`; None for a linear one. `parts`: names of its values, whose sum is the score. `config`: from config.json,
     for unknown model types. `tokens`: the score is the logit of the last of these, minus that of the one before.
     `step_token`: it is read after each step, at this token. `template`: for a tokenizer without one, the text that the
-    authors score. `end`: texts before and after the chat template. `architecture`: of config.json, where the authors'
-    says too little. `keys`: of config.json for the authors' code alone.
+    authors score. `reads_plain_text`: their code tokenizes the template's text like any other, and adds a BOS to one
+    that it has. `end`: texts before and after the chat template. `architecture`: of config.json, where the
+    authors' says too little. `keys`: of config.json for the authors' code alone.
     """
 
     source: str
@@ -284,6 +286,7 @@ class Adapter:
     tokens: Callable[[Fields], Sequence[str | int]] | None = None
     step_token: str | None = None
     template: str | None = None
+    reads_plain_text: bool = False
     end: Callable[[Fields, PreTrainedTokenizerBase], tuple[str, str]] = lambda _, __: ("", "")
     architecture: str | None = None
     keys: tuple[str, ...] = ()
@@ -435,6 +438,7 @@ ADAPTERS: Mapping[str, Adapter] = {
         recognises=_is_grm,
         stored=lambda _: {"v_head.summary": "score"},
         head=_grm_head,
+        reads_plain_text=True,
         architecture="GRewardModel",
     ),
     "Eurus-RM": Adapter(
@@ -480,6 +484,7 @@ ADAPTERS: Mapping[str, Adapter] = {
         stored=lambda _: {"score": "score.attributes", "weights": "score.weights"},
         head=WeightedAttributes,
         parts=lambda _: HELPSTEER2,
+        reads_plain_text=True,
     ),
     "ArmoRM, QRM": Adapter(
         source=f"{_BENCH}qrm.py",
@@ -525,17 +530,35 @@ def refuse(fields: Fields, name: str | None) -> None:
 
 
 def set_template(tokenizer: PreTrainedTokenizerBase, fields: Fields, name: str) -> None:
-    """Give a tokenizer without a chat template the authors', and end the template as the model expects. Raises
-    `ModelError` where that needs a template."""
-    if (adapter := find(fields, name)) is None:
-        return
-    tokenizer.chat_template = tokenizer.chat_template or adapter.template
-    before, after = adapter.end(fields, tokenizer)
-    if not after:
-        return
+    """Give a tokenizer without a chat template the authors', end the template as the model expects, and note in the
+    tokenizer how many BOS the conversations of its model's training began with. Raises `ModelError` where the end needs
+    a template."""
+    adapter = find(fields, name)
+    before, after = adapter.end(fields, tokenizer) if adapter else ("", "")
+    tokenizer.chat_template = tokenizer.chat_template or (adapter.template if adapter else None)
     template = tokenizer.chat_template
-    if not isinstance(template, str):
+    if after and not isinstance(template, str):
         got, need = "several chat templates" if template else "no chat template", "one template"
         raise ModelError("nothing can write the end that this model reads", where=name, got=got, need=need)
-    if not template.endswith(after):
+    if isinstance(template, str) and not template.endswith(after):
         tokenizer.chat_template = before + template.removesuffix("\n") + after  # Jinja drops that line's end too
+    is_reward_model = adapter is not None or "SequenceClassification" in str(fields.get("architectures"))
+    if is_reward_model and (num_bos := _num_bos(tokenizer, fields, adapter)) is not None:
+        tokenizer.init_kwargs.setdefault(NUM_BOS, num_bos)
+
+
+def _num_bos(tokenizer: PreTrainedTokenizerBase, fields: Fields, adapter: Adapter | None) -> int | None:
+    """How many BOS the conversations of another's training began with, where the tokenizer adds one to any text; None
+    where it adds none, and without a template. Most trainers (open-instruct, TRL, OpenRLHF) take the template's text as
+    it is, with its BOS or without."""
+    bos, words = tokenizer.bos_token_id, "Quo vadis?"
+    if bos is None or tokenizer.cls_token_id is not None or tokenizer(words)["input_ids"][:1] != [bos]:
+        return None
+    try:
+        text = tokenizer.apply_chat_template([{"role": "user", "content": words}], tokenize=False)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    except Exception:  # a template is a program: it can raise anything
+        return None
+    has_grm_keys = "vhead_layer_type" in fields  # those of plain classifiers too
+    reads_plain_text = adapter is not None and (adapter.reads_plain_text or adapter.template is not None)
+    return len(list(takewhile(lambda token: token == bos, ids))) + int(reads_plain_text or has_grm_keys)

@@ -113,10 +113,7 @@ def set_up(config: GRPORunConfig, checkpoint: Checkpoint | None = None, show_pro
     validation_sets = [open_set(dataset) for dataset in config.data.validation]
     texts = (str(m.get("content", "")) for dataset in training_sets for prompt in dataset for m in prompt.messages)
     tokenizer = find_tokenizer(config.policy, texts, checkpoint)
-    section = config.policy.tokenizer
-    renderer = Renderer(
-        tokenizer, chat_template=section.chat_template, chat_template_kwargs=section.chat_template_kwargs
-    )
+    renderer = Renderer(tokenizer, **config.policy.tokenizer.rendering)
     encode = partial(encode_prompts, renderer=renderer, max_length=config.max_prompt_length, progress=show_progress)
     prompts = encode(training_sets)
     if config.grpo.num_prompts_per_step % prompts.together:

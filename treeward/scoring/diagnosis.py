@@ -32,10 +32,10 @@ _MISTAKES: tuple[tuple[Mistake, Part, str, str], ...] = (
         "read at the last token that is not the padding token of config.json, as plain transformers does",
     ),
     (
-        "two_bos", "tokens", "every conversation begins with two BOS tokens",
-        "the template writes one already: tokenize with add_special_tokens=False",
+        "two_bos", "tokens", "every conversation begins with one BOS too many",
+        "the template writes what it needs: tokenize with add_special_tokens=False",
     ),
-    ("no_bos", "tokens", "every conversation lacks its BOS token", "begin with the tokenizer's BOS, once"),
+    ("no_bos", "tokens", "every conversation lacks a BOS", "begin as the template of the folder does"),
 )  # fmt: skip
 
 _FUNCTIONS: Mapping[str, Callable[[float], float]] = {

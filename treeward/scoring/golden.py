@@ -122,8 +122,7 @@ def sign_folder(
         trust_remote_code=trust_remote_code,
         keep_padding=keeps_padding(like),
     ).model
-    kept = {"chat_template_kwargs", "max_length", "truncation"}
-    renderer = Renderer(tokenizer, **(like.rendering.model_dump(include=kept) if like else {}))
+    renderer = Renderer(tokenizer, **(like.rendering.settings if like else {}))
     if head_weights is not None:
         heads = weighted_heads(_labels(model), head_weights)
     elif like is not None and len(like.heads) == model.num_heads:
@@ -191,6 +190,7 @@ def sign_exported(
                 trained_length=trained_length or renderer.max_length,
                 truncation=renderer.truncation,
                 frame="cls_sep" if renderer.kind == "encoder" else "bos" if begins_with_bos else "none",
+                num_bos=renderer.num_bos,
                 bos_token_id=tokenizer.bos_token_id,
                 eos_token_id=tokenizer.eos_token_id,
                 pad_token_id=pad,
@@ -369,7 +369,7 @@ def _golden(
         logger.warning("The chat template or the limit of %s tokens refuses every golden conversation: the scoring "
                        "contract has none, so scores cannot be replayed.", renderer.max_length)  # fmt: skip
     bos = None if model.layout == "encoder" else model.hf.config.get_text_config().bos_token_id
-    mistaken = [dict(_mistaken(ids, bos, model)) for ids in rendered.values()]
+    mistaken = [dict(_mistaken(ids, bos, model, renderer.adds_bos)) for ids in rendered.values()]
     right_SH: list[list[float]] = model.score_tokens(list(rendered.values())).tolist()
     padding, model.padding_token = model.padding_token, None  # a mistake reads whatever comes last
     wrong = iter(model.score_tokens([ids for rows in mistaken for ids in rows.values()]).tolist())
@@ -407,12 +407,14 @@ def _rendered(renderer: Renderer, max_positions: int | None) -> dict[str, list[i
     return rendered
 
 
-def _mistaken(ids: list[int], bos: int | None, model: RewardModel) -> Iterator[tuple[Mistake, list[int]]]:
+def _mistaken(
+    ids: list[int], bos: int | None, model: RewardModel, adds_bos: bool
+) -> Iterator[tuple[Mistake, list[int]]]:
     if model.layout == "encoder" or len(ids) < 3:
         return
     end = list(model.until_padding(ids))
     yield ("read_before_end", ids[:-1]) if end == ids else ("read_at_padding", ids)
     if bos is not None and end[0] == bos:
         yield "no_bos", end[1:]
-        if model.max_positions is None or len(end) < model.max_positions:
-            yield "two_bos", [bos, *end]
+    if bos is not None and (adds_bos or end[0] == bos) and (model.max_positions or math.inf) > len(end):
+        yield "two_bos", [bos, *end]

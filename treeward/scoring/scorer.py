@@ -206,15 +206,10 @@ class Scorer(PreparedScorer):
             trust_remote_code=trusts,
             keep_padding=keeps_padding(contract),
         )
-        trained = None if contract is None else contract.rendering
-        limits = [config.max_length or (trained.max_length if trained else None), loaded.model.max_positions]
-        renderer = Renderer(
-            loaded.tokenizer,
-            chat_template=tokenizer.chat_template,
-            chat_template_kwargs=tokenizer.chat_template_kwargs or (trained.chat_template_kwargs if trained else None),
-            max_length=min((limit for limit in limits if limit is not None), default=None),
-            truncation=config.truncation or (trained.truncation if trained else "drop"),
-        )
+        rendering = {} if contract is None else contract.rendering.settings
+        rendering |= tokenizer.rendering | config.model_dump(include={"max_length", "truncation"}, exclude_none=True)
+        limits = [limit for limit in (rendering.get("max_length"), loaded.model.max_positions) if limit is not None]
+        renderer = Renderer(loaded.tokenizer, **rendering | {"max_length": min(limits, default=None)})
         head_weights = config.head_weights
         if contract is not None and head_weights is None and [head.weight for head in contract.heads] != [1.0]:
             head_weights = tuple(head.weight for head in contract.heads)
@@ -229,10 +224,7 @@ class Scorer(PreparedScorer):
             contract=contract,
         )
         if contract is not None and config.check_contract:
-            is_rendered_alike = not has_other_tokenizer and not (
-                tokenizer.chat_template or tokenizer.chat_template_kwargs
-            )
-            scorer._replay(contract, name, with_tokens=is_rendered_alike)
+            scorer._replay(contract, name, with_tokens=not (has_other_tokenizer or tokenizer.rendering))
         scorer.prefix_cache = PrefixCache(prefix_cache_bytes) if prefix_cache_bytes else None
         return scorer
 

@@ -74,8 +74,7 @@ def verify(
         tokenizer = load_tokenizer(str(folder), trust_remote_code=trust_remote_code)
         checks.append(compare(part, _files(contract, stored), about))
         part = "template"
-        kept = {"chat_template_kwargs", "max_length", "truncation"}
-        renderer = Renderer(tokenizer, **contract.rendering.model_dump(include=kept))
+        renderer = Renderer(tokenizer, **contract.rendering.settings)
         about = f"sha256 {contract.rendering.chat_template_sha256[:12]}"
         checks.append(compare(part, _template(contract, renderer), about))
         part = "tokens"

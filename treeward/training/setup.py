@@ -90,8 +90,7 @@ def set_up(
     tokenizer = find_tokenizer(config.policy, texts_of(streams), checkpoint)
     renderer = Renderer(
         tokenizer,
-        chat_template=config.policy.tokenizer.chat_template,
-        chat_template_kwargs=config.policy.tokenizer.chat_template_kwargs,
+        **config.policy.tokenizer.rendering,
         max_length=config.max_sequence_length,
         truncation=config.data.truncation,
     )
