@@ -169,7 +169,11 @@ class LLMBar(Suite):
 
     def load(self, source: str | None = None) -> list[Preference]:
         """The subsets `llmbar-...` of RewardBench's data, set by set; `source` as of `Suite.load`."""
-        pairs = [pair for pair in RewardBench().load(source) if pair.task_name.startswith("llmbar-")]
+        try:
+            pairs = [pair for pair in RewardBench().load(source) if pair.task_name.startswith("llmbar-")]
+        except DataError as error:
+            fix = f"give a copy of {self.hub_path}, which has LLMBar's sets; other files are comparisons: --data FILE"
+            raise error.but(fix=fix) from error
         sets = {name.lower(): name for name in SETS}
         named = [replace(pair, task_name=sets[pair.task_name.lower().split("-")[-1]]) for pair in pairs]
         return sorted(named, key=lambda pair: SETS.index(pair.task_name))
