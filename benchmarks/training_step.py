@@ -1,7 +1,7 @@
 """A training step on prefix trees against TRL's RewardTrainer, on the same comparisons in one interleaved run.
 
-    python benchmarks/training_step.py [--size xs|s|m|l | --model FOLDER] [--float32] [--pairs 8] [--rounds 12]
-                                       [--longest 1024] [--device cuda] [--profile]
+    python benchmarks/training_step.py [--size xs|s|m|l | --model FOLDER] [--float32 | --default] [--pairs 8]
+                                       [--rounds 12] [--longest 1024] [--device cuda] [--profile]
 
 A step is forward, backward, clipping and fused AdamW on the same real comparisons. For TRL it is the peer's own
 collator and `training_step`, without its data loader and logging. Rows are padded as each does it; "packed" is
@@ -63,19 +63,17 @@ def main() -> None:
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(len(pairs), generator=generator).tolist()
     batches = [[pairs[i] for i in order[n : n + arguments.pairs]] for n in range(0, len(order), arguments.pairs)]
-    names = {TRL: _trl(size, tokenizer, pairs, device, default=False)}
-    if not arguments.float32:
-        names |= {
-            TRL_DEFAULT: _trl(size, tokenizer, pairs, device, default=True),
-            "treeward, padded rows": _ours(size, tokenizer, "rows", device),
-            PACKED: _ours(size, tokenizer, "packed", device),
-        }
-    names[TREE] = _ours(size, tokenizer, "tree", device)
-    if not arguments.float32:
-        names |= {
-            "treeward, tree, medium": _ours(size, tokenizer, "tree", device, matmul="medium"),
-            TREE_BF16: _ours(size, tokenizer, "tree", device, dtype=torch.bfloat16),
-        }
+    makers = {
+        TRL: partial(_trl, size, tokenizer, pairs, device, default=False),
+        TRL_DEFAULT: partial(_trl, size, tokenizer, pairs, device, default=True),
+        "treeward, padded rows": partial(_ours, size, tokenizer, "rows", device),
+        PACKED: partial(_ours, size, tokenizer, "packed", device),
+        TREE: partial(_ours, size, tokenizer, "tree", device),
+        "treeward, tree, medium": partial(_ours, size, tokenizer, "tree", device, matmul="medium"),
+        TREE_BF16: partial(_ours, size, tokenizer, "tree", device, dtype=torch.bfloat16),
+    }
+    chosen = [TRL, TREE] if arguments.float32 else [TRL_DEFAULT, TREE_BF16] if arguments.default else list(makers)
+    names = {name: makers[name]() for name in chosen}
     first = {name: float(step(batches[0])) for name, (step, _) in names.items()}  # same weights: the same loss
 
     def take(step: Step, number: int) -> torch.Tensor:
@@ -84,7 +82,7 @@ def main() -> None:
     seconds = interleave(
         {name: partial(take, step) for name, (step, _) in names.items()}, arguments.rounds, device=device
     )
-    base = seconds[TRL]
+    base = seconds[chosen[0]]
     real, computed, padded = _tokens([batches[n % len(batches)] for n in range(1, arguments.rounds + 1)])
     rows = [
         {
@@ -228,6 +226,7 @@ def _tokens(batches: list[Batch]) -> tuple[int, int, int]:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model(parser, few="only trees against TRL in float32, for models of which few fit into memory")
+    parser.add_argument("--default", action="store_true", help="only trees in bfloat16 against TRL's default")
     parser.add_argument("--longest", type=int, default=1024, help="tokens of a conversation")
     parser.add_argument("--pairs", type=int, default=8, help="comparisons a step")
     parser.add_argument("--rounds", type=int, default=12)

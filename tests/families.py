@@ -45,6 +45,7 @@ DECODERS: dict[str, dict[str, Any]] = {
     },
     "phi3": {"model_type": "phi3", "num_attention_heads": 4, "num_key_value_heads": 2, **_WINDOW},
     "stablelm": {"model_type": "stablelm", "num_attention_heads": 4, "num_key_value_heads": 2},  # without **kwargs
+    "nemotron": {"model_type": "nemotron", **_GQA},
     "gpt_neox": {"model_type": "gpt_neox", "num_attention_heads": 4},
     "gpt2": {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 1024},
     "gpt_oss": {
@@ -82,6 +83,10 @@ ROW_FAMILIES: dict[str, dict[str, Any]] = {
         "model_type": "qwen3_next", **_GQA, "layer_types": ["linear_attention", "full_attention"], "num_experts": 4,
         "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
         "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    },
+    "minimax": {
+        "model_type": "minimax", **_GQA, **_MOE, "num_local_experts": 4, "block_size": 8,
+        "layer_types": ["linear_attention", "full_attention"],
     },
     "lfm2": {
         "model_type": "lfm2", "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -102,17 +102,19 @@ def test_a_judge_is_evaluated_like_a_model_with_its_cost_and_position_bias(
     printed = " ".join(ended.out.split())
     assert ended.code == 0
     assert "judge-pairwise-m on held_out: 60 requests, 3,000 tokens read and 240 written" in printed
-    assert "the first place is worth +0.033, and 3.3% of pairs change their winner with the order" in printed
+    bias = "the first place is worth +0.033; 3.3% of pairs change their winner with the order"
+    assert bias in printed
     found = {one["model"]: one for one in results_of(output)}
     own = found.pop("judge-pairwise-m")
     assert own["headline"]["value"] == pytest.approx(29 / 30)  # of "11 + 1" it prefers a place: a tie
     usage = own["details"]["usage"]
     assert usage["num_requests"] == 60 and usage["seconds"] > 0 and usage["position_bias"] == pytest.approx(1 / 30)
     assert ["usage" in one["details"] for one in found.values()] == [False]
-    assert "As a judge it took 60 requests" in (output / "report.html").read_text("utf-8")
+    assert "As a judge: 60 requests" in (output / "report.html").read_text("utf-8")
     rows = read_jsonl(output / "judge-pairwise-m" / "held_out" / "examples.jsonl")
     assert rows[0]["judgements"] == ["[[A]]\n\n[[B]]"] * 2
-    assert treeward(*words).code == 0 and len(endpoint.requests) == 60  # its rows are kept
+    assert treeward(*words).code == 0 and len(endpoint.requests) == 60  # its rows are kept, and what they show
+    assert f"As a judge: {bias}" in (output / "report.html").read_text("utf-8")
     two = treeward("eval", *(json.dumps(section | {"name": name}) for name in ("a", "b")), "--data", data)
     assert two.code == 0 and "a on held_out: 60 requests" in two.out and "b on held_out: 60" in two.out
     endpoint.server.__exit__()

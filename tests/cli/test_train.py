@@ -26,6 +26,7 @@ def test_a_run_ends_with_its_results_and_what_to_do_next(
     ended = train()
     assert ended.code == 0 and "\nheld_out: accuracy " in ended.out and "chance, 0.5; the loss, " in ended.out
     assert f"The model of step 2 of 2 is in {tmp_path / 'checkpoints' / 'final'}" in ended.out
+    assert "trained on conversations of at most 512 tokens; longer ones are scored with a warning" in ended.out
     rows = write_jsonl(tmp_path / "rows.jsonl", {"prompt": "2 + 2?", "responses": ["4", "5"]})
     advice = ended.out.partition("Score with it:")[2].partition("\n")[0].split()
     monkeypatch.chdir(tmp_path)

@@ -6,6 +6,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -60,8 +63,12 @@ SMALL = (
 )
 
 
-def test_the_script_without_a_config_takes_the_shipped_one(
-    uv_run: Callable[..., int], policy_folder: Path, write_rows: WriteRows, tmp_path: Path
+THEIRS = ("--config=tests/config/nemo_rl/rm.yaml", "logger.wandb_enabled=false", "logger.tensorboard_enabled=false")
+
+
+@pytest.mark.parametrize("words", [(), THEIRS], ids=["the shipped file", "NeMo RL's"])
+def test_the_script_runs(
+    words: tuple[str, ...], uv_run: Callable[..., int], policy_folder: Path, write_rows: WriteRows, tmp_path: Path
 ) -> None:
     """`uv run examples/run_rm.py`: HelpSteer3 and Llama-3.2-1B, here copies in the same schema."""
     rows = [
@@ -70,7 +77,7 @@ def test_the_script_without_a_config_takes_the_shipped_one(
     ]
     train, held_out = write_rows("train.jsonl", rows[:8]), write_rows("validation.jsonl", rows[8:])
     data = [f"+data.train_data_path={train}", f"+data.val_data_path={held_out}"]
-    assert uv_run("examples/run_rm.py", f"policy.model_name={policy_folder}", *data, *SMALL) == 0
+    assert uv_run("examples/run_rm.py", *words, f"policy.model_name={policy_folder}", *data, *SMALL) == 0
     lines = read_metrics(tmp_path / "logs" / "metrics.jsonl")
     assert [line["step"] for line in lines if "train/rm/loss" in line] == [1, 2]
     assert (tmp_path / "checkpoints" / "final" / "model.safetensors").is_file()
@@ -91,6 +98,17 @@ def test_uv_reads_the_versions_of_constraints_txt() -> None:
     pins = [line for line in lines if line and not line.startswith("#")]
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
     assert project["tool"]["uv"]["constraint-dependencies"] == pins
+
+
+@pytest.mark.slow
+def test_uv_finds_versions_of_all_extras_together(tmp_path: Path) -> None:
+    """`uv run` resolves every extra with the pins before it runs anything; asks the package index."""
+    for name in ("pyproject.toml", "README.md", "treeward/version.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(REPOSITORY / name, tmp_path / name)
+    command = [sys.executable, "-m", "uv", "lock", "--dry-run", "--project", str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
 
 
 # --- Datasets --------------------------------------------------------------------------------------------------------

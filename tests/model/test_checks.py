@@ -146,6 +146,7 @@ def rows_alone(hf: Any, sequences: list[list[int]]) -> torch.Tensor:
         ("bloom", "attention interface"),
         ("qwen3_next", "layers of type linear_attention"),
         ("lfm2", "layers of type conv"),
+        ("minimax", "layers of type linear_attention"),
     ],
 )
 def test_who_cannot_share_a_prefix_runs_as_rows_and_says_so_once(

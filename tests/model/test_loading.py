@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import causal_model, config_of, forest, plain_log_probs, randomise, score_error, tiny_model
+from families import CAUSAL_ONLY, causal_model, config_of, forest, plain_log_probs, randomise, score_error, tiny_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -144,13 +144,16 @@ def test_several_ends_of_text(save: Callable[..., Path], tiny_tokenizer: Any) ->
     assert load_reward_model(save(tiny_model("llama", eos_token_id=[0, 5]))).tokenizer.pad_token == "<|pad|>"
 
 
-@pytest.mark.parametrize(("family", "layout"), [("granite", "tree"), ("cohere2", "tree"), ("mamba", "rows")])
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [("granite", "tree"), ("cohere2", "tree"), ("gemma3n", "tree"), ("llama4", "tree"), ("mamba", "rows")],
+)
 def test_families_without_a_sequence_classifier(
     family: str, layout: str, save: Callable[..., Path], tmp_path: Path, tiny_tokenizer: Any
 ) -> None:
     """They train and export, and load again with treeward."""
     own = {"state_size": 4} if family == "mamba" else {"intermediate_size": 64, "num_attention_heads": 4}
-    fields = {"model_type": family, "hidden_size": 32, "num_hidden_layers": 2, **own}
+    fields = {"model_type": family, "hidden_size": 32, "num_hidden_layers": 2, **own, **CAUSAL_ONLY.get(family, {})}
     loaded = build_reward_model(fields, tiny_tokenizer, seed=3)
     assert loaded.model.layout == layout
     model = loaded.model.eval()

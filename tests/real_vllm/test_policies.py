@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,11 +38,11 @@ logger: {{log_dir: {folder}/logs}}
 """
 
 
-def config(folder: Path, model: Path, url: str) -> Any:
+def config(folder: Path, model: Path, url: str, *overrides: str) -> Any:
     write_jsonl(folder / "prompts.jsonl", *({"prompt": f"Name a river. {n}"} for n in range(8)))
     file = folder / "grpo.yaml"
     file.write_text(RUN.format(model=model, url=url, folder=folder), "utf-8")
-    return load_grpo_config(file)
+    return load_grpo_config(file, overrides)
 
 
 def test_a_run_learns_from_its_completions_until_the_server_dies(
@@ -54,10 +56,17 @@ def test_a_run_learns_from_its_completions_until_the_server_dies(
         assert errors == pytest.approx([1.0, 1.0], abs=1e-3)  # the second from the weights that the first step made
         again = tmp_path / "again"
         again.mkdir()
-        process.kill()
-        process.wait()
+        run = config(again, untied, url, "grpo.max_num_steps=100", "checkpointing.save_period=1")
+
+        def kill_after_the_first_step() -> None:
+            while not list(again.glob("checkpoints/step_*")):
+                time.sleep(0.1)
+            process.kill()
+
+        threading.Thread(target=kill_after_the_first_step, daemon=True).start()
         with pytest.raises(GenerationError, match="(?s)generator has failed|no response|cannot be reached"):
-            grpo(config(again, untied, url), show_progress=False)
+            grpo(run, show_progress=False)
+        assert process.wait() != 0 and list(again.glob("checkpoints/step_*/model"))  # the same command goes on from it
 
 
 def test_the_stale_head_of_a_tied_model_ends_the_run(

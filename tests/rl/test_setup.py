@@ -80,7 +80,7 @@ def identity_now(config: Any) -> dict[str, Any]:
 
 
 def test_models_are_known_by_their_weights_wherever_they_lie(
-    tiny_grpo: Make, tiny_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_grpo: Make, tiny_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     """The policy, a reward model, and one in a hybrid: the same under another name, and others in the same folder."""
     monkeypatch.chdir(tmp_path)
@@ -92,7 +92,7 @@ def test_models_are_known_by_their_weights_wherever_they_lie(
         export_model(loaded.model, tiny_tokenizer, Path("model"), chat_template=template)
 
     def write_model(seed: int) -> None:
-        write_signed_model(Path("model"), tiny_tokenizer, seed=seed, max_length=256)
+        write_signed_model(Path("model"), tiny_tokenizer, seed=seed, max_length=64)
 
     own = "~policy.model_config ~policy.tokenizer policy.model_name=NAME"
     section = "reward_model: {model_name: NAME, precision: float32, resources: {gpus_per_node: 0}}"
@@ -111,6 +111,7 @@ def test_models_are_known_by_their_weights_wherever_they_lie(
         write(4)
         shutil.copytree("model", "copy", dirs_exist_ok=True)
         assert identity_now(tiny_grpo(*copied)) != first
+    assert "env.reward_model was trained on conversations of at most 64 tokens" in caplog.text  # the policy's: 96
 
 
 @pytest.mark.slow

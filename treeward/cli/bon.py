@@ -93,12 +93,12 @@ def _score(
     """The scores of all samples; those that `folder` keeps are not asked for again."""
     from treeward.data.sources import fingerprint
     from treeward.evaluation.findings import usage_finding
+    from treeward.evaluation.results import judge_usage
     from treeward.evaluation.session import score_rows
-    from treeward.scoring.score import GroupScorer
 
     scorer, identity = model.load()
     path = folder and folder / model.name / "examples.jsonl"
     scored = score_rows(scorer, examples, model.name, path, {**identity, "data": fingerprint(data)}, progress.show)
-    if isinstance(scorer, GroupScorer) and (usage := usage_finding(scorer.usage())):
+    if usage := usage_finding(judge_usage(scorer, scored)):
         logger.info("%s: %s", model.name, usage)
     return [row.scores for row in scored]

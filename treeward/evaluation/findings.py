@@ -93,7 +93,7 @@ def findings(summary: Summary) -> str:
     """The verdict, and a list below: the length bias in numbers, what a judge used, the note of the headline."""
     result = summary.result
     usage = usage_finding(result.details.get("usage", {}))
-    reasons = [length_finding(summary.length.numbers), usage and f"As a judge it took {usage}", result.headline.note]
+    reasons = [length_finding(summary.length.numbers), usage and f"As a judge: {usage}", result.headline.note]
     listed = "\n".join(f"- {reason}" for reason in reasons if reason)
     return f"{verdict(summary)}\n\n{listed}" if listed else verdict(summary)
 
@@ -128,17 +128,17 @@ def length_finding(length: Mapping[str, Metric]) -> str | None:
 
 def usage_finding(usage: Mapping[str, float]) -> str | None:
     """What a judge has used, and what it saw of itself; None of a scorer that says nothing."""
-    if not usage.get("num_requests"):
-        return None
-    line = (
-        f"{usage['num_requests']:,.0f} requests, {usage['num_prompt_tokens']:,.0f} tokens read and "
-        f"{usage['num_completion_tokens']:,.0f} written, {usage['seconds']:,.1f} seconds"
-    )
+    parts = []
+    if usage.get("num_requests"):
+        parts.append(
+            f"{usage['num_requests']:,.0f} requests, {usage['num_prompt_tokens']:,.0f} tokens read and "
+            f"{usage['num_completion_tokens']:,.0f} written, {usage['seconds']:,.1f} seconds"
+        )
     if "position_bias" in usage:
-        line += f"; the first place is worth {usage['position_bias']:+.3f}"
+        parts.append(f"the first place is worth {usage['position_bias']:+.3f}")
     if "inconsistent" in usage:
-        line += f", and {usage['inconsistent']:.1%} of pairs change their winner with the order"
-    return f"{line}."
+        parts.append(f"{usage['inconsistent']:.1%} of pairs change their winner with the order")
+    return f"{'; '.join(parts)}." if parts else None
 
 
 def percent(metric: Metric) -> str:

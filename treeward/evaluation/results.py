@@ -10,9 +10,11 @@ In an evaluation the id of a preference is unique within its suite, and `task_na
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
+from statistics import fmean
 from typing import Any, Literal
 
 from treeward.data.preference import Completion, Preference, last_text
@@ -93,9 +95,9 @@ _NUMBERS, _OPTIONAL = ("scores", "lengths", "num_tokens", "errors"), ("heads", "
 class ScoredExample:
     """A preference with a score for each completion, None where there is none and `errors` says why.
 
-    `lengths`: characters of each completion's last message. `num_tokens`: of each scored conversation. `heads`: the
-    values of the model's heads by name, for each completion, where the example has grades of such names. `judgements`:
-    what a judge wrote of each completion.
+    `lengths`: characters of each completion's last message. `num_tokens`: of each scored conversation. `heads`: for
+    each completion the values of the model's heads by name, where the example has grades of such names, or the
+    components of an environment's reward. `judgements`: what a judge wrote of each completion.
     """
 
     example: Preference
@@ -150,16 +152,28 @@ def score_examples(
         for example, scores in zip(chunk, groups, strict=True):
             grades = {name for completion in example.completions for name in completion.all_grades}
             named = [dict(zip(score.head_names, score.heads, strict=False)) for score in scores]
-            heads = [{name: value for name, value in values.items() if name in grades} for values in named]
+            if not isinstance(scorer, GroupScorer):
+                named = [{name: value for name, value in values.items() if name in grades} for values in named]
             yield ScoredExample(
                 example,
                 scores=tuple(score.score for score in scores),
                 lengths=tuple(len(last_text(completion.messages)) for completion in example.completions),
                 num_tokens=tuple(score.num_tokens for score in scores),
                 errors=tuple(score.error for score in scores),
-                heads=tuple(heads) if any(heads) else (),
+                heads=tuple(named) if any(named) else (),
                 judgements=tuple(score.judgement for score in scores) if any(s.judgement for s in scores) else (),
             )
+
+
+def judge_usage(scorer: ConversationScorer | GroupScorer, scored: Iterable[ScoredExample]) -> dict[str, float]:
+    """What a judge has used since it was last asked, and the mean of each component of its rewards, as `position_bias`,
+    over all rows, those that were kept too. Empty for a reward model."""
+    if not isinstance(scorer, GroupScorer):
+        return {}
+    seen: dict[str, list[float]] = defaultdict(list)
+    for name, value in (item for row in scored for heads in row.heads for item in heads.items()):
+        seen[name].append(value)
+    return scorer.usage() | {name: fmean(values) for name, values in seen.items()}
 
 
 def by_subset(scored: Iterable[ScoredExample]) -> dict[str, list[ScoredExample]]:

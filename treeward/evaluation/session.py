@@ -31,7 +31,7 @@ from treeward.evaluation.diagnostics.perturbations import (
 )
 from treeward.evaluation.findings import Summary, summarize
 from treeward.evaluation.page import write_results
-from treeward.evaluation.results import ScoredExample, score_examples, scored_from_row, to_row
+from treeward.evaluation.results import ScoredExample, judge_usage, score_examples, scored_from_row, to_row
 from treeward.evaluation.suites.interface import Suite
 from treeward.resumable import resumable_rows
 from treeward.scoring.score import ConversationScorer, GroupScorer
@@ -141,7 +141,7 @@ def _evaluate(
         folder = None if output is None else output / candidate.name / suite.name
         path = None if folder is None else folder / "examples.jsonl"
         scored = score_rows(scorer, loaded.examples, what, path, full_identity, on_progress)
-        usage = scorer.usage() if isinstance(scorer, GroupScorer) else {}  # of the rows that were scored now
+        usage = judge_usage(scorer, scored)
         perturbations = None
         sampled = sample_examples(loaded.examples, num_perturbations or 0)
         if sampled:

@@ -27,6 +27,7 @@ from treeward.data.rendering import Renderer
 from treeward.environments.preference_verdict import open_questions
 from treeward.environments.reward_model import RewardServer
 from treeward.model.checks import check_policy, check_positions
+from treeward.model.contract import read_contract
 from treeward.model.loading import build_policy, load_policy
 from treeward.model.lora import AdapterReference, has_adapters
 from treeward.model.policy_model import PolicyModel
@@ -128,6 +129,7 @@ def set_up(config: GRPORunConfig, checkpoint: Checkpoint | None = None, show_pro
         every_prompt = [*prompts.prompts, *(() if held_out is None else held_out.prompts)]
         rewards = processes.together(lambda: make_environment_runner(config, every_prompt))
         opened.callback(rewards.shutdown)
+        processes.on_main(partial(_compare_lengths, config))
         policy = _make_policy(config, tokenizer, checkpoint, mesh, prompts)
         seed, shuffle = config.grpo.seed, config.data.shuffle
         drawn: Any = {"together": prompts.together, "what": "prompt"}
@@ -177,6 +179,18 @@ def set_up(config: GRPORunConfig, checkpoint: Checkpoint | None = None, show_pro
         )
         opened.pop_all()
     return run
+
+
+def _compare_lengths(config: GRPORunConfig) -> None:
+    """Warn of reward models that have learnt from shorter conversations than the policy's may become."""
+    longest = config.policy.max_total_sequence_length
+    for name, section in config.reward_models.items():
+        contracts = [] if section.url else [read_contract(model) for model in section.models]
+        limits = [contract.rendering.trained_length or longest for contract in contracts if contract is not None]
+        if min(limits, default=longest) < longest:
+            logger.warning("env.%s was trained on conversations of at most %d tokens, and those of the policy may have "
+                           "%d (policy.max_total_sequence_length): trust the rewards of longer ones less.",
+                           name, min(limits), longest)  # fmt: skip
 
 
 def _start_ray(config: GRPORunConfig) -> None:

@@ -121,7 +121,7 @@ class GroupScorer(Protocol):
         """
 
     def usage(self) -> dict[str, float]:
-        """What scoring has used since the last call, as `seconds`, and what it saw of itself, as `position_bias`."""
+        """What scoring has used since the last call, as `seconds`."""
 
 
 @dataclass(frozen=True, slots=True)

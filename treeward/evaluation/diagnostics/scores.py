@@ -75,13 +75,14 @@ def statistics_of(
 def grade_errors(scored: Sequence[ScoredExample]) -> dict[str, Metric]:
     """`mse` and `pearson` of the values of heads and the grades of their names, over all of them and of each, as in
     `losses.grade_metrics`; empty where no example has both."""
-    names = sorted({name for example in scored for heads in example.heads for name in heads})
+    grade_names = {name for row in scored for completion in row.example.completions for name in completion.all_grades}
+    names = sorted(grade_names & {name for row in scored for heads in row.heads for name in heads})
     sums = GradeSums()
     for example in scored:
         pairs = [
             (heads, completion)
             for heads, completion in zip(example.heads, example.example.completions, strict=False)
-            if heads
+            if heads and names
         ]
         if pairs:
             grades = [[completion.all_grades.get(name) for name in names] for _, completion in pairs]
