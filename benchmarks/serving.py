@@ -7,8 +7,8 @@ Each request holds one conversation, over loopback, as rollouts are scored while
 real answers (alpaca_eval): every conversation with a prompt of its own, and eight answers to each prompt. The limit is
 `Scorer.score` on the same conversations in one call. The peer is what people write by hand: FastAPI, transformers, one
 forward pass a request, under a lock. `--replicas N` adds our server with N replicas, and `--vllm` a vLLM whose binaries
-lie in that folder, with `/classify` and its own defaults. In every round each variant has the same conversations, new
-to that round.
+lie in that folder, with `/classify`, in float32 and for 2,048 tokens. In every round each variant has the same
+conversations, new to that round.
 """
 
 from __future__ import annotations

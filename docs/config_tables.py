@@ -21,6 +21,9 @@ from treeward.config.reward_environments import ENVIRONMENT_SECTIONS
 from treeward.config.run import RewardModelRunConfig
 from treeward.config.server import ServedModelConfig, ServerConfig
 
+_SAMPLED_ALIKE = ("val_temperature", "val_top_?")
+"""Keys of `GenerationConfig`, which refuses them where validation would sample in another way than training."""
+
 
 def config_reference(page: str) -> str:
     """The page with its tables, between `<!-- begin NAME -->` and `<!-- end NAME -->`, generated anew."""
@@ -55,8 +58,11 @@ def _section(path: str, of: str, section: type[Strict]) -> str:
         cells = (" or ".join(f"`{one}`" for one in names), _type_name(field.annotation), _default(field), doc)
         lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
     foreign = section.foreign_keys()
-    if keys := [f"`{key}`" for key, fix in foreign.items() if fix is None]:
+    ignored = [key for key, fix in foreign.items() if fix is None]
+    if keys := [f"`{key}`" for key in ignored if key not in _SAMPLED_ALIKE]:
         lines.append(f"\nAccepted, without effect: {', '.join(keys)}.")
+    if keys := [f"`{key}`" for key in ignored if key in _SAMPLED_ALIKE]:
+        lines.append(f"\nAccepted only if equal to `temperature`, `top_p` and `top_k`: {', '.join(keys)}.")
     if keys := [f"`{key}` ({fix})" for key, fix in foreign.items() if isinstance(fix, str)]:
         lines.append(f"\nAccepted while switched off: {'; '.join(keys)}.")
     for key, rule in foreign.items():

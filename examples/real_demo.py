@@ -1,4 +1,4 @@
-"""A real reward model on two cores: SmolLM2-135M-Instruct learns what people preferred, in half an hour.
+"""A real reward model on two cores: SmolLM2-135M-Instruct learns what people preferred, in forty minutes.
 
 python examples/real_demo.py
 

@@ -291,7 +291,8 @@ class TrainedModelConfig(Strict):
     train_micro_batch_tokens: PositiveInt | None = None
     """Most tokens in one forward pass, after sharing prefixes. None: 4096, unless `train_micro_batch_size` is given."""
     max_total_sequence_length: PositiveInt = 4096
-    """Longest conversation, in tokens; of GRPO, the longest prompt with its completion."""
+    """Longest conversation, in tokens; longer completions are left out of training and counted, unless
+    `data.truncation` says otherwise. Of GRPO, the longest prompt with its completion."""
 
     precision: Precision = "float32"
     """`float32` or `bfloat16` (also `fp32`, `bf16`): of weights and activations. The score head, the loss and the
