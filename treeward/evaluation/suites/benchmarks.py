@@ -172,6 +172,8 @@ class LLMBar(Suite):
         try:
             pairs = [pair for pair in RewardBench().load(source) if pair.task_name.startswith("llmbar-")]
         except DataError as error:
+            if source is None:
+                raise
             fix = f"give a copy of {self.hub_path}, which has LLMBar's sets; other files are comparisons: --data FILE"
             raise error.but(fix=fix) from error
         sets = {name.lower(): name for name in SETS}
