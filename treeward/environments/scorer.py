@@ -30,8 +30,8 @@ class EnvironmentScorer:
     def score_groups(
         self, groups: Sequence[Sequence[Conversation]], infos: Sequence[Mapping[str, Any]]
     ) -> list[list[Score]]:
-        """A list of scores for each group; the components of its reward are a score's heads. `infos`: the data's columns
-        for each group, as `ground_truth`."""
+        """A list of scores for each group, with the components of the rewards as heads. `infos`: the data's columns for
+        each group, as `ground_truth`."""
         flat = [conversation for group in groups for conversation in group]
         env_infos = [{**info, GROUP: f"group {g}"} for g, info in enumerate(infos) for _ in groups[g]]
         rewards = self.environment.reward(flat, env_infos)
