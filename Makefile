@@ -55,7 +55,7 @@ test-slow: env-dev
 VLLM_VENV := .venv-vllm
 SMOLLM2 := .models/smollm2-135m-instruct/model.safetensors
 
-$(SMOLLM2):
+$(SMOLLM2): | env-dev
 	$(BIN)/python examples/real_models.py .models
 
 # `vllm serve` asks for the version of a package named vllm, which the package for CPUs is not.
