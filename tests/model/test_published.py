@@ -26,6 +26,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification
 from treeward.data.rendering import DEFAULT_CHAT_TEMPLATE, Renderer
 from treeward.errors import DataError, ModelError
 from treeward.model import published as published_module
+from treeward.model.contract import CONTRACT_FILE
 from treeward.model.export import export_model
 from treeward.model.loading import load_reward_model
 from treeward.model.pretrained import load_tokenizer
@@ -569,6 +570,10 @@ def test_a_classifier_without_bos_is_scored_signed_and_trained_on_as_it_was_trai
     assert (
         contract is not None and diagnose(contract, [x.mistakes["two_bos"] for x in contract.golden]).part == "tokens"
     )
+    tokenizer.init_kwargs["num_bos"] = 1  # a key of tokenizer_config.json
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / CONTRACT_FILE).unlink()
+    assert Scorer.load(tmp_path).renderer.encode(CHATS[0]) == bos[0]
 
 
 @pytest.mark.parametrize("name", ["ArmoRM", "QRM"])
