@@ -218,11 +218,7 @@ def assert_close(value: float, tolerance: float, what: str) -> None:
 
 
 def assert_tree_equals_rows(
-    model: RewardModel,
-    groups: Sequence[Sequence[Sequence[int]]],
-    *,
-    scores: float = 1e-5,
-    grads: float | None = 1e-5,
+    model: RewardModel, groups: Sequence[Sequence[Sequence[int]]], *, scores: float = 1e-5, grads: float | None = 1e-5
 ) -> tuple[float, float]:
     """Scores (and gradients) of a batch equal those of plain rows; returns the two largest errors."""
     sequences = [sequence for group in groups for sequence in group]

@@ -22,10 +22,7 @@ from treeward.evaluation.results import SuiteResult
 from treeward.evaluation.session import Candidate, run_evaluation
 from treeward.evaluation.suites import get_suite
 from treeward.evaluation.suites.interface import Suite
-from treeward.model.contract import (
-    NormalizationConstants,
-    RewardCalibration,
-)
+from treeward.model.contract import NormalizationConstants, RewardCalibration
 from treeward.scoring.ensemble import EnsembleScorer
 from treeward.scoring.identity import scorer_identity
 from treeward.scoring.scorer import Scorer

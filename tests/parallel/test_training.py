@@ -27,10 +27,7 @@ COMMON = [
 GRADES = "policy.reward_model_cfg={reward_model_type: attributes, attributes: [score, terse], attribute_weights: %s}"
 CASES: dict[str, list[str]] = {
     "trees": ["policy.train_micro_batch_tokens=200", GRADES % "{score: 1, terse: -0.5}"],
-    "parts": [
-        *("policy.train_micro_batch_tokens=80", "data.ties=half"),
-        "checkpointing.keep_top_k=null",
-    ],
+    "parts": [*("policy.train_micro_batch_tokens=80", "data.ties=half"), "checkpointing.keep_top_k=null"],
     "rows": [
         *("policy.attention=rows", "policy.train_micro_batch_tokens=150", "policy.max_grad_norm=0.1"),
         # the best checkpoint is not the last, so that what is exported is not the model in memory

@@ -18,13 +18,7 @@ from treeward.errors import ConfigError, ModelError
 from treeward.model.policy_model import PolicyModel
 from treeward.parallel.mesh import Mesh
 from treeward.rl import sampling
-from treeward.rl.generation import (
-    CompletionGroup,
-    LocalGenerator,
-    SampledCompletion,
-    end_ids_of,
-    template_end_ids,
-)
+from treeward.rl.generation import CompletionGroup, LocalGenerator, SampledCompletion, end_ids_of, template_end_ids
 from treeward.rl.setup import _make_generator
 from treeward.tree import decoding
 
@@ -48,7 +42,9 @@ def test_completions_end_where_the_turn_ends(policy: PolicyModel, tiny_tokenizer
         assert len(completion.token_ids) == 12 if completion.truncated else len(completion.token_ids) <= 12
 
 
-@pytest.mark.parametrize("family", ["llama", "stablelm", "nemotron", "qwen2_window", "gemma2", "gpt2", "gpt_oss", "mamba", "lfm2"])
+@pytest.mark.parametrize(
+    "family", ["llama", "stablelm", "nemotron", "qwen2_window", "gemma2", "gpt2", "gpt_oss", "mamba", "lfm2"]
+)
 def test_the_trainer_finds_the_log_probabilities_that_the_generator_says(family: str, tiny_tokenizer: Any) -> None:
     """Also with windows shorter than the sequences, with states instead of caches, and with prompts that are padded."""
     policy = policy_of(family)

@@ -13,11 +13,7 @@ from treeward.config.reward_environments import JUDGE_FILE, JudgeEnvironmentConf
 from treeward.config.scoring import ScoringConfig
 from treeward.errors import CheckpointError, ConfigError
 from treeward.scoring.ensemble import load_scorer
-from treeward.scoring.trained_judge import (
-    read_judge_contract,
-    verify_judge,
-    write_judge_contract,
-)
+from treeward.scoring.trained_judge import read_judge_contract, verify_judge, write_judge_contract
 from treeward.scoring.verdicts import TEMPLATES, make_question
 
 SHORT = PreferenceVerdictConfig(system_prompt="Judge.", template="{completion_a} {completion_b} A or B?")

@@ -20,13 +20,7 @@ from safetensors.torch import load_file, save_file
 from signed import signed
 from transformers import AutoTokenizer
 
-from treeward.model.contract import (
-    CONTRACT_FILE,
-    GoldenExample,
-    ScoringContract,
-    read_contract,
-    write_contract,
-)
+from treeward.model.contract import CONTRACT_FILE, GoldenExample, ScoringContract, read_contract, write_contract
 from treeward.scoring.diagnosis import PARTS, diagnose
 from treeward.scoring.verification import Verification, verify
 

@@ -9,13 +9,7 @@ from typing import Any
 
 import pytest
 from chromium import Visit, chromium, visiting
-from report_sample import (
-    MODELS,
-    NUM_EXAMPLES,
-    SUBSETS,
-    sample_report,
-    sample_rows,
-)
+from report_sample import MODELS, NUM_EXAMPLES, SUBSETS, sample_report, sample_rows
 
 from treeward.evaluation.report.blocks import format_number
 from treeward.evaluation.report.build import write_report
