@@ -10,9 +10,7 @@ from families import ROW_FAMILIES, config_of, randomise
 from transformers import AutoModelForCausalLM
 
 from treeward.model.policy_model import PolicyModel
-from treeward.rl.generation import CompletionGroup, Prompt
-
-__all__ = ["ENDS", "IDS", "PROMPTS", "assert_sampled_from", "moved", "policy_of", "prompt_lengths", "sequences_of"]
+from treeward.rl.generation import CompletionGroup, Prompt, SampledCompletion
 
 PROMPTS = [Prompt(({"role": "user", "content": text},), where=f"row {n}") for n, text in enumerate(("a", "bb", "c d"))]
 IDS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17, 18, 19]]
@@ -37,6 +35,10 @@ def moved(policy: PolicyModel, by: float) -> PolicyModel:
     return other
 
 
+def completions_of(groups: Sequence[CompletionGroup]) -> list[SampledCompletion]:
+    return [completion for group in groups for completion in group.completions]
+
+
 def sequences_of(group: CompletionGroup) -> list[list[int]]:
     """Token ids of prompt and completion, for each."""
     return [list(group.sequence(g)) for g in range(len(group.completions))]
@@ -54,7 +56,7 @@ def assert_sampled_from(
     assert [group.prompt for group in groups] == PROMPTS
     assert [group.prompt_ids for group in groups] == [tuple(ids) for ids in IDS]
     found = policy.log_probs(list(map(sequences_of, groups)), prompt_lengths(groups), temperature=temperature)
-    completions = [completion for group in groups for completion in group.completions]
+    completions = completions_of(groups)
     for s, completion in enumerate(completions):
         own = found.values_SL[s][found.mask_SL[s]].detach()
         assert torch.allclose(own, torch.tensor(completion.log_probs), atol=atol)

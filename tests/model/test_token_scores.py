@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from families import causal_model
+from messages import chat
 
 from treeward.data.rendering import Renderer
 from treeward.errors import ModelError
@@ -16,10 +17,8 @@ from treeward.model.loading import load_reward_model
 from treeward.scoring.golden import sign_folder
 from treeward.scoring.scorer import Scorer
 
-CHATS = [
-    [{"role": "user", "content": "Which tree bears cones?"}, {"role": "assistant", "content": text}]
-    for text in ("A pine does.", "A pine does, and so does a spruce.", "No.")
-]
+COMPLETIONS = ("A pine does.", "A pine does, and so does a spruce.", "No.")
+CHATS = [chat("Which tree bears cones?", completion) for completion in COMPLETIONS]
 
 
 @pytest.mark.parametrize("tied", [False, True])
