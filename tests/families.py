@@ -98,6 +98,13 @@ ENCODERS: dict[str, dict[str, Any]] = {
     "roberta": {"model_type": "roberta", "num_attention_heads": 4, "pad_token_id": 1},
     "distilbert": {"model_type": "distilbert", "dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 4},
 }  # fmt: skip
+ENCODER_RUN = (
+    "policy.model_config=null",
+    "policy.model_config={model_type: bert, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, "
+    "num_attention_heads: 4, max_position_embeddings: 512}",
+    "rm.loss.center_rewards_coefficient=0.01",  # else the bias has no gradient but rounding, which Adam makes large
+)
+"""Overrides of a tiny run, which make its model an encoder."""
 _COMMON = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,

@@ -12,6 +12,7 @@ import pytest
 import torch
 from families import CAUSAL_ONLY, causal_model, config_of, forest, plain_log_probs, randomise, score_error, tiny_model
 from safetensors.torch import load_file, save_file
+from signed import SIZES
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from treeward.data.rendering import Renderer
@@ -21,9 +22,7 @@ from treeward.model.loading import build_reward_model, load_policy, load_reward_
 from treeward.model.policy_model import PolicyModel
 from treeward.model.reward_model import head_name
 
-LLAMA = {
-    "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-}  # fmt: skip
+LLAMA = {"model_type": "llama", **SIZES}
 
 
 def causal_lm(family: str = "llama", **changes: Any) -> Any:

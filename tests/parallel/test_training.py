@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from families import ENCODER_RUN
 from safetensors.torch import load_file, save_file
 from training_runs import assert_close, assert_same_files, run_all
 
@@ -35,12 +36,7 @@ CASES: dict[str, list[str]] = {
         "policy.dtensor_cfg.lora_cfg={enabled: true, dim: 4}",
         GRADES % "mean",
     ],
-    "encoder": [
-        "policy.model_config=null",
-        "policy.model_config={model_type: bert, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, "
-        "num_attention_heads: 4, max_position_embeddings: 512}",
-        "rm.loss.center_rewards_coefficient=0.01",  # else the bias has no gradient but rounding, which Adam makes large
-    ],
+    "encoder": [*ENCODER_RUN],
     "recomputed": [
         *("policy.dtensor_cfg.activation_checkpointing=true", "policy.train_micro_batch_size=1"),
         *("policy.reward_model_cfg.reward_model_type=plackett_luce", "rm.loss.weight=pair"),
