@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
+from messages import edit_json
 from safetensors.torch import load_file, save_file
 
 from treeward.cli.main import main
@@ -67,7 +67,6 @@ def test_a_judge_is_no_reward_model(judge: Path) -> None:
 
 
 def test_a_damaged_contract_is_named(judge: Path) -> None:
-    raw = json.loads((judge / JUDGE_FILE).read_text("utf-8"))
-    (judge / JUDGE_FILE).write_text(json.dumps({**raw, "version": 2}), "utf-8")
+    edit_json(judge / JUDGE_FILE, version=2)
     with pytest.raises(CheckpointError, match=r"judge_contract\.json[\s\S]*version"):
         read_judge_contract(judge)

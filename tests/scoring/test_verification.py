@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from families import tiny_model
-from messages import edit_json
+from messages import edit_json, replace_text
 from safetensors.torch import load_file, save_file
 from signed import contract_of, signed
 from transformers import AutoTokenizer
@@ -48,12 +48,6 @@ def folder(exported: Path, tmp_path: Path) -> Path:
 
 def check(folder: Path, **options: Any) -> Verification:
     return verify(folder, device="cpu", **options)
-
-
-def replace_text(file: Path, old: str, new: str) -> None:
-    text = file.read_text(encoding="utf-8")
-    assert old in text
-    file.write_text(text.replace(old, new), encoding="utf-8")
 
 
 def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:

@@ -12,6 +12,7 @@ import torch
 from conftest import WORDS
 from families import ENCODER_RUN, ENCODERS, tiny_model
 from killed_run import Killed
+from messages import replace_text
 
 from treeward.errors import ModelError
 from treeward.model.reward_model import FeatureBatch, RewardModel
@@ -99,9 +100,7 @@ def test_other_weights_tokens_numbers_or_rows_are_read_again(
         model.model.layers[0].mlp.up_proj.weight[0, 0] += 1e-3
     model.save_pretrained(changed)
     stretched = shutil.copytree(policy_folder, tmp_path / "stretched")
-    text = (stretched / "config.json").read_text()
-    assert '"rms_norm_eps": 1e-06' in text
-    (stretched / "config.json").write_text(text.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
+    replace_text(stretched / "config.json", '"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05')
 
     def add(name: Path, *more: str) -> int:
         own = ("policy.model_config=null", "policy.tokenizer.vocab_size=null", f"policy.model_name={name}")
