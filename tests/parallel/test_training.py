@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from families import ENCODER_RUN
+from messages import write_jsonl
 from safetensors.torch import load_file, save_file
 from training_runs import assert_close, assert_same_files, run_all
 
@@ -50,7 +50,6 @@ WORDS = ("sun", "moon", "rain", "wind", "snow", "leaf", "root")
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
     lines = []
     for n in range(22):
         completions = [" ".join(WORDS[: 1 + (n * k) % 7]) + f" {k}." for k in range(2 + n % 3)]
@@ -60,9 +59,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
             {"completion": text, "score": float((n + k) % 4), "terse": None if (n + k) % 3 == 0 else k}
             for k, text in enumerate(completions)
         ]
-        lines.append(json.dumps({"prompt": f"What is {WORDS[n % 7]} number {n}?", "completions": graded}))
-    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    return path
+        lines.append({"prompt": f"What is {WORDS[n % 7]} number {n}?", "completions": graded})
+    return Path(write_jsonl(tmp_path_factory.mktemp("data") / "rows.jsonl", *lines))
 
 
 SLOW = [pytest.mark.slow]
