@@ -175,6 +175,15 @@ def tiny_run(tiny_runs: Callable[[Path], Callable[..., Any]], tmp_path: Path) ->
     return tiny_runs(tmp_path)
 
 
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Headless Chromium; of a module, not of the session: while it lives, its event loop runs in this thread."""
+    from chromium import chromium
+
+    with chromium() as running:
+        yield running
+
+
 @pytest.fixture
 def write_rows(tmp_path: Path) -> Callable[[str, Iterable[Any]], Path]:
     """Write rows as JSON lines; a row that is text is written as it is."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -53,7 +52,7 @@ class Loopback:
     the connection is closed.
     """
 
-    def __init__(self, answer: Callable[[Asked], Any], *, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, answer: Callable[[Asked], Any]) -> None:
         self.requests: list[Asked] = []
         self.num_connections = 0
         lock = threading.Lock()
@@ -98,10 +97,7 @@ class Loopback:
 
         loopback = self
         self._server = Server(("127.0.0.1", 0), Handler)
-        if tls is not None:
-            self._server.socket = tls.wrap_socket(self._server.socket, server_side=True)
-        scheme = "http" if tls is None else "https"
-        self.url = f"{scheme}://127.0.0.1:{self._server.server_address[1]}"
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
         threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
 
     def __enter__(self) -> Loopback:

@@ -1,4 +1,4 @@
-"""Messages and files of rows, as many tests write them."""
+"""Messages and files of rows, as many tests write them, and files that are edited."""
 
 from __future__ import annotations
 
@@ -21,6 +21,12 @@ def chat(question: Any, completion: Any) -> list[dict[str, Any]]:
 
 def edit_json(path: Path, **values: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | values), encoding="utf-8")
+
+
+def replace_text(file: Path, old: str, new: str) -> None:
+    text = file.read_text(encoding="utf-8")
+    assert old in text
+    file.write_text(text.replace(old, new), encoding="utf-8")
 
 
 def write_jsonl(path: Path, *rows: Any) -> str:

@@ -85,13 +85,7 @@ class ServedPolicy:
 
         assert self.policy is not None, "asked before it had weights"
         found = Row(tuple(ids), most, uniforms(seed, 0, 0, most))
-        sample(
-            self.policy,
-            [found],
-            ended=ended,
-            temperature=sampling["temperature"],
-            top_p=sampling["top_p"],
-        )
+        sample(self.policy, [found], ended=ended, temperature=sampling["temperature"], top_p=sampling["top_p"])
         if self.raw:
             with torch.no_grad():
                 said = self.policy.log_probs([[ids + found.token_ids]], [[len(ids)]]).values_SL[0].tolist()

@@ -53,8 +53,8 @@ SPECIAL = re.compile(
     r"<[|｜][^<>|｜\s'\"]+[|｜]>|<(?:start|end)_of_turn>|<end_of_utterance>|<\|turn>|<turn\|>|<BOS_TOKEN>|</?s>"
 )
 
-
 CHATML = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
+PROMPTING_CHATML = CHATML + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from messages import edit_json
+from messages import edit_json, replace_text
 from safetensors.torch import load_file, save_file
 from signed import contract_of
 from verbs import Command
@@ -18,8 +18,7 @@ from treeward.model.contract import CONTRACT_FILE
 
 
 def damage(folder: Path) -> None:
-    template = folder / "chat_template.jinja"
-    template.write_text(template.read_text(encoding="utf-8").replace("<|", "<["), encoding="utf-8")
+    replace_text(folder / "chat_template.jinja", "<|", "<[")
 
 
 @pytest.fixture

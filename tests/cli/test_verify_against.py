@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from loopback import Asked, Loopback, serving_on_loopback
+from scipy.special import expit
 from signed import SIZES, contract_of
 from templates import CHATML, byte_bpe
 from verbs import Command, Ended
@@ -34,10 +34,6 @@ OTHER_TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '<
 FIELDS = {"model_type": "llama", **SIZES}
 
 Rows = list[list[int]]
-
-
-def sigmoid(x: float) -> float:
-    return 1 / (1 + math.exp(-x))
 
 
 @dataclass(frozen=True)
@@ -136,7 +132,7 @@ def rounded(served: Served) -> RewardModel:
 
 
 MISTAKES: dict[str, tuple[Callable[[Served], dict[str, Any]], str, str]] = {
-    "sigmoid": (lambda s: {"activation": sigmoid}, "activation", "a sigmoid is applied to the score"),
+    "sigmoid": (lambda s: {"activation": expit}, "activation", "a sigmoid is applied to the score"),
     "bfloat16": (lambda s: {"model": rounded(s)}, "precision", "(vLLM, SGLang, TEI: --dtype float32)"),
     "two BOS": (lambda s: {"tokenize": lambda x: s.renderer.tokenizer(x)["input_ids"]}, "tokens", "one BOS too many"),
     "another model": (lambda s: {"model": s.other}, "weights", "no known mistake explains them"),

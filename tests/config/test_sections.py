@@ -4,10 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeward.config.checkpointing import (
-    CheckpointingConfig,
-    GRPOCheckpointingConfig,
-)
+from treeward.config.checkpointing import CheckpointingConfig, GRPOCheckpointingConfig
 from treeward.config.grpo import GRPOConfig
 from treeward.config.load import load_section
 from treeward.config.policy import PolicyConfig

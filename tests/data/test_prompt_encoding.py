@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 from messages import assistant, user
-from templates import CASES, CHATML, byte_bpe, family_renderer
+from templates import CASES, PROMPTING_CHATML, byte_bpe, family_renderer
 
 from treeward.data.prompt_encoding import encode_prompts
 from treeward.data.prompt_sets import Prompt, PromptSet, prompts_summary
@@ -15,7 +15,6 @@ from treeward.errors import DataError
 
 # Their generation prompts open a thought, which a finished answer without one does not have.
 THINKING = ("deepseek", "nemotron_3_")
-WITH_GENERATION_PROMPT = CHATML + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 
 
 def prompts_of(*texts: str, name: str = "set", weight: float = 1.0, held_out: int = 0) -> PromptSet:
@@ -45,7 +44,7 @@ def test_a_prompt_is_how_an_answered_one_begins(name: str) -> None:
 
 @pytest.fixture
 def renderer() -> Renderer:
-    return Renderer(byte_bpe(), chat_template=WITH_GENERATION_PROMPT)
+    return Renderer(byte_bpe(), chat_template=PROMPTING_CHATML)
 
 
 def test_prompts_of_several_sets_in_their_order(renderer: Renderer) -> None:

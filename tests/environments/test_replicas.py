@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
 import threading
-import time
 from typing import Any
 
 import psutil
 import pytest
 import torch
+from loopback import wait_until
 from messages import chat
 
 from treeward.environments.interface import DETAILS
@@ -44,18 +42,14 @@ def process_ids() -> list[int]:
     return [process_id for name in names for process_id, title in titles.items() if name in title]
 
 
-def wait_until_busy(process_id: int) -> None:
-    """Until the process has computed for a while."""
-    process = psutil.Process(process_id)
-    before, deadline = process.cpu_times().user, time.monotonic() + 60
-    while process.cpu_times().user < before + 0.03 and time.monotonic() < deadline:
-        time.sleep(0.01)
-
-
 def killed_while_busy(process_id: int) -> threading.Thread:
+    """Of a thread that kills the process as soon as it has computed for a while."""
+    process = psutil.Process(process_id)
+    before = process.cpu_times().user
+
     def kill() -> None:
-        wait_until_busy(process_id)
-        os.kill(process_id, signal.SIGKILL)
+        wait_until(lambda: process.cpu_times().user > before + 0.03, seconds=60)
+        process.kill()
 
     thread = threading.Thread(target=kill)
     thread.start()

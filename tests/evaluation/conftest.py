@@ -34,11 +34,7 @@ def score_with() -> Callable[..., list[ScoredExample]]:
         examples: Sequence[Preference], function: Callable[[Sequence[Any], str], float | None]
     ) -> list[ScoredExample]:
         return [
-            rated(
-                example,
-                [function(example.context, completion.messages[-1]["content"]) for completion in example.completions],
-            )
-            for example in examples
+            rated(one, [function(one.context, c.messages[-1]["content"]) for c in one.completions]) for one in examples
         ]
 
     return score

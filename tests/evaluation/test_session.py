@@ -22,10 +22,7 @@ from treeward.evaluation.results import SuiteResult
 from treeward.evaluation.session import Candidate, run_evaluation
 from treeward.evaluation.suites import get_suite
 from treeward.evaluation.suites.interface import Suite
-from treeward.model.contract import (
-    NormalizationConstants,
-    RewardCalibration,
-)
+from treeward.model.contract import NormalizationConstants, RewardCalibration
 from treeward.scoring.ensemble import EnsembleScorer
 from treeward.scoring.identity import scorer_identity
 from treeward.scoring.scorer import Scorer
@@ -35,24 +32,18 @@ TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['cont
 
 
 class Questions(Suite):
-    """Comparisons of answers; it counts how often it is read."""
+    """Comparisons of answers."""
 
+    name = "questions"
     title = "Questions"
 
-    def __init__(
-        self, name: str = "questions", *, answers: tuple[str, str] = ("It is {}.", "It is not known.")
-    ) -> None:
-        super().__init__()
-        self.name, self.answers, self.num_loads = name, answers, 0
-
     def load(self, source: str | None = None) -> list[Preference]:
-        self.num_loads += 1
         return [
             preference(
                 id=str(n),
                 subset="even" if n % 2 == 0 else "odd",
                 prompt=f"How many are {n} and {n * n} stones, put on one heap?",
-                texts=[text.format(n) for text in self.answers],
+                texts=[f"It is {n}.", "It is not known."],
             )
             for n in range(int(source or 90))
         ]

@@ -26,12 +26,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.models.llama import modeling_llama
 
 from treeward.errors import ModelError
-from treeward.model.checks import (
-    check_before_training,
-    check_policy,
-    choose_layout,
-    why_not_tree,
-)
+from treeward.model.checks import check_before_training, check_policy, choose_layout, why_not_tree
 from treeward.model.loading import classifier_class
 from treeward.model.policy_model import PolicyModel
 from treeward.model.reward_model import RewardModel

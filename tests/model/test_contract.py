@@ -8,11 +8,7 @@ from pathlib import Path
 import pytest
 
 from treeward.errors import ModelError
-from treeward.model.contract import (
-    CONTRACT_FILE,
-    read_contract,
-    write_contract,
-)
+from treeward.model.contract import CONTRACT_FILE, read_contract, write_contract
 
 
 def test_what_is_written_is_read(model_folder: Path, tmp_path: Path) -> None:

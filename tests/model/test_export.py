@@ -20,8 +20,9 @@ from treeward.model.reward_model import RewardModel
 from treeward.scoring.scorer import Scorer
 
 
-def conversations_of(preferences: list[Any]) -> list[list[dict[str, Any]]]:
-    return [[*p.context, *c.messages] for p in preferences for c in p.completions]
+@pytest.fixture
+def conversations(real_chats: list[Any]) -> list[list[dict[str, Any]]]:
+    return [[*p.context, *c.messages] for p in real_chats for c in p.completions]
 
 
 def trained(family: str, tiny_tokenizer: Any, **changes: Any) -> tuple[RewardModel, Any]:
@@ -53,11 +54,10 @@ def our_scores(model: RewardModel, renderer: Renderer, conversations: list[list[
 
 @pytest.mark.parametrize("family", ["mistral", "gemma3", "gpt2", "bert"])
 def test_plain_transformers_gives_the_same_scores(
-    family: str, real_chats: list[Any], tiny_tokenizer: Any, tmp_path: Path
+    family: str, conversations: Any, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
     model, tokenizer = trained(family, tiny_tokenizer)
     renderer = Renderer(tokenizer)
-    conversations = conversations_of(real_chats)
     want = our_scores(model, renderer, conversations)
     export_model(model, tokenizer, tmp_path / "out", chat_template=renderer.chat_template)
     assert float(want.std()) > 0.05
@@ -72,13 +72,13 @@ def test_plain_transformers_gives_the_same_scores(
 @pytest.mark.parametrize("family", ["llama", "bert"])
 @pytest.mark.parametrize("template", [None, "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"])
 def test_the_frame_of_the_tokenizer_is_in_the_exported_template(
-    family: str, template: str | None, real_chats: list[Any], tiny_tokenizer: Any, tmp_path: Path
+    family: str, template: str | None, conversations: Any, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
     """A tokenizer that adds BOS (or CLS and SEP) by itself, and a template that does not write them."""
     model, plain = trained(family, tiny_tokenizer)
     tokenizer = framing(plain, ("ÿ", None) if family == "llama" else ("ÿ", "þ"))  # in no chat
     tokenizer.chat_template = None
-    renderer, conversations = Renderer(tokenizer, chat_template=template), conversations_of(real_chats)
+    renderer = Renderer(tokenizer, chat_template=template)
     ids = renderer.encode(conversations[0])
     first, last = tokenizer.bos_token_id or tokenizer.cls_token_id, tokenizer.sep_token_id
     assert ids.count(first) == 1 and ids[0] == first and (last is None or ids[-1] == last)
@@ -104,11 +104,11 @@ def framing(tokenizer: Any, ends: tuple[str, str | None]) -> Any:
     )
 
 
-def test_bfloat16_export(real_chats: list[Any], tiny_tokenizer: Any, tmp_path: Path) -> None:
+def test_bfloat16_export(conversations: Any, tiny_tokenizer: Any, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     model, tokenizer = trained("llama", tiny_tokenizer)
-    renderer, conversations = Renderer(tokenizer), conversations_of(real_chats)
+    renderer = Renderer(tokenizer)
     want = our_scores(model, renderer, conversations)
     export_model(model, tokenizer, tmp_path / "out", chat_template=renderer.chat_template, dtype=torch.bfloat16)
     stored = load_file(tmp_path / "out" / "model.safetensors")
@@ -122,12 +122,10 @@ def test_bfloat16_export(real_chats: list[Any], tiny_tokenizer: Any, tmp_path: P
     assert score_error(our_scores(ours, renderer, conversations), want) <= 5e-2
 
 
-def test_pipelines_of_transformers_give_the_raw_score(
-    real_chats: list[Any], tiny_tokenizer: Any, tmp_path: Path
-) -> None:
+def test_pipelines_of_transformers_give_the_raw_score(conversations: Any, tiny_tokenizer: Any, tmp_path: Path) -> None:
     """They apply a sigmoid to a single label unless the configuration says that it is a regression."""
     model, tokenizer = trained("llama", tiny_tokenizer)
-    renderer, conversations = Renderer(tokenizer), conversations_of(real_chats)[:4]
+    renderer, conversations = Renderer(tokenizer), conversations[:4]
     want = our_scores(model, renderer, conversations)
     export_model(model, tokenizer, tmp_path / "out", chat_template=renderer.chat_template)
     assert model.hf.config.problem_type is None

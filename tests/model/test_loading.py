@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from families import CAUSAL_ONLY, causal_model, config_of, forest, plain_log_probs, randomise, score_error, tiny_model
+from messages import edit_json, replace_text
 from safetensors.torch import load_file, save_file
+from signed import SIZES
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from treeward.data.rendering import Renderer
@@ -21,9 +22,7 @@ from treeward.model.loading import build_reward_model, load_policy, load_reward_
 from treeward.model.policy_model import PolicyModel
 from treeward.model.reward_model import head_name
 
-LLAMA = {
-    "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-}  # fmt: skip
+LLAMA = {"model_type": "llama", **SIZES}
 
 
 def causal_lm(family: str = "llama", **changes: Any) -> Any:
@@ -124,8 +123,7 @@ def test_the_end_of_turn_is_trained_where_it_was_the_padding_token(
 def test_without_a_spare_one_the_vocabulary_grows(save: Callable[..., Path], tiny_tokenizer: Any) -> None:
     tokenizer = tokenizer_with(tiny_tokenizer, pad_token="<|endoftext|>")
     files = save(tiny_model("llama"), tokenizer)
-    text = (files / "tokenizer.json").read_text(encoding="utf-8").replace("<|pad|>", "<|other|>")
-    (files / "tokenizer.json").write_text(text, encoding="utf-8")
+    replace_text(files / "tokenizer.json", "<|pad|>", "<|other|>")
     torch.manual_seed(1)
     loaded = load_reward_model(files, head_seed=4)
     assert loaded.tokenizer.pad_token == "<|treeward_pad|>" and loaded.tokenizer.pad_token_id == 600
@@ -182,9 +180,7 @@ def test_wrong_configurations(fields: dict[str, Any], message: str, tiny_tokeniz
 
 def test_remote_code_is_not_run(save: Callable[..., Path], tmp_path: Path) -> None:
     folder = save(tiny_model("llama"))
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.MyConfig"}}
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    edit_json(folder / "config.json", model_type="mine", auto_map={"AutoConfig": "mine.MyConfig"})
     marker = tmp_path / "ran"
     (folder / "mine.py").write_text(f"open({str(marker)!r}, 'w').close()\nclass MyConfig: pass\n", encoding="utf-8")
     with pytest.raises(ModelError):

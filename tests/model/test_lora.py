@@ -17,6 +17,7 @@ import peft
 import pytest
 import torch
 from families import causal_model, config_of, gradient_error, plain_log_probs
+from messages import edit_json
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification, PreTrainedModel
@@ -220,12 +221,11 @@ def test_loading_puts_back_the_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_policy_of_four_bits_is_exported_as_it_computes(family: str, tiny_tokenizer: Any, tmp_path: Path) -> None:
+def test_a_policy_of_four_bits_is_exported_as_it_computes(
+    family: str, save: Callable[..., Path], tiny_tokenizer: Any, tmp_path: Path
+) -> None:
     """gpt2 keeps its weights turned; the layers without adapters have four bits too."""
-    base = tmp_path / "base"
-    causal_model(family).save_pretrained(base)
-    tiny_tokenizer.save_pretrained(base)
-    hf = load_policy(base, load_in_4bit=True).model.hf
+    hf = load_policy(save(causal_model(family)), load_in_4bit=True).model.hf
     dense = {name for name, module in causal_model(family).named_modules() if isinstance(module, nn.Linear | Conv1D)}
     assert {name for name, module in hf.named_modules() if is_quantized(module)} == dense - {"lm_head"}
     assert {weight.dtype for weight in hf.parameters()} == {torch.uint8, torch.float32}
@@ -296,14 +296,13 @@ def test_a_folder_of_adapters_is_a_policy(adapters: Any, tmp_path: Path) -> None
 
 
 def test_weights_that_nobody_trained_are_no_scores(
-    adapters: Any, tiny_tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    adapters: Any, save: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, _ = adapters("FEATURE_EXTRACTION")  # the head has adapters, and its own weights were not saved
     with pytest.raises(ModelError, match="no reward head"):
         Scorer.load(folder)
-    encoder = tmp_path / "encoder"  # without the pooler that a classifier draws, and peft does not save
-    AutoModelForMaskedLM.from_config(config_of("bert")).save_pretrained(encoder)
-    tiny_tokenizer.save_pretrained(encoder)
+    # without the pooler that a classifier draws, and peft does not save
+    encoder = save(AutoModelForMaskedLM.from_config(config_of("bert")))
     folder, _ = adapters("SEQ_CLS", encoder, target_modules=["query"])
     with pytest.raises(ModelError, match=r"weights are missing(?s:.*)pooler"):
         Scorer.load(folder)
@@ -312,19 +311,16 @@ def test_weights_that_nobody_trained_are_no_scores(
 
 
 def test_a_quantised_base_and_tied_embeddings_are_not_merged(
-    adapters: Any, tiny_tokenizer: Any, policy_folder: Path, tmp_path: Path
+    adapters: Any, save: Callable[..., Path], policy_folder: Path, tmp_path: Path
 ) -> None:
-    tied = tmp_path / "tied"
-    causal_model("qwen3", vocab_size=600, tie_word_embeddings=True).save_pretrained(tied)
-    tiny_tokenizer.save_pretrained(tied)
+    tied = save(causal_model("qwen3", vocab_size=600, tie_word_embeddings=True))
     folder, _ = adapters("CAUSAL_LM", tied, target_modules=["lm_head"])
     with pytest.raises(ModelError, match=r"cannot be merged(?s:.*)one tensor in the base"):
         load_policy(folder)
     folder, _ = adapters("SEQ_CLS")
     base = shutil.copytree(policy_folder, tmp_path / "quantised")
-    settings = json.loads((base / "config.json").read_text())
     quantised = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    (base / "config.json").write_text(json.dumps(settings | {"quantization_config": quantised}))
+    edit_json(base / "config.json", quantization_config=quantised)
     rebased(folder, base)
     with pytest.raises(ModelError, match=r"quantised(?s:.*)full precision"):
         Scorer.load(folder)
@@ -352,6 +348,4 @@ def test_folders_of_adapters_that_are_refused(
 
 
 def rebased(folder: Path, base: Path | None) -> None:
-    file = folder / "adapter_config.json"
-    settings = json.loads(file.read_text())
-    file.write_text(json.dumps(settings | {"base_model_name_or_path": base and str(base)}))
+    edit_json(folder / "adapter_config.json", base_model_name_or_path=base and str(base))

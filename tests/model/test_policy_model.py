@@ -9,15 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import (
-    CAUSAL_ONLY,
-    DECODERS,
-    VOCABULARY,
-    causal_model,
-    gradient_error,
-    plain_log_probs,
-    randomise,
-)
+from families import CAUSAL_ONLY, DECODERS, VOCABULARY, causal_model, gradient_error, plain_log_probs, randomise
 from torch import Tensor, distributed, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from families import causal_model
+from messages import chat
 
 from treeward.data.rendering import Renderer
 from treeward.errors import ModelError
@@ -16,10 +17,8 @@ from treeward.model.loading import load_reward_model
 from treeward.scoring.golden import sign_folder
 from treeward.scoring.scorer import Scorer
 
-CHATS = [
-    [{"role": "user", "content": "Which tree bears cones?"}, {"role": "assistant", "content": text}]
-    for text in ("A pine does.", "A pine does, and so does a spruce.", "No.")
-]
+COMPLETIONS = ("A pine does.", "A pine does, and so does a spruce.", "No.")
+CHATS = [chat("Which tree bears cones?", completion) for completion in COMPLETIONS]
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -52,11 +51,9 @@ def test_a_token_of_a_language_model_is_a_score(name: str, tied: bool, tiny_toke
     assert torch.equal(filled.head.weight, scorer.model.head.weight)
 
 
-def test_logits_that_are_not_linear_and_unknown_tokens_are_refused(tiny_tokenizer: Any, tmp_path: Path) -> None:
+def test_logits_that_are_not_linear_and_unknown_tokens_are_refused(tiny_tokenizer: Any, save: Any) -> None:
     lm = causal_model("gemma2", vocab_size=len(tiny_tokenizer), final_logit_softcapping=30.0)
     for tokens, message in (("no", "yes"), "these are no tokens"), ([70, 71], "not linear"):
         lm.config.classifier_from_token = tokens
-        lm.save_pretrained(tmp_path)
-        tiny_tokenizer.save_pretrained(tmp_path)
         with pytest.raises(ModelError, match=message):
-            load_reward_model(tmp_path)
+            load_reward_model(save(lm))

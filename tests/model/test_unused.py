@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from families import causal_model, config_of, randomise, tiny_model
+from messages import edit_json
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForMaskedLM
 
@@ -34,13 +34,11 @@ def save(tmp_path: Path, tiny_tokenizer: Any) -> Save:
     def to_folder(model: Any, more: Mapping[str, torch.Tensor], architecture: str | None = None) -> Path:
         model.save_pretrained(tmp_path)
         tiny_tokenizer.save_pretrained(tmp_path)
-        file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+        file = tmp_path / "model.safetensors"
         save_file(
             {**load_file(file), **{key: one.clone() for key, one in more.items()}}, file, metadata={"format": "pt"}
         )
-        fields = json.loads(config.read_text(encoding="utf-8"))
-        fields["architectures"] = [architecture] if architecture else fields["architectures"]
-        config.write_text(json.dumps(fields), encoding="utf-8")
+        edit_json(tmp_path / "config.json", **({"architectures": [architecture]} if architecture else {}))
         return tmp_path
 
     return to_folder

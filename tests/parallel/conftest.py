@@ -44,12 +44,7 @@ def run_processes(tmp_path_factory: pytest.TempPathFactory, forking: Any) -> Cal
     shown. `timeout`: in seconds.
     """
 
-    def run(
-        function: str,
-        num_processes: int,
-        *arguments: Any,
-        timeout: float = PATIENCE_SECONDS,
-    ) -> list[Any]:
+    def run(function: str, num_processes: int, *arguments: Any, timeout: float = PATIENCE_SECONDS) -> list[Any]:
         from joining import join
         from torch.distributed import TCPStore
 

@@ -36,10 +36,7 @@ CASES: dict[str, list[str]] = {
         "env={planted: {type: planted.Scaled}, gold: {type: custom, function: planted.length}}",
         *("grpo.gold_environment=gold", "checkpointing.metric_name=val:raw_reward"),
     ],
-    "loaded": [
-        *LOADED,
-        "env={reward_model: {model_name: REWARDS, precision: float32, resources: {gpus_per_node: 0}}}",
-    ],
+    "loaded": [*LOADED, "env={reward_model: {model_name: REWARDS, precision: float32, resources: {gpus_per_node: 0}}}"],
     "one": ["grpo.num_prompts_per_step=1", "grpo.max_val_samples=1"],
     "rows": ["policy.attention=rows", "policy.generation.batch_size=3"],
     "adapters": [*LOADED, "policy.dtensor_cfg.lora_cfg={enabled: true, dim: 4}"],

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from families import ENCODER_RUN
+from messages import write_jsonl
 from safetensors.torch import load_file, save_file
 from training_runs import assert_close, assert_same_files, run_all
 
@@ -27,10 +28,7 @@ COMMON = [
 GRADES = "policy.reward_model_cfg={reward_model_type: attributes, attributes: [score, terse], attribute_weights: %s}"
 CASES: dict[str, list[str]] = {
     "trees": ["policy.train_micro_batch_tokens=200", GRADES % "{score: 1, terse: -0.5}"],
-    "parts": [
-        *("policy.train_micro_batch_tokens=80", "data.ties=half"),
-        "checkpointing.keep_top_k=null",
-    ],
+    "parts": [*("policy.train_micro_batch_tokens=80", "data.ties=half"), "checkpointing.keep_top_k=null"],
     "rows": [
         *("policy.attention=rows", "policy.train_micro_batch_tokens=150", "policy.max_grad_norm=0.1"),
         # the best checkpoint is not the last, so that what is exported is not the model in memory
@@ -38,12 +36,7 @@ CASES: dict[str, list[str]] = {
         "policy.dtensor_cfg.lora_cfg={enabled: true, dim: 4}",
         GRADES % "mean",
     ],
-    "encoder": [
-        "policy.model_config=null",
-        "policy.model_config={model_type: bert, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, "
-        "num_attention_heads: 4, max_position_embeddings: 512}",
-        "rm.loss.center_rewards_coefficient=0.01",  # else the bias has no gradient but rounding, which Adam makes large
-    ],
+    "encoder": [*ENCODER_RUN],
     "recomputed": [
         *("policy.dtensor_cfg.activation_checkpointing=true", "policy.train_micro_batch_size=1"),
         *("policy.reward_model_cfg.reward_model_type=plackett_luce", "rm.loss.weight=pair"),
@@ -57,7 +50,6 @@ WORDS = ("sun", "moon", "rain", "wind", "snow", "leaf", "root")
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
     lines = []
     for n in range(22):
         completions = [" ".join(WORDS[: 1 + (n * k) % 7]) + f" {k}." for k in range(2 + n % 3)]
@@ -67,9 +59,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
             {"completion": text, "score": float((n + k) % 4), "terse": None if (n + k) % 3 == 0 else k}
             for k, text in enumerate(completions)
         ]
-        lines.append(json.dumps({"prompt": f"What is {WORDS[n % 7]} number {n}?", "completions": graded}))
-    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    return path
+        lines.append({"prompt": f"What is {WORDS[n % 7]} number {n}?", "completions": graded})
+    return Path(write_jsonl(tmp_path_factory.mktemp("data") / "rows.jsonl", *lines))
 
 
 SLOW = [pytest.mark.slow]

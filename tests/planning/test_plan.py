@@ -87,10 +87,7 @@ print(resident("VmHWM") - before)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "overrides",
-    [(), ("policy.dtensor_cfg.activation_checkpointing=true",)],
-)
+@pytest.mark.parametrize("overrides", [(), ("policy.dtensor_cfg.activation_checkpointing=true",)])
 def test_the_peak_is_that_of_the_same_steps_on_real_tensors(overrides: tuple[str, ...], planned: Any) -> None:
     planned.write(SMALL)
     words = [sys.executable, "-c", MEASURED, str(planned.file), *overrides]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from families import VOCABULARY
-from sampled import ENDS, IDS, PROMPTS, assert_sampled_from, policy_of, prompt_lengths, sequences_of
-from templates import TEMPLATES, byte_bpe, family_renderer
+from sampled import ENDS, IDS, PROMPTS, assert_sampled_from, completions_of, policy_of, prompt_lengths, sequences_of
+from templates import PROMPTING_CHATML, TEMPLATES, byte_bpe, family_renderer
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from treeward.config.grpo_policy import GenerationConfig
@@ -18,23 +18,13 @@ from treeward.errors import ConfigError, ModelError
 from treeward.model.policy_model import PolicyModel
 from treeward.parallel.mesh import Mesh
 from treeward.rl import sampling
-from treeward.rl.generation import (
-    CompletionGroup,
-    LocalGenerator,
-    SampledCompletion,
-    end_ids_of,
-    template_end_ids,
-)
+from treeward.rl.generation import LocalGenerator, SampledCompletion, end_ids_of, template_end_ids
 from treeward.rl.setup import _make_generator
 from treeward.tree import decoding
 
 
 def make(policy: PolicyModel, tokenizer: Any, *, end_ids: Any = ENDS, **settings: Any) -> LocalGenerator:
     return LocalGenerator(policy, tokenizer, GenerationConfig(**{"max_new_tokens": 12, **settings}), end_ids=end_ids)
-
-
-def completions_of(groups: list[CompletionGroup]) -> list[SampledCompletion]:
-    return [completion for group in groups for completion in group.completions]
 
 
 def test_completions_end_where_the_turn_ends(policy: PolicyModel, tiny_tokenizer: Any) -> None:
@@ -48,10 +38,9 @@ def test_completions_end_where_the_turn_ends(policy: PolicyModel, tiny_tokenizer
         assert len(completion.token_ids) == 12 if completion.truncated else len(completion.token_ids) <= 12
 
 
-SAMPLED = ["llama", "stablelm", "nemotron", "qwen2_window", "gemma2", "gpt2", "gpt_oss", "mamba", "lfm2"]
-
-
-@pytest.mark.parametrize("family", SAMPLED)
+@pytest.mark.parametrize(
+    "family", ["llama", "stablelm", "nemotron", "qwen2_window", "gemma2", "gpt2", "gpt_oss", "mamba", "lfm2"]
+)
 def test_the_trainer_finds_the_log_probabilities_that_the_generator_says(family: str, tiny_tokenizer: Any) -> None:
     """Also with windows shorter than the sequences, with states instead of caches, and with prompts that are padded."""
     policy = policy_of(family)
@@ -181,18 +170,12 @@ def test_logits_that_are_not_finite_are_an_error(tiny_tokenizer: Any) -> None:
         make(policy, tiny_tokenizer).generate(PROMPTS, IDS, num_completions=2, seed=0)
 
 
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-
-
 @pytest.mark.parametrize("url", ["", "policy.generation.url=http://127.0.0.1:9/v1"])
 def test_the_template_ends_a_completion(policy: PolicyModel, tiny_grpo: Callable[..., Any], url: str) -> None:
     tokenizer = byte_bpe(eos="<|endoftext|>")  # as those of Qwen's base models name it
     end, turn = (tokenizer.convert_tokens_to_ids(token) for token in ("<|endoftext|>", "<|im_end|>"))
     remote = ["policy.generation.backend=vllm", "policy.generation.model=m", url] if url else []
-    renderer = Renderer(tokenizer, chat_template=CHATML)
+    renderer = Renderer(tokenizer, chat_template=PROMPTING_CHATML)
     generator = _make_generator(tiny_grpo(*remote), policy, tokenizer, renderer, Mesh())
     assert generator.reader.end_ids == {0, end, turn}  # type: ignore[attr-defined]
     assert generator.reader.completion([5, turn], None).truncated is False  # type: ignore[attr-defined]

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from loopback import Loopback
-from sampled import ENDS, IDS, PROMPTS, assert_sampled_from, moved, sequences_of
+from sampled import ENDS, IDS, PROMPTS, assert_sampled_from, completions_of, moved, sequences_of
 from served_policy import ServedPolicy
 
 from treeward.config.grpo_policy import GenerationConfig
 from treeward.model.policy_model import PolicyModel
-from treeward.rl.generation import CompletionGroup, GenerationError, SampledCompletion
+from treeward.rl.generation import GenerationError
 from treeward.rl.http_generation import HttpGenerator
 from treeward.rl.sampling import Row, sample, uniforms
 from treeward.rl.served_generation import Request, Served, ServedGenerator
@@ -43,10 +43,6 @@ def section(url: str = "http://x", **values: Any) -> GenerationConfig:
 def folder(tmp_path: Path) -> dict[str, Any]:
     """Where weights travel."""
     return {"weight_folder": str(tmp_path / "weights")}
-
-
-def completions_of(groups: list[CompletionGroup]) -> list[SampledCompletion]:
-    return [completion for group in groups for completion in group.completions]
 
 
 @pytest.mark.parametrize(("backend", "temperature"), [("vllm", 1.0), ("sglang", 0.6)])

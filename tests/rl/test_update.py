@@ -14,6 +14,7 @@ import pytest
 import torch
 from families import VOCABULARY, causal_model, plain_log_probs
 from no_syncs import ATTENTION, NoSyncs
+from sampled import Recorded
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -25,7 +26,6 @@ from treeward.rl.policy_loss import policy_loss
 from treeward.rl.update import PolicyUpdater
 
 PROMPTS, COMPLETIONS = 3, 4
-LR = 0.05
 
 
 def moved(hf: PreTrainedModel) -> PreTrainedModel:
@@ -70,18 +70,6 @@ def said_by(
             ]
             said.append(replace(group, completions=tuple(completions)))
     return said
-
-
-class Recorded(torch.optim.SGD):
-    """SGD that remembers the gradients of every step."""
-
-    def __init__(self, hf: PreTrainedModel) -> None:
-        super().__init__(hf.parameters(), lr=LR)
-        self.gradients: list[Tensor] = []
-
-    def step(self, *args: Any) -> Any:
-        self.gradients.append(torch.cat([p.grad.flatten() for p in self.param_groups[0]["params"]]))
-        return super().step(*args)
 
 
 def plain_updates(

@@ -8,13 +8,14 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from killed_run import assert_same_run
+from messages import write_jsonl
+from sampled import Recorded
 
 from treeward.data.prompt_sets import FAMILY
 from treeward.environments.preference_verdict import LABEL
@@ -46,9 +47,7 @@ def comparisons(folder: Path, name: str, count: int, *, shuffled: bool = False) 
         if shuffled and draw.random() < 0.5:
             texts.reverse()
         rows.append({"prompt": f"Is it {draw.choice(THINGS)}?", "chosen": texts[0], "rejected": texts[1]})
-    path = folder / name
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
+    return write_jsonl(folder / name, *rows)
 
 
 @pytest.fixture
@@ -99,11 +98,6 @@ def test_what_cannot_be_judged_together_is_refused(opened: Make, tmp_path: Path)
         opened(f"data.train={{data_path: {path}}}")
 
 
-def _keep(gradients: list[torch.Tensor], optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    gradients.append(torch.cat([p.grad.flatten() for p in parameters]))
-
-
 def test_both_orders_share_a_tree_and_the_gradient_is_that_of_two(policy: PolicyModel) -> None:
     """With one beginning of 40 tokens and ends of 10, two prompts of 4 completions take the tokens of one tree."""
     draw = torch.Generator().manual_seed(0)
@@ -121,13 +115,11 @@ def test_both_orders_share_a_tree_and_the_gradient_is_that_of_two(policy: Policy
     found = []
     for chosen in (groups, apart):
         model = copy.deepcopy(policy)
-        optimizer, gradients = torch.optim.SGD(model.parameters(), lr=0.0), []
-        keep = partial(_keep, gradients)
-        optimizer.register_step_pre_hook(keep)
+        optimizer = Recorded(model.hf)
         metrics = PolicyUpdater(model, optimizer, max_grad_norm=None, micro_batch_tokens=100).learn(
             chosen, advantages_PG, torch.ones(2, 4, dtype=torch.bool)
         )
-        found.append((metrics.computed_tokens, metrics.row_tokens, gradients[0]))
+        found.append((metrics.computed_tokens, metrics.row_tokens, optimizer.gradients[0]))
     (together, rows, one), (separate, _, other) = found
     assert (rows, separate, together) == (2 * 4 * 53, 2 * (40 + 10 + 4 * 3), 40 + 2 * (10 + 4 * 3))
     assert float((one - other).abs().max()) < 1e-6 * float(other.abs().max()) + 1e-7

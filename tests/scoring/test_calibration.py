@@ -15,12 +15,7 @@ from treeward.config.scoring import RewardShapingConfig
 from treeward.data.preference import Preference
 from treeward.errors import DataError
 from treeward.model.contract import RewardCalibration
-from treeward.scoring.calibration import (
-    MAX_KNOTS,
-    calibrate,
-    fit_temperature,
-    preference_nll,
-)
+from treeward.scoring.calibration import MAX_KNOTS, calibrate, fit_temperature, preference_nll
 from treeward.scoring.shaping import Shaper
 
 

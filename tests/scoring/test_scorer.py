@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from families import plain_scores, tiny_model
-from messages import assistant, user
+from messages import assistant, replace_text, user
 from safetensors.torch import load_file, save_file
 
 from treeward.data.rendering import Renderer
@@ -163,8 +163,7 @@ def test_what_lies_on_the_disk_must_keep_the_contract(model_folder: Path, tmp_pa
     for dtype in (torch.float32, torch.bfloat16):
         assert Scorer.load(model_folder, device="cpu", dtype=dtype).num_computed_tokens == 0
     changed = Path(shutil.copytree(model_folder, tmp_path / "template"))
-    template = changed / "chat_template.jinja"
-    template.write_text(template.read_text(encoding="utf-8").replace("eos_token", "''"), encoding="utf-8")
+    replace_text(changed / "chat_template.jinja", "eos_token", "''")
     with pytest.raises(ModelError, match=r"contract: tokens(?s:.*)treeward verify"):
         Scorer.load(changed, device="cpu")
     # Whoever brings another template asks for other tokens, and knows it.

@@ -88,9 +88,8 @@ def test_the_least_step_and_rows_of_a_file(published: Any, tokenizer: Any, tmp_p
     command = ["score", str(published[0]), "--data", str(data), "--output", str(output), "--head-weights", "min"]
     assert main(command) == 0
     row = json.loads(output.read_text("utf-8"))
-    assert row["score"] == pytest.approx(min(want), abs=1e-5) and row["step_probabilities"] == pytest.approx(
-        want, abs=1e-5
-    )
+    assert row["score"] == pytest.approx(min(want), abs=1e-5)
+    assert row["step_probabilities"] == pytest.approx(want, abs=1e-5)
 
 
 def test_what_has_no_steps_is_refused(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
+from messages import edit_json
 from safetensors.torch import load_file, save_file
 
 from treeward.cli.main import main
@@ -13,11 +13,7 @@ from treeward.config.reward_environments import JUDGE_FILE, JudgeEnvironmentConf
 from treeward.config.scoring import ScoringConfig
 from treeward.errors import CheckpointError, ConfigError
 from treeward.scoring.ensemble import load_scorer
-from treeward.scoring.trained_judge import (
-    read_judge_contract,
-    verify_judge,
-    write_judge_contract,
-)
+from treeward.scoring.trained_judge import read_judge_contract, verify_judge, write_judge_contract
 from treeward.scoring.verdicts import TEMPLATES, make_question
 
 SHORT = PreferenceVerdictConfig(system_prompt="Judge.", template="{completion_a} {completion_b} A or B?")
@@ -71,7 +67,6 @@ def test_a_judge_is_no_reward_model(judge: Path) -> None:
 
 
 def test_a_damaged_contract_is_named(judge: Path) -> None:
-    raw = json.loads((judge / JUDGE_FILE).read_text("utf-8"))
-    (judge / JUDGE_FILE).write_text(json.dumps({**raw, "version": 2}), "utf-8")
+    edit_json(judge / JUDGE_FILE, version=2)
     with pytest.raises(CheckpointError, match=r"judge_contract\.json[\s\S]*version"):
         read_judge_contract(judge)

@@ -15,18 +15,12 @@ from typing import Any
 import pytest
 import torch
 from families import tiny_model
-from messages import edit_json
+from messages import edit_json, replace_text
 from safetensors.torch import load_file, save_file
-from signed import signed
+from signed import contract_of, signed
 from transformers import AutoTokenizer
 
-from treeward.model.contract import (
-    CONTRACT_FILE,
-    GoldenExample,
-    ScoringContract,
-    read_contract,
-    write_contract,
-)
+from treeward.model.contract import CONTRACT_FILE, GoldenExample, ScoringContract, write_contract
 from treeward.scoring.diagnosis import PARTS, diagnose
 from treeward.scoring.verification import Verification, verify
 
@@ -54,12 +48,6 @@ def folder(exported: Path, tmp_path: Path) -> Path:
 
 def check(folder: Path, **options: Any) -> Verification:
     return verify(folder, device="cpu", **options)
-
-
-def replace_text(file: Path, old: str, new: str) -> None:
-    text = file.read_text(encoding="utf-8")
-    assert old in text
-    file.write_text(text.replace(old, new), encoding="utf-8")
 
 
 def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
@@ -171,8 +159,7 @@ def test_a_whole_folder_is_equal(folder: Path) -> None:
 @pytest.mark.parametrize("is_checkpoint", [False, True])
 def test_no_activation_is_blamed_for_weights(factor: float, name: str, is_checkpoint: bool, folder: Path) -> None:
     """The contract of a checkpoint has the hash of the head alone."""
-    contract = read_contract(folder)
-    assert contract is not None
+    contract = contract_of(folder)
     if is_checkpoint:
         weights = contract.weights.model_copy(update={"tensors": {}, "sha256": None})
         write_contract(contract.model_copy(update={"weights": weights}), folder)
@@ -184,8 +171,7 @@ def test_no_activation_is_blamed_for_weights(factor: float, name: str, is_checkp
 
 def test_the_same_weights_with_other_scores(folder: Path) -> None:
     """Something is applied to the score, or the machine computes another one."""
-    contract = read_contract(folder)
-    assert contract is not None
+    contract = contract_of(folder)
 
     def expect(scores: list[float]) -> list[Any]:
         golden = [one.model_copy(update={"score": s}) for one, s in zip(contract.golden, scores, strict=True)]
@@ -207,21 +193,16 @@ SCORES = [-2.5, -0.75, 0.25, 1.5, 4.0, 21.0]
 EARLY = [0.5, -1.0, 0.0, 2.5, 3.0, 20.0]
 
 
-def contract_of(folder: Path, scores: list[float], *, bos: bool = True) -> ScoringContract:
+def with_scores(folder: Path, scores: list[float], *, bos: bool = True) -> ScoringContract:
     """The folder's contract with these golden scores."""
     golden = []
     for i, (score, early) in enumerate(zip(scores, EARLY, strict=False)):
         mistakes = {"read_before_end": early} | ({"two_bos": score + 0.3, "no_bos": score - 0.2} if bos else {})
         fields = {"name": f"chat {i}", "messages": [], "token_ids": [1, 2], "score": score, "heads": [score]}
         golden.append(GoldenExample.model_validate({**fields, "mistakes": mistakes}))
-    contract = read_contract(folder)
-    assert contract is not None
+    contract = contract_of(folder)
     tolerance = contract.tolerance.model_copy(update={"float32": 1e-4, "bfloat16": 0.05})
     return contract.model_copy(update={"golden": golden, "tolerance": tolerance})
-
-
-def sigmoid(x: float) -> float:
-    return 1 / (1 + math.exp(-x))
 
 
 @pytest.mark.parametrize(
@@ -231,7 +212,7 @@ def sigmoid(x: float) -> float:
         (lambda x, i: x + 9e-5 * (-1) ** i, None, "6 scores equal, largest difference 9.0e-05"),
         (lambda x, i: EARLY[i], "read position", "the token before the last"),
         (lambda x, i: x + 0.3, "tokens", "one BOS too many"),
-        (lambda x, i: sigmoid(x), "activation", "a sigmoid"),
+        (lambda x, i: 1 / (1 + math.exp(-x)), "activation", "a sigmoid"),
         (lambda x, i: 1.0, "activation", "softmax"),
         (lambda x, i: (x - 3.0) / 2.0, "activation", r"0.5 x score -1.5"),
         (lambda x, i: x + 0.03 * (-1) ** i, "precision", "coarser number format"),
@@ -241,7 +222,7 @@ def sigmoid(x: float) -> float:
 def test_what_the_scores_say(
     change: Callable[[float, int], float], part: str | None, words: str, exported: Path
 ) -> None:
-    check = diagnose(contract_of(exported, SCORES), [change(score, i) for i, score in enumerate(SCORES)])
+    check = diagnose(with_scores(exported, SCORES), [change(score, i) for i, score in enumerate(SCORES)])
     assert (check.part if check.state == "differs" else None) == part
     assert words in check.summary
     if part is not None:
@@ -250,7 +231,6 @@ def test_what_the_scores_say(
 
 def test_a_mistake_needs_evidence(exported: Path) -> None:
     """A line goes through any two scores, and a mistake that the contract does not know explains nothing."""
-    assert diagnose(contract_of(exported, SCORES[:2]), [5.0, 9.0]).part == "weights"
-    assert (
-        diagnose(contract_of(exported, SCORES, bos=False), [x + 0.3 for x in SCORES]).part == "activation"
-    )  # a shift, then
+    assert diagnose(with_scores(exported, SCORES[:2]), [5.0, 9.0]).part == "weights"
+    shifted = diagnose(with_scores(exported, SCORES, bos=False), [x + 0.3 for x in SCORES])
+    assert shifted.part == "activation"

@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx
 import pytest
-from chromium import chromium
 from playground import COMPLETIONS, PROMPT, Visits, expect, score, serving, settled, visiting, write
 
 from treeward.config.scoring import EnsembleConfig
@@ -39,12 +38,6 @@ def url(served: tuple[ServedModel, Scorer]) -> Iterator[str]:
     both = ServedModel.of(ServedModelConfig(name="both", models=names, ensemble=pair.config), pair)
     with serving([served, (warm, fitted_scorer), (both, pair)]) as address:
         yield address
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as running:
-        yield running
 
 
 @pytest.fixture

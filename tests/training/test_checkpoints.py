@@ -60,11 +60,8 @@ class Killer:
 KILLER = Killer()  # a hook cannot be taken back: one for all tests
 
 
-def opened(folder: Path, metrics: dict[int, float | None] | None = None, **options: Any) -> Any:
-    """The store in a folder; `metrics` by step."""
-    if metrics is not None:
-        options |= {"metric_name": "val_accuracy", "metric_of": lambda path: metrics[int(path.name[5:])]}
-    metric_of = options.pop("metric_of", None)
+def opened(folder: Path, metric_of: Any = None, **options: Any) -> Any:
+    """The store in a folder."""
     return open_store(CheckpointingConfig(checkpoint_dir=str(folder), **options), metric_of)
 
 

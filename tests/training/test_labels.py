@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import chat
 from torch.nn import functional as F
 
 from treeward.cli.main import main
@@ -59,14 +60,9 @@ def learnt(tiny_run: Callable[..., Any], write_rows: Callable[..., Path]) -> Cal
         held_out = rows(24, seed=1, tied=tied)
         sets = [f"data.train=[{{data_path: {train_path}}}]"]
         sets.append(f"data.validation=[{{data_path: {write_rows('held_out.jsonl', held_out)}, name: held_out}}]")
-        optimiser = [
-            "rm.val_batches=null",
-            "policy.optimizer.kwargs.lr=3.0e-3",
-            "policy.train_global_batch_size=16",
-            "rm.val_period=0",
-        ]
-        length = [f"rm.max_num_steps={steps}", "rm.max_num_epochs=100", "checkpointing.save_period=null"]
-        return dict(train(tiny_run(*sets, *optimiser, *length, *overrides), show_progress=False).validation["held_out"])
+        sets += ["policy.optimizer.kwargs.lr=3.0e-3", "policy.train_global_batch_size=16", "rm.val_batches=null"]
+        length = f"rm={{max_num_steps: {steps}, max_num_epochs: 100, val_period: 0}}", "checkpointing.save_period=null"
+        return dict(train(tiny_run(*sets, *length, *overrides), show_progress=False).validation["held_out"])
 
     return run
 
@@ -90,9 +86,7 @@ def test_a_planted_rule_is_learnt_and_served(kind: str, learnt: Callable[..., An
     assert contract is not None and contract.read.plain_transformers and contract.golden
     names = {"grades": ["score"], "attributes": ["bright", "brief"]}.get(kind, ["reward"])
     assert [head.name for head in contract.heads] == names == list(scorer.head_names)
-    [one] = scorer.score(
-        [[{"role": "user", "content": "Say 1."}, {"role": "assistant", "content": "sun moon sky mud"}]]
-    )
+    [one] = scorer.score([chat("Say 1.", "sun moon sky mud")])
     if kind in ("grades", "attributes"):  # an evaluation says the same of its grades
         words = ["--data", str(tmp_path / "held_out.jsonl"), "--data-option", f"attributes={','.join(names)}"]
         assert main(["eval", str(folder), *words, "--output", str(tmp_path / "eval")]) == 0
@@ -223,8 +217,7 @@ def test_grades_of_completions_that_stand_alone_are_learnt(
 def test_spread_is_a_component_and_in_rows(tiny_run: Callable[..., Any]) -> None:
     folder = train(tiny_run(HEADS, "rm.max_num_steps=2"), show_progress=False).model_folder
     assert folder is not None
-    log = [{"role": "user", "content": "Say 1."}]
-    log.append({"role": "assistant", "content": "sun moon"})
+    log = chat("Say 1.", "sun moon")
     contract, [score] = read_contract(folder), Scorer.load(folder).score([log])
     assert contract is not None and contract.has_estimates and contract.read.plain_transformers
     assert [(one.name, one.weight) for one in contract.heads] == [(f"LABEL_{h}", 0.25) for h in range(4)]

@@ -162,10 +162,7 @@ def test_what_is_exported_is_what_the_outcome_says_also_after_a_longer_run_that_
 
 
 def test_a_run_that_is_stopped_in_its_last_validation_chooses_when_it_is_made_up_for(
-    tiny_run: Callable[..., Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    uninterrupted: Path,
+    tiny_run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted: Path
 ) -> None:
     validate = RewardModelRun.validate
 

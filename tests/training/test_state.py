@@ -12,12 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from treeward.config.policy import (
-    NamedScheduleConfig,
-    OptimizerConfig,
-    TorchScheduleConfig,
-    TorchSchedulerConfig,
-)
+from treeward.config.policy import NamedScheduleConfig, OptimizerConfig, TorchScheduleConfig, TorchSchedulerConfig
 from treeward.errors import CheckpointError, ConfigError
 from treeward.training.masters import MasterWeights
 from treeward.training.optimisation import build_optimizer, build_scheduler

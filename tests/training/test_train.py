@@ -111,10 +111,7 @@ def test_pooled_metrics_count_every_comparison_once(trained: Trained, write_rows
     ],
 )
 def test_how_a_step_is_computed_does_not_change_the_trajectory(
-    trained: Trained,
-    plain: tuple[Any, Lines],
-    read_weights: Callable[..., Any],
-    options: list[str],
+    trained: Trained, plain: tuple[Any, Lines], read_weights: Callable[..., Any], options: list[str]
 ) -> None:
     outcome, expected = plain
     again, lines = trained(*PLAIN, *options)

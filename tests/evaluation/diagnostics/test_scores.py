@@ -10,12 +10,7 @@ from evaluated import preference, rated
 
 from treeward.config.data import DatasetConfig
 from treeward.evaluation.diagnostics.biases import diagnose_length, diagnose_style
-from treeward.evaluation.diagnostics.scores import (
-    GATE_METRICS,
-    gate_metrics,
-    scored_comparison,
-    statistics_of,
-)
+from treeward.evaluation.diagnostics.scores import GATE_METRICS, gate_metrics, scored_comparison, statistics_of
 from treeward.evaluation.results import ScoredExample
 from treeward.evaluation.suites import PreferenceSuite
 

@@ -8,14 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chromium import Visit, chromium, visiting
-from report_sample import (
-    MODELS,
-    NUM_EXAMPLES,
-    SUBSETS,
-    sample_report,
-    sample_rows,
-)
+from chromium import Visit, visiting
+from report_sample import MODELS, NUM_EXAMPLES, SUBSETS, sample_report, sample_rows
 
 from treeward.evaluation.report.blocks import format_number
 from treeward.evaluation.report.build import write_report
@@ -25,13 +19,6 @@ pytestmark = pytest.mark.slow  # a browser
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (the dev extra has it)")
 expect = sync_api.expect
 FIRST = "table.examples tbody tr >> nth=0"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    # Of a module, not of the session: while it lives, its event loop runs in this thread.
-    with chromium() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pytest
 from families import tiny_model
 from messages import chat
 from starlette.testclient import TestClient
-from templates import byte_bpe
+from templates import PROMPTING_CHATML, byte_bpe
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
@@ -26,10 +26,6 @@ from treeward.serving.app import create_app
 from treeward.serving.models import ServedModel
 from treeward.serving.service import Service
 
-CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 KINDS = ["plain", "chatml", "bos_written", "bos_added", "encoder"]
 
 CHATS = [
@@ -64,9 +60,9 @@ def make_renderer(kind: str, tiny_tokenizer: Any) -> Renderer:
         backend.backend_tokenizer.post_processor = processors.TemplateProcessing(
             single="[CLS] $A [SEP]", special_tokens=[("[CLS]", first), ("[SEP]", last)]
         )
-        return Renderer(backend, chat_template=CHATML, max_length=300)
+        return Renderer(backend, chat_template=PROMPTING_CHATML, max_length=300)
     adds_bos = kind != "chatml"
-    template = "{{ bos_token }}" + CHATML if kind == "bos_written" else CHATML
+    template = "{{ bos_token }}" + PROMPTING_CHATML if kind == "bos_written" else PROMPTING_CHATML
     special = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
     tokenizer = copy.deepcopy(byte_bpe(special, bos="<s>" if adds_bos else None, adds_bos=adds_bos))
     tokenizer.pad_token = "<|endoftext|>"
