@@ -47,8 +47,9 @@ def run(config: ConfigFile, overrides: Overrides = None) -> int:
     if outcome.model_folder is not None:
         folder = shlex.quote(str(outcome.model_folder))
         lines += [f"\nThe model of step {outcome.model_step} of {outcome.total_steps} is in {folder}", *caveats]
-        limit = f"It was trained on conversations of at most {loaded.max_sequence_length} tokens"
-        lines.append(f"{limit}; longer ones are scored with a warning, or refused by --max-length.")
+        limit = f"It was trained on conversations of at most {loaded.max_sequence_length} tokens; longer ones are"
+        is_cut = loaded.data.truncation == "truncate_left"
+        lines.append(f"{limit} {'cut, as then' if is_cut else 'scored with a warning, or refused by --max-length'}.")
         lines.append(f"Score with it:  treeward score {folder} --data FILE.jsonl --output scores.jsonl")
         lines.append(f"Report on it:   treeward eval {folder} --data FILE.jsonl --output results/eval")
     if outcome.upload_error is not None:

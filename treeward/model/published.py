@@ -551,11 +551,12 @@ def _num_bos(tokenizer: PreTrainedTokenizerBase, fields: Fields, adapter: Adapte
     """How many BOS the conversations of another's training began with, where the tokenizer adds one to any text; None
     where it adds none, and without a template. Most trainers (open-instruct, TRL, OpenRLHF) take the template's text as
     it is, with its BOS or without."""
-    bos, words = tokenizer.bos_token_id, "Quo vadis?"
-    if bos is None or tokenizer.cls_token_id is not None or tokenizer(words)["input_ids"][:1] != [bos]:
+    bos = tokenizer.bos_token_id
+    if bos is None or tokenizer.cls_token_id is not None or tokenizer("a probe")["input_ids"][:1] != [bos]:
         return None
+    probe = [{"role": "user", "content": "Quo vadis?"}, {"role": "assistant", "content": "Romam."}]
     try:
-        text = tokenizer.apply_chat_template([{"role": "user", "content": words}], tokenize=False)
+        text = tokenizer.apply_chat_template(probe, tokenize=False)
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     except Exception:  # a template is a program: it can raise anything
         return None
