@@ -13,7 +13,7 @@ ARG EXTRAS="serve,lora,tensorboard"
 
 WORKDIR /treeward
 COPY constraints.txt pyproject.toml README.md LICENSE ./
-COPY treeward ./treeward
+COPY src ./src
 # A build for an index has a longer version (2.13.0+cpu), which pip prefers; all else comes from PyPI.
 RUN pip install --no-cache-dir --constraint constraints.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} ".[$EXTRAS]"
 

@@ -1,6 +1,6 @@
 """How the bundled data was made, the same on every machine; nothing in the package needs it.
 
-python examples/bundled_data.py treeward/data/bundled      # writes the committed files, byte for byte
+python examples/bundled_data.py src/treeward/data/bundled      # writes the committed files, byte for byte
 
 A row is a question and two to five completions, ranked by their gold quality, which is kept as `score`; equal quality
 is an equal rank. There is no label noise. The data plants on purpose:

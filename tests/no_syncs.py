@@ -12,7 +12,7 @@ On CUDA `torch.cuda.set_sync_debug_mode("error")` does the same; without it, thi
   our own files, `x.to(device)` without `non_blocking=True`.
 
 `excused`: files whose calls are not looked at. Attention on a CPU reads its plan, which a GPU has as block masks: so
-`treeward/tree/attention.py` is excused, unless FlexAttention computes the trees.
+`src/treeward/tree/attention.py` is excused, unless FlexAttention computes the trees.
 """
 
 from __future__ import annotations

@@ -9,10 +9,12 @@ import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from conftest import REPOSITORY
+
 import treeward
 
 PACKAGE = Path(treeward.__file__).parent
-WALKS = PACKAGE.parent / "docs" / "walks.py"
+WALKS = REPOSITORY / "docs" / "walks.py"
 MOST_FILES = {"A row becomes a gradient": 13, "A request becomes a score": 13, "A prompt becomes an update": 22}
 """Each walk in docs/architecture.md is to be followed file by file; lower a number when a walk becomes shorter."""
 
@@ -23,7 +25,7 @@ def test_walks_are_short() -> None:
     counts = {title: int(number.split()[0]) for title, number in (line.split(": ") for line in titles)}
     assert counts.keys() == MOST_FILES.keys() and min(counts.values()) > 10, "the files that run are seen"
     assert {title: max(count, MOST_FILES[title]) for title, count in counts.items()} == MOST_FILES, done.stdout
-    text = (PACKAGE.parent / "docs" / "architecture.md").read_text("utf-8")
+    text = (REPOSITORY / "docs" / "architecture.md").read_text("utf-8")
     assert all(f"## {title}" in text for title in counts)
 
 

@@ -268,7 +268,7 @@ def test_half_of_its_processes(
     received = tmp_path / "received"
     received.mkdir()
     given = words_of(*words.split(), *half.split(), f"policy.generation.vllm_kwargs={{kept_in: {received}}}")
-    paths = os.pathsep.join([str(REPOSITORY / "tests/stand_ins"), str(REPOSITORY)])
+    paths = os.pathsep.join([str(REPOSITORY / "tests/stand_ins"), str(REPOSITORY / "src")])
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     command = [sys.executable, "examples/run_grpo_rm.py", *given]
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=600)

@@ -103,8 +103,8 @@ def test_uv_reads_the_versions_of_constraints_txt() -> None:
 @pytest.mark.slow
 def test_uv_finds_versions_of_all_extras_together(tmp_path: Path) -> None:
     """`uv run` resolves every extra with the pins before it runs anything; asks the package index."""
-    for name in ("pyproject.toml", "README.md", "treeward/version.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    for name in ("pyproject.toml", "README.md", "src/treeward/version.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPOSITORY / name, tmp_path / name)
     command = [sys.executable, "-m", "uv", "lock", "--dry-run", "--project", str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)

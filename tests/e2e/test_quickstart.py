@@ -43,7 +43,7 @@ def test_it_learns_the_data_and_its_bias_and_may_be_repeated(
     scored = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     right, wrong = json.loads(scored)["scores"]
     assert right > wrong, "what a newcomer sees first is ranked sensibly"
-    page = (REPOSITORY / "treeward/serving/playground/conversation.js").read_text(encoding="utf-8")
+    page = (REPOSITORY / "src/treeward/serving/playground/conversation.js").read_text(encoding="utf-8")
     row = json.loads(command.split("'")[1])
     assert all(json.dumps(text) in page for text in (row["prompt"], *row["responses"])), "the playground has it too"
     check_report(tmp_path / REPORT, {"validation": plain, "length_controlled": controlled}, first)

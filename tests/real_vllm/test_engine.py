@@ -53,7 +53,7 @@ def test_its_log_probabilities_are_the_policys(binaries: Path, untied: Path, tmp
             weight.mul_(1.02)
     policies[1].hf.save_pretrained(tmp_path / "moved")
     (tmp_path / "engine.py").write_text(SCRIPT, "utf-8")
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src"), "HF_HUB_OFFLINE": "1"}
     environment |= {"VLLM_CPU_KVCACHE_SPACE": "1"}
     command = [str(binaries / "python"), "engine.py", str(untied), str(tmp_path / "moved")]
     ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400)
