@@ -59,8 +59,8 @@ from trl.trainer.utils import pad
 from treeward.config.grpo import GRPOConfig as GRPOSection
 from treeward.config.grpo import PolicyLossConfig
 from treeward.config.policy import OptimizerConfig
+from treeward.data.conversation import Message
 from treeward.data.encoding import count_tree_tokens
-from treeward.data.preference import Message
 from treeward.data.prompt_sets import Prompt
 from treeward.data.rendering import Renderer
 from treeward.model.policy_model import PolicyModel

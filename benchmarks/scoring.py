@@ -37,7 +37,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from treeward.data.bundled import bundled_path
-from treeward.data.preference import Message
+from treeward.data.conversation import Message
 from treeward.data.rendering import Renderer
 from treeward.model.reward_model import RewardModel
 from treeward.tables import Column, results_table

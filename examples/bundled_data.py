@@ -42,7 +42,7 @@ from gold import (
     parse_question,
 )
 
-from treeward.data.preference import Message
+from treeward.data.conversation import Message
 
 Row = dict[str, Any]
 _SEED = 17

@@ -26,7 +26,7 @@ from pathlib import Path
 from re import findall
 from typing import Any
 
-from treeward.data.preference import Message, last_text
+from treeward.data.conversation import Message, last_text
 from treeward.errors import DataError
 
 

@@ -23,7 +23,8 @@ from huggingface_hub import hf_hub_download
 from real_models import say, smollm2
 
 from treeward.cli.main import main
-from treeward.data.preference import from_transcripts, last_text
+from treeward.data.conversation import last_text
+from treeward.data.preference import from_transcripts
 from treeward.data.sources import read_rows
 from treeward.evaluation.comparison import read_evaluation
 from treeward.evaluation.statistics import wilson

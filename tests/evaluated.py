@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from treeward.data.preference import Completion, Message, Preference
+from treeward.data.conversation import AnyConversation, Message
+from treeward.data.preference import Completion, Preference
 from treeward.evaluation.results import ScoredExample
-from treeward.scoring.score import Conversation, OnError, Score
+from treeward.scoring.score import OnError, Score
 
 
 def preference(
@@ -49,7 +50,11 @@ class RuleScorer:
         self.rule, self.most, self.error, self.num_scored = rule, most, error, 0
 
     def score(
-        self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"
+        self,
+        conversations: Sequence[AnyConversation],
+        *,
+        where: Sequence[str] | None = None,
+        on_error: OnError = "raise",
     ) -> list[Score]:
         if self.num_scored + len(conversations) > self.most:
             raise KeyboardInterrupt

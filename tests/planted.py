@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from treeward.data.preference import Message
+from treeward.data.conversation import Message
 from treeward.environments.interface import Environment, Reward
 from treeward.errors import ConfigError
 from treeward.scoring.score import Score

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from treeward.client.rewards import RewardClient as RewardClient
     from treeward.config.load import load_config as load_config
     from treeward.config.load import load_grpo_config as load_grpo_config
+    from treeward.data.conversation import Conversation as Conversation
     from treeward.data.datasets import open_dataset as open_dataset
     from treeward.data.datasets import register_dataset as register_dataset
     from treeward.data.preference import Completion as Completion
@@ -47,6 +48,7 @@ __version__ = VERSION
 _HOMES = {
     "client.rewards": ("RewardClient",),
     "config.load": ("load_config", "load_grpo_config"),
+    "data.conversation": ("Conversation",),
     "data.datasets": ("open_dataset", "register_dataset"),
     "data.preference": ("Completion", "Preference"),
     "data.prompt_sets": ("register_prompt_dataset",),

@@ -123,7 +123,7 @@ def test_hub_datasets_ask_for_their_own_subset_and_splits(monkeypatch: pytest.Mo
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     ((train, where),) = open_dataset(DatasetConfig(dataset_name="HelpSteer3"))
     ((held, _),) = open_dataset(DatasetConfig(dataset_name="HelpSteer3Dataset", name="default", split="validation"))
-    assert calls == [("nvidia/HelpSteer3", "preference", split) for split in ("train", "validation")]
+    assert set(calls) == {("nvidia/HelpSteer3", "preference", split) for split in ("train", "validation")}
     assert where == "nvidia/HelpSteer3[train]:row 1"
     assert (train.completions[0].messages[0], held.completions[0].messages[0]) == (assistant("one"), assistant("two"))
     with pytest.raises(ConfigError, match="does not say its split"):
@@ -132,7 +132,7 @@ def test_hub_datasets_ask_for_their_own_subset_and_splits(monkeypatch: pytest.Mo
         open_dataset(DatasetConfig.model_construct(dataset_name="PreferenceDataset"))
     calls.clear()
     list(open_dataset(DatasetConfig(dataset_name="HelpSteer3", data_path="me/copy", split="x", subset="y")))
-    assert calls == [("me/copy", "y", "x")]
+    assert set(calls) == {("me/copy", "y", "x")}
 
 
 def join(messages: Any) -> str:

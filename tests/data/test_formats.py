@@ -139,9 +139,9 @@ def test_two_texts_need_no_prompt_unless_a_key_may_be_one(parse: Callable[..., P
     """TRL's form of text with an implicit prompt."""
     row = {"chosen": "The sky is blue.", "rejected": "The sky is green.", "score_chosen": 2, "score_rejected": 1}
     assert parse("auto", row).context == () and conversations_of(row, "x:1")[0] == [assistant("The sky is blue.")]
-    with pytest.raises(DataError, match="no prompt(?s:.*)set prompt_key"):
-        parse("auto", row | {"question": "What colour?"})
-    named = parse("auto", row | {"question": "What colour?"}, prompt_key="question")
+    with pytest.raises(DataError, match="no prompt(?s:.*)prompt_key=frage"):
+        parse("auto", row | {"frage": "What colour?"})
+    named = parse("auto", row | {"frage": "What colour?"}, prompt_key="frage")
     assert named.context == (user("What colour?"),)
 
 
@@ -179,9 +179,10 @@ def test_a_part_of_the_prompt_is_not_lost(parse: Callable[..., Preference], writ
     with pytest.raises(DataError, match="two prompts(?s:.*)context and instruction"):
         conversations_of({"instruction": "Add.", "context": "2 and 2", "response": "4"}, "x:1")
     pair = {"prompt": "2 + 2?", "instruction": "Add.", "chosen": "4", "rejected": "5"}
-    with pytest.raises(DataError, match="two prompts(?s:.*)dataset_name=BinaryPreferenceDataset"):
-        parse("auto", pair)
-    assert parse("BinaryPreferenceDataset", pair).context == (ASK,)
+    for name in ("auto", "BinaryPreferenceDataset"):
+        with pytest.raises(DataError, match="two prompts(?s:.*)prompt_key=prompt"):
+            parse(name, pair)
+        assert parse(name, pair, prompt_key="prompt").context == (ASK,)
     row = {"instruction": "Add.", "input": "", "chosen": "4", "rejected": "5"}
     path = write_rows("rows.jsonl", [row, row | {"input": "2 and 2"}])
     with pytest.raises(DataError, match=r"rows\.jsonl:2(?s:.*)input would be lost"):

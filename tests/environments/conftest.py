@@ -12,7 +12,7 @@ import pytest
 from families import tiny_model
 from loopback import serving_on_loopback
 
-from treeward.data.preference import Message
+from treeward.data.conversation import Message
 from treeward.data.rendering import Renderer
 from treeward.environments.interface import DETAILS, Environment, EnvironmentReturn, Reward
 from treeward.scoring.score import Score

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from treeward.config.grpo_run import GRPORunConfig
-from treeward.data.preference import Message
+from treeward.data.conversation import Message
 from treeward.environments.interface import Environment, Reward
 from treeward.errors import ConfigError, DataError, ModelError
 from treeward.rl.environment_runner import EnvironmentRunner, GroupRewards, environment_metrics, make_environment_runner

@@ -10,9 +10,10 @@ import messages
 import pytest
 
 from treeward.config.scoring import RewardShapingConfig
+from treeward.data.conversation import AnyConversation
 from treeward.errors import ConfigError, ModelError
 from treeward.model.contract import CalibratedTemperature, LengthCurve, NormalizationConstants, RewardCalibration
-from treeward.scoring.score import Conversation, OnError, Reward, Score
+from treeward.scoring.score import OnError, Reward, Score
 from treeward.scoring.shaping import RewardScorer, Shaper
 
 CURVE = LengthCurve(lengths=(10, 20, 40), values=(-1.0, 1.0, 2.0), residual_mean=0.25, residual_std=0.5)
@@ -101,7 +102,11 @@ class Lengths:
     """The score is the length of the reply; a reply of "?" has none."""
 
     def score(
-        self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"
+        self,
+        conversations: Sequence[AnyConversation],
+        *,
+        where: Sequence[str] | None = None,
+        on_error: OnError = "raise",
     ) -> list[Score]:
         return [
             Score(None, 9, error="too long to score")

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from treeward.cli.comparisons import DataOptions, dataset_config
 from treeward.cli.options import ModelOptions, candidate, model_section, with_model_options
 from treeward.errors import ConfigError, nearest_name
 from treeward.progress import ShownProgress
@@ -40,6 +41,7 @@ def run(
     data: Annotated[str, typer.Option(metavar="FILE", help="jsonl, json, csv, parquet or arrow.")],
     gold: Annotated[str, typer.Option(metavar="MODEL|YAML|FIELD", help="What is right.")] = "gold_scores",
     output: Annotated[str | None, typer.Option(metavar="DIR", help="Where scores, bon.json and a report go.")] = None,
+    data_option: DataOptions = None,
     max_n: Annotated[int | None, typer.Option(min=2, help="The largest n; default: what 95 % of rows have.")] = None,
     *,
     options: ModelOptions,
@@ -48,7 +50,9 @@ def run(
     from treeward.evaluation.best_of_n.analysis import LEGEND, analyse, table, write
     from treeward.evaluation.best_of_n.samples import sampled_rows, scores_of
 
-    samples = list(sampled_rows(read_rows(data)))  # an error in the last row comes before anything is loaded
+    columns = dataset_config(data, None, None, data_option)
+    rows = read_rows(data, split=columns.split, subset=columns.subset)
+    samples = list(sampled_rows(rows, columns))  # an error in the last row comes before anything is loaded
     examples, fields = [row.example for row in samples], list(samples[0].fields)
     raters = {"gold": gold, "proxy": proxy}
     scores = {role: scores_of(samples, text) for role, text in raters.items() if text in fields}

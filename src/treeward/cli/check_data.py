@@ -73,7 +73,8 @@ def run(
         )
     if checked.errors and not checked.numbers["rows"]:
         fix = "name its columns, as --data-option prompt_key=question; the others are chosen_key and rejected_key"
-        raise checked.errors[0].but(summary=f"no row can be read; the first: {checked.errors[0].summary}", fix=fix)
+        first = checked.errors[0]
+        raise first.but(summary=f"no row can be read; the first: {first.summary}", fix=first.fix or fix)
     _tell(checked)
     if out is not None:
         sys.stdout.write(f"\nEvery number is in {write_check(Path(out), checked)}\n")

@@ -1,10 +1,12 @@
-"""`treeward score`: conversations of a file, or of standard input, with their scores.
+r"""`treeward score`: conversations of a file, or of standard input, with their scores.
 
 examples:
   treeward score results/quickstart/final --data conversations.jsonl --output scores.jsonl
   echo '{"prompt": "What is 7 plus 5?", "responses": ["12", "13"]}' | treeward score MODEL --data -
   treeward score "{models: MODEL, shaping: {length_penalty: {coefficient: 0.001}}}" --data conversations.jsonl
   treeward score "{models: [MODEL, OTHER_MODEL], ensemble: worst}" --data conversations.jsonl
+  treeward score MODEL --data pairs.csv --data-option prompt_key=frage --data-option chosen_key=gut \
+      --data-option rejected_key=schlecht
   treeward score MODEL --data conversations.jsonl --output scores.jsonl --workers 8
 
 Rows hold `messages`, or a `context` or `prompt` with completions. Each is written as it
@@ -24,12 +26,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from treeward.cli.comparisons import DataOptions, dataset_config
 from treeward.cli.options import ModelOptions, checked_model, load, model_section, with_model_options
 from treeward.errors import CheckpointError, ConfigError
 from treeward.progress import ShownProgress
 from treeward.resumable import ResumableRows, num_rows, resumable_rows
 
 if TYPE_CHECKING:
+    from treeward.config.data import DatasetConfig
     from treeward.data.sources import Row
     from treeward.scoring.rows import Load, ScoredChunk
 
@@ -41,11 +45,13 @@ def run(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, a hub name, or a section.")],
     data: Annotated[str, typer.Option(metavar="FILE", help="jsonl, json, csv, parquet or arrow; - is stdin.")],
     output: Annotated[str, typer.Option(metavar="FILE", help="Where rows go as JSON lines; - is stdout.")] = "-",
+    data_option: DataOptions = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes of Ray Data, each with a GPU if any.")] = None,
     *,
     options: ModelOptions,
 ) -> int:
     section = checked_model(model_section(model), "MODEL", options)
+    columns = dataset_config(data, None, None, data_option)
 
     from treeward.data.sources import fingerprint
 
@@ -58,12 +64,14 @@ def run(
         partial_file.unlink(missing_ok=True)
     load_model = partial(load, section, options.batch_tokens)
     before = 0 if output == "-" else num_rows(partial_file)
-    read = partial(_rows, data)
-    with closing(_scored(load_model, read, workers, options.device or "auto", skip=before)) as chunks:
+    read = partial(_rows, data, columns)
+    with closing(_scored(load_model, read, columns, workers, options.device or "auto", skip=before)) as chunks:
         first = next(chunks)
         if first.error is not None and first.identity is None:
             raise first.error
-        identity = {**(first.identity or {}), "data": fingerprint(data) if data != "-" and output != "-" else None}
+        can_resume = data != "-" and output != "-"
+        content = fingerprint(data, split=columns.split, subset=columns.subset) if can_resume else None
+        identity = {**(first.identity or {}), "data": content, "data_option": data_option}
         opened: AbstractContextManager[ResumableRows[bool]] = nullcontext(ResumableRows([], sys.stdout))
         if output != "-":  # the file gets its name when it is complete
             opened = resumable_rows(partial_file, identity, lambda row, _: "error" in row)
@@ -101,14 +109,22 @@ def _write(chunks: Iterator[ScoredChunk], kept: ResumableRows[bool]) -> tuple[in
     return failed, first_error
 
 
-def _rows(data: str) -> Iterator[Row]:
+def _rows(data: str, columns: DatasetConfig) -> Iterator[Row]:
     from treeward.data.sources import read_jsonl_stream, read_rows
 
-    return read_jsonl_stream(sys.stdin.buffer, "<stdin>") if data == "-" else read_rows(data)
+    if data == "-":
+        return read_jsonl_stream(sys.stdin.buffer, "<stdin>")
+    return read_rows(data, split=columns.split, subset=columns.subset)
 
 
 def _scored(
-    load_model: Load, read: Callable[[], Iterator[Row]], workers: int | None, device: str, *, skip: int
+    load_model: Load,
+    read: Callable[[], Iterator[Row]],
+    columns: DatasetConfig,
+    workers: int | None,
+    device: str,
+    *,
+    skip: int,
 ) -> Generator[ScoredChunk]:
     """The rows after the first `skip`, in chunks that are scored as they are asked for, here or by workers.
 
@@ -119,7 +135,7 @@ def _scored(
     if workers is None:
         rows = read()
         rows = itertools.chain(list(itertools.islice(rows, 1)), rows)
-        yield from map(ChunkScorer(load_model).score, chunks_of(itertools.islice(rows, skip, None)))
+        yield from map(ChunkScorer(load_model).score, chunks_of(itertools.islice(rows, skip, None), columns))
         return
     next(read(), None)
     from treeward.parallel.ray_cluster import equal_shares, start_ray
@@ -129,4 +145,4 @@ def _scored(
 
     required = device.startswith("cuda")
     shares = equal_shares(ray, workers, num_gpus=float(device != "cpu"), required=required, where="--workers")
-    yield from scored_on_ray(load_model, read, num_workers=workers, resources=shares, skip=skip)
+    yield from scored_on_ray(load_model, read, num_workers=workers, resources=shares, columns=columns, skip=skip)

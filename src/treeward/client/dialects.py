@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from treeward.data.preference import Message
+from treeward.data.conversation import AnyConversation, template_kwargs_of, to_json
 
 Form = Literal["text", "bare", "tokens", "messages"]
 """What is sent: the text of the chat template, that text without its BOS (or CLS and SEP), its token ids, or the
@@ -25,7 +25,7 @@ messages."""
 class RenderedConversation:
     """A conversation in every form; `completion`: the text of its last message."""
 
-    messages: Sequence[Message]
+    messages: AnyConversation
     text: str
     bare: str
     tokens: Sequence[int]
@@ -62,7 +62,11 @@ def _sent(form: Form, conversations: Sequence[RenderedConversation]) -> list[Any
 
 def _vllm_body(form: Form, conversations: Sequence[RenderedConversation]) -> dict[str, Any]:
     sent = _sent(form, conversations)
-    return {**({"messages": sent[0]} if form == "messages" else {"input": sent}), "use_activation": False}
+    if form != "messages":
+        return {"input": sent, "use_activation": False}
+    body = {"messages": sent[0], "use_activation": False}
+    variables = template_kwargs_of(conversations[0].messages)
+    return body | ({"chat_template_kwargs": dict(variables)} if variables else {})
 
 
 def _read_vllm(response: Any) -> list[ServerScore]:
@@ -102,7 +106,11 @@ DIALECTS: Mapping[str, Dialect] = {
     "treeward": Dialect(
         "/v1/rewards",
         ("messages",),
-        lambda form, chats: {"conversations": _sent(form, chats), "on_error": "mask", "shaped": False},
+        lambda form, chats: {
+            "conversations": [to_json(chat.messages) for chat in chats],
+            "on_error": "mask",
+            "shaped": False,
+        },
         _read_treeward,
     ),
     "vllm": Dialect("/classify", ("text", "bare", "tokens", "messages"), _vllm_body, _read_vllm),

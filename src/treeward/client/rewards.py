@@ -20,11 +20,10 @@ from typing import Any, NotRequired
 from pydantic import ConfigDict, TypeAdapter, with_config
 from typing_extensions import TypedDict
 
-from treeward.data.formats import as_conversations
-from treeward.data.preference import check_messages
+from treeward.data.conversation import AnyConversation, as_conversations, check_messages, to_json, with_messages
 from treeward.errors import DataError
 from treeward.http import Connection, RewardServerError
-from treeward.scoring.score import Conversation, OnError, Reward, Score
+from treeward.scoring.score import OnError, Reward, Score
 
 _BODY_BYTES = 2**23
 """A request with a larger body is split, since servers limit bodies."""
@@ -58,7 +57,11 @@ class RewardClient:
         self.url = self._connection.url
 
     def score(
-        self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"
+        self,
+        conversations: Sequence[AnyConversation],
+        *,
+        where: Sequence[str] | None = None,
+        on_error: OnError = "raise",
     ) -> list[Score]:
         """Scores in order, as `Scorer.score` gives them: raw, even if the model is served with shaping.
 
@@ -69,7 +72,11 @@ class RewardClient:
         return [reward.score for reward in rewards]
 
     def score_completions(
-        self, context: Conversation | str, completions: Sequence[Conversation | str], *, on_error: OnError = "raise"
+        self,
+        context: AnyConversation | str,
+        completions: Sequence[AnyConversation | str],
+        *,
+        on_error: OnError = "raise",
     ) -> list[Score]:
         """Scores of several completions of one context; either is messages, or text of the user and the assistant."""
         conversations = as_conversations(context, completions)
@@ -78,7 +85,7 @@ class RewardClient:
 
     def rewards(
         self,
-        conversations: Sequence[Conversation],
+        conversations: Sequence[AnyConversation],
         *,
         shaped: bool = True,
         where: Sequence[str] | None = None,
@@ -90,13 +97,14 @@ class RewardClient:
         `on_error="mask"` its value is None, and `Reward.error` says why. A malformed one is not sent.
         """
         rewards: dict[int, Reward] = {}
-        sent: dict[int, Conversation] = {}
+        sent: dict[int, Any] = {}
         parts: list[list[int]] = []
         num_bytes = 0
         names = where or [f"conversation {i}" for i in range(len(conversations))]
         for i, (conversation, name) in enumerate(zip(conversations, names, strict=True)):
             try:
-                sent[i] = check_messages(conversation, "messages", name)
+                messages = check_messages(conversation, "messages", name)
+                sent[i] = to_json(with_messages(conversation, messages))
                 size = len(_json(sent[i], name))
             except DataError as error:
                 if on_error == "raise":

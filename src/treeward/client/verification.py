@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from treeward.client.dialects import DIALECTS, Form, RenderedConversation, ServerScore
-from treeward.data.preference import last_text
+from treeward.data.conversation import last_text
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, ModelError
 from treeward.http import Connection, RewardServerError
@@ -95,7 +95,8 @@ class _Replay:
         """The golden conversations in every form. One that was truncated has no text, and is left out."""
         tokenizer, golden = renderer.tokenizer, []
         for example in self.contract.golden:
-            fitted = renderer.fit(example.messages)
+            conversation = example.conversation
+            fitted = renderer.fit(conversation)
             if fitted is None or fitted.token_ids != example.token_ids:
                 raise ModelError(
                     "the tokenizer does not give the contract's tokens, so nothing it renders can be compared",
@@ -105,14 +106,14 @@ class _Replay:
                 )
             if fitted.truncated:
                 continue
-            text = bare = renderer.render(example.messages)
+            text = bare = renderer.render(conversation)
             if renderer.kind == "encoder":
                 bare = text.removeprefix(tokenizer.cls_token or "").removesuffix(tokenizer.sep_token or "")
             elif renderer.adds_bos:
                 bare = text.removeprefix(tokenizer.bos_token or "")
-            completion = last_text(example.messages)
+            completion = last_text(conversation)
             golden.append(example)
-            self.conversations.append(RenderedConversation(example.messages, text, bare, fitted.token_ids, completion))
+            self.conversations.append(RenderedConversation(conversation, text, bare, fitted.token_ids, completion))
         self.contract = self.contract.model_copy(update={"golden": golden})
 
     def run(self) -> Verification:

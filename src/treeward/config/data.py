@@ -50,6 +50,7 @@ COMPARISON_SETS: Mapping[str, Splits] = {
     "PreferenceDataset": {},
     "BinaryPreferenceDataset": {},
     "GradedDataset": {},
+    "WinnerDataset": {},
     **dict.fromkeys(("HelpSteer3", "HelpSteer3Dataset"), {None: "train", "default": "validation"}),
     "HelpSteer2": {None: "train", "default": "validation"},
     "UltraFeedback": {None: "train"},
@@ -237,12 +238,16 @@ class DatasetConfig(SetConfig):
     attributes: Annotated[tuple[str, ...], _COMMAS] = ()
     """Grades of each completion, keys of the data, that the heads of these names are evaluated by: a list, or text with
     commas. A run that learns grades reads its own."""
-    prompt_key: str = "prompt"
-    """`BinaryPreferenceDataset`: the key of the prompt (a string or messages)."""
+    prompt_key: str | None = None
+    """The column of the prompt (a string or messages); other columns that could hold a part of it are then not read.
+    None: found by its name, `context`, `prompt`, `instruction`, `question` or `query`, or messages."""
     chosen_key: str = "chosen"
     """`BinaryPreferenceDataset`: the key of the better completion."""
     rejected_key: str = "rejected"
     """`BinaryPreferenceDataset`: the key of the worse completion."""
+    rating_key: str | None = None
+    """The column of a completion's rating, the higher the better, in rows of one completion; or of the ratings of
+    `completions`. None: `score`."""
 
 
 _Set = TypeVar("_Set", bound=SetConfig)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import itertools
 import json
 import logging
 from collections.abc import Callable, Iterator
@@ -22,21 +23,23 @@ from typing import Any, ClassVar, TypeVar
 
 from treeward.config.data import DatasetConfig
 from treeward.data.bundled import bundled_path
+from treeward.data.columns import EVERY_CONVERSATION, prompt_column, unread_columns, with_named_prompt
 from treeward.data.formats import recognise
 from treeward.data.preference import (
     Preference,
     check_prompted,
+    completions_column,
     from_binary_row,
     from_helpsteer3_row,
     from_transcripts,
     grades_of,
     preference_from_dict,
-    prompt_key,
     required,
     turns_of,
 )
 from treeward.data.registry import ObjectRows, Registry
 from treeward.data.sources import Row, RowSource, raised, read_rows
+from treeward.data.winners import WINNER_COLUMNS, from_winner_row
 from treeward.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
@@ -44,7 +47,7 @@ logger = logging.getLogger(__name__)
 _DATASETS = Registry("datasets", example="my_module.MyDataset")
 _Class = TypeVar("_Class", bound=type[Any])
 
-_NAMED_KEYS = ("prompt_key", "chosen_key", "rejected_key")
+_ROWS_LOOKED_AT = 20  # for columns that are not read
 
 
 def register_dataset(name: str, *aliases: str) -> Callable[[_Class], _Class]:
@@ -61,6 +64,7 @@ def open_dataset(config: DatasetConfig) -> RowDataset:
     config = recognised(config)
     cls = _DATASETS.find(config.dataset_name)
     dataset: RowDataset = cls(config) if issubclass(cls, RowDataset) else _ObjectDataset(config, cls)
+    dataset.name_unread_columns()
     if config.part is not None:
         dataset.name += ", held out" if config.part == "validation" else ", not held out"
     return dataset
@@ -71,27 +75,44 @@ def recognised(config: DatasetConfig, *, skip_broken: bool = False) -> DatasetCo
     `skip_broken`: skip invalid rows, unless all are."""
     if config.dataset_name != "auto":
         return config
-    if any(getattr(config, key) != type(config).model_fields[key].default for key in _NAMED_KEYS):
+    if (config.chosen_key, config.rejected_key) != ("chosen", "rejected"):
         return config.model_copy(update={"dataset_name": "BinaryPreferenceDataset"})
     errors: list[DataError] = []
     broken = errors.append if skip_broken else raised
     try:
         for row in read_rows(str(config.data_path), split=config.split, subset=config.subset, broken=broken):
             try:
-                name = recognise(row.values, row.where)
-                key = prompt_key(row.values, row.where) if name == "BinaryPreferenceDataset" else None
+                values = with_named_prompt(row.values, config.prompt_key, row.where, required=False)
+                name = _format_with_rating(row) if config.rating_key else recognise(values, row.where)
             except DataError as error:
                 broken(error)
                 continue
             logger.info("%s: read as %s", config.data_path, name)
-            return config.model_copy(update={"dataset_name": name, "prompt_key": key or config.prompt_key})
+            return config.model_copy(update={"dataset_name": name})
     except DataError as error:
         raise errors[0] if errors else error from None
     raise errors[0]
 
 
+def _format_with_rating(row: Row) -> str:
+    """The format of a row whose rating has a column of its own, or is one of each completion."""
+    if completions_column(row.values) is not None:
+        return "PreferenceDataset"
+    if any(row.values.get(name) is not None for name in GradedDataset.completion_columns):
+        return "GradedDataset"
+    need = f"completions with a rating each, or one of {', '.join(GradedDataset.completion_columns)} with its rating"
+    raise DataError("the row has no completion to rate", where=row.where, got=sorted(row.values), need=need)
+
+
 class RowDataset(RowSource):
-    """A restartable stream of preferences with their places. A subclass defines `to_preference`."""
+    """A restartable stream of preferences with their places. A subclass defines `to_preference`.
+
+    `columns`: those that it reads, besides the prompt and the columns of every conversation; None if unknown.
+    `needs_prompt_key`: whether a row must have the column that `prompt_key` names.
+    """
+
+    columns: ClassVar[tuple[str, ...] | None] = None
+    needs_prompt_key: ClassVar[bool] = False
 
     def to_preference(self, row: Row) -> Preference | None:
         """Parse one row; None for a row without a comparison. Raises `DataError` naming `row.where`."""
@@ -107,11 +128,45 @@ class RowDataset(RowSource):
         cls, config = type(self), self.config
         parts = [
             *(self.content(), cls.__module__, cls.__qualname__, _source_of(cls), self.task_name, repr(self.files)),
-            *(config.prompt_key, config.chosen_key, config.rejected_key, config.kwargs),
+            *(config.prompt_key, config.chosen_key, config.rejected_key, config.rating_key, config.kwargs),
             *config.attributes,
             *((config.split_validation_size, config.part, config.seed) if config.split_validation_size else ()),
         ]
         return hashlib.blake2b(json.dumps(parts, default=repr).encode(), digest_size=16).hexdigest()
+
+    def rows(self) -> Iterator[Row]:
+        """The rows, with the prompt of the named column alone."""
+        column, required = self.config.prompt_key, self.needs_prompt_key
+        for row in super().rows():
+            try:
+                values = with_named_prompt(row.values, column, row.where, required=required)
+            except DataError as error:
+                self.broken(error)
+                continue
+            yield Row(dict(values), row.where)
+
+    def name_unread_columns(self) -> None:
+        """Log one line with the columns of the first rows that hold text, a list or an object and are not read."""
+        if self.columns is None:
+            return
+        config = self.config
+        read = {*self.columns, *EVERY_CONVERSATION, *config.attributes}
+        if config.rating_key is not None:
+            read.add(config.rating_key)
+        unread: dict[str, None] = {}
+        for row in itertools.islice(self._raw_rows(), _ROWS_LOOKED_AT):
+            try:
+                prompt = config.prompt_key or prompt_column(row.values, row.where)
+            except DataError:
+                continue  # an invalid row, whose error comes when the data is read
+            columns_read = read if prompt is None else read | {prompt}
+            unread |= dict.fromkeys(unread_columns(row.values, columns_read))
+        if unread:
+            logger.info("%s: these columns are not read: %s", self.name, ", ".join(unread))
+
+    def _raw_rows(self) -> Iterator[Row]:
+        """The readable rows of the file."""
+        return read_rows(self.path, split=self.split, subset=self.subset, broken=lambda error: None)
 
     def __iter__(self) -> Iterator[tuple[Preference, str]]:
         total, alone = 0, 0
@@ -123,6 +178,9 @@ class RowDataset(RowSource):
                     alone += 1
                     continue
                 messages = (*preference.context, *preference.completions[0].messages)
+                if is_prompted is None and not check_prompted(messages, None, row.where):
+                    got = ", ".join(map(str, row.values))
+                    logger.warning("%s: the rows have no prompt (columns: %s).", self.name, got)
                 is_prompted = check_prompted(messages, is_prompted, row.where)
                 if not self.is_of_part(preference.context or preference.completions[0].messages):
                     continue
@@ -139,17 +197,36 @@ class RowDataset(RowSource):
 class PreferenceDataset(RowDataset):
     """Rows of a prompt and `completions` with ranks or scores, optionally `margin` and `task_name`."""
 
+    columns: ClassVar[tuple[str, ...] | None] = ("completions", "responses", "scores")
+
     def to_preference(self, row: Row) -> Preference | None:
-        attributes = self.config.attributes
-        return preference_from_dict(row.values, where=row.where, task_name=self.task_name, attributes=attributes)
+        return preference_from_dict(
+            row.values,
+            where=row.where,
+            task_name=self.task_name,
+            attributes=self.config.attributes,
+            rating_key=self.rating_key,
+        )
+
+    @property
+    def rating_key(self) -> str | None:
+        """The key of each completion's rating; None for the usual names."""
+        key: str | None = self.config.rating_key
+        return key
 
 
 @register_dataset("BinaryPreferenceDataset")
 class BinaryPreferenceDataset(RowDataset):
     """Rows of a prompt, a chosen and a rejected completion, under keys that may be named; see `from_binary_row`."""
 
+    needs_prompt_key = True
+
+    def __init__(self, config: DatasetConfig) -> None:
+        super().__init__(config)
+        self.columns = (config.chosen_key, config.rejected_key)  # type: ignore[misc]
+
     def to_preference(self, row: Row) -> Preference:
-        keys = {key: getattr(self.config, key) for key in _NAMED_KEYS}
+        keys = {key: getattr(self.config, key) for key in ("chosen_key", "rejected_key")}
         return from_binary_row(row.values, row.where, task_name=self.task_name, **keys)
 
 
@@ -158,6 +235,7 @@ class HelpSteer3(RowDataset):
     """nvidia/HelpSteer3, or a copy of it or of HelpSteer2's preferences: two responses and a grade from -3 to 3."""
 
     hub_path, hub_subset = "nvidia/HelpSteer3", "preference"
+    columns = ("context", "prompt", "response1", "response2", "response_1", "response_2", "overall_preference")
 
     def to_preference(self, row: Row) -> Preference:
         return from_helpsteer3_row(row.values, row.where, task_name=self.task_name)
@@ -176,21 +254,29 @@ class UltraFeedback(PreferenceDataset):
 
 @register_dataset("GradedDataset")
 class GradedDataset(UltraFeedback):
-    """Rows of a prompt, a `response` or `completion`, and its grades; `score` ranks the completions of a prompt. Rows
-    of one prompt follow each other."""
+    """Rows of a prompt, a `response`, `completion` or `answer`, and its grades; `score`, or the column `rating_key`,
+    ranks the completions of a prompt. Rows of one prompt follow each other."""
 
     hub_path: ClassVar[str | None] = None
+    completion_columns: ClassVar[tuple[str, ...]] = ("completion", "response", "answer")
+    columns = completion_columns
+    needs_prompt_key = True
     score_key = "score"
+
+    @property
+    def rating_key(self) -> str | None:
+        return None  # `rows` has made it the score
 
     def rows(self) -> Iterator[Row]:
         """One row per prompt, at the place of its first response; warns about prompts that come back later."""
-        seen, again = set[int](), 0
+        seen, again = set[str](), 0
         for prompt, group in groupby(self._responses(), lambda response: response[0]):
-            responses, key = list(group), hash(str(prompt))
+            responses = list(group)
+            key = json.dumps(prompt, sort_keys=True, default=repr)
             again += key in seen
             seen.add(key)
-            values = {"prompt": turns_of(prompt), "completions": [completion for _, completion, _ in responses]}
-            yield Row(values, responses[0][2])
+            completions = [completion for _, completion, _ in responses]
+            yield Row({**prompt, "completions": completions}, responses[0][2])
         if again:
             logger.warning(
                 "%s: %d times a prompt comes back after rows of others. Only rows that follow each other are compared: "
@@ -199,17 +285,20 @@ class GradedDataset(UltraFeedback):
                 again,
             )
 
-    def _responses(self) -> Iterator[tuple[Any, dict[str, Any], str]]:
-        """The prompt of each row, its completion, and its place."""
-        need = f"a row of prompt, response and {self.score_key}"
+    def _responses(self) -> Iterator[tuple[dict[str, Any], dict[str, Any], str]]:
+        """The columns of each row's prompt, its completion, and its place."""
+        score_key = self.config.rating_key or self.score_key
+        need = f"a row of prompt, response and {score_key}"
         for row in super().rows():
             values, where = row.values, row.where
-            text_key = "completion" if values.get("completion") is not None else "response"
+            text_key = next((name for name in self.completion_columns if values.get(name) is not None), "response")
             try:
-                prompt = required(values, prompt_key(values, where) or "prompt", where, need)
-                response, score = required(values, text_key, where, need), values.get(self.score_key)
+                column = prompt_column(values, where) or "prompt"
+                prompt = {name: values[name] for name in EVERY_CONVERSATION if values.get(name) is not None}
+                prompt["prompt"] = turns_of(required(values, column, where, need))
+                response, score = required(values, text_key, where, need), values.get(score_key)
                 if not self.config.attributes:
-                    required(values, self.score_key, where, need)
+                    required(values, score_key, where, need)
                 grades = grades_of(values, self.config.attributes, where)
             except DataError as error:
                 self.broken(error)
@@ -229,9 +318,12 @@ class Tulu3Preference(RowDataset):
     """The preference mixture of Tulu 3 8B, or a copy of it: chosen and rejected are whole conversations."""
 
     hub_path = "allenai/llama-3.1-tulu-3-8b-preference-mixture"
+    columns = ("prompt", "chosen", "rejected")
 
     def to_preference(self, row: Row) -> Preference:
-        return from_binary_row(row.values, row.where, prompt_key=None, task_name=self.task_name)
+        # The prompt's column repeats a part of the conversations.
+        values = {**row.values, "prompt": None}
+        return from_binary_row(values, row.where, task_name=self.task_name)
 
 
 @register_dataset("HHTranscripts", "hh-rlhf")
@@ -239,9 +331,21 @@ class HHTranscripts(RowDataset):
     """Anthropic/hh-rlhf, or data like it: transcripts of Human and Assistant; see `preference.parse_transcript`."""
 
     hub_path = "Anthropic/hh-rlhf"
+    columns = ("chosen", "rejected")
 
     def to_preference(self, row: Row) -> Preference:
         return from_transcripts(row.values, row.where, task_name=self.task_name)
+
+
+@register_dataset("WinnerDataset")
+class WinnerDataset(RowDataset):
+    """Rows of two completions, or two conversations, and the name of the better one; see `winners`."""
+
+    needs_prompt_key = True
+    columns = (*{column for columns in WINNER_COLUMNS for column in columns}, "model_a", "model_b")
+
+    def to_preference(self, row: Row) -> Preference:
+        return from_winner_row(row.values, row.where, task_name=self.task_name)
 
 
 @register_dataset("Bundled")
@@ -259,6 +363,8 @@ class Bundled(PreferenceDataset):
 
 class _ObjectDataset(ObjectRows, PreferenceDataset):
     """A dataset of a class by dotted path."""
+
+    columns = None
 
     @property
     def task_name(self) -> str:

@@ -28,7 +28,8 @@ import pyarrow as pa
 import pyarrow.compute
 
 from treeward.config.data import Ties
-from treeward.data.preference import Completion, Preference, last_text
+from treeward.data.conversation import last_text
+from treeward.data.preference import Completion, Preference
 from treeward.errors import ConfigError, DataError
 from treeward.progress import ShownProgress
 from treeward.storage import atomic_file

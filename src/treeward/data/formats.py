@@ -3,27 +3,33 @@
     recognise({"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}, "in.jsonl:1")  # "BinaryPreferenceDataset"
     conversations_of({"prompt": "...", "completions": ["...", ...]}, ...)          # several: "scores", in this order
 
-A prompt is called `context`, `prompt` or `instruction`. The parsers are in `preference`; docs/data.md has the table.
+The names of a prompt are in `columns`, the parsers in `preference` and `winners`; docs/data.md has the table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from treeward.data.preference import (
+from treeward.data.columns import EVERY_CONVERSATION, context_of, prompt_column, with_system
+from treeward.data.conversation import (
+    Conversation,
     Message,
     as_messages,
-    before,
     check_messages,
+    is_list,
+    parse_json_list,
+    read_template_kwargs,
+)
+from treeward.data.preference import (
+    before,
     completions_of,
     from_binary_row,
     from_transcripts,
     is_transcript,
-    parse_json_list,
-    prompt_key,
     turns_of,
 )
+from treeward.data.winners import SIDES, WINNER_COLUMNS
 from treeward.errors import DataError
 
 FORMATS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -37,12 +43,14 @@ FORMATS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("UltraFeedback", ("instruction", "completions")),
     ("PreferenceDataset", ("completions",)),
     ("PreferenceDataset", ("responses",)),
+    *(("WinnerDataset", columns) for columns in WINNER_COLUMNS),
 )
 """The datasets that read comparisons, and the keys of their rows; the first that fits a row is used."""
 
 _ALWAYS_SCORED = ({"messages"}, {"completions"}, {"responses"}, {"chosen", "rejected"})
 _SCORED_ALONE = (
-    *({"response1", "response2"}, {"response_1", "response_2"}, {"response"}, {"completion"}, {"conversations"}),
+    *({"response1", "response2"}, {"response"}, {"completion"}, {"conversations"}),
+    *map(set[str], SIDES),
 )
 """Many files have such columns: they are scored only where no other keys are."""
 
@@ -58,8 +66,21 @@ def recognise(values: Mapping[str, Any], where: str) -> str:
         where=where,
         got=f"keys {sorted(map(str, values))}",
         need="a prompt with chosen and rejected; or with completions and their ranks or scores; docs/data.md has more",
-        fix="name the keys, as data.prompt_key=question (in eval --data-option prompt_key=question), or the "
-        "dataset, as data.dataset_name=HelpSteer3 (--dataset-name HelpSteer3)",
+        fix=_remedy(keys),
+    )
+
+
+def _remedy(keys: set[str]) -> str:
+    """What names the columns of a row whose keys fit no format."""
+    if keys & {"response", "completion", "answer", "completions", "responses"}:
+        return (
+            "name the column of the rating, as data.rating_key=rating (in eval and check-data "
+            "--data-option rating_key=rating)"
+        )
+    return (
+        "name the keys, as data.prompt_key=question data.chosen_key=good data.rejected_key=bad (in eval and check-data "
+        "--data-option prompt_key=question ...), or the dataset, as data.dataset_name=HelpSteer3 "
+        "(--dataset-name HelpSteer3)"
     )
 
 
@@ -73,8 +94,9 @@ def scored_keys(values: Mapping[str, Any], where: str) -> frozenset[str]:
     """The keys to score the row by. Raises `DataError` if no set of keys fits, or two do."""
     keys = {key for key, value in values.items() if value is not None}
     scored = keys & set().union(*_ALWAYS_SCORED) or keys & set().union(*_SCORED_ALONE)
-    if scored >= {"chosen", "rejected"}:
-        scored -= {"messages"}  # a column like others: UltraFeedback's binarized form repeats the chosen ones there
+    if scored - {"messages"}:
+        # The prompt, or a column like others: UltraFeedback's binarized form repeats the chosen completion there.
+        scored -= {"messages"}
     if scored not in (*_ALWAYS_SCORED, *_SCORED_ALONE):
         raise DataError(
             "the row cannot be scored with these keys together" if scored else "the row has nothing to score",
@@ -85,50 +107,61 @@ def scored_keys(values: Mapping[str, Any], where: str) -> frozenset[str]:
     return frozenset(scored)
 
 
+def scored_columns(values: Mapping[str, Any], where: str) -> set[str]:
+    """The columns by which the row is scored: its completions, its prompt, and what belongs to every conversation."""
+    prompt = prompt_column(values, where)
+    return {*scored_keys(values, where), *EVERY_CONVERSATION, *([] if prompt is None else [prompt])}
+
+
 def is_single(values: Mapping[str, Any], where: str) -> bool:
     """Whether the row holds one conversation, and not a list."""
-    return scored_keys(values, where) <= {"messages", "response", "completion"}
+    keys = scored_keys(values, where)
+    if keys == {"conversations"}:
+        return _is_conversation(parse_json_list(values["conversations"], "conversations", where))
+    return keys <= {"messages", "response", "completion"}
 
 
-def conversations_of(values: Mapping[str, Any], where: str) -> list[list[Message]]:
+def _is_conversation(value: Any) -> bool:
+    """Whether it is one conversation, as ShareGPT's, and not a list of them."""
+    return is_list(value) and bool(value) and all(isinstance(item, Mapping) for item in value)
+
+
+def conversations_of(values: Mapping[str, Any], where: str) -> list[Conversation]:
     """The conversations of one row, in the order of their scores. Lists may be JSON text, and keys without a value
     count as absent. Raises `DataError` for a row of no known format, or of two."""
     keys = scored_keys(values, where)
     row = {key: value for key, value in values.items() if value is not None}
-    if keys == {"messages"}:
-        return [list(check_messages(parse_json_list(row["messages"], "messages", where), "messages", where))]
-    if keys == {"conversations"}:
-        items = parse_json_list(row["conversations"], "conversations", where)
-        return [list(check_messages(item, f"conversations[{i}]", where)) for i, item in enumerate(items)]
     if "chosen" in keys:
-        if _are_transcripts(row):
-            pair = from_transcripts(row, where)
-        else:
-            pair = from_binary_row(row, where, prompt_key=prompt_key(row, where) or "prompt")
-        return [[*pair.context, *completion.messages] for completion in pair.completions]
-    if keys & {"completions", "responses"}:
-        context, completions = completions_of(row, where)
-        ends = [messages for messages, _ in completions]
-    else:
-        name = prompt_key(row, where)
-        if name is None:
-            raise DataError("the row has no prompt", where=where, field="prompt", got=f"keys {sorted(map(str, row))}")
-        sides = {key: as_messages(row[key], key, "assistant", where) for key in sorted(keys)}
-        context, ends = before(as_messages(turns_of(row[name]), name, "user", where), sides, where), [*sides.values()]
+        pair = from_transcripts(row, where) if _are_transcripts(row) else from_binary_row(row, where)
+        return pair.conversations
+    context, ends = _parts(row, keys, where)
     if not ends:
         raise DataError("there are no completions", where=where, field=next(iter(keys)), got="[]", need="one or more")
-    return [[*context, *end] for end in ends]
+    context = with_system(context, ends, row, where)
+    variables = read_template_kwargs(row, where)
+    return [Conversation([*context, *end], chat_template_kwargs=variables) for end in ends]
 
 
-def as_conversations(context: Any, completions: Any) -> list[list[Message]]:
-    """The conversation of each completion of a context; both are messages or literal text."""
-    if isinstance(completions, str) or not completions:
-        need = 'a list, as ["one", "another"]'
-        raise DataError("completions is not a list of completions", got=completions, need=need)
-    prompt = literally(context, "user")
-    return [[*prompt, *literally(completion, "assistant")] for completion in completions]
-
-
-def literally(value: Any, role: str) -> Any:
-    """Text as one message of the role, never parsed: a policy may have written it."""
-    return [{"role": role, "content": value}] if isinstance(value, str) else value
+def _parts(
+    row: Mapping[str, Any], keys: frozenset[str], where: str
+) -> tuple[tuple[Message, ...], list[Sequence[Message]]]:
+    """The context of the row's conversations, perhaps empty, and what follows it in each."""
+    if keys == {"messages"}:
+        return (), [check_messages(parse_json_list(row["messages"], "messages", where), "messages", where)]
+    if keys == {"conversations"}:
+        items = parse_json_list(row["conversations"], "conversations", where)
+        if _is_conversation(items):
+            return (), [check_messages(items, "conversations", where)]
+        return (), [check_messages(item, f"conversations[{i}]", where) for i, item in enumerate(items)]
+    if keys & {"completions", "responses"}:
+        context, completions = completions_of(row, where)
+        return context, [messages for messages, _ in completions]
+    sides = {key: as_messages(row[key], key, "assistant", where) for key in sorted(keys)}
+    name = prompt_column(row, where)
+    if name is None:
+        if any(side[0]["role"] == "assistant" for side in sides.values()):
+            got = f"keys {sorted(map(str, row))}"
+            raise DataError("the row has no prompt", where=where, field="prompt", got=got)
+        return (), [*sides.values()]
+    prompt = context_of({name: turns_of(row[name])}, where) or ()
+    return before(prompt, sides, where), [*sides.values()]

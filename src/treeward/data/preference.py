@@ -22,12 +22,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from treeward.data.columns import EVERY_CONVERSATION, context_of, unread_columns, with_system
+from treeward.data.conversation import (
+    Conversation,
+    Message,
+    Messages,
+    as_messages,
+    is_list,
+    last_text,
+    parse_json_list,
+    read_template_kwargs,
+    template_columns,
+)
 from treeward.errors import DataError, nearest_name
-
-Message = dict[str, Any]
-"""A chat message: `role`, `content`, and other keys that a chat template reads (`tool_calls`, `name`, ...)."""
-
-Messages = tuple[Message, ...]
 
 _RANK_FORMAT = '{"context": [messages], "completions": [{"rank": 0, "completion": [messages]}, ...]}'
 _RECOGNISED = "data.dataset_name=auto tells the format by the keys of the first row; docs/data.md has the keys of each"
@@ -64,14 +71,16 @@ class Preference:
     """A comparison group: the `context` (messages, may be empty) and its `completions`, at least two; with grades one
     is enough.
 
-    `strength`: by how much a better completion is better; see `rm.loss.strength`. `id`: the name in an
-    evaluation. `info`: further columns of the row, which rules read. `where`: file and row.
+    `strength`: by how much a better completion is better; see `rm.loss.strength`. `template_kwargs`: the row's tools
+    and further variables of the chat template. `id`: the name in an evaluation. `info`: further columns of the row,
+    which rules read. `where`: file and row.
     """
 
     context: Messages
     completions: tuple[Completion, ...]
     task_name: str = "preference"
     strength: float | None = None
+    template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     id: str = ""
     info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     where: str | None = None
@@ -82,63 +91,20 @@ class Preference:
         return tuple(completion.rank for completion in self.completions)
 
     @property
-    def conversations(self) -> list[list[Message]]:
+    def conversations(self) -> list[Conversation]:
         """The context with each completion."""
-        return [[*self.context, *completion.messages] for completion in self.completions]
+        return [self.conversation(completion) for completion in self.completions]
+
+    def conversation(self, completion: Completion) -> Conversation:
+        """The context with one completion."""
+        messages = [*self.context, *completion.messages]
+        return Conversation(messages, chat_template_kwargs=self.template_kwargs)
 
     @property
     def context_key(self) -> str:
         """The context as text. Statistics treat preferences with the same context as dependent."""
-        return json.dumps(list(self.context), sort_keys=True, default=str)
-
-
-def check_messages(value: Any, field: str, where: str | None, *, may_be_empty: bool = False) -> Messages:
-    """Check a list of chat messages; `field` names it in the error. Content may be text or a list of parts."""
-    if not _is_list(value):
-        need, summary = '[{"role": "user", "content": "..."}, ...]', f"{field} is not a list of messages"
-        raise DataError(summary, where=where, field=field, got=value, need=need)
-    if not value and not may_be_empty:
-        raise DataError(f"{field} is empty", where=where, field=field, got="[]", need="at least one message")
-    for i, message in enumerate(value):
-        at, problem = f"{field}[{i}]", None
-        content = message.get("content") if isinstance(message, Mapping) else None
-        if not isinstance(message, Mapping):
-            problem = "is not an object"
-        elif not isinstance(message.get("role"), str) or not message["role"]:
-            at, problem = f"{at}.role", "has no role"
-        elif not (isinstance(content, str) or _is_list(content) or (content is None and message.get("tool_calls"))):
-            at, problem = f"{at}.content", "has no text"
-        if problem is not None:
-            need = '{"role": "user", "content": "..."}'
-            raise DataError(f"a message {problem}", where=where, field=at, got=message, need=need)
-    return tuple({key: item for key, item in message.items() if item is not None} for message in value)
-
-
-def as_messages(value: Any, key: str, role: str, where: str | None) -> Messages:
-    """Text as one message of `role`, else a checked list of messages, which may be JSON text, as in a CSV cell."""
-    if isinstance(value, str):
-        try:
-            parsed = parse_json_list(value, key, where)
-        except DataError:
-            parsed = value
-        items = parsed if isinstance(parsed, list) else []
-        if not items or not all(isinstance(item, dict) and {"role", "content"} <= item.keys() for item in items):
-            return ({"role": role, "content": value},)  # also "[1, 2]"
-        value = parsed
-    if _is_list(value):
-        return check_messages(value, key, where)
-    need = '"..." or [{"role": ..., "content": ...}, ...]'
-    raise DataError(f"{key} is neither text nor a list of messages", where=where, field=key, got=value, need=need)
-
-
-def last_text(messages: Sequence[Message]) -> str:
-    """The text of the last message, whose characters are the length of a completion. For content in parts, the text
-    parts; empty for a message without content, and without messages."""
-    content: Any = messages[-1].get("content") if messages else None
-    if content is None or isinstance(content, str):
-        return content or ""
-    texts = (part if isinstance(part, str) else part.get("text") for part in content)
-    return "".join(text for text in texts if isinstance(text, str))
+        parts = [list(self.context), dict(self.template_kwargs)] if self.template_kwargs else list(self.context)
+        return json.dumps(parts, sort_keys=True, default=str)
 
 
 def check_prompted(messages: Iterable[Message], first: bool | None, where: str | None) -> bool:
@@ -153,47 +119,53 @@ def check_prompted(messages: Iterable[Message], first: bool | None, where: str |
     raise DataError(summary, where=where, field="prompt", got=contents or "none", need=need, fix=fix)
 
 
-def prompt_key(values: Mapping[str, Any], where: str | None) -> str | None:
-    """The key of the row's prompt: `context`, `prompt` or `instruction`; None for no prompt. Raises `DataError` for a
-    row with two of them, and for an instruction with an `input` (Alpaca's columns)."""
-    keys = [key for key in ("context", "prompt", "instruction") if values.get(key) is not None]
-    if len(keys) > 1:
-        need = "one of them; with dataset_name=BinaryPreferenceDataset only that of prompt_key is read"
-        raise DataError("the row has two prompts", where=where, got=" and ".join(keys), need=need)
-    _check_no_input(values, keys[0] if keys else None, where)
-    return keys[0] if keys else None
-
-
-def _check_no_input(values: Mapping[str, Any], key: str | None, where: str | None) -> None:
-    if key == "instruction" and values.get("input"):
-        need = "the whole prompt under one key"
-        raise DataError(
-            "an instruction's input would be lost", where=where, field="input", got=values["input"], need=need
-        )
-
-
 def completions_of(
     values: Mapping[str, Any], where: str | None
 ) -> tuple[Messages, list[tuple[Messages, Mapping[str, Any]]]]:
     """The context of the row's `completions` or `responses`, and the messages and other attributes of each, which is
     text, messages, or an object with either as its `completion`, `response` or `answer`. The context is empty if the
     row has no prompt, or if all completions are whole conversations."""
-    key, prompt = "completions" if values.get("completions") is not None else "responses", prompt_key(values, where)
+    key = completions_column(values) or "completions"
     items = parse_json_list(values.get(key), key, where)
-    if not _is_list(items):
+    if not is_list(items):
         need = '["...", ...], or as in the rank format'
         raise DataError(f"{key} is not a list of completions", where=where, field=key, got=items, need=need)
-    is_empty = prompt is None or (prompt == "context" and values[prompt] in ([], (), "[]"))
-    context = () if is_empty else as_messages(values[prompt or ""], prompt or "", "user", where)
+    context = context_of(values, where)
     sides: dict[str, Messages] = {}
     more: list[Mapping[str, Any]] = []
     for i, item in enumerate(items):
         attributes: Mapping[str, Any] = item if isinstance(item, Mapping) else {}
         text_key = next((name for name in _TEXT_KEYS if attributes.get(name) is not None), None)
-        value, field = (item, f"{key}[{i}]") if text_key is None else (attributes[text_key], f"{key}[{i}].{text_key}")
+        value, field = item, f"{key}[{i}]"
+        if text_key is not None:
+            value, field = attributes[text_key], f"{key}[{i}].{text_key}"
         sides[field] = as_messages(value, field, "assistant", where)
         more.append(attributes)
-    return before(context, sides, where), list(zip(sides.values(), more, strict=True))
+    if context is None and any(side[0]["role"] == "assistant" for side in sides.values()):
+        check_promptless(values, (key, "scores"), where)
+    return before(context or (), sides, where), list(zip(sides.values(), more, strict=True))
+
+
+def completions_column(values: Mapping[str, Any]) -> str | None:
+    """The column with the row's list of completions."""
+    return next((key for key in ("completions", "responses") if values.get(key) is not None), None)
+
+
+def check_promptless(values: Mapping[str, Any], read: Sequence[str], where: str | None) -> None:
+    """Raise `DataError` for a row whose prompt may be in a column that is not in `read`: its completions would be
+    learnt and scored without it."""
+    columns = unread_columns(values, {*read, *EVERY_CONVERSATION})
+    others = [column for column in columns if not _are_numbers(values[column])]
+    if not others:
+        return
+    raise DataError(
+        "the row has no prompt",
+        where=where,
+        field="prompt",
+        got=_keys(values),
+        need="a prompt (context, prompt, instruction, question or query, or messages), or whole conversations",
+        fix=f"name the prompt's column, as prompt_key={others[0]}; or, without a prompt, remove {', '.join(others)}",
+    )
 
 
 def before(context: Messages, sides: Mapping[str, Messages], where: str | None) -> Messages:
@@ -212,22 +184,24 @@ def preference_from_dict(
     where: str | None = None,
     task_name: str = "preference",
     attributes: Sequence[str] = (),
+    rating_key: str | None = None,
 ) -> Preference:
     """Check one row of a prompt and its completions, with ranks or scores, and return it as a `Preference`.
 
     Without a `rank` the scores rank completions, highest first and equal ones as ties: `score` (or `overall_score`) of
     each, or the row's list `scores`. Without a prompt the completions are whole conversations. Lists may be JSON text,
-    as in CSV cells. `attributes`: keys of a completion that are its grades; null and NaN mean none. With them one
-    completion is enough, and the first attribute ranks completions without ranks and scores.
+    as in CSV cells. `rating_key`: the key of a completion's score, or of the row's list of them, under another name.
+    `attributes`: keys of a completion that are its grades; null and NaN mean none. With them one completion is enough,
+    and the first attribute ranks completions without ranks and scores.
     """
     if not isinstance(row, Mapping):
         raise DataError("a row is not an object", where=where, got=row, need=_RANK_FORMAT)
-    key = next((key for key in ("completions", "responses") if row.get(key) is not None), None)
+    key = completions_column(row)
     context, completions = ((), []) if key is None else completions_of(row, where)
     ends = [messages for messages, _ in completions]
     if not context and ends and all(messages[0]["role"] != "assistant" for messages in ends):
         context, ends = split_common_prefix(ends)
-    elif key is None or prompt_key(row, where) is None:
+    elif key is None or context_of(row, where) is None:
         missing = "completions" if key is None else "context"
         summary = f"the row has no {missing}"
         raise DataError(summary, where=where, field=missing, got=_keys(row), need=_RANK_FORMAT, fix=_RECOGNISED)
@@ -237,11 +211,13 @@ def preference_from_dict(
     if attributes:
         completions = [(messages, _without_nan(about)) for messages, about in completions]
     ranks = [about.get("rank") for _, about in completions]
-    scores = [_score_of(about, f"{key}[{i}]", where) for i, (_, about) in enumerate(completions)]
+    score_keys = _SCORE_KEYS if rating_key is None else (rating_key,)
+    scores = [_score_of(about, score_keys, f"{key}[{i}]", where) for i, (_, about) in enumerate(completions)]
     if ranks == [None] * len(completions):
-        listed = parse_json_list(row.get("scores"), "scores", where)
-        if _is_list(listed) and len(listed) == len(completions) and scores == ranks:
-            scores = [_number(score, f"scores[{i}]", where) for i, score in enumerate(listed)]
+        name = rating_key or "scores"
+        listed = parse_json_list(row.get(name), name, where)
+        if is_list(listed) and len(listed) == len(completions) and scores == ranks:
+            scores = [_number(score, f"{name}[{i}]", where) for i, score in enumerate(listed)]
     grades = [grades_of(about, attributes, where, f"{key}[{i}].") for i, (_, about) in enumerate(completions)]
     if ranks == [None] * len(completions):
         has_scores = not attributes or scores != ranks
@@ -254,7 +230,7 @@ def preference_from_dict(
         Completion(_rank(rank, f"{key}[{i}].rank", where), messages, score, graded)
         for i, (rank, messages, score, graded) in enumerate(zip(ranks, ends, scores, grades, strict=True))
     )
-    return _preference(row, where, context, ranked, task_name)
+    return preference_of(row, where, context, ranked, task_name)
 
 
 def preference_to_dict(preference: Preference) -> dict[str, Any]:
@@ -267,19 +243,9 @@ def preference_to_dict(preference: Preference) -> dict[str, Any]:
             for c in preference.completions
         ],
         "task_name": preference.task_name,
+        **template_columns(preference.template_kwargs),
     }
     return row if preference.strength is None else row | {"strength": preference.strength}
-
-
-def parse_json_list(value: Any, field: str, where: str | None) -> Any:
-    """The list, if the value is text that begins like one in JSON; any other value unchanged."""
-    if not isinstance(value, str) or not value.lstrip().startswith("["):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as error:
-        summary = f"{field} is not valid JSON: {error}"
-        raise DataError(summary, where=where, field=field, got=value, need="the JSON of a list") from error
 
 
 def _rank(rank: Any, field: str, where: str | None) -> int:
@@ -290,19 +256,26 @@ def _rank(rank: Any, field: str, where: str | None) -> int:
     return int(rank)
 
 
-def _score_of(about: Mapping[str, Any], field: str, where: str | None) -> float | None:
-    key = next((key for key in _SCORE_KEYS if about.get(key) is not None), None)
+def _score_of(about: Mapping[str, Any], keys: Sequence[str], field: str, where: str | None) -> float | None:
+    key = next((key for key in keys if about.get(key) is not None), None)
     return None if key is None else _graded(about[key], f"{field}.{key}", where)
 
 
-def _preference(
+def preference_of(
     values: Mapping[str, Any], where: str | None, context: Messages, completions: Iterable[Completion], task_name: str
 ) -> Preference:
-    """The preference, with the row's strength and task name, if any."""
+    """The preference, with the row's system message, template variables, strength and task name, if any."""
+    completions = tuple(completions)
     name = values.get("task_name")
     task_name = name if isinstance(name, str) and name else task_name
     key = next((key for key in _STRENGTH_KEYS if values.get(key) is not None), "margin")
-    return Preference(context, tuple(completions), task_name, _graded(values.get(key), key, where))
+    return Preference(
+        context=with_system(context, [completion.messages for completion in completions], values, where),
+        completions=completions,
+        task_name=task_name,
+        strength=_graded(values.get(key), key, where),
+        template_kwargs=read_template_kwargs(values, where),
+    )
 
 
 def grades_of(
@@ -347,7 +320,6 @@ def from_binary_row(
     values: Mapping[str, Any],
     where: str,
     *,
-    prompt_key: str | None = "prompt",
     chosen_key: str = "chosen",
     rejected_key: str = "rejected",
     task_name: str = "preference",
@@ -355,24 +327,23 @@ def from_binary_row(
     """A row of a prompt, a chosen and a rejected completion; reads `margin`, `task_name`, `score_chosen` and
     `score_rejected` too.
 
-    Each is text or messages. Rows of whole conversations need no prompt (`prompt_key=None` ignores one), nor do rows
-    with no other text than these two. Equal scores are a tie.
+    Each is text or messages. Rows of whole conversations need no prompt, nor do rows with no other text than these
+    two. Equal scores are a tie.
     """
     need = "a completion; prompt_key, chosen_key and rejected_key of BinaryPreferenceDataset name the keys"
     keys = (chosen_key, rejected_key)
     chosen, rejected = (as_messages(required(values, key, where, need), key, "assistant", where) for key in keys)
-    _check_no_input(values, prompt_key, where)
-    raw_prompt = None if prompt_key is None else values.get(prompt_key)
-    prompt = None if raw_prompt is None else as_messages(raw_prompt, prompt_key or "", "user", where)
+    prompt = context_of(values, where)
     alone = [key for key, side in zip(keys, (chosen, rejected), strict=True) if not _holds_prompt(side, prompt)]
     if not alone:
         prompt, (chosen, rejected) = split_common_prefix([chosen, rejected])
-    elif prompt is None and _is_all_text(values, keys):
-        prompt = ()
     elif prompt is None:
-        name, fix = prompt_key or "prompt", "set prompt_key to the key that holds the prompt"
-        need = f"a prompt, or a whole conversation (prompt and completion) in {alone[0]}"
-        raise DataError(f"the row has no {name}", where=where, field=name, got=_keys(values), need=need, fix=fix)
+        if any(is_transcript(values[key]) or not isinstance(values[key], str) for key in keys):
+            need, fix = "a prompt, or whole conversations on both sides", "set prompt_key to the prompt's column"
+            raise DataError("the row has no prompt", where=where, field="prompt", got=_keys(values), need=need, fix=fix)
+        numbers = [form.format(key) for form in _SIDE_SCORES for key in keys]
+        check_promptless(values, (*keys, *numbers), where)
+        prompt = ()
     else:
         _check_continues(prompt, chosen, chosen_key, where)
         _check_continues(prompt, rejected, rejected_key, where)
@@ -394,8 +365,8 @@ def from_helpsteer3_row(values: Mapping[str, Any], where: str, *, task_name: str
         raise DataError("a grade is not valid", where=where, field=keys[3], got=raw, need=need)
     better, worse = (second, first) if grade in (1, 2, 3) else (first, second)
     completions = (Completion(0, better), Completion(int(grade != 0), worse))
-    attributes = {"task_name": values.get("task_name"), "strength": abs(grade) if grade else None}
-    return _preference(attributes, where, context, completions, task_name)
+    attributes = {name: values.get(name) for name in EVERY_CONVERSATION} | {"strength": abs(grade) if grade else None}
+    return preference_of(attributes, where, context, completions, task_name)
 
 
 def turns_of(prompt: Any) -> Any:
@@ -462,12 +433,6 @@ def required(values: Mapping[str, Any], key: str, where: str, need: str) -> Any:
     return value
 
 
-def _is_all_text(values: Mapping[str, Any], keys: tuple[str, str]) -> bool:
-    """Whether the row has these two texts and no other, which could be an unnamed prompt."""
-    texts = [key for key, value in values.items() if isinstance(value, str)]
-    return sorted(texts) == sorted(keys) and not any(is_transcript(values[key]) for key in keys)
-
-
 def _two_sides(
     values: Mapping[str, Any],
     where: str,
@@ -482,7 +447,7 @@ def _two_sides(
     better, worse = (_number(values.get(name), name, where) for name in score_keys)
     tie = better is not None and better == worse
     completions = (Completion(0, sides[0], better), Completion(int(not tie), sides[1], worse))
-    return _preference(values, where, context, completions, task_name)
+    return preference_of(values, where, context, completions, task_name)
 
 
 def _holds_prompt(side: Messages, prompt: Messages | None) -> bool:
@@ -516,5 +481,5 @@ def _keys(values: Mapping[str, Any]) -> str:
     return f"keys {sorted(map(str, values))}"
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+def _are_numbers(value: Any) -> bool:
+    return is_list(value) and all(isinstance(item, int | float | None) for item in value)

@@ -54,7 +54,7 @@ class EncodedPrompts:
         """A digest of the prompts' tokens, their order, and the info that environments read."""
         digest = hashlib.blake2b(repr((self.sizes, self.weights)).encode(), digest_size=16)
         for prompt, ids in zip(self.prompts, self.token_ids, strict=True):
-            content = json.dumps([prompt.messages, prompt.info], sort_keys=True, default=repr)
+            content = json.dumps([prompt.messages, prompt.info, prompt.template_kwargs], sort_keys=True, default=repr)
             digest.update(content.encode() + ids.tobytes())
         return digest.hexdigest()
 
@@ -105,7 +105,7 @@ def _encoded(
     with ShownProgress(unit="prompts", enabled=progress) as shown:
         for start in range(0, len(prompt_set), _PROMPTS_AT_ONCE):
             batch = prompt_set[start : start + _PROMPTS_AT_ONCE]
-            texts = [renderer.render(p.messages, where=p.where, generation_prompt=True) for p in batch]
+            texts = [renderer.render(p.conversation(), where=p.where, generation_prompt=True) for p in batch]
             encoded = renderer.encode_short(texts, max_length, where=[prompt.where for prompt in batch])
             yield from ((prompt, *ids) for prompt, ids in zip(batch, encoded, strict=True))
             shown.show(f"tokenizing {prompt_set.name}", start + len(batch), len(prompt_set))

@@ -19,9 +19,11 @@ from typing import Any, ClassVar, TypeVar
 
 from treeward.config.data import PromptSetConfig
 from treeward.data.bundled import bundled_path
-from treeward.data.preference import Message, as_messages, last_text, required
+from treeward.data.columns import with_system
+from treeward.data.conversation import Conversation, Message, as_messages, last_text, read_template_kwargs
+from treeward.data.preference import required
 from treeward.data.registry import ObjectRows, Registry
-from treeward.data.responses_items import messages_of_input
+from treeward.data.responses_items import messages_of_input, tools_of
 from treeward.data.sources import Row, RowSource
 from treeward.errors import ConfigError, DataError
 
@@ -36,11 +38,17 @@ _ENVIRONMENT_KEYS = ("environment", "env_name")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The messages for a policy to complete. `info`: for environments. `where`: file and line, for errors."""
+    """The messages for a policy to complete. `info`: for environments. `where`: file and line, for errors.
+    `template_kwargs`: tools and further variables, for the policy's template and for those of reward models."""
 
     messages: tuple[Message, ...]
     info: Mapping[str, Any] = field(default_factory=dict)
     where: str | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def conversation(self, *completion: Message) -> Conversation:
+        """The prompt, followed by a completion."""
+        return Conversation([*self.messages, *completion], chat_template_kwargs=self.template_kwargs)
 
 
 def prompts_summary(counts: Counter[str]) -> str:
@@ -214,14 +222,18 @@ def from_prompt_row(
     - `responses_create_params` (NeMo Gym): a request of OpenAI's Responses API.
 
     `ground_truth` is the value of `answer_key`, of `ground_truth`, of verl's `reward_model.ground_truth`, or the
-    reference answer. The entries of verl's `extra_info`, and all other columns with a value, are in `info` under their
-    names.
+    reference answer. `tools` (also those of the request) and `chat_template_kwargs` go to chat templates, and `system`
+    becomes the system message. The entries of verl's `extra_info`, and all other columns with a value, are in `info`
+    under their names.
     """
     key = prompt_key or _prompt_key(values, where)
     value = required(values, key, where, "the key of the prompt, which input_key names")
     info, reference = _columns(values, key), None
+    variables = read_template_kwargs(values, where)
     if key == _REQUEST:
         messages, settings = _messages_of_request(value, where)
+        if request_tools := tools_of(value):
+            variables = {"tools": request_tools} | variables
         info |= {_REQUEST: settings} if settings else {}
     else:
         messages = as_messages(value, key, "user", where)
@@ -239,7 +251,8 @@ def from_prompt_row(
     if reference is not None:
         text = reference.get("content")
         info.setdefault("reference_answers", [text if isinstance(text, str) else [reference]])
-    return Prompt(check_prompt(messages, key, where), info, where)
+    messages = with_system(tuple(messages), [()], values, where)
+    return Prompt(check_prompt(messages, key, where), info, where, variables)
 
 
 def from_response_row(

@@ -4,9 +4,10 @@
     renderer.encode([{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4."}])
 
 The whole conversation is rendered once with the model's own chat template, without a generation prompt, and tokenized
-as one text. The ids begin with `num_bos` BOS, exactly one where the tokenizer adds one by default; an encoder's
-have exactly one CLS and one SEP around them. A template that writes today's date writes `FIXED_DATE`.
-`Renderer.chat_template` includes both changes, so saved with a model it renders the same text everywhere.
+as one text. A `Conversation` brings its own variables to the template, its tools among them. The ids begin with
+`num_bos` BOS, exactly one where the tokenizer adds one by default; an encoder's have exactly one CLS and one SEP around
+them. A template that writes today's date writes `FIXED_DATE`. `Renderer.chat_template` includes both changes, so saved
+with a model it renders the same text everywhere.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import itertools
 import json
 import logging
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -27,7 +29,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import jinja2
 
 from treeward.config.scoring import Truncation
-from treeward.data.preference import Message
+from treeward.data.conversation import (
+    AnyConversation,
+    Message,
+    canonical_message,
+    template_kwargs_of,
+    with_messages,
+)
 from treeward.errors import ConfigError, DataError, ModelError
 
 if TYPE_CHECKING:
@@ -35,7 +43,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FORMAT_VERSION = 2  # raise it when the same messages would give other ids: token caches are keyed by it
+_FORMAT_VERSION = 3  # raise it when the same messages would give other ids: token caches are keyed by it
 _MIN_CHARACTERS_PER_TOKEN = 128
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MOST_ROLES = 32  # a server's requests must fill neither memory nor log
@@ -44,6 +52,8 @@ _PROBE_MESSAGES: list[Message] = [
     {"role": "assistant", "content": "Romam."},
 ]
 _PROBE_SYSTEM: Message = {"role": "system", "content": "Loquere."}
+_PROBE_CALL = {"name": "itinera", "arguments": {"urbs": "Roma"}}
+_AS_PYTHON = "{'urbs': 'Roma'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +90,13 @@ class Renderer:
         self.max_length = max_length
         self.truncation: Truncation = truncation
         self._seen_roles = set(_ROLES)
-        arguments = inspect.signature(tokenizer.apply_chat_template).parameters.keys() - {"tools", "documents"}
-        if wrong := sorted(arguments & self.chat_template_kwargs.keys()):
-            summary, need = "an argument of transformers is no variable of the template", "variables of the template"
-            raise ConfigError(summary, field=f"{SETTING}_kwargs", got=", ".join(wrong), need=need)
+        self._ignored_variables: set[str] = set()
+        arguments = inspect.signature(tokenizer.apply_chat_template).parameters.keys()
+        self._not_variables = arguments - {"tools", "documents"}
+        if wrong := sorted(self._not_variables & self.chat_template_kwargs.keys()):
+            raise ConfigError(
+                _NO_VARIABLE, field=f"{SETTING}_kwargs", got=", ".join(wrong), need="variables of the template"
+            )
         source, name = find_template(tokenizer, chat_template)
         self.chat_template = without_clock(source, self.chat_template_kwargs)
         self._reads_text, self._reads_parts = self._probe_content(name)
@@ -101,10 +114,10 @@ class Renderer:
         if self.adds_bos or self.num_bos is not None:
             self.chat_template = self._with_frame(source)
 
-    def render(self, messages: Sequence[Message], *, where: str | None = None, generation_prompt: bool = False) -> str:
+    def render(self, messages: AnyConversation, *, where: str | None = None, generation_prompt: bool = False) -> str:
         """The text of a whole conversation; with `generation_prompt`, up to where the assistant continues. Raises
-        `DataError` if the template refuses it, fails, or writes nothing, and for invalid Unicode; `ModelError` for an
-        encoder with `generation_prompt`."""
+        `DataError` if the template refuses it, fails, or writes nothing, for an argument of transformers among the
+        conversation's variables, and for invalid Unicode; `ModelError` for an encoder with `generation_prompt`."""
         if generation_prompt and self.kind == "encoder":
             got = type(self.tokenizer).__name__
             raise ModelError("an encoder cannot complete a prompt", got=got, need="a decoder")
@@ -112,9 +125,11 @@ class Renderer:
             if role not in self.chat_template and len(self._seen_roles) < _MOST_ROLES:
                 self._seen_roles.add(role)
                 logger.warning("%s: the chat template does not name the role %r.", where or "a conversation", role)
-        contents = [self._content(message, where) for message in messages]
+        variables = template_kwargs_of(messages)
+        self._check_variables(variables, where)
+        contents = [self._written(canonical_message(message), where) for message in messages]
         try:
-            text = self._apply(contents, generation_prompt)
+            text = self._apply(contents, generation_prompt, variables)
         except Exception as error:  # a template is a program: it can raise anything
             reason = str(error) if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
             raise DataError(
@@ -135,19 +150,19 @@ class Renderer:
             raise DataError(summary, where=where, got=list(messages), need=need)
         return text
 
-    def encode(self, messages: Sequence[Message], *, where: str | None = None) -> list[int]:
+    def encode(self, messages: AnyConversation, *, where: str | None = None) -> list[int]:
         """The token ids of a whole conversation, with its BOS (or CLS and SEP), without a generation prompt, uncut."""
         return self.encode_many([messages], where=[where])[0]
 
     def encode_many(
-        self, conversations: Sequence[Sequence[Message]], *, where: Sequence[str | None] | None = None
+        self, conversations: Sequence[AnyConversation], *, where: Sequence[str | None] | None = None
     ) -> list[list[int]]:
         """`encode` for many conversations with one call of the tokenizer; `where` names each for errors."""
         places = where if where is not None else [None] * len(conversations)
         texts = [self.render(messages, where=place) for messages, place in zip(conversations, places, strict=True)]
         return self.encode_texts(texts, where=places)
 
-    def encode_prompt(self, messages: Sequence[Message], *, where: str | None = None) -> list[int]:
+    def encode_prompt(self, messages: AnyConversation, *, where: str | None = None) -> list[int]:
         """The token ids of a policy's prompt: the conversation with the template's generation prompt, as one text.
         Raises `ModelError` for an encoder."""
         return self.encode_texts([self.render(messages, where=where, generation_prompt=True)], where=[where])[0]
@@ -172,7 +187,7 @@ class Renderer:
                 raise DataError("the tokenizer has no token for any of the text", where=place, got=text)
         return [self._frame(row) for row in rows]
 
-    def fit(self, conversation: Sequence[Message], *, where: str | None = None) -> Fitted | None:
+    def fit(self, conversation: AnyConversation, *, where: str | None = None) -> Fitted | None:
         """Encode a conversation within `max_length`.
 
         If it is too long, "error" raises `DataError` and "drop" returns None. "truncate_left" removes the oldest
@@ -183,7 +198,7 @@ class Renderer:
         return self.fit_many([conversation], where=[where])[0][0]
 
     def fit_many(
-        self, conversations: Sequence[Sequence[Message]], *, where: Sequence[str | None] | None = None
+        self, conversations: Sequence[AnyConversation], *, where: Sequence[str | None] | None = None
     ) -> list[tuple[Fitted | None, int]]:
         """`fit` for many conversations with one call of the tokenizer; with each, its number of tokens when uncut, as
         `encode_short` counts them."""
@@ -278,7 +293,7 @@ class Renderer:
 
     def _try_probe(self, messages: list[Message], name: str) -> str:
         try:
-            return self._apply(messages, False)
+            return self._apply(messages, generation_prompt=False)
         except (jinja2.TemplateSyntaxError, jinja2.TemplateRuntimeError, ArithmeticError) as error:
             if isinstance(error, jinja2.UndefinedError):
                 return ""
@@ -290,6 +305,46 @@ class Renderer:
             raise ConfigError(f"the chat template {what}", where=name, got=got, fix=fix) from error
         except Exception:
             return ""  # it may still accept the data's roles; the error of a row has the template's reason
+
+    def reads(self, variable: str) -> bool:
+        """Whether the chat template names a variable."""
+        return re.search(rf"\b{re.escape(variable)}\b", self.chat_template) is not None
+
+    def _check_variables(self, variables: Mapping[str, Any], where: str | None) -> None:
+        """Raise `DataError` for a name that is no variable; say once of each variable that the template ignores it."""
+        if wrong := sorted(self._not_variables & variables.keys()):
+            field, need = "chat_template_kwargs", "variables of the template"
+            raise DataError(_NO_VARIABLE, where=where, field=field, got=", ".join(wrong), need=need)
+        for name in sorted(variables.keys() - self._ignored_variables):
+            if not self.reads(name) and len(self._ignored_variables) < _MOST_ROLES:
+                self._ignored_variables.add(name)
+                logger.warning("%s: the chat template ignores %s.", where or "a conversation", name)
+
+    def _written(self, message: Message, where: str | None) -> Message:
+        """The message as the template reads it: content as text or parts, arguments of calls as objects or text."""
+        message = self._content(message, where)
+        calls = message.get("tool_calls")
+        if isinstance(calls, list) and self._reads_arguments_as_text:
+            return message | {"tool_calls": [_with_text_arguments(call) for call in calls]}
+        return message
+
+    @functools.cached_property
+    def _reads_arguments_as_text(self) -> bool:
+        """Whether the template wants the arguments of tool calls as JSON text, as DeepSeek-V3's: it fails for an
+        object, or writes it as Python would. Others write JSON themselves, and would quote a text again."""
+        as_object, as_text = (self._try_call(call) for call in (_PROBE_CALL, _with_text_arguments(_PROBE_CALL)))
+        return "Roma" in as_text and ("Roma" not in as_object or _AS_PYTHON in as_object)
+
+    def _try_call(self, function: Mapping[str, Any]) -> str:
+        call = {"id": "abcdefghi", "type": "function", "function": function}
+        calling: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+        result: Message = {"role": "tool", "tool_call_id": "abcdefghi", "name": "itinera", "content": "Via."}
+        for messages in ([_PROBE_MESSAGES[0], calling], [_PROBE_MESSAGES[0], calling, result]):
+            try:
+                return self._apply(messages, generation_prompt=False)
+            except Exception:  # a template is a program: it can raise anything
+                continue
+        return ""
 
     def _content(self, message: Message, where: str | None) -> Message:
         content = message.get("content")
@@ -323,7 +378,7 @@ class Renderer:
         return list(itertools.dropwhile(lambda token: token == self._first_id, ids))
 
     def _fitted(
-        self, conversation: Sequence[Message], ids: list[int] | None, num_tokens: int, where: str | None
+        self, conversation: AnyConversation, ids: list[int] | None, num_tokens: int, where: str | None
     ) -> Fitted | None:
         if self.max_length is None or num_tokens <= self.max_length:
             assert ids is not None
@@ -338,15 +393,15 @@ class Renderer:
         shortened = self._shortened(conversation, ids)
         return None if shortened is None else Fitted(shortened, truncated=True)
 
-    def _shortened(self, conversation: Sequence[Message], ids: list[int] | None) -> list[int] | None:
+    def _shortened(self, conversation: AnyConversation, ids: list[int] | None) -> list[int] | None:
         assert self.max_length is not None
         context = conversation[:-1]
         system = context[:1] if context and context[0].get("role") == "system" else []
         for start in range(len(system) + 1, len(context)):  # the last of them stays: without it there is no question
-            shorter = self._encode_if_short([*system, *conversation[start:]])
+            shorter = self._encode_if_short(with_messages(conversation, [*system, *conversation[start:]]))
             if shorter is not None and len(shorter) <= self.max_length:
                 return shorter
-        alone = None if ids is None else self._encode_if_short(context)
+        alone = None if ids is None else self._encode_if_short(with_messages(conversation, context))
         if ids is None or alone is None:
             return None  # the end of the context is unknown
         head = len(ids) - len(self._without_first(ids))
@@ -356,23 +411,38 @@ class Renderer:
         cut = min(-(-excess // step) * step, most)
         return ids[:head] + ids[head + cut :] if cut >= excess else None
 
-    def _encode_if_short(self, messages: Sequence[Message]) -> list[int] | None:
+    def _encode_if_short(self, messages: AnyConversation) -> list[int] | None:
         """The ids; None if the template refuses the messages, or the text has too many characters."""
         try:
             return self.encode_short([self.render(messages)], self.max_length, where=[None])[0][0]
         except DataError:
             return None
 
-    def _apply(self, messages: Sequence[Message], generation_prompt: bool) -> str:
-        """The text that transformers renders, at most `MAX_CHARACTERS`. Passes on the template's errors."""
-        variables = {"add_generation_prompt": generation_prompt, **self.chat_template_kwargs}
+    def _apply(
+        self, messages: Sequence[Message], generation_prompt: bool, variables: Mapping[str, Any] | None = None
+    ) -> str:
+        """The text that transformers renders, at most `MAX_CHARACTERS`. `variables` win over those of the renderer.
+        Passes on the template's errors."""
+        all_variables = {**self.chat_template_kwargs, **(variables or {}), "add_generation_prompt": generation_prompt}
         text = self.tokenizer.apply_chat_template(
-            list(messages), chat_template=self.chat_template, tokenize=False, **variables
+            list(messages), chat_template=self.chat_template, tokenize=False, **all_variables
         )
         assert isinstance(text, str)
         if len(text) > MAX_CHARACTERS:
             raise jinja2.TemplateRuntimeError(f"it writes a text of more than {MAX_CHARACTERS:,} characters")
         return text
+
+
+def _with_text_arguments(call: Any) -> Any:
+    """A tool call, or its function, with its arguments as JSON text."""
+    if not isinstance(call, Mapping):
+        return call
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _with_text_arguments(call["function"])}
+    arguments = call.get("arguments")
+    if not isinstance(arguments, Mapping):
+        return call
+    return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)}
 
 
 def _as_parts(text: str) -> list[dict[str, str]]:
@@ -394,6 +464,8 @@ FIXED_DATE = "26 Jul 2024"
 
 MAX_CHARACTERS = 2**28
 """The longest text that a template may write."""
+
+_NO_VARIABLE = "an argument of transformers is no variable of the template"
 
 NUM_BOS = "num_bos"
 """A key of a tokenizer's `init_kwargs`, which are saved with it."""

@@ -10,11 +10,10 @@ A `function_call` becomes a tool call of the assistant's message before it, `rea
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from treeward.data.preference import Message
+from treeward.data.conversation import Conversation, Message, canonical_call
 from treeward.errors import DataError
 
 _TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
@@ -23,10 +22,12 @@ _TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "ref
 
 def conversation_of(
     params: Mapping[str, Any], output: Sequence[Mapping[str, Any]], *, developer: str = "system"
-) -> list[Message]:
-    """The messages of a request (`responses_create_params`) and of its `output`. `developer`: the role for developer
-    messages, which most chat templates do not know. Raises `DataError` for items that are not messages."""
-    return [*messages_of_input(params, developer=developer), *_messages(output, "response.output", developer)]
+) -> Conversation:
+    """The messages of a request (`responses_create_params`) and of its `output`, with the request's tools. `developer`:
+    the role for developer messages, which most chat templates do not know. Raises `DataError` for items that are not
+    messages."""
+    messages = [*messages_of_input(params, developer=developer), *_messages(output, "response.output", developer)]
+    return Conversation(messages, tools=tools_of(params))
 
 
 def as_conversation(prompt: Any, response: Any, *, developer: str = "system") -> list[Message]:
@@ -48,6 +49,21 @@ def messages_of_input(params: Mapping[str, Any], *, developer: str = "system") -
     if isinstance(items, str):
         return [*first, {"role": "user", "content": items}]
     return [*first, *_messages(_checked(items, Sequence, "input", "a text, or a list of items"), "input", developer)]
+
+
+def tools_of(params: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The tools of a request in the form that chat templates read. A function's name, description and parameters lie
+    one level deeper there. Raises `DataError` for tools that are not objects."""
+    tools = []
+    for tool in _checked(params.get("tools") or (), Sequence, "tools", "a list of tools"):
+        definition = tool.model_dump(exclude_none=True) if hasattr(tool, "model_dump") else tool
+        definition = dict(_checked(definition, Mapping, "tools", '{"type": "function", "name": ..., ...}'))
+        if definition.get("type") == "function" and "function" not in definition:
+            keys = ("name", "description", "parameters")
+            function = {key: definition[key] for key in keys if definition.get(key) is not None}
+            definition = {"type": "function", "function": function}
+        tools.append(definition)
+    return tools
 
 
 def _messages(items: Sequence[Any], field: str, developer: str) -> list[Message]:
@@ -115,16 +131,9 @@ def _text(content: Any, where: str) -> str:
 
 def _call(item: Mapping[str, Any], where: str) -> dict[str, Any]:
     name = _checked(item.get("name"), str, f"{where}.name", "the function's name")
-    arguments, call_id = item.get("arguments"), item.get("call_id")
-    # Templates write arguments as JSON themselves; text would come out quoted a second time.
-    if isinstance(arguments, str):
-        try:
-            parsed = json.loads(arguments)
-        except (ValueError, RecursionError):
-            parsed = None
-        arguments = parsed if isinstance(parsed, dict) else arguments
+    call_id = item.get("call_id")
     return {
         "id": call_id if isinstance(call_id, str) else where,
         "type": "function",
-        "function": {"name": name, "arguments": {} if arguments is None else arguments},
+        "function": canonical_call({"name": name, "arguments": item.get("arguments")}),
     }

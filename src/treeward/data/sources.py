@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from treeward.config.data import SetConfig
-from treeward.data.preference import Message, last_text
+from treeward.data.conversation import Message, last_text, without_nulls
 from treeward.errors import ConfigError, DataError, nearest_path
 
 PROMPT_FILES = ("prompt_file", "system_prompt_file")
@@ -71,7 +71,9 @@ def read_rows(
     if files:
         return _at_least_one(itertools.chain.from_iterable(read_file(file, broken) for file in files), path)
     # A dataset may have been saved with a torch or numpy format; rows are plain Python values.
-    rows = (Row(values, f"{label}:row {i}") for i, values in enumerate(table.with_format(None), 1))
+    rows = (
+        Row(_without_nested_nulls(values), f"{label}:row {i}") for i, values in enumerate(table.with_format(None), 1)
+    )
     return _at_least_one(rows, path)
 
 
@@ -83,7 +85,7 @@ def read_file(path: str, broken: Broken = raised) -> Iterator[Row]:
         case ".json":
             return _json_rows(path, broken)
         case ".csv" | ".tsv" as suffix:
-            return _csv_rows(path, "excel" if suffix == ".csv" else "excel-tab", broken)
+            return _csv_rows(path, "," if suffix == ".csv" else "\t", broken)
         case ".parquet" | ".arrow" | ".feather" as suffix:
             return _arrow_rows(path, is_parquet=suffix == ".parquet")
     need = f"one of {', '.join(KINDS)}; those of text also .gz"
@@ -305,10 +307,16 @@ def _row(value: Any, where: str) -> Row:
     raise DataError("a row is not an object", where=where, got=value, need='{"key": value, ...}', fix=fix)
 
 
-def _csv_rows(path: str, dialect: str, broken: Broken) -> Iterator[Row]:
+def _csv_rows(path: str, separator: str, broken: Broken) -> Iterator[Row]:
     # The limit of a cell is the process's, and its default is less than one long conversation.
     csv.field_size_limit(max(csv.field_size_limit(), _LONGEST_CELL_CHARACTERS))
-    reader = csv.reader(_texts(path), dialect, strict=True)
+    texts = _texts(path)
+    first = next(texts, "")
+    # A spreadsheet of a country with decimal commas writes semicolons.
+    header_cells = {mark: len(next(csv.reader([first], delimiter=mark), [])) for mark in (separator, ";", "\t")}
+    if header_cells[separator] == 1:
+        separator = max(header_cells, key=lambda mark: header_cells[mark])
+    reader = csv.reader(itertools.chain([first], texts), delimiter=separator, strict=True)
     header: list[str] = []
     end = 0  # a row may have several lines, and is named by its first
     try:
@@ -346,10 +354,15 @@ def _arrow_rows(path: str, *, is_parquet: bool) -> Iterator[Row]:
         for batch in batches:
             for values in batch.to_pylist():
                 number += 1
-                yield Row(values, f"{path}:row {number}")
+                yield Row(_without_nested_nulls(values), f"{path}:row {number}")
     except (pa.ArrowException, OSError) as error:
         where, got = f"{path}:row {number + 1}", f"{type(error).__name__}: {error}"
         raise DataError("the file cannot be read", where=where, got=got, need="a complete file") from error
+
+
+def _without_nested_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The row of a table without the nulls that Arrow has put into its objects; the columns themselves stay."""
+    return {name: without_nulls(value) for name, value in values.items()}
 
 
 @dataclass(frozen=True)

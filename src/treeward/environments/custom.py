@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from treeward.config.reward_environments import CustomEnvironmentConfig
-from treeward.data.preference import Message
+from treeward.data.conversation import Message
 from treeward.environments.interface import WHERE, ConfiguredEnvironment, Conversations, Infos, Reward
 from treeward.errors import ConfigError
 from treeward.http import run_async

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from treeward.config.base import Strict
 from treeward.config.load import load_section
-from treeward.data.preference import Message
+from treeward.data.conversation import Conversation, Message, read_template_kwargs, template_kwargs_of, with_messages
 from treeward.environments.actors import RayActor
 from treeward.errors import DataError
 from treeward.scoring.score import Reward as Reward
@@ -96,17 +96,21 @@ class Environment(RayActor, abc.ABC):
     def reward(self, message_logs: Logs, env_infos: AnyInfos) -> list[Reward]:
         """One `Reward` per message log of a loop, in order; a batch may have any size.
 
-        Messages lose the loop's own keys (`token_ids`, tensors). Raises `DataError` for a log that is not a list of
-        messages, and unless there are as many `env_infos` (or None) as logs, or none at all.
+        Messages lose the loop's own keys (`token_ids`, tensors). A reward model's chat template reads `tools` and
+        `chat_template_kwargs` of the `env_info`. Raises `DataError` for a log that is not a list of messages, and
+        unless there are as many `env_infos` (or None) as logs, or none at all.
         """
         env_infos = env_infos or [None] * len(message_logs)  # NeMo RL's reward models get none
         if len(message_logs) != len(env_infos):
             got = f"{len(message_logs)} message logs and {len(env_infos)} env_infos"
             raise DataError("there is not one env_info for each message log", where=self.name, got=got)
-        conversations = [conversation_of(log, where=f"sample {i}") for i, log in enumerate(message_logs)]
-        for i, info in enumerate(env_infos):
+        conversations = []
+        for i, (log, info) in enumerate(zip(message_logs, env_infos, strict=True)):
             if not isinstance(info, Mapping | None):
                 raise DataError("the env_info is not a mapping", where=f"{self.name}, sample {i}", got=info)
+            messages = conversation_of(log, where=f"sample {i}")
+            variables = {**template_kwargs_of(messages), **read_template_kwargs(info or {}, f"sample {i}")}
+            conversations.append(Conversation(messages, chat_template_kwargs=variables))
         rewards = self.rewards(conversations, [dict(info or {}) for info in env_infos])
         assert len(rewards) == len(conversations), f"{self.name}: {len(rewards)} rewards for {len(conversations)} logs"
         if failed := [i for i, reward in enumerate(rewards) if reward.value is None]:
@@ -169,13 +173,13 @@ class ConfiguredEnvironment(Environment, Generic[_Section]):
         self.config = cast(_Section, section)
 
 
-def conversation_of(log: Any, where: str | None = None) -> list[Message]:
+def conversation_of(log: Any, where: str | None = None) -> Conversation:
     """The messages of a log, without the loop's own keys. Raises `DataError` unless it is a list of messages."""
     if isinstance(log, np.ndarray):
         log = log.tolist()  # parquet gives lists as arrays
     if not isinstance(log, Sequence) or not all(isinstance(message, Mapping) for message in log):
         raise DataError("the message log is not a list of messages", where=where, got=log)
-    return [_message(message) for message in log]
+    return with_messages(log, [_message(message) for message in log])
 
 
 def _message(message: Mapping[str, Any]) -> Message:

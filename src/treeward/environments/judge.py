@@ -29,7 +29,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from treeward.config.reward_environments import JudgeEnvironmentConfig
-from treeward.data.preference import Message
+from treeward.data.conversation import Message
 from treeward.environments.interface import GROUP, ConfiguredEnvironment, Conversations, Infos, Reward
 from treeward.environments.judge_endpoint import EndpointJudge
 from treeward.errors import ModelError

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from treeward.config.reward_environments import JudgeEnvironmentConfig
-from treeward.data.preference import Message
+from treeward.data.conversation import Message
 from treeward.environments.interface import WHERE
 from treeward.errors import ModelError
 from treeward.http import ServerError, run_async

@@ -26,8 +26,9 @@ from typing import Any
 
 from treeward.config.data import PromptSetConfig
 from treeward.config.reward_environments import JudgePromptConfig, PreferenceVerdictConfig
+from treeward.data.conversation import last_text
 from treeward.data.datasets import open_dataset
-from treeward.data.preference import Completion, last_text
+from treeward.data.preference import Completion
 from treeward.data.prompt_sets import FAMILY, Prompt, PromptSet
 from treeward.environments.interface import ConfiguredEnvironment, Conversations, Infos, Reward
 from treeward.errors import DataError

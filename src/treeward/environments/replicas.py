@@ -28,12 +28,13 @@ import torch
 from ray.exceptions import RayActorError, RayTaskError
 
 from treeward.config.reward_environments import RewardModelEnvironmentConfig
+from treeward.data.conversation import AnyConversation
 from treeward.environments.interface import WHERE
 from treeward.environments.scoring_worker import ScoringWorker
 from treeward.errors import TreewardError
 from treeward.parallel.ray_cluster import check_room, first_line, start_ray
 from treeward.scoring.replicas import running
-from treeward.scoring.score import Conversation, Score
+from treeward.scoring.score import Score
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class _Replica:
         self._worker.load(address)
         ray.get(loading)
 
-    async def score(self, conversations: Sequence[Conversation]) -> list[Score]:
+    async def score(self, conversations: Sequence[AnyConversation]) -> list[Score]:
         """As `ScoringWorker.score`, in a thread: Serve's health checks go on. A call that is cancelled keeps its place
         until its thread has ended, so that others go to replicas that are free."""
         scoring = asyncio.ensure_future(asyncio.to_thread(self._score, conversations))
@@ -68,7 +69,7 @@ class _Replica:
             await asyncio.wait([scoring])
             raise
 
-    def _score(self, conversations: Sequence[Conversation]) -> list[Score]:
+    def _score(self, conversations: Sequence[AnyConversation]) -> list[Score]:
         scoring = [fellow.score.remote(conversations) for fellow in self._fellows]
         try:
             scores = self._worker.score(conversations)
@@ -118,7 +119,7 @@ class ReplicaPool:
         )
         logger.info("%d replicas of the reward model, %d processes each.", config.num_workers, size)
 
-    def score(self, conversations: Sequence[Conversation]) -> list[Score]:
+    def score(self, conversations: Sequence[AnyConversation]) -> list[Score]:
         """Scores in order; a failed conversation has None and the reason in `Score.error`.
 
         Raises the errors of the model, and `ModelError` after `shutdown`.
@@ -131,7 +132,7 @@ class ReplicaPool:
         """End the replicas. Safe to repeat."""
         self._open.close()
 
-    def _score(self, conversations: Sequence[Conversation]) -> list[Score]:
+    def _score(self, conversations: Sequence[AnyConversation]) -> list[Score]:
         attempts, seconds = self._config.max_retries + 1, self._config.worker_timeout_seconds
         for _ in range(attempts):
             try:
@@ -148,7 +149,7 @@ class ReplicaPool:
         return [Score(None, error=f"tried {attempts} times: {reason}")] * len(conversations)
 
 
-def _chunks(conversations: Sequence[Conversation], most: int) -> list[list[Conversation]]:
+def _chunks(conversations: Sequence[AnyConversation], most: int) -> list[list[AnyConversation]]:
     """At most so many parts, in order, of equal numbers of prompts; neighbours with one prompt stay together."""
     prompts = [list(group) for _, group in groupby(conversations, key=lambda conversation: list(conversation[:-1]))]
     size = max(1, math.ceil(len(prompts) / most))

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from treeward.client.rewards import RewardClient
 from treeward.config.reward_environments import RewardModelEnvironmentConfig
+from treeward.data.conversation import AnyConversation
 from treeward.environments.interface import (
     WHERE,
     ConfiguredEnvironment,
@@ -39,7 +40,7 @@ from treeward.errors import ConfigError, ModelError
 from treeward.http import RewardServerError
 from treeward.model.reward_model import RewardModel
 from treeward.openai_client import key_from
-from treeward.scoring.score import Conversation, Score
+from treeward.scoring.score import Score
 from treeward.scoring.shaping import load_shaper, rewards_of
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ class RewardServer:
         self.client = RewardClient(str(config.url), token=token, model=config.served_model, **limits)  # type: ignore[arg-type]
         self.model = self._described()
 
-    def rewards(self, conversations: Sequence[Conversation]) -> list[Reward]:
+    def rewards(self, conversations: Sequence[AnyConversation]) -> list[Reward]:
         """The server's rewards in order; None with the reason."""
         try:
             rewards = self.client.rewards(conversations, on_error="mask")

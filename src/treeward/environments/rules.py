@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import regex
 
 from treeward.config.reward_environments import MathEnvironmentConfig, RuleEnvironmentConfig
-from treeward.data.preference import Message
+from treeward.data.conversation import Message
 from treeward.environments.interface import WHERE, ConfiguredEnvironment, Conversations, Infos, Reward
 from treeward.environments.math_answers import MathChecker, MathVerdict, marked, number_text
 from treeward.errors import ConfigError

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from treeward.data.conversation import AnyConversation
 from treeward.environments.interface import GROUP, Environment
-from treeward.scoring.score import Conversation, Cost, Score
+from treeward.scoring.score import Cost, Score
 
 
 class EnvironmentScorer:
@@ -28,7 +29,7 @@ class EnvironmentScorer:
         return {name: value - before.get(name, 0) for name, value in self._cost.items()}
 
     def score_groups(
-        self, groups: Sequence[Sequence[Conversation]], infos: Sequence[Mapping[str, Any]]
+        self, groups: Sequence[Sequence[AnyConversation]], infos: Sequence[Mapping[str, Any]]
     ) -> list[list[Score]]:
         """A list of scores for each group, with the components of the rewards as heads. `infos`: the data's columns for
         each group, as `ground_truth`."""

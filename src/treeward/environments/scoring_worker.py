@@ -19,6 +19,7 @@ from torch import Tensor
 
 from treeward.config.policy import ShardingConfig
 from treeward.config.reward_environments import RewardModelEnvironmentConfig
+from treeward.data.conversation import AnyConversation
 from treeward.errors import ConfigError, DataError
 from treeward.model.pretrained import DTYPES
 from treeward.model.reward_model import DEFAULT_BATCH_TOKENS
@@ -28,7 +29,7 @@ from treeward.parallel.sharding import shard
 from treeward.parallel.tensor import cut
 from treeward.processes import joined
 from treeward.scoring.ensemble import load_scorer
-from treeward.scoring.score import Conversation, Score
+from treeward.scoring.score import Score
 from treeward.scoring.scorer import PreparedScorer
 
 logger = logging.getLogger(__name__)
@@ -84,7 +85,7 @@ class ScoringWorker:
         if size > 1:
             self._divide()
 
-    def score(self, conversations: Sequence[Conversation]) -> list[Score]:
+    def score(self, conversations: Sequence[AnyConversation]) -> list[Score]:
         """Scores in order; a failed conversation has None and the reason in `Score.error`."""
         scorer = self.scorer
         if not self._offload:
@@ -98,7 +99,7 @@ class ScoringWorker:
                 member.model.to("cpu")
             torch.cuda.empty_cache()
 
-    def preprocess(self, conversations: Sequence[Conversation]) -> dict[str, Tensor]:
+    def preprocess(self, conversations: Sequence[AnyConversation]) -> dict[str, Tensor]:
         """See `RewardModelEnvironment.preprocess_data`."""
         scorer = self.scorer.members[0]
         if scorer.steps is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from treeward.data.conversation import without_nulls
 from treeward.environments.interface import Environment
 from treeward.environments.reward_model import RewardModelEnvironment
 
@@ -38,12 +39,13 @@ def as_trl(reward: Any, *, name: str | None = None, **settings: Any) -> Callable
     def rewards_of(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
         """The rewards of B completions, None for none. `prompts`, `completions`: B lists of messages, or B texts."""
         logs = [
-            _messages(prompt, "user") + _messages(completion, "assistant")
+            without_nulls(_messages(prompt, "user")) + _messages(completion, "assistant")
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
         log_metric = columns.get("log_metric")
         cells = {column: values for column, values in columns.items() if column not in _NOT_COLUMNS}
-        infos = [{k: v[i] for k, v in cells.items() if v[i] is not None} for i in range(len(logs))]
+        # The prompts and the columns come from Arrow's tables.
+        infos = [without_nulls({name: values[i] for name, values in cells.items()}) for i in range(len(logs))]
         rewards = environment.reward(logs, infos)
         if log_metric is not None and rewards:
             log_metric(f"{name}/failed", sum(reward.value is None for reward in rewards) / len(rewards))

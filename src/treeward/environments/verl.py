@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from treeward.data.conversation import without_nulls
 from treeward.environments.interface import Reward
 from treeward.environments.source import RewardSourceConfig, reward_source
 from treeward.errors import DataError
@@ -88,7 +89,7 @@ def _submit(
     prompt = [] if is_rule and not has_prompt else _prompt(info, data_source)
     messages = [*prompt, {"role": "assistant", "content": solution_str}]
     env_info = info | {"data_source": data_source, "ground_truth": ground_truth}
-    return source.submit(messages, {key: value for key, value in env_info.items() if value is not None}), config
+    return source.submit(messages, without_nulls(env_info)), config  # verl's rows come from parquet
 
 
 def _prompt(extra_info: Mapping[str, Any], data_source: str) -> list[Mapping[str, Any]]:
@@ -97,7 +98,7 @@ def _prompt(extra_info: Mapping[str, Any], data_source: str) -> list[Mapping[str
         if isinstance(prompt, str):
             return [{"role": "user", "content": prompt}]
         if prompt is not None:
-            return list(prompt)  # from parquet it is a list or an array
+            return [without_nulls(message) for message in prompt]  # from parquet it is a list or an array
     raise DataError(
         "a reward model reads the prompt too, and verl does not pass it on",
         where=f"data_source {data_source}",

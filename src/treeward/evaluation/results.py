@@ -17,7 +17,8 @@ from itertools import islice
 from statistics import fmean
 from typing import Any, Literal
 
-from treeward.data.preference import Completion, Preference, last_text
+from treeward.data.conversation import last_text, read_template_kwargs, template_columns
+from treeward.data.preference import Completion, Preference
 from treeward.errors import DataError
 from treeward.scoring.score import ConversationScorer, GroupScorer
 
@@ -195,6 +196,7 @@ def to_row(scored: ScoredExample) -> dict[str, Any]:
         "context": example.context,
         "completions": [completion.messages for completion in example.completions],
         "ranks": example.ranks,
+        **template_columns(example.template_kwargs),
     }
     row |= {name: getattr(scored, name) for name in _NUMBERS}
     grades = [completion.all_grades for completion in example.completions]
@@ -210,7 +212,13 @@ def scored_from_row(row: Mapping[str, Any], where: str) -> ScoredExample:
             Completion(rank, tuple(messages), score=items.pop("score", None), grades=items)
             for rank, messages, items in zip(row["ranks"], row["completions"], grades, strict=True)
         ]
-        example = Preference(tuple(row["context"]), tuple(completions), task_name=row["subset"], id=row["id"])
+        example = Preference(
+            context=tuple(row["context"]),
+            completions=tuple(completions),
+            task_name=row["subset"],
+            id=row["id"],
+            template_kwargs=read_template_kwargs(row, where),
+        )
         numbers = {name: tuple(row[name]) for name in _NUMBERS}
         optional = {name: tuple(row.get(name) or ()) for name in _OPTIONAL}
         return ScoredExample(example, **numbers, **optional)

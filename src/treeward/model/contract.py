@@ -19,6 +19,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from transformers.utils.hub import cached_file
 
 from treeward.config.base import Strict
+from treeward.data.conversation import Conversation
 from treeward.errors import ModelError
 from treeward.model.pretrained import check_local
 from treeward.storage import write_text
@@ -119,14 +120,20 @@ too few."""
 
 class GoldenExample(Strict):
     """A conversation with its token ids, its raw score in float32 from the weights on disk, the value of each head, and
-    the scores of known mistakes. `name`: its speciality."""
+    the scores of known mistakes. `name`: its speciality. `chat_template_kwargs`: its variables, tools among them."""
 
     name: str
     messages: list[dict[str, Any]]
+    chat_template_kwargs: dict[str, Any] = {}
     token_ids: list[int]
     score: float
     heads: list[float]
     mistakes: dict[Mistake, float] = {}
+
+    @property
+    def conversation(self) -> Conversation:
+        """The messages with their template variables."""
+        return Conversation(self.messages, chat_template_kwargs=self.chat_template_kwargs)
 
 
 class ToleranceContract(Strict):

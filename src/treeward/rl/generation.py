@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 
 from treeward import processes
 from treeward.config.grpo_policy import GenerationConfig
-from treeward.data.preference import Message
+from treeward.data.conversation import Conversation, Message
 from treeward.data.prompt_sets import Prompt
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, DataError, ModelError
@@ -75,10 +75,10 @@ class CompletionGroup:
         return (*self.prompt_ids, *self.completions[g].token_ids)
 
     @property
-    def conversations(self) -> list[list[Message]]:
+    def conversations(self) -> list[Conversation]:
         """The messages of each completion, for environments, which render them for their own model."""
         return [
-            [*self.prompt.messages, {"role": "assistant", "content": completion.text}]
+            self.prompt.conversation({"role": "assistant", "content": completion.text})
             for completion in self.completions
         ]
 

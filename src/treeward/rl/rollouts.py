@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from treeward import processes
+from treeward.data.conversation import template_columns
 from treeward.errors import ModelError
 from treeward.rl.advantages import informative_groups, length_correlation, shaped_rewards, used_completions
 from treeward.rl.environment_runner import GroupRewards, environment_metrics, failure_summary
@@ -238,6 +239,7 @@ def _samples(groups: Sequence[CompletionGroup], values: Mapping[str, Tensor]) ->
     return [
         {
             "prompt": [dict(message) for message in group.prompt.messages],
+            **template_columns(group.prompt.template_kwargs),
             "completions": [
                 {
                     "text": completion.text,

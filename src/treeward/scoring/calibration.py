@@ -27,7 +27,8 @@ from numpy.typing import NDArray
 from scipy.optimize import brentq
 from statsmodels.nonparametric.smoothers_lowess import lowess
 
-from treeward.data.preference import Preference, last_text, preference_to_dict
+from treeward.data.conversation import last_text
+from treeward.data.preference import Preference, preference_to_dict
 from treeward.errors import DataError
 from treeward.model.contract import (
     CalibratedTemperature,
@@ -79,7 +80,7 @@ def calibrate(scorer: PreparedScorer, preferences: Iterable[Preference], *, name
             row = preference_to_dict(preference)
             digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
             completions += [
-                (num_comparisons, completion.rank, [*preference.context, *completion.messages])
+                (num_comparisons, completion.rank, preference.conversation(completion))
                 for completion in preference.completions
             ]
             num_comparisons += 1

@@ -23,9 +23,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from treeward.config.reward_environments import JUDGE_FILE
 from treeward.config.scoring import EnsembleConfig, EnsembleMethod, ScoringConfig
+from treeward.data.conversation import AnyConversation
 from treeward.errors import ConfigError, TreewardError
 from treeward.model.contract import ScoringContract, read_contract
-from treeward.scoring.score import Conversation, OnError, Score
+from treeward.scoring.score import OnError, Score
 from treeward.scoring.scorer import Prepared, PreparedScorer, Scorer
 
 
@@ -85,7 +86,11 @@ class EnsembleScorer(PreparedScorer):
         return None
 
     def prepare(
-        self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"
+        self,
+        conversations: Sequence[AnyConversation],
+        *,
+        where: Sequence[str] | None = None,
+        on_error: OnError = "raise",
     ) -> list[Prepared]:
         by_member = self._each(lambda _, member: member.prepare(conversations, where=where, on_error=on_error))
         return [_of_members(members) for members in zip(*by_member, strict=True)]

@@ -25,7 +25,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from treeward import processes
-from treeward.data.preference import Message
+from treeward.data.conversation import Conversation, Message
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, DataError, ModelError
 from treeward.model.contract import (
@@ -55,11 +55,22 @@ from treeward.version import VERSION
 logger = logging.getLogger(__name__)
 
 
-def _chat(*texts: str, system: str | None = None) -> list[Message]:
+def _chat(*texts: str, system: str | None = None) -> Conversation:
     """Messages of user and assistant in turn."""
     roles = ("user", "assistant")
     messages: list[Message] = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
-    return messages if system is None else [{"role": "system", "content": system}, *messages]
+    return Conversation(messages if system is None else [{"role": "system", "content": system}, *messages])
+
+
+_CALL = {"id": "tide00001", "type": "function", "function": {"name": "next_tide", "arguments": {"port": "Brest"}}}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "next_tide",
+        "description": "When the next high water is.",
+        "parameters": {"type": "object", "properties": {"port": {"type": "string"}}, "required": ["port"]},
+    },
+}
 
 
 _TIDES = """\
@@ -71,7 +82,7 @@ twenty-five hours: the extra hour is the distance that the Moon has gone on in t
 1. At new and full moon the Sun helps, and the range is large (spring tide).
 2. At half moon it pulls across, and the range is small (neap tide)."""
 
-GOLDEN_CONVERSATIONS: Mapping[str, list[Message]] = {
+GOLDEN_CONVERSATIONS: Mapping[str, Conversation] = {
     "question": _chat("Which river flows through Prague?", "The Vltava flows through Prague."),
     "same question, another completion": _chat("Which river flows through Prague?", "I would rather not say."),
     "greeting": _chat("Hi", "Hello!"),
@@ -84,6 +95,15 @@ GOLDEN_CONVERSATIONS: Mapping[str, list[Message]] = {
     "white space at the end": _chat("Tell me a colour. ", "Blue  \n\n"),
     "one character": _chat("Is that so?", "."),
     "long completion": _chat("Why are there two tides a day?", _TIDES),
+    "tools": Conversation(
+        [
+            {"role": "user", "content": "When is high water in Brest?"},
+            {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+            {"role": "tool", "tool_call_id": "tide00001", "name": "next_tide", "content": "14:20"},
+            {"role": "assistant", "content": "At 14:20."},
+        ],
+        tools=[_TOOL],
+    ),
 }
 """Conversations by what is special about them."""
 
@@ -384,6 +404,7 @@ def _golden(
             GoldenExample(
                 name=name,
                 messages=[dict(message) for message in GOLDEN_CONVERSATIONS[name]],
+                chat_template_kwargs=GOLDEN_CONVERSATIONS[name].template_kwargs,
                 token_ids=ids,
                 score=combined_heads(values, heads),
                 heads=values,
@@ -399,9 +420,11 @@ def _golden(
 def _rendered(renderer: Renderer, max_positions: int | None) -> dict[str, list[int]]:
     """The tokens of the golden conversations that the template and the limits allow."""
     rendered: dict[str, list[int]] = {}
-    for name, messages in GOLDEN_CONVERSATIONS.items():
+    for name, conversation in GOLDEN_CONVERSATIONS.items():
+        if any(not renderer.reads(variable) for variable in conversation.template_kwargs):
+            continue
         with contextlib.suppress(DataError):  # the template refuses it
-            fitted = renderer.fit(messages)
+            fitted = renderer.fit(conversation)
             if fitted is not None and (max_positions is None or len(fitted.token_ids) <= max_positions):
                 rendered[name] = [int(token) for token in fitted.token_ids]
     return rendered

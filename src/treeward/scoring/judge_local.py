@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from treeward.config.reward_environments import JudgeEnvironmentConfig
-from treeward.data.preference import Message
+from treeward.data.conversation import Message
 from treeward.data.rendering import Renderer
 from treeward.errors import DataError
 from treeward.model.loading import load_policy

@@ -22,6 +22,7 @@ import ray
 from ray.data import ActorPoolStrategy, DataContext
 from ray.util.annotations import RayDeprecationWarning
 
+from treeward.config.data import DatasetConfig
 from treeward.data.sources import Row
 from treeward.errors import ModelError
 from treeward.scoring.rows import ChunkScorer, Load, ScoredChunk, chunks_of
@@ -31,11 +32,18 @@ _RETRIES = 3
 
 
 def scored_on_ray(
-    load: Load, read: Callable[[], Iterator[Row]], *, num_workers: int, resources: Mapping[str, Any], skip: int = 0
+    load: Load,
+    read: Callable[[], Iterator[Row]],
+    *,
+    num_workers: int,
+    resources: Mapping[str, Any],
+    columns: DatasetConfig | None = None,
+    skip: int = 0,
 ) -> Generator[ScoredChunk]:
     """The chunks of the rows of `read()` after the first `skip`, in order; one without rows if there are none.
 
-    `resources`: Ray's options of each worker. Ray is running. Raises `ModelError` where workers die of one chunk again
+    `resources`: Ray's options of each worker. `columns`: names columns, as `prompt_key`. Ray is running. Raises
+    `ModelError` where workers die of one chunk again and
     and again.
     """
     context = DataContext.get_current().copy()
@@ -49,7 +57,7 @@ def scored_on_ray(
 
     def read_chunks(_: Any) -> Iterator[dict[str, bytes]]:
         _enter(folder)
-        for chunk in chunks_of(islice(read(), skip, None)):
+        for chunk in chunks_of(islice(read(), skip, None), columns):
             yield {"chunk": pickle.dumps(chunk)}
 
     with DataContext.current(context), warnings.catch_warnings():

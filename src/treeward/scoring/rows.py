@@ -13,8 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from treeward.data.formats import conversations_of, is_single
-from treeward.data.preference import Message, check_prompted
+from treeward.config.data import DatasetConfig
+from treeward.data.columns import named_columns, unread_columns
+from treeward.data.conversation import Conversation
+from treeward.data.formats import conversations_of, is_single, scored_columns
+from treeward.data.preference import check_prompted
 from treeward.data.sources import Row
 from treeward.errors import DataError, TreewardError
 from treeward.scoring.score import Reward
@@ -25,29 +28,41 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_Request = tuple[Row, list[list[Message]]]
-
 _ROWS_AT_ONCE = 256
 _OURS = ("score", "scores", "spread", "spreads", "step_probabilities", "error", "truncated")
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """Rows that are scored together, each with its conversations. `error`: of the row after them, which has none."""
+class Request:
+    """A row with its conversations. `is_single`: it has one conversation, and not a list."""
 
-    requests: list[_Request]
+    row: Row
+    conversations: list[Conversation]
+    is_single: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Rows that are scored together. `error`: of the row after them, which has none."""
+
+    requests: list[Request]
     error: DataError | None = None
 
 
-def chunks_of(rows: Iterable[Row]) -> Iterator[Chunk]:
-    """The rows in chunks of 256."""
-    chunk: list[_Request] = []
+def chunks_of(rows: Iterable[Row], config: DatasetConfig | None = None) -> Iterator[Chunk]:
+    """The rows in chunks of 256. `config`: names columns, as `prompt_key`.
+
+    Logs the columns of the first row that are not read.
+    """
+    chunk: list[Request] = []
     is_prompted: bool | None = None
     try:
         for row in rows:
-            conversations = conversations_of(row.values, row.where)
-            is_prompted = check_prompted(conversations[0], is_prompted, row.where)
-            chunk.append((row, conversations))
+            request = _request(row, config)
+            if is_prompted is None:
+                _describe_first(request, config)
+            is_prompted = check_prompted(request.conversations[0], is_prompted, row.where)
+            chunk.append(request)
             if len(chunk) == _ROWS_AT_ONCE:
                 yield Chunk(chunk)
                 chunk = []
@@ -55,6 +70,21 @@ def chunks_of(rows: Iterable[Row]) -> Iterator[Chunk]:
         yield Chunk(chunk, error)
     else:
         yield Chunk(chunk)
+
+
+def _request(row: Row, config: DatasetConfig | None) -> Request:
+    values = row.values if config is None else named_columns(row.values, config, row.where)
+    return Request(row, conversations_of(values, row.where), is_single(values, row.where))
+
+
+def _describe_first(request: Request, config: DatasetConfig | None) -> None:
+    row = request.row
+    values = row.values if config is None else named_columns(row.values, config, row.where)
+    read = {*scored_columns(values, row.where), *_OURS}
+    if unread := unread_columns(values, read):
+        logger.info("These columns are not read, and written as they are: %s.", ", ".join(unread))
+    if not check_prompted(request.conversations[0], None, row.where):
+        logger.warning("The rows have no prompt (columns: %s).", ", ".join(map(str, row.values)))
 
 
 Load = Callable[[], "tuple[PreparedScorer, Shaper | None, Mapping[str, Any]]"]
@@ -95,24 +125,26 @@ class ChunkScorer:
         except TreewardError as error:
             return ScoredChunk([], error)
         ours = _OURS if shaper is None else (*_OURS, "reward", "rewards")
-        taken = sorted({key for row, _ in chunk.requests for key in ours if key in row.values})
+        taken = sorted({key for request in chunk.requests for key in ours if key in request.row.values})
         if taken and not self._warned:
             logger.warning("The rows already have %s, which this scoring replaces.", ", ".join(taken))
             self._warned = True
-        conversations = [conversation for _, group in chunk.requests for conversation in group]
-        where = [row.where for row, group in chunk.requests for _ in group]
+        conversations = [conversation for request in chunk.requests for conversation in request.conversations]
+        where = [request.row.where for request in chunk.requests for _ in request.conversations]
         computed, plain = scorer.num_computed_tokens, scorer.num_row_tokens
         scores = scorer.score(conversations, where=where, on_error="mask")
         rewards = iter(rewards_of(scores, conversations, shaper))
-        rows = [_with_scores(row, [next(rewards) for _ in group], ours) for row, group in chunk.requests]
+        rows = [
+            _with_scores(request, [next(rewards) for _ in request.conversations], ours) for request in chunk.requests
+        ]
         tokens = scorer.num_computed_tokens - computed, scorer.num_row_tokens - plain
         return ScoredChunk(rows, chunk.error, identity, tokens)
 
 
-def _with_scores(row: Row, rewarded: Sequence[Reward], ours: Sequence[str]) -> dict[str, Any]:
+def _with_scores(request: Request, rewarded: Sequence[Reward], ours: Sequence[str]) -> dict[str, Any]:
     # Values of an earlier scoring would be taken for this one's.
-    result = {key: value for key, value in row.values.items() if key not in ours}
-    single = is_single(row.values, row.where)
+    result = {key: value for key, value in request.row.values.items() if key not in ours}
+    single = request.is_single
     columns = {"score": [reward.raw for reward in rewarded], "reward": [reward.value for reward in rewarded]}
     spreads = [reward.score.spread for reward in rewarded]
     if any(spread is not None for spread in spreads):

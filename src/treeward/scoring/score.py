@@ -12,12 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
-from treeward.data.preference import Message
+from treeward.data.conversation import AnyConversation, Message
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-Conversation = Sequence[Message]
 
 OnError = Literal["raise", "mask"]
 """A conversation that cannot be scored makes the call raise, or its score is None with the reason."""
@@ -104,7 +102,11 @@ class ConversationScorer(Protocol):
     """A `Scorer`, or an ensemble of them: conversations in, scores out, in order."""
 
     def score(
-        self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"
+        self,
+        conversations: Sequence[AnyConversation],
+        *,
+        where: Sequence[str] | None = None,
+        on_error: OnError = "raise",
     ) -> list[Score]: ...
 
 
@@ -113,7 +115,7 @@ class GroupScorer(Protocol):
     """Scores that may depend on the other completions of a prompt, as a judge's that compares them."""
 
     def score_groups(
-        self, groups: Sequence[Sequence[Conversation]], infos: Sequence[Mapping[str, Any]]
+        self, groups: Sequence[Sequence[AnyConversation]], infos: Sequence[Mapping[str, Any]]
     ) -> list[list[Score]]:
         """A list of scores for each group, the completions of one prompt; a score without a value has its `error`.
 

@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from treeward.config.scoring import HeadWeights, ScoringConfig
-from treeward.data.formats import as_conversations
-from treeward.data.preference import check_messages
+from treeward.data.conversation import AnyConversation, Conversation, as_conversations, check_messages, with_messages
 from treeward.data.rendering import Renderer
 from treeward.data.responses_items import as_conversation
 from treeward.errors import DataError, ModelError, TreewardError
@@ -37,7 +36,7 @@ from treeward.model.pretrained import DTYPES, choose_device, load_tokenizer
 from treeward.model.reward_model import DEFAULT_BATCH_TOKENS, RewardModel, check_finite
 from treeward.scoring.diagnosis import Check, diagnose
 from treeward.scoring.golden import combined_heads, weighted_heads
-from treeward.scoring.score import Conversation, OnError, Score
+from treeward.scoring.score import OnError, Score
 from treeward.scoring.steps import Steps
 from treeward.tree.prefix import PrefixCache, RecentTokens
 from treeward.tree.token_tree import TokenIds
@@ -89,7 +88,11 @@ class PreparedScorer(abc.ABC):
 
     @abc.abstractmethod
     def prepare(
-        self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"
+        self,
+        conversations: Sequence[AnyConversation],
+        *,
+        where: Sequence[str] | None = None,
+        on_error: OnError = "raise",
     ) -> list[Prepared]:
         """The first half of `score`, without the model: conversations become tokens. A server does it beforehand."""
 
@@ -103,7 +106,11 @@ class PreparedScorer(abc.ABC):
         """The second half of `score`: the tokens of `prepare` go through the model."""
 
     def score(
-        self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"
+        self,
+        conversations: Sequence[AnyConversation],
+        *,
+        where: Sequence[str] | None = None,
+        on_error: OnError = "raise",
     ) -> list[Score]:
         """Score whole conversations. `where` names each in errors.
 
@@ -125,7 +132,11 @@ class PreparedScorer(abc.ABC):
         return score.score
 
     def score_completions(
-        self, context: Conversation | str, completions: Sequence[Conversation | str], *, on_error: OnError = "raise"
+        self,
+        context: AnyConversation | str,
+        completions: Sequence[AnyConversation | str],
+        *,
+        on_error: OnError = "raise",
     ) -> list[Score]:
         """Score several completions of one context; either is messages, or text of the user and of the assistant."""
         return self.score(as_conversations(context, completions), on_error=on_error)
@@ -233,7 +244,11 @@ class Scorer(PreparedScorer):
         return (self,)
 
     def prepare(
-        self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"
+        self,
+        conversations: Sequence[AnyConversation],
+        *,
+        where: Sequence[str] | None = None,
+        on_error: OnError = "raise",
     ) -> list[Prepared]:
         names = where or [f"conversation {i}" for i in range(len(conversations))]
         try:
@@ -277,7 +292,7 @@ class Scorer(PreparedScorer):
         limit, check = contract.rendering.max_length, None
         for example in contract.golden if with_tokens else ():
             try:
-                ids = self.renderer.encode(example.messages)
+                ids = self.renderer.encode(example.conversation)
             except DataError:  # the template refuses it
                 ids = []
             if ids != example.token_ids and (limit is None or len(ids) <= limit):
@@ -349,7 +364,7 @@ class Scorer(PreparedScorer):
         return self._prepared(name, ids)
 
     def _prepared(
-        self, name: str, token_ids: Sequence[int], conversation: Conversation = (), *, truncated: bool = False
+        self, name: str, token_ids: Sequence[int], conversation: AnyConversation = (), *, truncated: bool = False
     ) -> Prepared:
         """The tokens, and how many of them are worth keeping: those that an earlier conversation had too, or for a new
         one about as many as its prompt has. The cache compares tokens, so a guess costs time alone."""
@@ -377,7 +392,7 @@ class Scorer(PreparedScorer):
         return Prepared(name, None, num_tokens, error=error)
 
 
-def check_conversation(conversation: Conversation, name: str) -> Conversation:
+def check_conversation(conversation: AnyConversation, name: str) -> Conversation:
     """The conversation, if it ends with a completion. Raises `DataError`; `name` names the conversation there."""
     messages = check_messages(conversation, "messages", name)
     role = messages[-1]["role"]
@@ -389,7 +404,7 @@ def check_conversation(conversation: Conversation, name: str) -> Conversation:
             got=f"a conversation that ends with a message of {role}",
             need="an assistant message at the end",
         )
-    return messages
+    return with_messages(conversation, messages)
 
 
 def _head_weights(weights: HeadWeights | None, names: Sequence[str]) -> tuple[float, ...] | None:

@@ -25,10 +25,10 @@ import numpy as np
 from scipy.special import expit
 
 from treeward.config.scoring import RewardShapingConfig, ScoringConfig
-from treeward.data.preference import last_text
+from treeward.data.conversation import AnyConversation, last_text
 from treeward.errors import ConfigError, ModelError
 from treeward.model.contract import LengthCurve, RewardCalibration, read_contract
-from treeward.scoring.score import Conversation, ConversationScorer, OnError, Reward, Score
+from treeward.scoring.score import ConversationScorer, OnError, Reward, Score
 
 _T = TypeVar("_T")
 
@@ -75,11 +75,11 @@ class Shaper:
         config = self.config
         return self._curve is not None or config.length_penalty is not None
 
-    def shape(self, scores: Sequence[Score], conversations: Sequence[Conversation]) -> list[Reward]:
+    def shape(self, scores: Sequence[Score], conversations: Sequence[AnyConversation]) -> list[Reward]:
         """One reward for each score, in order; a missing score, or a reward that is not finite, is None."""
         return [self._reward(score, chat) for score, chat in zip(scores, conversations, strict=True)]
 
-    def _reward(self, score: Score, conversation: Conversation) -> Reward:
+    def _reward(self, score: Score, conversation: AnyConversation) -> Reward:
         if score.score is None or not math.isfinite(score.score):
             missing = "there is no score" if score.score is None else f"the score is not finite: {score.score}"
             return Reward(None, score, error=score.error or missing)
@@ -91,7 +91,7 @@ class Shaper:
             return Reward(None, score, error=f"the shaped reward is not finite: {shaped}, normalised {value}")
         return Reward(value, score)
 
-    def _adjusted(self, score: float, conversation: Conversation) -> float:
+    def _adjusted(self, score: float, conversation: AnyConversation) -> float:
         """The steps on the scale of scores: (r - c(L) - alpha max(0, L - L0)) / T, L in characters."""
         length, penalty = len(last_text(conversation)), self.config.length_penalty
         if self._curve is not None:
@@ -102,7 +102,9 @@ class Shaper:
         return score / self._temperature
 
 
-def rewards_of(scores: Sequence[Score], conversations: Sequence[Conversation], shaper: Shaper | None) -> list[Reward]:
+def rewards_of(
+    scores: Sequence[Score], conversations: Sequence[AnyConversation], shaper: Shaper | None
+) -> list[Reward]:
     """One reward for each score, in order; without a shaper it is the score."""
     if shaper is None:
         return [Reward(score.score, score, error=score.error) for score in scores]
@@ -116,7 +118,11 @@ class RewardScorer:
         self.scorer, self.shaper = scorer, shaper
 
     def score(
-        self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"
+        self,
+        conversations: Sequence[AnyConversation],
+        *,
+        where: Sequence[str] | None = None,
+        on_error: OnError = "raise",
     ) -> list[Score]:
         """Scores whose `score` is the reward, or None with the reason in `error`. Raises what the scorer raises, and
         `ModelError` for a reward that is not finite; with `on_error="mask"` such a reward is None."""

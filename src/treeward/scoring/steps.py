@@ -20,9 +20,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from treeward.config.scoring import HeadWeights
-from treeward.data.preference import Message
+from treeward.data.conversation import AnyConversation, Conversation, with_messages
 from treeward.errors import DataError, ModelError
-from treeward.scoring.score import Conversation, message_text
+from treeward.scoring.score import message_text
 
 _BLANK_LINE = re.compile(r"\n\s*\n")
 
@@ -41,7 +41,7 @@ class Steps:
             raise ModelError(summary, got=ids, need=f"one token for {token!r}", fix="name the model's own tokenizer")
         self.token, self.how, self._token_id = token, how or "product", ids[0]
 
-    def marked(self, messages: Conversation, name: str) -> list[Message]:
+    def marked(self, messages: AnyConversation, name: str) -> Conversation:
         """The messages with a mark after each step of the completion, and nowhere else: its own marks part its steps,
         or else blank lines. What stands after its last mark is a step too: no text goes unread. Raises `DataError` for
         a message that is not text."""
@@ -53,7 +53,8 @@ class Steps:
         parts = completion.split(self.token) if self.token in completion else _BLANK_LINE.split(completion.strip())
         marked = "".join(f"{part}{self.token}" for part in parts if part.strip())
         contents = [*(text.replace(self.token, "") for text in context), marked]
-        return [{**message, "content": content} for message, content in zip(messages, contents, strict=True)]
+        marked_messages = [{**message, "content": content} for message, content in zip(messages, contents, strict=True)]
+        return with_messages(messages, marked_messages)
 
     def beginnings(self, ids: np.ndarray) -> list[np.ndarray]:
         """The tokens up to each mark."""

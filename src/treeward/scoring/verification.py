@@ -150,7 +150,7 @@ def _tokens(contract: ScoringContract, renderer: Renderer) -> Iterator[Row]:
     summary = "another tokenizer: vocabulary, merges or special tokens"
     yield Row("sha256", expected, observed, summary, _RESTORE_TOKENIZER)
     for example in contract.golden:
-        fitted = renderer.fit(example.messages)
+        fitted = renderer.fit(example.conversation)
         ids = [] if fitted is None else list(fitted.token_ids)  # none: it is too long
         i = _first_difference(ids, example.token_ids)
         observed, expected = (

@@ -35,8 +35,9 @@ from prometheus_client import (
 )
 
 from treeward.config.server import ServerConfig
+from treeward.data.conversation import AnyConversation
 from treeward.errors import TreewardError
-from treeward.scoring.score import Conversation, Score
+from treeward.scoring.score import Score
 from treeward.scoring.scorer import Prepared, PreparedScorer
 from treeward.serving.api_error import APIError
 from treeward.serving.rendered_text import RenderedText
@@ -148,7 +149,7 @@ class Batcher:
         return self.is_alive
 
     async def score(
-        self, model: str, conversations: Sequence[Conversation | RenderedText], *, deadline: float | None = None
+        self, model: str, conversations: Sequence[AnyConversation | RenderedText], *, deadline: float | None = None
     ) -> list[Score]:
         """One score for each conversation, in order; a failure of the server is a `FailedScore`.
 
@@ -193,7 +194,7 @@ class Batcher:
         self._scoring.join(20.0)
 
     def _tokenize(
-        self, model: str, part: Sequence[Conversation | RenderedText], futures: Sequence[Future[Score]]
+        self, model: str, part: Sequence[AnyConversation | RenderedText], futures: Sequence[Future[Score]]
     ) -> None:
         """Tokenize the next conversations of a request, in the tokenizing thread."""
         if all(future.done() for future in futures):
@@ -289,7 +290,7 @@ def _shut_down() -> APIError:
     return APIError(503, "shutting_down", "the server is shutting down", retry_after=5)
 
 
-def _prepared(scorer: PreparedScorer, inputs: Sequence[Conversation | RenderedText]) -> list[Prepared]:
+def _prepared(scorer: PreparedScorer, inputs: Sequence[AnyConversation | RenderedText]) -> list[Prepared]:
     """The tokens of conversations, in order; a conversation that cannot be scored has an error."""
     chats = [item for item in inputs if not isinstance(item, RenderedText)]
     texts = [item.text for item in inputs if isinstance(item, RenderedText)]

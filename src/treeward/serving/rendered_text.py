@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from treeward.data.preference import Message
+from treeward.data.conversation import AnyConversation, Message
 from treeward.data.rendering import Renderer
 from treeward.errors import DataError
-from treeward.scoring.score import Conversation
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +102,7 @@ class Ending:
         return completion.rstrip().removesuffix(mark) if mark and completion.rstrip().endswith(mark) else completion
 
 
-def beginning_of(conversation: Conversation | RenderedText, ending: Ending) -> str:
+def beginning_of(conversation: AnyConversation | RenderedText, ending: Ending) -> str:
     """The common beginning of a prompt's completions: up to the first completion, or the first characters or tokens of
     a text in which that is unknown.
     """

@@ -24,11 +24,12 @@ from ray import serve
 from ray.exceptions import RayActorError
 
 from treeward.config.server import ServerConfig
+from treeward.data.conversation import AnyConversation
 from treeward.model.pretrained import check_local
 from treeward.parallel.ray_cluster import equal_shares, start_ray
 from treeward.progress import configure_logging
 from treeward.scoring.replicas import running
-from treeward.scoring.score import Conversation, Score
+from treeward.scoring.score import Score
 from treeward.serving.api_error import APIError
 from treeward.serving.batcher import ServerMetrics, check_room, not_in_time
 from treeward.serving.models import ServedModel
@@ -53,7 +54,7 @@ class Replica:
         configure_logging()
         self._service = Service.load(config)
 
-    async def score(self, model: str, inputs: Sequence[Conversation | RenderedText]) -> list[Score]:
+    async def score(self, model: str, inputs: Sequence[AnyConversation | RenderedText]) -> list[Score]:
         """The scores in order. The front cancels the call at its earlier deadline."""
         deadline = time.monotonic() + self._service.config.deadline_seconds
         return await self._service.batcher.score(model, inputs, deadline=deadline)
@@ -83,7 +84,7 @@ class ReplicaBatcher:
         return any(number for state, number in states.items() if state == "RUNNING")
 
     async def score(
-        self, model: str, conversations: Sequence[Conversation | RenderedText], *, deadline: float
+        self, model: str, conversations: Sequence[AnyConversation | RenderedText], *, deadline: float
     ) -> list[Score]:
         """One score for each conversation, in order. `deadline` and errors: as of `Batcher.score`."""
         number = len(conversations)

@@ -33,7 +33,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from typing_extensions import TypedDict
 
-from treeward.scoring.score import Conversation, Reward
+from treeward.data.conversation import AnyConversation, Conversation
+from treeward.scoring.score import Reward
 from treeward.serving.api_error import APIError
 from treeward.serving.models import ServedModel
 from treeward.serving.rendered_text import RenderedText
@@ -142,7 +143,7 @@ class _Server:
         self.model = self.service.model
 
     async def rewards(
-        self, model: ServedModel, inputs: Sequence[Conversation | RenderedText], **options: Any
+        self, model: ServedModel, inputs: Sequence[AnyConversation | RenderedText], **options: Any
     ) -> list[Reward]:
         """As `Service.rewards`; given up when the client leaves."""
         work = asyncio.ensure_future(self.service.rewards(model, inputs, deadline=self.deadline, **options))
@@ -196,6 +197,25 @@ def described(words: str) -> WrapValidator:
 
 Chat = list[MessageBody]
 """A conversation, or a part of one."""
+
+
+class ChatBody(Body):
+    """A conversation with what its chat template reads beside the messages."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    messages: Chat
+    """Messages, the last of them the assistant's."""
+    tools: list[dict[str, Any]] | None = None
+    """What the assistant could call, as JSON schemas."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Further variables of the chat template."""
+
+    def conversation(self) -> Conversation:
+        """The messages with their template variables."""
+        messages: Any = self.messages
+        return Conversation(messages, tools=self.tools, chat_template_kwargs=self.chat_template_kwargs)
+
 
 Strings = Annotated[str | list[str], described("a text or a list of texts")]
 """A text, or a list of texts."""

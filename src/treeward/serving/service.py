@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from treeward.config.server import ServerConfig
-from treeward.scoring.score import Conversation, Reward
+from treeward.data.conversation import AnyConversation
+from treeward.scoring.score import Reward
 from treeward.scoring.scorer import PreparedScorer
 from treeward.serving.api_error import APIError
 from treeward.serving.batcher import Batcher, FailedScore, ServerMetrics
@@ -79,7 +80,7 @@ class Service:
     async def rewards(
         self,
         model: ServedModel,
-        inputs: Sequence[Conversation | RenderedText],
+        inputs: Sequence[AnyConversation | RenderedText],
         *,
         deadline: float,
         shaped: bool = True,

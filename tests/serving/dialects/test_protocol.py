@@ -37,7 +37,7 @@ def test_vllms_response_has_all_that_its_clients_read(shared: Any) -> None:
         ("/classify", {"input": [[3, -1]]}, "ids from 0"),
         ("/classify", {"input": "word " * 400}, "too long to score"),
         ("/classify", {"messages": CHATS[0], "chat_template": "{{ messages }}"}, "chat_template"),
-        ("/classify", {"messages": CHATS[0], "chat_template_kwargs": {"think": False}}, "chat_template_kwargs"),
+        ("/classify", {"messages": CHATS[0], "chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs"),
         ("/get_reward", {"query": ["a", "b"], "prompts": ["a"]}, "1 of them for 2 queries"),
         ("/slime", {"prompt": [{"role": 5, "content": "a"}], "response": "b"}, "a text or messages"),
         ("/predict", {"inputs": ["a", "b"]}, "are a pair"),

@@ -11,14 +11,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from treeward.config.data import DatasetConfig
+from treeward.data.columns import CONVERSATION_COLUMNS, EVERY_CONVERSATION, PROMPT_COLUMNS, named_columns
+from treeward.data.conversation import parse_json_list
 from treeward.data.formats import conversations_of, is_single
-from treeward.data.preference import Completion, Preference, parse_json_list, split_common_prefix
+from treeward.data.preference import Completion, Preference, split_common_prefix
 from treeward.data.sources import Row
 from treeward.errors import DataError
 
-_COMPLETIONS = ("responses", "completions")
-_PROMPTS = ("context", "prompt", "instruction")
-_CONVERSATION = (*_COMPLETIONS, *_PROMPTS, "messages", "chosen", "rejected")
+_CONVERSATION = (
+    *("responses", "completions", "messages", "chosen", "rejected"),
+    *PROMPT_COLUMNS,
+    *CONVERSATION_COLUMNS,
+    *EVERY_CONVERSATION,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,20 +36,23 @@ class Samples:
     fields: Mapping[str, tuple[float | None, ...]]
 
 
-def sampled_rows(rows: Iterable[Row]) -> Iterator[Samples]:
-    """Rows of several completions, as `conversations_of` reads them; with `responses` or `completions` a row may have
-    its prompt as `messages`. Raises `DataError` for any other row."""
+def sampled_rows(rows: Iterable[Row], config: DatasetConfig | None = None) -> Iterator[Samples]:
+    """Rows of several completions, as `conversations_of` reads them. `config`: names columns, as `prompt_key`. Raises
+    `DataError` for any other row."""
     for number, row in enumerate(rows, 1):
-        keys = {key: value for key, value in row.values.items() if value is not None}
-        if "messages" in keys and keys.keys() & _COMPLETIONS and not keys.keys() & _PROMPTS:
-            keys["context"] = keys.pop("messages")
+        values = row.values if config is None else named_columns(row.values, config, row.where)
+        keys = {key: value for key, value in values.items() if value is not None}
         if is_single(keys, row.where):
             need = "a prompt with completions or responses, or chosen and rejected; docs/data.md has the keys"
             raise DataError("the row has one completion, and no list", where=row.where, got=sorted(keys), need=need)
-        context, ends = split_common_prefix([tuple(chat) for chat in conversations_of(keys, row.where)])
+        conversations = conversations_of(keys, row.where)
+        context, ends = split_common_prefix([tuple(conversation) for conversation in conversations])
+        variables = conversations[0].template_kwargs
         columns = {key: value for key, value in row.values.items() if key not in _CONVERSATION}
         completions = tuple(Completion(0, end) for end in ends)
-        example = Preference(context, completions, id=str(number), info=columns, where=row.where)
+        example = Preference(
+            context, completions, id=str(number), info=columns, where=row.where, template_kwargs=variables
+        )
         yield Samples(example, _fields(row, columns, len(ends)))
 
 

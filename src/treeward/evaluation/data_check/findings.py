@@ -18,9 +18,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from treeward.config.data import Ties
+from treeward.data.conversation import Message, Messages, last_text
 from treeward.data.datasets import RowDataset
 from treeward.data.encoding import Rules, encode_rows, portions
-from treeward.data.preference import Message, Messages, Preference, last_text
+from treeward.data.preference import Preference
 from treeward.data.rendering import Renderer
 from treeward.errors import DataError
 from treeward.evaluation.data_check.overlap import Overlap
@@ -117,7 +118,8 @@ def _encoded(
 
 def _add_row(data: DataRead, preference: Preference, where: str, record: Mapping[str, Any]) -> None:
     completions, ranks = preference.completions, preference.ranks
-    prompt, keys = key_of(preference.context), [key_of(completion.messages) for completion in completions]
+    prompt = key_of(preference.context, preference.template_kwargs)
+    keys = [key_of(completion.messages) for completion in completions]
     texts = [last_text(completion.messages) for completion in completions]
     comparison = hash((prompt, frozenset(zip(keys, ranks, strict=True))))
     counts = {
@@ -156,9 +158,11 @@ def _add_pairs(data: DataRead, prompt: int, keys: Sequence[int], texts: Sequence
                 data.sums[f"{name} in {'better' if better > worse else 'worse'}"] += 1
 
 
-def key_of(messages: Sequence[Message]) -> int:
-    """The same number for the same messages, in every process."""
-    parts = [(message["role"], message.get("content"), message.get("tool_calls")) for message in messages]
+def key_of(messages: Sequence[Message], template_kwargs: Mapping[str, Any] | None = None) -> int:
+    """The same number for the same messages and variables of the template, in every process."""
+    parts: list[Any] = [(message["role"], message.get("content"), message.get("tool_calls")) for message in messages]
+    if template_kwargs:
+        parts.append(template_kwargs)
     digest = hashlib.blake2b(repr(parts).encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 

@@ -16,7 +16,8 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from treeward.data.preference import Message, Preference, last_text
+from treeward.data.conversation import Message, last_text
+from treeward.data.preference import Preference
 
 _RUN = 13  # words
 _NEAR = 0.7

@@ -22,7 +22,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from treeward.data.preference import Completion, Preference, last_text
+from treeward.data.conversation import last_text
+from treeward.data.preference import Completion, Preference
 from treeward.evaluation.results import Diagnostic, Metric, ScoredExample
 from treeward.evaluation.statistics import accuracy_metric, cluster_bootstrap
 

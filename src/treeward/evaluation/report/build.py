@@ -26,7 +26,7 @@ import vl_convert
 from markdown_it import MarkdownIt
 from markupsafe import Markup
 
-from treeward.data.preference import Message, last_text
+from treeward.data.conversation import Message, last_text
 from treeward.errors import DataError
 from treeward.evaluation.report.blocks import ABSENT, format_interval, format_number, is_number, plain
 from treeward.evaluation.report.charts import THEME, draw

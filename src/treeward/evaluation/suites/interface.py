@@ -20,8 +20,9 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from treeward.config.data import DatasetConfig
+from treeward.data.conversation import check_messages
 from treeward.data.datasets import open_dataset
-from treeward.data.preference import Completion, Preference, check_messages
+from treeward.data.preference import Completion, Preference
 from treeward.data.sources import KINDS, Row, file_suffix, read_rows
 from treeward.errors import DataError
 from treeward.evaluation.results import Metric, ScoredExample, SuiteResult, by_subset

@@ -25,9 +25,10 @@ from fastapi import Body as FromBody
 from pydantic import Field
 from starlette.requests import Request
 
+from treeward.data.conversation import AnyConversation, to_json
 from treeward.data.responses_items import conversation_of
 from treeward.errors import DataError
-from treeward.scoring.score import Conversation, Reward
+from treeward.scoring.score import Reward
 from treeward.serving.api_error import APIError
 from treeward.serving.models import ServedModel
 from treeward.serving.requests import JSON, Body, JSONRoute, Server
@@ -81,7 +82,7 @@ async def verify(body: VerifyBody, request: Request, server: Server) -> JSON:
         conversation = parse(rollout, model)
         [reward] = await server.rewards(model, [conversation], on_error="mask")
         if (running := server.service.running) is not None:
-            key = hashlib.sha256(json.dumps(conversation).encode()).hexdigest()
+            key = hashlib.sha256(json.dumps(to_json(conversation)).encode()).hexdigest()
             reward = running.normalized(reward, key)
         added = verdict(reward, body.reward_threshold)
     except DataError as error:
@@ -129,7 +130,7 @@ async def reverify_mode() -> JSON:
 router.include_router(sessions)
 
 
-def parse(values: Mapping[str, Any], model: ServedModel) -> Conversation:
+def parse(values: Mapping[str, Any], model: ServedModel) -> AnyConversation:
     """The conversation of a rollout. Raises `DataError` for one that cannot be scored."""
     params, output = values["responses_create_params"], values["response"]["output"]
     return conversation_of(params, output, developer=model.renderer.developer_role)

@@ -16,12 +16,13 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from treeward.client.rewards import RewardRow
-from treeward.data.formats import conversations_of, literally
+from treeward.data.conversation import Conversation, literally
+from treeward.data.formats import conversations_of
 from treeward.errors import DataError
 from treeward.scoring.score import Reward
 from treeward.serving.api_error import APIError
 from treeward.serving.models import ServedModel
-from treeward.serving.requests import JSON, Chat, JSONRoute, ModelName, OwnBody, Server
+from treeward.serving.requests import JSON, Chat, ChatBody, JSONRoute, ModelName, OwnBody, Server
 
 router = APIRouter(tags=["treeward"], route_class=JSONRoute)
 
@@ -31,12 +32,19 @@ class RewardsBody(OwnBody):
 
     model: ModelName = None
     """Which of the served models; the first where none is named."""
-    conversations: list[Chat] | None = None
-    """Conversations that end with an assistant's message."""
+    conversations: list[Chat | ChatBody] | None = None
+    """Conversations that end with an assistant's message: messages, or an object of `messages`, `tools` and
+    `chat_template_kwargs`."""
     context: Chat | str | None = None
     """What the completions continue; [] for completions that continue nothing."""
+    prompt: Chat | str | None = None
+    """The same as `context`."""
     completions: list[Chat | str] | None = Field(default=None, min_length=1)
     """Messages, or the text of an assistant's message."""
+    tools: list[dict[str, Any]] | None = None
+    """What the assistant could call, as JSON schemas; of every conversation that has none of its own."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Further variables of the chat template, of every conversation that has none of its own."""
     shaped: bool = True
     """Whether `reward` is what the model's shaping makes of the score, where it is served with shaping."""
     on_error: Literal["refuse", "mask"] = "refuse"
@@ -64,18 +72,30 @@ async def rewards(body: RewardsBody, server: Server) -> JSON:
 
 def parse(body: RewardsBody) -> list[Any]:
     """The conversations of a body. Raises `APIError` 422."""
-    if body.conversations is not None and body.context is None and body.completions is None:
-        return list(body.conversations)
-    if body.conversations is not None or body.context is None or body.completions is None:
+    context = body.context if body.prompt is None else body.prompt
+    is_of_context = context is not None or body.completions is not None
+    if body.conversations is not None and not is_of_context:
+        return [_conversation(item, body) for item in body.conversations]
+    has_two_contexts = body.context is not None and body.prompt is not None
+    if body.conversations is not None or context is None or body.completions is None or has_two_contexts:
         message = "give either conversations, or completions with their context ([] where they continue nothing)"
         raise APIError(422, "invalid_request", message, param="context")
     # Text is never parsed: a policy may have written what looks like messages.
     completions = [literally(completion, "assistant") for completion in body.completions]
+    row = {"context": literally(context, "user"), "completions": completions}
+    row |= {"tools": body.tools, "chat_template_kwargs": body.chat_template_kwargs}
     try:
-        return conversations_of({"context": literally(body.context, "user"), "completions": completions}, "the request")
+        return conversations_of(row, "the request")
     except DataError as error:
         param = (error.field or "context").split("[")[0]
         raise APIError(422, "invalid_request", error.in_one_line, param=param) from error
+
+
+def _conversation(item: Any, body: RewardsBody) -> Conversation:
+    """One of the conversations, with the body's template variables where it has none of its own."""
+    own = item.conversation() if isinstance(item, ChatBody) else Conversation(item)
+    shared = Conversation(tools=body.tools, chat_template_kwargs=body.chat_template_kwargs)
+    return Conversation(own, chat_template_kwargs={**shared.template_kwargs, **own.template_kwargs})
 
 
 def to_json(model: ServedModel, rewarded: Sequence[Reward]) -> RewardsResponse:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter
 
-from treeward.scoring.score import Conversation
+from treeward.data.conversation import AnyConversation
 from treeward.serving.models import ServedModel
 from treeward.serving.rendered_text import RenderedText
 from treeward.serving.requests import JSON, Body, Chat, JSONRoute, ModelName, Server, described
@@ -37,7 +37,7 @@ async def slime(body: SampleBody, server: Server, model: ModelName = None) -> JS
     return JSON(reward.value)
 
 
-def parse(body: SampleBody, model: ServedModel) -> Conversation | RenderedText:
+def parse(body: SampleBody, model: ServedModel) -> AnyConversation | RenderedText:
     """The sample as a whole text with its completion, or as a conversation."""
     ending = model.ending
     completion = ending.without(ending.completed(body.response))

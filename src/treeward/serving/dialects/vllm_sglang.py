@@ -21,7 +21,8 @@ from typing import Any
 from fastapi import APIRouter
 from pydantic import Field
 
-from treeward.scoring.score import Conversation, Reward
+from treeward.data.conversation import AnyConversation, Conversation
+from treeward.scoring.score import Reward
 from treeward.serving.api_error import APIError
 from treeward.serving.models import ServedModel
 from treeward.serving.rendered_text import RenderedText
@@ -43,7 +44,11 @@ class VllmBody(Body):
     chat_template: str | None = None
     """Must be the model's own; a conversation in another form has another score. Send text for that."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """Must be those that the model is served with."""
+    """Variables of the conversation's chat template, as `{"enable_thinking": false}`, beside those that the model is
+    served with. `tools` here reach vLLM's template too."""
+    tools: list[dict[str, Any]] | None = None
+    """What the assistant could call, as JSON schemas. vLLM itself ignores this key when it scores: send the tools in
+    `chat_template_kwargs` to have one score from both."""
 
 
 class ClassifyBody(VllmBody):
@@ -106,22 +111,18 @@ def _any_model(server: Server, name: str | None) -> ServedModel:
     return server.service.model(None if is_any else name)
 
 
-def parse(body: VllmBody, model: ServedModel) -> list[Conversation | RenderedText]:
+def parse(body: VllmBody, model: ServedModel) -> list[AnyConversation | RenderedText]:
     """The texts, or the conversation, of a body. Raises `APIError` 422 if its template differs from the model's."""
     if (body.input is None) == (body.messages is None):
         raise APIError(422, "invalid_request", "give either input or messages")
     if body.messages is None:
         return [RenderedText(text) for text in as_list(body.input or [])]
     renderer = model.renderer
-    is_right = {
-        "chat_template": body.chat_template in (None, renderer.chat_template, renderer.tokenizer.chat_template),
-        "chat_template_kwargs": body.chat_template_kwargs in (None, {}, renderer.chat_template_kwargs),
-    }
-    if wrong := next((field for field, right in is_right.items() if not right), None):
+    if body.chat_template not in (None, renderer.chat_template, renderer.tokenizer.chat_template):
         why = "the conversation would not be scored as in training; leave it out, or send text as input"
-        raise APIError(422, "invalid_request", f"{wrong}: {why}", param=wrong)
-    conversation: list[Any] = list(body.messages)
-    return [conversation]
+        raise APIError(422, "invalid_request", f"chat_template: {why}", param="chat_template")
+    messages: Any = body.messages
+    return [Conversation(messages, tools=body.tools, chat_template_kwargs=body.chat_template_kwargs)]
 
 
 def _list_response(server: Server, kind: str, model: ServedModel, rewards: Sequence[Reward], rows: Any) -> JSON:

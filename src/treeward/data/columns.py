@@ -1,0 +1,178 @@
+"""The columns of a row: which hold its prompt, which belong to every conversation, and which are not read.
+
+    context_of({"system": "Be brief.", "question": "2 + 2?", "chosen": "4", ...}, "train.jsonl:1")
+    # a system message and a user message
+
+Every column of a row is read, refused, or named: `prompt_column` refuses rows whose prompt may be in several columns,
+and `unread_columns` are those that a log line names when the data is opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from treeward.config.data import DatasetConfig
+from treeward.data.conversation import (
+    TEMPLATE_COLUMNS,
+    Message,
+    Messages,
+    as_messages,
+    is_list,
+    last_text,
+)
+from treeward.errors import DataError
+
+PROMPT_COLUMNS = ("context", "prompt", "instruction", "question", "query")
+"""The names of a prompt: text, or messages."""
+
+CONVERSATION_COLUMNS = ("messages", "conversation", "conversations", "input", "history")
+"""Columns that are the prompt of a row without one of `PROMPT_COLUMNS`, where they hold messages; `input` also as
+text."""
+
+SYSTEM_COLUMNS = ("system", "system_prompt")
+"""The names of a text that becomes the system message."""
+
+EVERY_CONVERSATION = (*SYSTEM_COLUMNS, *TEMPLATE_COLUMNS, "task_name")
+"""Columns that are read beside any prompt."""
+
+_MORE_PROMPT = ("input", "history")
+"""Beside a prompt these hold the rest of it, in some order that only the data's author knows."""
+
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+_NAME_IT = "name the prompt's column, as prompt_key=prompt: then only that one is read"
+
+
+def prompt_column(values: Mapping[str, Any], where: str | None) -> str | None:
+    """The column of the row's prompt; None for a row without a prompt.
+
+    Raises `DataError` for a row with two prompts, or with columns beside the prompt that would be lost with it.
+    """
+    names = [name for name in PROMPT_COLUMNS if values.get(name) is not None]
+    if len(names) > 1:  # an empty cell of a CSV file is no prompt
+        names = [name for name in names if not _is_empty(values[name])]
+    if not names:
+        names = [name for name in CONVERSATION_COLUMNS if _holds_prompt(name, values.get(name))]
+    if len(names) > 1:
+        got, need = " and ".join(names), "one of them"
+        raise DataError("the row has two prompts", where=where, got=got, need=need, fix=_NAME_IT)
+    name = names[0] if names else None
+    lost = [*_MEDIA, *(_MORE_PROMPT if name in PROMPT_COLUMNS else ())]
+    for other in lost:
+        if other != name and not _is_empty(values.get(other)):
+            summary = f"the row's {other} would be lost"
+            need = "the whole prompt in one column, as text or messages"
+            raise DataError(summary, where=where, field=other, got=values[other], need=need, fix=_NAME_IT)
+    return name
+
+
+def with_named_prompt(
+    values: Mapping[str, Any], column: str | None, where: str, *, required: bool = True
+) -> Mapping[str, Any]:
+    """The row with the prompt of a named column alone; unchanged if no column is named.
+
+    A row without that column is an error if it has its prompt in another one, and with `required=False` unchanged:
+    NeMo RL's `data.default` names a column for all sets, and some have it under another name.
+    """
+    if column is None or (not required and values.get(column) is None):
+        return values
+    others = {*PROMPT_COLUMNS, *CONVERSATION_COLUMNS, *_MEDIA} - {column}
+    row = {name: value for name, value in values.items() if name not in others}
+    prompt = row.pop(column, None)
+    if prompt is not None:
+        return row | {"prompt": as_messages(prompt, column, "user", where)}
+    if any(not _is_empty(values.get(name)) for name in PROMPT_COLUMNS if name != column):
+        got, need = f"keys {sorted(map(str, values))}", "a prompt under prompt_key"
+        raise DataError(f"the row has no {column}", where=where, field=column, got=got, need=need)
+    return row  # perhaps whole conversations
+
+
+def named_columns(values: Mapping[str, Any], config: DatasetConfig, where: str) -> dict[str, Any]:
+    """The row as one of `prompt`, `chosen` and `rejected`, where the configuration names columns for them.
+
+    Raises `DataError` for a row without a named column.
+    """
+    row = dict(with_named_prompt(values, config.prompt_key, where, required=True))
+    for column, name in ((config.chosen_key, "chosen"), (config.rejected_key, "rejected")):
+        if column == name:
+            continue
+        if values.get(column) is None:
+            got = f"keys {sorted(map(str, values))}"
+            raise DataError(f"the row has no {column}", where=where, field=column, got=got, need="a completion")
+        row[name] = row.pop(column)
+    return row
+
+
+def context_of(values: Mapping[str, Any], where: str | None) -> Messages | None:
+    """The messages of the row's prompt, without its system column; None for a row without a prompt.
+
+    Raises `DataError` as `prompt_column` does.
+    """
+    name = prompt_column(values, where)
+    if name is None:
+        return None
+    value = values[name]
+    if value in ([], (), "[]"):
+        return ()
+    return as_messages(value, name, "user", where)
+
+
+def with_system(
+    context: Messages, ends: Iterable[Sequence[Message]], values: Mapping[str, Any], where: str | None
+) -> Messages:
+    """The context after the row's system message, if a column has one.
+
+    `ends`: what follows the context. Raises `DataError` for a conversation that already has another one.
+    """
+    texts = {name: values[name] for name in SYSTEM_COLUMNS if not _is_empty(values.get(name))}
+    if not texts:
+        return context
+    name, text = next(iter(texts.items()))
+    if not isinstance(text, str) or len(set(map(str, texts.values()))) > 1:
+        raise DataError("the system message is not one text", where=where, field=name, got=texts, need="one text")
+    first_messages = [message for end in ends for message in [*context, *end][:1]]
+    own = [last_text([message]) for message in first_messages if message["role"] in ("system", "developer")]
+    if not own:
+        return ({"role": "system", "content": text}, *context)
+    if set(own) == {text} and len(own) == len(first_messages):
+        return context
+    summary = f"{name} is another system message than that of the conversation"
+    raise DataError(summary, where=where, field=name, got=text, need="one system message", fix="remove one of them")
+
+
+def unread_columns(values: Mapping[str, Any], read: Collection[str]) -> list[str]:
+    """The columns with a text, a list or an object that are not in `read`. Numbers, also as text, do not count."""
+    return [
+        str(name) for name, value in values.items() if name not in read and not _is_empty(value) and _holds_text(value)
+    ]
+
+
+def _holds_text(value: Any) -> bool:
+    if not isinstance(value, str):
+        return is_list(value) or isinstance(value, Mapping)
+    try:
+        float(value)
+    except ValueError:
+        is_flag = value.lower() in ("true", "false")
+        return not is_flag
+    return False
+
+
+def _holds_prompt(name: str, value: Any) -> bool:
+    """Whether it is a list of messages, or its JSON text, that a completion can follow; or the text of an input."""
+    if _is_empty(value) or not (isinstance(value, str) or is_list(value)):
+        return False
+    try:
+        messages = as_messages(value, name, "user", None)
+    except DataError:
+        return False
+    if isinstance(value, str) and messages == ({"role": "user", "content": value},):
+        return name == "input"
+    ends_with_completion = messages[-1]["role"] == "assistant"
+    return not ends_with_completion
+
+
+def _is_empty(value: Any) -> bool:
+    if isinstance(value, str):
+        return not value.strip()
+    return value is None or (isinstance(value, Mapping | list | tuple) and not value)

@@ -1,0 +1,274 @@
+"""`Conversation`: the messages that a model reads, and what else its chat template reads.
+
+    Conversation([{"role": "user", "content": "Rain in Rome?"}, ...], tools=[{"type": "function", ...}])
+    check_messages(row["messages"], "messages", "train.jsonl:1")     # checked, each message in one form
+
+A conversation without tools and without template variables may as well be a plain list of messages. Messages stay raw:
+only the model that reads them renders them. Messages that say the same have one form, however they were written:
+ShareGPT's `from` and `value` become `role` and `content`, and the arguments of a tool call are an object, also where
+they came as its JSON text. Errors are `DataError`s that name the place, the key, its value and the fix.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from treeward.errors import DataError
+
+Message = dict[str, Any]
+"""A chat message: `role`, `content`, and other keys that a chat template reads (`tool_calls`, `name`, ...)."""
+
+Messages = tuple[Message, ...]
+
+TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
+"""The columns of a row that its conversations' template reads."""
+
+_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
+"""ShareGPT's roles. `function_call` is one too: its value is a tool call of the assistant."""
+
+_PYTHON_MESSAGES = re.compile(r"\s*\[\s*\{\s*'(role|content|from|value)'\s*:")
+_NEED_MESSAGES = '[{"role": "user", "content": "..."}, ...]'
+
+
+class Conversation(list[Message]):
+    """Messages with the variables of their chat template.
+
+    `tools`: what the assistant may call, as a list of JSON schemas. `chat_template_kwargs`: further variables, as
+    `enable_thinking`; they win over the `chat_template_kwargs` of the model. `template_kwargs` holds both.
+    """
+
+    def __init__(
+        self,
+        messages: Iterable[Message] = (),
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(messages)
+        self.template_kwargs: dict[str, Any] = {"tools": list(tools)} if tools else {}
+        self.template_kwargs.update(chat_template_kwargs or {})
+
+
+AnyConversation = Sequence[Message]
+"""A `Conversation`, or a plain list of messages."""
+
+
+def template_kwargs_of(conversation: AnyConversation) -> Mapping[str, Any]:
+    """The template variables of a conversation; none for a plain list of messages."""
+    return conversation.template_kwargs if isinstance(conversation, Conversation) else {}
+
+
+def with_messages(conversation: AnyConversation, messages: Iterable[Message]) -> Conversation:
+    """Other messages with the template variables of a conversation."""
+    return Conversation(messages, chat_template_kwargs=template_kwargs_of(conversation))
+
+
+def to_json(conversation: AnyConversation) -> Any:
+    """The conversation for a request: its messages, in an object beside the template variables if it has any."""
+    variables = template_kwargs_of(conversation)
+    if not variables:
+        return list(conversation)
+    return {"messages": list(conversation), **template_columns(variables)}
+
+
+def read_template_kwargs(values: Mapping[str, Any], where: str | None) -> dict[str, Any]:
+    """The template variables in a row's columns `tools` and `chat_template_kwargs`, either of which may be JSON text.
+
+    An empty list of tools is none. Raises `DataError`.
+    """
+    variables: dict[str, Any] = {}
+    tools = _read_tools(values.get("tools"), where)
+    if tools:
+        variables["tools"] = tools
+    others = _parsed_json(values.get("chat_template_kwargs"))
+    if others is not None and not isinstance(others, Mapping):
+        need = 'an object of the template\'s variables, as {"enable_thinking": false}, or its JSON text'
+        raise DataError(
+            "chat_template_kwargs is not an object",
+            where=where,
+            field="chat_template_kwargs",
+            got=others,
+            need=need,
+        )
+    variables.update(others or {})
+    return variables
+
+
+def template_columns(template_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of a row from which `read_template_kwargs` gives these variables."""
+    others = {name: value for name, value in template_kwargs.items() if name != "tools"}
+    columns = {"tools": template_kwargs.get("tools"), "chat_template_kwargs": others}
+    return {name: value for name, value in columns.items() if value}
+
+
+def _read_tools(value: Any, where: str | None) -> list[dict[str, Any]]:
+    tools = _parsed_json(value)
+    if tools is None:
+        return []
+    need = 'a list as [{"type": "function", "function": {"name": ..., "parameters": {...}}}], or its JSON text'
+    if not is_list(tools):
+        raise DataError("tools is not a list", where=where, field="tools", got=tools, need=need)
+    read = []
+    for i, item in enumerate(tools):
+        tool = _parsed_json(item)  # some files have a list of texts
+        if not isinstance(tool, Mapping):
+            raise DataError("a tool is not an object", where=where, field=f"tools[{i}]", got=tool, need=need)
+        read.append(dict(tool))
+    return read
+
+
+def _parsed_json(value: Any) -> Any:
+    """The value of JSON text; None for an empty one; any other value, and text that is no JSON, unchanged."""
+    if not isinstance(value, str):
+        return value
+    if not value.strip():
+        return None
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def check_messages(value: Any, field: str, where: str | None, *, may_be_empty: bool = False) -> Messages:
+    """Check a list of chat messages, and write each in one form; `field` names the list in the error. Content may be
+    text or a list of parts."""
+    if not is_list(value):
+        raise DataError(f"{field} is not a list of messages", where=where, field=field, got=value, need=_NEED_MESSAGES)
+    if not value and not may_be_empty:
+        raise DataError(f"{field} is empty", where=where, field=field, got="[]", need="at least one message")
+    return tuple(_checked_message(message, f"{field}[{i}]", where) for i, message in enumerate(value))
+
+
+def _checked_message(value: Any, field: str, where: str | None) -> Message:
+    need = '{"role": "user", "content": "..."}'
+    if not isinstance(value, Mapping):
+        raise DataError("a message is not an object", where=where, field=field, got=value, need=need)
+    message = canonical_message(value)
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not role:
+        raise DataError("a message has no role", where=where, field=f"{field}.role", got=value, need=need)
+    has_content = isinstance(content, str) or is_list(content)
+    if not has_content and not (content is None and message.get("tool_calls")):
+        raise DataError("a message has no text", where=where, field=f"{field}.content", got=value, need=need)
+    return message
+
+
+def canonical_message(message: Mapping[str, Any]) -> Message:
+    """A message without keys of the value null, with one name for each role, and with tool calls whose arguments are
+    objects."""
+    canonical = {key: item for key, item in message.items() if item is not None}
+    if "role" not in canonical and "from" in canonical and "value" in canonical:
+        canonical = {"role": canonical.pop("from"), "content": canonical.pop("value")} | canonical
+    role, content = canonical.get("role"), canonical.get("content")
+    if role == "function_call" and "tool_calls" not in canonical:
+        call = _parsed_json(content)
+        if isinstance(call, Mapping) and "name" in call:
+            canonical = {"role": "assistant", "tool_calls": [{"type": "function", "function": dict(call)}]}
+    elif isinstance(role, str) and role in _ROLES:
+        canonical["role"] = _ROLES[role]
+    calls = canonical.get("tool_calls")
+    if is_list(calls):
+        canonical["tool_calls"] = [canonical_call(call) for call in calls or ()]
+    return canonical
+
+
+def canonical_call(call: Any) -> Any:
+    """A tool call whose arguments are an object: OpenAI's API has its JSON text, which templates would quote again.
+
+    Text that is no JSON object stays: a policy may have written it.
+    """
+    if not isinstance(call, Mapping):
+        return call
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": canonical_call(call["function"])}
+    if "arguments" not in call:
+        return dict(call)
+    arguments = _parsed_json(call["arguments"])
+    if arguments is None:  # null, the text of null, and empty text: a call without arguments
+        arguments = {}
+    return {**call, "arguments": arguments if isinstance(arguments, Mapping) else call["arguments"]}
+
+
+def as_messages(value: Any, key: str, role: str, where: str | None) -> Messages:
+    """Text as one message of `role`, else a checked list of messages, which may be JSON text, as in a CSV cell.
+
+    Raises `DataError` for the text of Python's messages, which would be read as the literal text of one message.
+    """
+    if isinstance(value, str):
+        if _PYTHON_MESSAGES.match(value):
+            need, fix = f"JSON: {_NEED_MESSAGES}", "write the cell with json.dumps(messages)"
+            raise DataError(
+                f"{key} is Python's text of messages", where=where, field=key, got=value, need=need, fix=fix
+            )
+        parsed = _parsed_json(value) if value.lstrip().startswith("[") else value
+        if not _looks_like_messages(parsed):
+            return ({"role": role, "content": value},)  # also "[1, 2]"
+        value = parsed
+    if is_list(value):
+        return check_messages(value, key, where)
+    need = '"..." or [{"role": ..., "content": ...}, ...]'
+    raise DataError(f"{key} is neither text nor a list of messages", where=where, field=key, got=value, need=need)
+
+
+def _looks_like_messages(value: Any) -> bool:
+    if not isinstance(value, list) or not value:
+        return False
+    forms = ({"role", "content"}, {"role", "tool_calls"}, {"from", "value"})
+    return all(isinstance(item, dict) and any(form <= item.keys() for form in forms) for item in value)
+
+
+def without_nulls(value: Any) -> Any:
+    """The value without the keys that are null, at every depth. A table of Arrow gives each object the keys of all
+    rows, null where a row has none: a tool call would have arguments that nobody wrote."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()  # lists from parquet may be arrays
+    if isinstance(value, Mapping):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list | tuple):
+        return [without_nulls(item) for item in value]
+    return value
+
+
+def literally(value: Any, role: str) -> Any:
+    """Text as one message of the role, never parsed: a policy may have written it."""
+    return [{"role": role, "content": value}] if isinstance(value, str) else value
+
+
+def as_conversations(context: Any, completions: Any) -> list[Conversation]:
+    """The conversation of each completion of a context; both are messages or literal text. The template variables are
+    those of the context."""
+    if isinstance(completions, str) or not completions:
+        need = 'a list, as ["one", "another"]'
+        raise DataError("completions is not a list of completions", got=completions, need=need)
+    prompt = literally(context, "user")
+    return [with_messages(prompt, [*prompt, *literally(completion, "assistant")]) for completion in completions]
+
+
+def last_text(messages: Sequence[Message]) -> str:
+    """The text of the last message, whose characters are the length of a completion. For content in parts, the text
+    parts; empty for a message without content, and without messages."""
+    content: Any = messages[-1].get("content") if messages else None
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = (part if isinstance(part, str) else part.get("text") for part in content)
+    return "".join(text for text in texts if isinstance(text, str))
+
+
+def parse_json_list(value: Any, field: str, where: str | None) -> Any:
+    """The list, if the value is text that begins like one in JSON; any other value unchanged."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        summary = f"{field} is not valid JSON: {error}"
+        fix = "write the cell with json.dumps(value)"
+        raise DataError(summary, where=where, field=field, got=value, need="the JSON of a list", fix=fix) from error
+
+
+def is_list(value: Any) -> bool:
+    """Whether it is a sequence, and not text."""
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
