@@ -66,7 +66,7 @@ NEXT = """
 The report, with its biases and its mistakes:  {report}
 
 Next, optimise SmolLM2 itself against this reward model, a quarter of an hour:
-  treeward grpo --config examples/configs/grpo_real_demo.yaml
+  treeward grpo --config grpo_real_demo
 """
 
 

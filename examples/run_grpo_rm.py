@@ -1,6 +1,6 @@
 """Optimise a policy against a reward model: `treeward grpo` as NeMo RL users know it.
 
-python examples/run_grpo_rm.py --config examples/configs/grpo_rm_1B.yaml env.reward_model.model_name=results/rm/final
+python examples/run_grpo_rm.py --config grpo_rm_1B env.reward_model.model_name=results/rm/final
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Train a reward model: `treeward train` under the name and with the arguments that NeMo RL users know.
 
-python examples/run_rm.py --config examples/configs/rm.yaml policy.model_name=Qwen/Qwen2.5-1.5B
+python examples/run_rm.py --config rm policy.model_name=Qwen/Qwen2.5-1.5B
 """
 
 import sys

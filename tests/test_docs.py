@@ -2,10 +2,10 @@
 
 Python blocks run as they are; those of one file share their names. Commands run through the same entry point as on a
 terminal; a server that is started in the background (`treeward serve ... &`) is a process of its own, on a free port in
-the place of 8000, and serves the rest of its file. What needs a hub (`rm.yaml`, a model by its hub name) is checked as
-far as the configuration. A YAML block whose first line is `# NAME.yaml` lies in the folder under that name. The
-quickstart's configuration is the shipped one with fewer steps; a run of GRPO that a guide writes has
-fewer steps too.
+the place of 8000, and serves the rest of its file. What needs a hub (the recipe `rm`, a model by its hub name) is
+checked as far as the configuration. A YAML block whose first line is `# NAME.yaml` lies in the folder under that name.
+The quickstart's configuration is the shipped one with fewer steps; a run of GRPO that a guide writes has fewer steps
+too.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ from treeward.parallel.ray_cluster import free_port
 from treeward.training.tracking import read_metrics
 
 REPOSITORY = Path(__file__).parent.parent
+RECIPES = REPOSITORY / "src" / "treeward" / "config" / "recipes"
 
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _FILE = re.compile(r"# (\w+\.yaml)\n")
 _FEWER_STEPS = "grpo: {max_num_steps: 2, max_val_samples: 4}\n"
-_HUB_CONFIGS = ("rm.yaml", "grpo_rm_1B.yaml", "grpo_math_1B.yaml")
+_HUB_CONFIGS = ("rm", "grpo_rm_1B", "grpo_math_1B")
 _GRPO_BASE = {
     "data": "data: {dataset_name: PromptDataset, train_data_path: prompts.jsonl, val_data_path: held_out.jsonl}\n",
     "env": "env: {reward_model: {model_name: some/model}}\n",
@@ -90,16 +91,13 @@ DONE: set[Block] = set()
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A reader's folder: the examples, and comparisons under the names that the guides use."""
     folder = tmp_path_factory.mktemp("reader")
-    configs = folder / "examples" / "configs"
-    configs.mkdir(parents=True)
-    for shipped in (REPOSITORY / "examples" / "configs").glob("*.yaml"):
-        (configs / shipped.name).write_text(shipped.read_text(encoding="utf-8"), encoding="utf-8")
+    (folder / "examples").mkdir()
     for name in ("gold.py", "world.json"):
         (folder / "examples" / name).symlink_to(REPOSITORY / "examples" / name)
     (folder / "resources_servers").symlink_to(REPOSITORY / "resources_servers")
-    (configs / "shipped.yaml").write_text((configs / "quickstart.yaml").read_text(encoding="utf-8"), encoding="utf-8")
-    shorter = "defaults: shipped.yaml\nrm: {max_num_steps: 3, val_batches: 1}\n"
-    (configs / "quickstart.yaml").write_text(shorter, encoding="utf-8")
+    # A file of the reader's own comes before the recipe of its name.
+    shorter = f"defaults: {RECIPES / 'quickstart.yaml'}\nrm: {{max_num_steps: 3, val_batches: 1}}\n"
+    (folder / "quickstart").write_text(shorter, encoding="utf-8")
     pairs = [{"chosen": f"It is {n + 1}.", "rejected": "No idea."} for n in range(8)]
     rows = [{"prompt": f"{n} + 1?", "question": f"{n} + 1?", **pair} for n, pair in enumerate(pairs)]
     for name in ("train", "val", "hard", "conversations"):
@@ -112,7 +110,7 @@ def reader(folder: Path) -> Path:
     """The reader's folder with a trained quickstart."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        assert main(["train", "--config", "examples/configs/quickstart.yaml"]) == 0
+        assert main(["train", "--config", "quickstart"]) == 0
     (folder / "results" / "rm").symlink_to("quickstart")
     return folder
 
@@ -223,7 +221,7 @@ def run_command(line: str) -> None:
         path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
         subprocess.run(["bash", "-c", line], check=True, capture_output=True, env={"PATH": path, "HF_HUB_OFFLINE": "1"})
     elif words[0] == "treeward":
-        if any(word.endswith(_HUB_CONFIGS) or "model_name=" in word for word in words):
+        if any(word in _HUB_CONFIGS or "model_name=" in word for word in words):
             load = load_grpo_config if words[1] == "grpo" else load_config
             load(words[words.index("--config") + 1], [word for word in words if "=" in word])
         else:

@@ -2,7 +2,7 @@
 
     from treeward import Scorer, load_config, train
 
-    outcome = train(load_config("examples/configs/quickstart.yaml"))
+    outcome = train(load_config("quickstart"))
     Scorer.load(outcome.model_folder).score_completions(context, ["an answer", "another"])
 
 A name is imported when it is first used: `import treeward` loads nothing heavy.

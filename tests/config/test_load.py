@@ -13,7 +13,7 @@ from treeward.config.load import load_config, load_file, load_grpo_config, save_
 from treeward.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = sorted((ROOT / "examples" / "configs").glob("*.yaml"))
+SHIPPED = sorted((ROOT / "src/treeward/config/recipes").glob("*.yaml"))
 GRPO = ("grpo", "rlhf", "judge")
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs", "Zl", "Zp", "Co", "Cn"]), max_size=12)

@@ -7,4 +7,4 @@
 # Further arguments are overrides. With hub.push_to_hub=true the model is uploaded, as open-instruct does by default.
 cd "$(dirname "$0")/../../.." || exit
 PATH="$PATH:$PWD/.venv/bin"  # where `make` and uv put it
-exec treeward train --config examples/configs/rm_tulu3_8b.yaml "$@"
+exec treeward train --config rm_tulu3_8b "$@"

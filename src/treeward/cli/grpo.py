@@ -1,7 +1,7 @@
 """`treeward grpo`: parse, import, call, and print the outcome.
 
 examples:
-  treeward grpo --config examples/configs/grpo_rm_1B.yaml env.reward_model.model_name=results/rm/final
+  treeward grpo --config grpo_rm_1B env.reward_model.model_name=results/rm/final
   treeward grpo --config run.yaml loss_fn.reference_policy_kl_penalty=0.05 grpo.num_generations_per_prompt=8
 
 The same command resumes a run that was stopped. Every key: docs/config.md.

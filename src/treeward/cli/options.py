@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from treeward.config.load import load_section
+from treeward.config.load import load_section, recipe_names
 from treeward.config.policy import ScoringDtype
 from treeward.config.server import ServedModelConfig
 from treeward.errors import ConfigError
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ConfigFile = Annotated[str, typer.Option("--config", metavar="FILE", help="The YAML file.")]
+_RECIPES = ", ".join(recipe_names())
+ConfigFile = Annotated[str, typer.Option("--config", metavar="FILE|RECIPE", help=f"A YAML file, or one of {_RECIPES}.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="key=value", help="+key adds one, ~key removes one.")]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub name of a reward model.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; auto, the default: a GPU if any.")]

@@ -1,7 +1,7 @@
 """`treeward plan`: parse, import, call, and print the memory that a run would take of its devices.
 
 examples:
-  treeward plan --config examples/configs/rm.yaml cluster.gpus_per_node=8
+  treeward plan --config rm cluster.gpus_per_node=8
   treeward plan --config run.yaml --gpu a100 --mean-tokens 600 policy.dtensor_cfg.activation_checkpointing=true
   treeward plan --config run.yaml --json
 

@@ -1,8 +1,8 @@
 """`treeward train`: parse, import, call, and print the outcome.
 
 examples:
-  treeward train --config examples/configs/quickstart.yaml
-  treeward train --config examples/configs/rm.yaml policy.model_name=Qwen/Qwen2.5-1.5B rm.max_num_steps=200
+  treeward train --config quickstart
+  treeward train --config rm policy.model_name=Qwen/Qwen2.5-1.5B rm.max_num_steps=200
   treeward train --config run.yaml data.train_data_path=train.jsonl ~data.val_data_path +policy.max_grad_norm=0.5
 
 The same command resumes a run that was stopped. With cluster.gpus_per_node=8, or under torchrun, it runs on several

@@ -1,17 +1,20 @@
 """From a YAML file and command-line overrides to a checked configuration, and back.
 
-    config = load_config("rm.yaml", ["policy.model_name=Qwen/Qwen2.5-0.5B-Instruct", "rm.seed=7"])
+    config = load_config("rm", ["policy.model_name=Qwen/Qwen2.5-0.5B-Instruct", "rm.seed=7"])
     save_config(config, "resolved.yaml")       # loading that gives an equal configuration
 
 OmegaConf reads the file, lays it over those that its `defaults:` names, applies the overrides (`key=value`,
 `+key=value`, `~key`) and resolves `${...}` references, to other keys or to the functions `mul`, `div`, `max`, `min` and
 `int`; pydantic checks the result. Every mistake is a `ConfigError`. docs/config.md has the rules.
+
+A configuration is named by its path, or as a recipe, like this one: a file of the folder `recipes/` beside this module.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
@@ -30,6 +33,11 @@ from treeward.errors import ConfigError, nearest_name, nearest_path
 
 logger = logging.getLogger(__name__)
 
+_RECIPES = Path(__file__).parent / "recipes"
+_IN_REPOSITORY = Path("examples/configs")
+"""The recipes' folder in treeward's repository, by whose path guides and scripts name them."""
+_FILE_KEYS = ("prompt_file", "system_prompt_file", "chat_template")
+"""Keys of files that a configuration may have beside it."""
 _ABSENT = object()
 _OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~|)(?P<key>\w[\w./-]*(?:\[\d+\][\w./-]*)*)(?P<value>=.+)?", re.DOTALL)
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
@@ -43,8 +51,16 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 _Section = TypeVar("_Section", bound=Strict)
 
 
+def recipe_names() -> list[str]:
+    """The configurations that the package has, by the names that stand for their paths."""
+    return sorted(path.stem for path in _RECIPES.glob("*.yaml"))
+
+
 def load_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> RewardModelRunConfig:
-    """Read, override, resolve and check. Raises one `ConfigError` that lists every mistake found."""
+    """Read, override, resolve and check a file, or a recipe by its name.
+
+    Raises one `ConfigError` that lists every mistake found.
+    """
     return load_file(RewardModelRunConfig, path, overrides)
 
 
@@ -58,7 +74,7 @@ def load_grpo_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -
 
 def load_run(path: str | PathLike[str], overrides: Sequence[str] = ()) -> RewardModelRunConfig | GRPORunConfig:
     """A run of either kind, without remarks: one with environments is a run of GRPO."""
-    if any("env" in tree for _, tree in _layers(Path(path), ())):
+    if any("env" in tree for _, tree in _layers(_find(path), ())):
         return load_file(GRPORunConfig, path, overrides)
     return load_file(RewardModelRunConfig, path, overrides)
 
@@ -75,8 +91,9 @@ def load_file(
     `path`: None for a configuration without a file. `values`: laid over the file's values before the overrides, as a
     command's own options. Raises `ConfigError`.
     """
-    where = "command line" if path is None else str(path)
-    layers = [] if path is None else _layers(Path(path), ())
+    file = None if path is None else _find(path)
+    where = "command line" if file is None else str(file)
+    layers = [] if file is None else _layers(file, ())
     config = OmegaConf.create(functools.reduce(_laid_over, (tree for _, tree in layers), dict[str, Any]()))
     config.merge_with(values or {})
     overridden = {_apply_override(config, text): text for text in overrides}
@@ -88,9 +105,9 @@ def load_file(
                     return f"command line, {text}"
         # A missing key, and one of another form of `data`, are in no file: the section is.
         for end in range(len(location), 0, -1):
-            for file, tree in reversed(layers):
+            for layer_file, tree in reversed(layers):
                 if _value(OmegaConf.create(tree), ".".join(location[:end])) is not _ABSENT:
-                    return str(file)
+                    return str(layer_file)
         return where
 
     return _checked(section, config, where, origin)
@@ -116,15 +133,34 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         tree = OmegaConf.to_container(OmegaConf.load(path))
     except FileNotFoundError as error:
-        near = nearest_path(path)
+        near = nearest_path(path) or nearest_name(path.stem, recipe_names())
         fix = f"did you mean {near}?" if near else f"correct the path; relative paths begin at {Path.cwd()}"
-        raise ConfigError("there is no such file", where=str(path), need="a YAML file", fix=fix) from error
+        raise ConfigError("there is no such file", where=str(path), need=_needed_file(), fix=fix) from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         summary = f"the YAML cannot be read: {' '.join(str(error).split())}"
         raise ConfigError(summary, where=str(path), need="a YAML file in UTF-8") from error
     if not isinstance(tree, dict):
         raise ConfigError("the configuration is not a mapping", where=str(path), got=tree, need="policy: {...}")
     return {str(key): value for key, value in tree.items()}
+
+
+def _needed_file() -> str:
+    return f"a YAML file, or a recipe: {', '.join(recipe_names())}"
+
+
+def _find(name: str | PathLike[str], folder: Path = Path()) -> Path:
+    """The file of a configuration: a path from `folder` that exists, or else a recipe by its name.
+
+    The recipes' paths in treeward's repository are names of them too. Where nothing is found, the path.
+    """
+    path = folder / name
+    if path.is_file():
+        return path
+    named = Path(name)
+    if named.parent == _IN_REPOSITORY and named.suffix == ".yaml":
+        named = Path(named.stem)
+    recipe = _RECIPES / f"{named}.yaml"
+    return recipe if named.name in recipe_names() and named.parent == Path() else path
 
 
 def _apply_override(config: DictConfig, text: str) -> Location:
@@ -166,17 +202,40 @@ def _value(tree: DictConfig, key: str) -> Any:
 
 def _layers(file: Path, readers: tuple[Path, ...]) -> list[tuple[Path, dict[str, Any]]]:
     """The trees of the files that a file names, and its own, laid over theirs; `readers` have led to this file."""
-    tree, chain = read_yaml(file), (*readers, file.resolve())
+    tree = _with_files_beside(read_yaml(file), file.parent)
+    chain = (*readers, file.resolve())
     layers: list[tuple[Path, dict[str, Any]]] = []
     names = tree.pop("defaults", None) or []
     for name in names if isinstance(names, list) else [names]:
-        parent = file.parent / str(name)
-        if not parent.is_file() or parent.resolve() in chain:
-            summary = "a file of defaults does not exist" if not parent.is_file() else "defaults go round in a circle"
-            need = "a file, or a list of files, relative to the folder of this one"
+        parent = _find(str(name), file.parent)
+        if not parent.is_file():
+            summary = "a file of defaults does not exist"
+            need = f"{_needed_file()}; or a list of these. Paths are relative to the folder of this file"
+            raise ConfigError(summary, where=str(file), field="defaults", got=name, need=need)
+        if parent.resolve() in chain:
+            summary, need = "defaults go round in a circle", "a file that does not lead back to this one"
             raise ConfigError(summary, where=str(file), field="defaults", got=name, need=need)
         layers += _layers(parent, chain)
     return [*layers, (file, tree)]
+
+
+def _with_files_beside(tree: Any, folder: Path) -> Any:
+    """The tree of a file in `folder`, in which the prompt files and templates that lie there have its path.
+
+    A file of the working directory comes first: NeMo RL's configurations name paths that begin there.
+    """
+    if isinstance(tree, list):
+        return [_with_files_beside(item, folder) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    paths = dict[str, Any]()
+    for key, value in tree.items():
+        paths[key] = _with_files_beside(value, folder)
+        # isfile: False, not an error, for a template, which is too long for a name.
+        if key in _FILE_KEYS and isinstance(value, str) and not os.path.isfile(value):
+            beside = os.path.join(folder, value)
+            paths[key] = beside if os.path.isfile(beside) else value
+    return paths
 
 
 def _laid_over(base: dict[str, Any], tree: Mapping[str, Any]) -> dict[str, Any]:

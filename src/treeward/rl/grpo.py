@@ -1,6 +1,6 @@
 """`grpo`: the run of a policy. `treeward.training.loop` takes its steps, validates, saves, stops and resumes.
 
-    outcome = grpo(load_grpo_config("examples/configs/grpo_rm_1B.yaml", []))
+    outcome = grpo(load_grpo_config("grpo_rm_1B", []))
     outcome.model_folder      # a Hugging Face folder, None if the run was interrupted
     outcome.alarms            # of the watch
 

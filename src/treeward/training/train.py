@@ -1,6 +1,6 @@
 """`train`: the run of a reward model. `treeward.training.loop` takes its steps, validates, saves, stops and resumes.
 
-    outcome = train(load_config("examples/configs/quickstart.yaml", []))
+    outcome = train(load_config("quickstart", []))
     outcome.model_folder, outcome.validation      # None if it was interrupted; {"plain": {"accuracy": 0.95, ...}, ...}
 
 Shapes: S completions of a micro-batch, H heads; 6 sums of `GradeSums`.
