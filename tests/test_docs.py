@@ -29,8 +29,10 @@ from omegaconf import OmegaConf
 from pydantic import BaseModel
 
 from treeward.cli.main import main
+from treeward.config.first_run import named_values
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.load import load_config, load_file, load_grpo_config
+from treeward.config.run import RewardModelRunConfig
 from treeward.config.server import ServerConfig
 from treeward.data.preference import preference_from_dict
 from treeward.environments.registry import make_environments
@@ -221,7 +223,12 @@ def run_command(line: str) -> None:
         path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
         subprocess.run(["bash", "-c", line], check=True, capture_output=True, env={"PATH": path, "HF_HUB_OFFLINE": "1"})
     elif words[0] == "treeward":
-        if any(word in _HUB_CONFIGS or "model_name=" in word for word in words):
+        if "--model" in words:
+            options = dict(zip(words, words[1:], strict=False))
+            named = (options.get(name) for name in ("--model", "--data", "--validation"))
+            overrides = [word for word in words if "=" in word]
+            load_file(RewardModelRunConfig, options.get("--config"), overrides, values=named_values(*named))
+        elif any(word in _HUB_CONFIGS or "model_name=" in word for word in words):
             load = load_grpo_config if words[1] == "grpo" else load_config
             load(words[words.index("--config") + 1], [word for word in words if "=" in word])
         else:

@@ -209,3 +209,29 @@ def test_an_unknown_key_names_the_file_that_has_it(write, tmp_path):
     for key, file in {"policy.zigzag": "base", "cluster.fabric": "base", "logger.fabric": "run"}.items():
         assert f"{tmp_path}/{file}.yaml: there is no such key\n    field: {key}\n" in text
     assert text.count("one of model_name, ") == 1, "the names of a section's keys once"
+
+
+def test_a_pretrained_model_replaces_one_from_scratch_with_its_tokenizer(write, caplog):
+    policy = load_config("small", ["policy.model_name=a/model"]).policy
+    assert (policy.model_name, policy.architecture) == ("a/model", None)
+    assert policy.tokenizer.name is None and policy.trained_vocab_size is None
+    assert policy.train_global_batch_size == 16, "the rest is that of small.yaml"
+    assert "--model NAME` chooses" in caplog.text, "2e-3 would destroy it"
+    file = write("defaults: small\npolicy: {model_name: a/model, optimizer: {kwargs: {lr: 1.0e-5}}}\n")
+    caplog.clear()
+    assert load_config(file).policy.model_name == "a/model" and not caplog.text
+    named = ["policy.tokenizer.name=b", "policy.model_name=a/model"]
+    assert load_config("small", named).policy.tokenizer.name == "b"
+
+
+def test_a_model_from_scratch_replaces_a_pretrained_one(write):
+    policy = load_config("rm", ["policy.model_config={model_type: qwen3, vocab_size: 64}"]).policy
+    assert policy.model_name is None and policy.trained_vocab_size == 64
+
+
+def test_who_removes_the_other_model_keeps_what_is_left(write):
+    removed = ["policy.model_name=a/model", "~policy.model_config", "~policy.tokenizer"]
+    assert load_config("small", removed).policy.model_name == "a/model"
+    file = write("policy: {model_name: m, tokenizer: {name: b}}\ndata: {train_data_path: t}\n")
+    policy = load_config(file, ["policy.model_name=null", "policy.model_config={model_type: qwen3}"]).policy
+    assert policy.tokenizer.name == "b"

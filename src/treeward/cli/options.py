@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _RECIPES = ", ".join(recipe_names())
-ConfigFile = Annotated[str, typer.Option("--config", metavar="FILE|RECIPE", help=f"A YAML file, or one of {_RECIPES}.")]
+_CONFIG = typer.Option("--config", metavar="FILE|RECIPE", help=f"A YAML file, or one of {_RECIPES}.")
+ConfigFile = Annotated[str, _CONFIG]
+OptionalConfigFile = Annotated[str | None, _CONFIG]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="key=value", help="+key adds one, ~key removes one.")]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub name of a reward model.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; auto, the default: a GPU if any.")]

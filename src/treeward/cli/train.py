@@ -1,9 +1,13 @@
 """`treeward train`: parse, import, call, and print the outcome.
 
 examples:
+  treeward train --model Qwen/Qwen2.5-0.5B-Instruct --data pairs.csv --dry-run
   treeward train --config quickstart
   treeward train --config rm policy.model_name=Qwen/Qwen2.5-1.5B rm.max_num_steps=200
   treeward train --config run.yaml data.train_data_path=train.jsonl ~data.val_data_path +policy.max_grad_norm=0.5
+
+--model and --data need no configuration: format, held-out part, learning rate, batch size and precision are chosen, and
+shown as overrides. With --config they are laid over it. --dry-run plans the first batch and stops.
 
 The same command resumes a run that was stopped. With cluster.gpus_per_node=8, or under torchrun, it runs on several
 processes. Every key: docs/config.md.
@@ -11,23 +15,51 @@ processes. Every key: docs/config.md.
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
-from treeward.cli.options import ConfigFile, Overrides
+import typer
+
+from treeward.cli.options import OptionalConfigFile, Overrides
 from treeward.config.checkpointing import CheckpointingConfig
-from treeward.config.load import load_config
+from treeward.config.first_run import Choice, choose, named_values, values_of
+from treeward.config.load import load_file
 from treeward.config.preflight import check_inputs
+from treeward.config.run import RewardModelRunConfig
+from treeward.errors import ConfigError
 from treeward.tables import results_table
 
 if TYPE_CHECKING:
     from treeward.training.loop import Outcome
 
+ModelName = Annotated[str | None, typer.Option("--model", metavar="MODEL", help="Folder or hub name to start from.")]
+Data = Annotated[str | None, typer.Option("--data", metavar="FILE", help="Comparisons, in any known format.")]
+Validation = Annotated[str | None, typer.Option(metavar="FILE", help="Else a part of the data is held out.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Stop after the first batch was planned.")]
 
-def run(config: ConfigFile, overrides: Overrides = None) -> int:
-    loaded = load_config(config, overrides or [])
+
+def run(
+    overrides: Overrides = None,
+    config: OptionalConfigFile = None,
+    model: ModelName = None,
+    data: Data = None,
+    validation: Validation = None,
+    dry_run: DryRun = False,
+) -> int:
+    if config is None and (model is None or data is None):
+        need = "--model MODEL with --data FILE, or --config FILE"
+        raise ConfigError("there is nothing to train", where="command line", need=need)
+    if validation is not None and data is None:
+        raise ConfigError("--validation belongs to --data", where="command line", need="--data FILE too")
+    loaded = load_file(RewardModelRunConfig, config, overrides or (), values=named_values(model, data, validation))
     check_inputs(loaded)
+    if model is not None or data is not None:
+        loaded = _with_choices(loaded, overrides or (), config, model, data, validation)
+    if dry_run:
+        return _tell_dry_run(loaded)
 
     from treeward.parallel.launch import launch  # torch: seconds, once the config is sound
     from treeward.training.card import result_columns, result_rows
@@ -56,6 +88,63 @@ def run(config: ConfigFile, overrides: Overrides = None) -> int:
         lines.append(f"WARNING: the model is not on the hub, and the same command tries again. {outcome.upload_error}")
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     return outcome.exit_code
+
+
+def _with_choices(
+    loaded: RewardModelRunConfig,
+    overrides: Sequence[str],
+    config: str | None,
+    model: str | None,
+    data: str | None,
+    validation: str | None,
+) -> RewardModelRunConfig:
+    """The configuration with what --model and --data leave open, which is told."""
+    from treeward.planning.facts import facts_of  # torch: seconds
+
+    facts = facts_of(loaded)
+    choices = choose(loaded, facts, model=model is not None, data=data is not None, run=config is None)
+    values = values_of(choices, named_values(model, data, validation))
+    chosen = load_file(RewardModelRunConfig, config, overrides, values=values)
+    overridden = {text.lstrip("+~").partition("=")[0] for text in overrides}
+    _tell_choices([choice for choice in choices if choice.key not in overridden])
+    return chosen
+
+
+def _tell_choices(choices: Sequence[Choice]) -> None:
+    if os.environ.get("RANK", "0") != "0":
+        return  # of the processes of torchrun the first tells
+    width = max((len(choice.text) for choice in choices), default=0)
+    sys.stdout.write("Chosen; the same command takes other values of these keys:\n")
+    for choice in choices:
+        sys.stdout.write(f"  {choice.text:{width}}  # {choice.why}\n")
+    sys.stdout.flush()
+
+
+def _tell_dry_run(loaded: RewardModelRunConfig) -> int:
+    import torch
+
+    from treeward.planning.dry_run import dry_run
+
+    has_gpu = torch.cuda.is_available()
+    device = torch.cuda.get_device_properties(0) if has_gpu else None
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # as `treeward plan`: tensors without storage are the CPU's
+    found = dry_run(loaded, "h100" if has_gpu else "cpu")
+    first = found.first
+    lines = [f"{name}: {summary}" for name, summary in found.rows.items()]
+    lines.append(f"Steps: {found.steps:,}")
+    lines.append(
+        f"The first step: {first.comparisons} comparisons, {first.tokens:,} tokens "
+        f"({first.row_tokens:,} as plain rows); forward passes: {first.passes}"
+    )
+    if found.memory is None:
+        lines.append("Memory: weights of four bits are not planned")
+    else:
+        parts = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in found.memory.memory.items() if name != "peak")
+        of = "" if device is None else f" of the {device.total_memory / 1e9:.0f} GB of {device.name}"
+        lines.append(f"Memory: {found.memory.memory['peak'] / 1e9:.2f} GB at most{of} ({parts})")
+    lines.append("Nothing was trained: the same command without --dry-run trains.")
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    return 0
 
 
 def tell_interrupted(outcome: Outcome, checkpointing: CheckpointingConfig) -> None:

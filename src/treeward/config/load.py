@@ -12,11 +12,11 @@ A configuration is named by its path, or as a recipe, like this one: a file of t
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,6 +38,7 @@ _IN_REPOSITORY = Path("examples/configs")
 """The recipes' folder in treeward's repository, by whose path guides and scripts name them."""
 _FILE_KEYS = ("prompt_file", "system_prompt_file", "chat_template")
 """Keys of files that a configuration may have beside it."""
+_RATE = "optimizer.kwargs.lr"
 _ABSENT = object()
 _OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~|)(?P<key>\w[\w./-]*(?:\[\d+\][\w./-]*)*)(?P<value>=.+)?", re.DOTALL)
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
@@ -94,8 +95,10 @@ def load_file(
     file = None if path is None else _find(path)
     where = "command line" if file is None else str(file)
     layers = [] if file is None else _layers(file, ())
-    config = OmegaConf.create(functools.reduce(_laid_over, (tree for _, tree in layers), dict[str, Any]()))
-    config.merge_with(values or {})
+    tree: dict[str, Any] = {}
+    for layer in (*(layer for _, layer in layers), values or {}):
+        tree = _laid_over(_without_other_model(tree, partial(_value, OmegaConf.create(dict(layer)))), layer)
+    config = OmegaConf.create(_without_other_model(tree, partial(_overriding_value, overrides)))
     overridden = {_apply_override(config, text): text for text in overrides}
 
     def origin(location: Location) -> str:
@@ -105,8 +108,8 @@ def load_file(
                     return f"command line, {text}"
         # A missing key, and one of another form of `data`, are in no file: the section is.
         for end in range(len(location), 0, -1):
-            for layer_file, tree in reversed(layers):
-                if _value(OmegaConf.create(tree), ".".join(location[:end])) is not _ABSENT:
+            for layer_file, layer in reversed(layers):
+                if _value(OmegaConf.create(layer), ".".join(location[:end])) is not _ABSENT:
                     return str(layer_file)
         return where
 
@@ -248,6 +251,40 @@ def _laid_over(base: dict[str, Any], tree: Mapping[str, Any]) -> dict[str, Any]:
             value = _laid_over({} if replaces else old or {}, {k: v for k, v in value.items() if k != "_override_"})
         merged[key] = value
     return merged
+
+
+def _without_other_model(base: dict[str, Any], value_of: Callable[[str], Any]) -> dict[str, Any]:
+    """`base` without the model and its tokenizer, where what is laid over it names a model of the other kind.
+
+    The kinds are a pretrained model (`model_name`) and one from scratch (`model_config`). `value_of`: the value that is
+    laid over a key, or `_ABSENT`. A `base` whose other model is laid over too, as by null, stays.
+    """
+    policy = base.get("policy")
+    for kind, other in (("model_name", "model_config"), ("model_config", "model_name")):
+        is_named = value_of(f"policy.{kind}") not in (_ABSENT, None)
+        if not is_named or not isinstance(policy, dict) or policy.get(other) is None:
+            continue
+        if value_of(f"policy.{other}") is not _ABSENT:
+            continue
+        tokenizer = dict(policy.get("tokenizer") or {})
+        for key in ("name", "vocab_size"):
+            tokenizer.pop(key, None)
+        kept = {key: value for key, value in policy.items() if key != other}
+        rate = _value(OmegaConf.create(policy), _RATE)
+        if kind == "model_name" and rate is not _ABSENT and value_of(f"policy.{_RATE}") is _ABSENT:
+            logger.warning("policy.%s=%s is the rate of a model from scratch; a pretrained model needs a lower one, "
+                           "which `treeward train --model NAME` chooses.", _RATE, rate)  # fmt: skip
+        return base | {"policy": kept | {"tokenizer": tokenizer}}
+    return base
+
+
+def _overriding_value(overrides: Sequence[str], key: str) -> Any:
+    """What overrides say of a key: text, None for null and for its removal, or `_ABSENT`."""
+    for text in reversed(overrides):
+        match = _OVERRIDE.fullmatch(text)
+        if match is not None and match["key"] == key:
+            return None if match["value"] in (None, "=null") else match["value"]
+    return _ABSENT
 
 
 def _checked(section: type[_Section], config: DictConfig, where: str, origin: Callable[[Location], str]) -> _Section:

@@ -358,7 +358,8 @@ class TrainedModelConfig(Strict):
             raise self.error("load_in_4bit", "adapters to train: 4-bit weights cannot be trained", fix)
         if trained is None and self.tokenizer.vocab_size is not None:
             need = "no vocab_size, or policy.model_config with no policy.tokenizer.name"
-            raise self.error("tokenizer.vocab_size tokenizer.name", need)
+            fix = "remove the size of a tokenizer that is trained: ~policy.tokenizer.vocab_size"
+            raise self.error("tokenizer.vocab_size tokenizer.name", need, fix)
         if not isinstance(rows, int | None):
             raise self.error("architecture", "a whole number as vocab_size")
         if rows is not None and rows < (trained or 0):

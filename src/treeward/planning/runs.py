@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from treeward.config.grpo_policy import GRPOPolicyConfig
 from treeward.config.grpo_run import GRPORunConfig
-from treeward.config.policy import TrainedModelConfig
+from treeward.config.policy import PolicyConfig, TrainedModelConfig
 from treeward.config.run import RewardModelRunConfig
 from treeward.data.encoding import Comparison
 from treeward.data.prompt_sets import Prompt
@@ -95,15 +95,20 @@ class PlannedRun:
     rewards: int = 0
 
 
+def bare_reward_model(policy: PolicyConfig) -> RewardModel:
+    """The reward model of a run before its weights are read; random ones come to the device of the context."""
+    num_heads = len(policy.reward_model_cfg.head_names) or 1
+    hf = _classifier(_config_of(policy), policy.trust_remote_code, num_labels=num_heads)
+    return RewardModel(hf, layout=choose_layout(hf, policy.attention))
+
+
 def reward_model_run(config: RewardModelRunConfig, mesh: Mesh, filling: Filling) -> PlannedRun:
     """The run of `treeward train`."""
     size = filling.number * _MICRO_BATCHES * mesh.data_size
     sizes = {"train_global_batch_size": size, "train_micro_batch_tokens": filling.tokens}
     policy = config.policy.model_copy(update=sizes)
-    section, shapes = policy.reward_model_cfg, _config_of(policy)
-    number = len(section.head_names) or 1
-    hf = _classifier(shapes, policy.trust_remote_code, num_labels=number)
-    model = _trained(RewardModel(hf, layout=choose_layout(hf, policy.attention)), policy, mesh)
+    section = policy.reward_model_cfg
+    model = _trained(bare_reward_model(policy), policy, mesh)
     optimizer = build_optimizer(model, policy.optimizer, cpu_offload=steps_on_host(policy, mesh))
     config = config.model_copy(update={"policy": policy})
     setup = SimpleNamespace(
@@ -117,7 +122,7 @@ def reward_model_run(config: RewardModelRunConfig, mesh: Mesh, filling: Filling)
         scheduler=build_scheduler(optimizer, policy.scheduler, total_steps=1),
         total_steps=1,
         identity={},
-        heads=heads_of(config, np.ones((1, len(section.labels))), number),
+        heads=heads_of(config, np.ones((1, len(section.labels))), model.num_heads),
         features={},
     )
     run = RewardModelRun(cast(Any, setup))

@@ -77,12 +77,26 @@ class RewardModelSetup:
     features: Mapping[Path, Callable[[int], Tensor]] = field(default_factory=dict)
 
 
-def set_up(
+@dataclass(frozen=True, slots=True)
+class RunData:
+    """The data of a run, and what follows from it without a model.
+
+    `encoded_sets`: the whole validation sets; `validation_sets`: what a validation measures of them.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    renderer: Renderer
+    training_sets: dict[str, EncodedDataset]
+    encoded_sets: dict[str, EncodedDataset]
+    validation_sets: dict[str, EncodedDataset]
+    order: EpochOrder
+    total_steps: int
+
+
+def read_data(
     config: RewardModelRunConfig, checkpoint: Checkpoint | None = None, show_progress: bool = False
-) -> RewardModelSetup:
-    """Build everything a run needs, with the checkpoint's model and tokenizer, if there is one. Raises a
-    `TreewardError`."""
-    mesh = make_mesh(config.policy.dtensor_cfg)
+) -> RunData:
+    """Read and tokenize the data, with the checkpoint's tokenizer, if there is one. Raises a `TreewardError`."""
     streams: list[RowDataset] = []  # of the main process, which alone reads rows
     held_out: list[RowDataset] = []
     processes.on_main(lambda: streams.extend(map(open_dataset, config.training_sets)))
@@ -115,8 +129,6 @@ def set_up(
 
     with processes.patience() as group:  # the others open the files that the main process has made
         training_sets, encoded_sets = processes.on_main(encode_all, group)
-        datasets = [*training_sets.values(), *encoded_sets.values()]
-        highest_token = processes.on_main(lambda: max(dataset.highest_token for dataset in datasets), group)
     batches = config.rm.val_batches
     batch_size = config.rm.val_global_batch_size or config.policy.train_global_batch_size
     validation_sets = {
@@ -129,30 +141,51 @@ def set_up(
                            number, len(dataset), name)  # fmt: skip
     sizes, weights = list(map(len, training_sets.values())), [dataset.weight for dataset in config.data.train]
     order = EpochOrder(sizes, weights=weights, seed=config.rm.seed, shuffle=config.data.shuffle)
-    identity = processes.on_main(partial(_identity, config, renderer, training_sets, encoded_sets))
+    steps_in_data = order.steps_per_epoch(config.policy.train_global_batch_size) * config.rm.max_num_epochs
+    return RunData(
+        tokenizer=tokenizer,
+        renderer=renderer,
+        training_sets=training_sets,
+        encoded_sets=encoded_sets,
+        validation_sets=validation_sets,
+        order=order,
+        total_steps=planned_steps(config.rm, steps_in_data, "rm"),
+    )
+
+
+def set_up(
+    config: RewardModelRunConfig, checkpoint: Checkpoint | None = None, show_progress: bool = False
+) -> RewardModelSetup:
+    """Build everything a run needs, with the checkpoint's model and tokenizer, if there is one. Raises a
+    `TreewardError`."""
+    mesh = make_mesh(config.policy.dtensor_cfg)
+    data = read_data(config, checkpoint, show_progress)
+    tokenizer, training_sets = data.tokenizer, data.training_sets
+    datasets = [*training_sets.values(), *data.encoded_sets.values()]
+    with processes.patience() as group:
+        highest_token = processes.on_main(lambda: max(dataset.highest_token for dataset in datasets), group)
+    identity = processes.on_main(partial(_identity, config, data.renderer, training_sets, data.encoded_sets))
     if checkpoint is not None:
         check_identity(checkpoint.path, identity)
     model = _load_model(config, tokenizer, checkpoint, mesh)
     check = partial(_check_model, config, model, tokenizer, datasets, highest_token)
     adaptation = partial(adapt, model, config.policy, seed=config.rm.seed, checkpoint=checkpoint)
     make_ready(model, config.policy, mesh, role="reward model", adaptation=adaptation, check=check)
-    steps_in_data = order.steps_per_epoch(config.policy.train_global_batch_size) * config.rm.max_num_epochs
-    total_steps = planned_steps(config.rm, steps_in_data, "rm")
     optimizer = build_optimizer(model, config.policy.optimizer, cpu_offload=steps_on_host(config.policy, mesh))
-    scheduler = build_scheduler(optimizer, config.policy.scheduler, total_steps=total_steps)
+    scheduler = build_scheduler(optimizer, config.policy.scheduler, total_steps=data.total_steps)
     grades_NH = np.concatenate([dataset.grades for dataset in training_sets.values()])
     return RewardModelSetup(
         config=config,
         mesh=mesh,
         model=model,
         tokenizer=tokenizer,
-        renderer=renderer,
-        order=order,
+        renderer=data.renderer,
+        order=data.order,
         training_sets=training_sets,
-        validation_sets=validation_sets,
+        validation_sets=data.validation_sets,
         optimizer=optimizer,
         scheduler=scheduler,
-        total_steps=total_steps,
+        total_steps=data.total_steps,
         identity=identity,
         heads=heads_of(config, grades_NH, model.num_heads),
     )

@@ -1,0 +1,89 @@
+"""`dry_run`: a run of `treeward train` up to its first batch, which is planned and not computed.
+
+    found = dry_run(config)
+    found.steps, found.first.tokens, found.memory
+
+The data is read, tokenized and kept as in the run itself; no weights are loaded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+
+from treeward.config.run import RewardModelRunConfig
+from treeward.data.encoding import EncodedDataset
+from treeward.model.checks import check_positions
+from treeward.model.reward_model import RewardModel
+from treeward.parallel.mesh import Mesh
+from treeward.planning.plan import Plan, plan
+from treeward.planning.runs import bare_reward_model
+from treeward.training.prefetch import BatchPreparer
+from treeward.training.setup import read_data
+
+
+@dataclass(frozen=True, slots=True)
+class FirstBatch:
+    """The first step: its comparisons, the forward passes that they fill, and their tokens.
+
+    `tokens`: computed on trees, each shared one once; `row_tokens`: those of plain rows.
+    """
+
+    comparisons: int
+    passes: int
+    tokens: int
+    row_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """What a run would do. `rows`: a line on each set's comparisons and tokens, by the set's name.
+
+    `memory`: of a device; None for weights of four bits, which cannot be planned.
+    """
+
+    rows: dict[str, str]
+    steps: int
+    first: FirstBatch
+    memory: Plan | None
+
+
+def dry_run(config: RewardModelRunConfig, gpu: str) -> DryRun:
+    """Plan the first batch of a run of one process on `gpu`, as of `plan`. Raises a `TreewardError`."""
+    data = read_data(config, show_progress=True)
+    training_sets = list(data.training_sets.values())
+    rows = {name: dataset.counts.summary() for name, dataset in data.training_sets.items()}
+    rows |= {f"validation {name}": dataset.counts.summary() for name, dataset in data.encoded_sets.items()}
+    with torch.device("meta"):
+        model = bare_reward_model(config.policy)
+    check_positions(model, config.max_sequence_length)
+    first_rows = data.order.batch(0, config.policy.train_global_batch_size)
+    tokens = sum(dataset.counts.tokens for dataset in training_sets)
+    completions = sum(dataset.counts.completions for dataset in training_sets)
+    mean_tokens = max(tokens // completions, 2)
+    is_planned = not config.policy.load_in_4bit
+    return DryRun(
+        rows=rows,
+        steps=data.total_steps,
+        first=_first_batch(config, model, [(training_sets[which], row) for which, row in first_rows]),
+        memory=plan(config, gpu, mean_tokens=mean_tokens) if is_planned else None,
+    )
+
+
+def _first_batch(
+    config: RewardModelRunConfig, model: RewardModel, rows: list[tuple[EncodedDataset, int]]
+) -> FirstBatch:
+    """The plan of a step's rows; the run's own planner needs of the model how it reads them."""
+    setup = SimpleNamespace(config=config, model=model, mesh=Mesh(), heads=None, features={})
+    passes = BatchPreparer(cast(Any, setup)).plan(rows)
+    row_tokens = 0
+    tree_tokens = 0
+    for dataset, row in rows:
+        comparison = dataset[row]
+        row_tokens += comparison.num_tokens
+        tree_tokens += comparison.tree_tokens
+    tokens = tree_tokens if model.layout == "tree" else row_tokens
+    return FirstBatch(comparisons=len(rows), passes=len(passes), tokens=tokens, row_tokens=row_tokens)

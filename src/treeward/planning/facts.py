@@ -1,0 +1,42 @@
+"""`facts_of`: what a first run's choices depend on, read from the model's config.json, the data and the machine.
+
+facts = facts_of(load_file(RewardModelRunConfig, None, values=named_values("some/model", "pairs.csv", None)))
+facts.parameters, facts.comparisons
+"""
+
+from __future__ import annotations
+
+import torch
+
+from treeward.config.first_run import RunFacts
+from treeward.config.run import RewardModelRunConfig
+from treeward.data.datasets import open_dataset, recognised
+from treeward.errors import DataError
+from treeward.planning.runs import bare_reward_model
+
+
+def facts_of(config: RewardModelRunConfig) -> RunFacts:
+    """The facts of a run of one pretrained model on one set of data; the data is read once, no weights are.
+
+    Raises a `TreewardError` for a model or data that the run would refuse.
+    """
+    with torch.device("meta"):
+        model = bare_reward_model(config.policy)
+    formats = [recognised(dataset) for dataset in (*config.training_sets, *config.validation_sets)]
+    data_keys: dict[str, str] = {}
+    if len({dataset.dataset_name for dataset in formats}) == 1:  # else each file is recognised by itself
+        data_keys["dataset_name"] = formats[0].dataset_name
+        if formats[0].prompt_key != type(formats[0]).model_fields["prompt_key"].default:
+            data_keys["prompt_key"] = formats[0].prompt_key
+    sources = [dataset for dataset in formats if dataset.part is not None]
+    sources = sources or formats[: len(config.training_sets)]
+    comparisons = sum(1 for dataset in sources for _ in open_dataset(dataset))
+    if comparisons == 0:
+        raise DataError("there is no comparison in the data", where=str(sources[0].data_path))
+    return RunFacts(
+        parameters=model.hf.num_parameters(),
+        positions=model.max_positions,
+        has_bfloat16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
+        data_keys=data_keys,
+        comparisons=comparisons,
+    )

@@ -1,0 +1,88 @@
+"""`treeward train --model ... --data ...`: a first run without YAML, and a dry run."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from messages import write_jsonl
+from verbs import Command, Ended
+
+from treeward.config.first_run import RATES, rate_of
+from treeward.config.load import load_config
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def first_run(
+    treeward: Command, policy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Ended]:
+    """`treeward train` in a folder of its own, with a model of 256 positions and 60 comparisons as CSV."""
+    monkeypatch.chdir(tmp_path)
+    with Path("pairs.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(("prompt", "chosen", "rejected"))
+        writer.writerows((f"What is {n} + 1?", f"It is {n + 1}.", "No idea.") for n in range(60))
+    return lambda *words: treeward("train", "--model", policy_folder, "--data", "pairs.csv", *words)
+
+
+def test_a_dry_run_tells_what_was_chosen_and_trains_nothing(first_run: Callable[..., Ended]) -> None:
+    ended = first_run("--dry-run")
+    assert ended.code == 0, ended.err
+    for choice in (
+        "data.dataset_name=BinaryPreferenceDataset ",
+        "data.split_validation_size=0.2 ",
+        "policy.optimizer.kwargs.lr=1.0e-04 ",
+        "policy.precision=",
+        "policy.train_global_batch_size=16 ",
+        "policy.max_total_sequence_length=256 ",
+    ):
+        assert choice in ended.out
+    assert "comparisons kept; " in ended.out and "\nvalidation default: " in ended.out
+    assert "\nSteps: 4\nThe first step: 16 comparisons, " in ended.out
+    assert "\nMemory: 0.0" in ended.out
+    assert not Path("results").exists()
+
+
+def test_it_trains_as_it_says_and_overrides_win(first_run: Callable[..., Ended]) -> None:
+    write_jsonl(Path("val.jsonl"), {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"})
+    options = ["--validation", "val.jsonl", "policy.optimizer.kwargs.lr=2.0e-3", "rm.max_num_steps=2"]
+    ended = first_run(*options)
+    assert ended.code == 0, ended.err
+    assert "kwargs.lr=" not in ended.out and "split_validation_size" not in ended.out
+    assert "The model of step 2 of 2 is in results/rm/final" in ended.out
+    resolved = load_config("logs/rm/config.yaml")
+    assert resolved.policy.optimizer.kwargs["lr"] == 2e-3
+    assert {dataset.dataset_name for dataset in resolved.data.train} == {"BinaryPreferenceDataset"}
+
+
+def test_both_are_laid_over_a_configuration(first_run: Callable[..., Ended]) -> None:
+    ended = first_run("--config", "small", "--dry-run", "policy.max_total_sequence_length=128")
+    assert ended.code == 0, ended.err
+    assert "policy.optimizer.kwargs.lr=1.0e-04 " in ended.out, "that of small.yaml is for a model from scratch"
+    assert "batch_size" not in ended.out, "it is that of small.yaml"
+
+
+def test_what_is_missing_is_named(treeward: Command) -> None:
+    for words in ([], ["--model", "a/model"], ["--data", "pairs.csv"]):
+        ended = treeward("train", *words)
+        assert ended.code == 2 and "--model MODEL with --data FILE, or --config FILE" in ended.err
+    ended = treeward("train", "--config", "rm", "--validation", "val.jsonl")
+    assert ended.code == 2 and "--validation belongs to --data" in ended.err
+
+
+@pytest.mark.parametrize(("parameters", "lr"), [(135e6, 5e-5), (268e6, 1e-5), (1.5e9, 2e-6), (70e9, 2e-6)])
+def test_the_rate_is_that_of_the_nearest_size(parameters: float, lr: float) -> None:
+    assert rate_of(parameters).lr == lr
+
+
+def test_the_guide_has_the_table_of_rates() -> None:
+    guide = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    for rate in RATES:
+        row = next(line for line in guide.splitlines() if line.startswith(f"| {rate.model} |"))
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        assert float(cells[1].partition(" ")[0]) == rate.lr
+        assert cells[2:] == [rate.comparisons, rate.source]
