@@ -26,7 +26,7 @@ env-dev: $(VENV)/.ready-dev
 
 $(VENV)/.ready: constraints.txt pyproject.toml
 	$(MAKE_VENV)
-	$(INSTALL) --editable '.[math]'
+	$(INSTALL) --editable '.[serve,ray,math,lora]'
 	touch $@
 
 $(VENV)/.ready-dev: constraints.txt pyproject.toml

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -12,6 +15,7 @@ import pytest
 from conftest import REPOSITORY
 
 import treeward
+from treeward.errors import pip_install
 
 
 @pytest.mark.parametrize("name", treeward.__all__)
@@ -75,7 +79,7 @@ sys.exit(main(sys.argv[2:]))
 
 
 def test_a_model_scores_without_any_extra(model_folder: Path, tmp_path: Path) -> None:
-    """The environment of `make quickstart` has no server's packages."""
+    """Without extras there are no packages of a server, of adapters or of Ray."""
     extras = "bitsandbytes fastapi math_verify openai orjson peft prometheus_client ray starlette torchao uvicorn"
     data = tmp_path / "in.jsonl"
     data.write_text('{"prompt": "2 + 2?", "completions": ["4", "5"]}\n', encoding="utf-8")
@@ -91,3 +95,29 @@ def test_the_extra_all_is_every_extra_that_a_run_may_need() -> None:
     (every,) = extras.pop("all")
     left_out = {"bench", "dev", "liger", "minilm"}  # Liger needs triton, which macOS has not
     assert set(every.removeprefix("treeward[").removesuffix("]").split(",")) == set(extras) - left_out
+
+
+def test_make_env_installs_the_extras_that_readme_uses() -> None:
+    makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+    (installed,) = re.findall(r"--editable '\.\[((?!dev)[\w,]+)\]'", makefile)
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    uses = {"serve": "treeward serve", "ray": "gpus_per_node=8", "math": "grpo_rm_1B", "lora": "LoRA"}
+    assert all(text in readme for text in uses.values())
+    assert set(installed.split(",")) == set(uses)
+
+
+def test_no_guide_or_error_asks_an_index_for_treeward() -> None:
+    guides = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")]
+    recipes = (REPOSITORY / "src" / "treeward" / "config" / "recipes").glob("*.yaml")
+    sources = (path for path in (REPOSITORY / "src" / "treeward").rglob("*.py") if path.name != "errors.py")
+    for file in (*guides, *recipes, *sources):
+        assert not re.search(r"pip install '?treeward", file.read_text(encoding="utf-8")), file
+
+
+def test_an_extra_is_installed_from_the_clone_and_beside_a_wheel(tmp_path: Path) -> None:
+    words = shlex.split(pip_install("serve", "ray"))
+    assert words == ["pip", "install", "-c", f"{REPOSITORY}/constraints.txt", "-e", f"{REPOSITORY}[serve,ray]"]
+    shutil.copytree(REPOSITORY / "src" / "treeward", tmp_path / "treeward")
+    script = "from treeward.errors import pip_install; print(pip_install('serve', 'ray'))"
+    told = subprocess.check_output([sys.executable, "-c", script], text=True, cwd=tmp_path)
+    assert told == "pip install 'treeward[serve,ray]'\n"

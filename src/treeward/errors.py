@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import shlex
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, Self
@@ -125,6 +126,19 @@ def nearest_path(path: str | os.PathLike[str]) -> str | None:
         return None
     meant = missing.parent / near / target.relative_to(missing)
     return str(meant) if meant.exists() else nearest_path(meant)
+
+
+def pip_install(*extras: str) -> str:
+    """The command that installs extras of treeward, from its clone or, of a wheel, beside it.
+
+    pip takes a package that is installed as it is, so that no index needs to have treeward.
+    """
+    clone = Path(__file__).parents[2]
+    names = ",".join(extras)
+    if not (clone / "pyproject.toml").is_file():
+        return f"pip install 'treeward[{names}]'"
+    constraints = shlex.quote(str(clone / "constraints.txt"))
+    return f"pip install -c {constraints} -e {shlex.quote(f'{clone}[{names}]')}"
 
 
 def _rebuild(cls: type[TreewardError], state: dict[str, Any], args: tuple[Any, ...]) -> TreewardError:

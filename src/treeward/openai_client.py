@@ -16,7 +16,7 @@ import ssl
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from treeward.errors import ConfigError
+from treeward.errors import ConfigError, pip_install
 from treeward.http import ServerError, checked_url
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def check_openai() -> None:
     try:
         import openai  # noqa: F401
     except ImportError as error:
-        fix = "pip install 'treeward[judge]', or openai alone"
+        fix = f"{pip_install('judge')}, or openai alone"
         raise ConfigError("this needs the package openai", got=str(error), fix=fix) from error
 
 

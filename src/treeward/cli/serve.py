@@ -21,7 +21,7 @@ import typer
 from treeward.cli.options import ModelOptions, model_section, with_model_options
 from treeward.config.load import load_file
 from treeward.config.server import ServerConfig
-from treeward.errors import ConfigError
+from treeward.errors import ConfigError, pip_install
 
 
 @with_model_options
@@ -50,8 +50,9 @@ def run(
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if importlib.util.find_spec(name) is None]
     if missing:
-        got, fix = f"no module {missing[0]}", "pip install 'treeward[serve]'"
-        raise ConfigError("the server needs packages that are not installed", got=got, fix=fix)
+        got = f"no module {missing[0]}"
+        summary = "the server needs packages that are not installed"
+        raise ConfigError(summary, got=got, fix=pip_install("serve"))
 
     from treeward.serving.run import serve
 

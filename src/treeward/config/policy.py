@@ -309,7 +309,7 @@ class TrainedModelConfig(Strict):
     torch_compile: bool | None = None
     """Compile the decoder layers. None: where there is a GPU and the model runs on trees, which it needs."""
     use_liger_kernel: bool = False
-    """Norms and gated MLPs by Liger's kernels. Needs CUDA and `treeward[liger]`."""
+    """Norms and gated MLPs by Liger's kernels. Needs CUDA and the extra `liger`."""
 
     max_grad_norm: PositiveFloat | None = 1.0
     """Gradients are scaled down to this norm. None: never."""

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.run import RewardModelRunConfig
-from treeward.errors import ConfigError, nearest_path
+from treeward.errors import ConfigError, nearest_path, pip_install
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.jsonl)(?<!\.json)(?<!\.csv)(?<!\.parquet)(?<!\.gz)")
 
@@ -39,8 +39,8 @@ def check_packages(config: RewardModelRunConfig | GRPORunConfig) -> None:
     """Raise `ConfigError` for the first optional package that the configuration needs and that is not installed."""
     for field, module, extra, alternative in _packages(config):
         if importlib.util.find_spec(module) is None:
-            wanted = "vllm" if extra == "vllm" else f"'treeward[{extra}]'"
-            fix = f"pip install {wanted}, or {alternative}"
+            install = "pip install vllm" if extra == "vllm" else pip_install(extra)
+            fix = f"{install}, or {alternative}"
             raise ConfigError(f"the package {module} is not installed", field=field, need=module, fix=fix)
 
 

@@ -186,7 +186,7 @@ class JudgePromptConfig(Strict):
 
 
 class JudgeEnvironmentConfig(JudgePromptConfig):
-    """Rewards by a language model, behind an OpenAI-compatible endpoint (needs `treeward[judge]`) or in the process."""
+    """Rewards by a language model, behind an OpenAI-compatible endpoint (needs the extra `judge`) or in the process."""
 
     base_url: str | None = None
     """The endpoint without `/chat/completions`, as `https://api.openai.com/v1`. None: the model runs in the process."""

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from treeward.errors import ConfigError, ModelError
+from treeward.errors import ConfigError, ModelError, pip_install
 
 _MEMORY_BYTES = 4 * 2**30
 _MATHEMATICS = ("$", "\\boxed", "\\(", "\\[")
@@ -52,8 +52,8 @@ class MathChecker:
 
     def __init__(self, *, workers: int = 2, timeout_seconds: float = 5.0) -> None:
         if importlib.util.find_spec("math_verify") is None:
-            fix = "pip install 'treeward[math]'"
-            raise ConfigError("the rule math needs the package math_verify", field="rule", got="math", fix=fix)
+            summary = "the rule math needs the package math_verify"
+            raise ConfigError(summary, field="rule", got="math", fix=pip_install("math"))
         self.workers, self.timeout_seconds = workers, timeout_seconds
         self._processes: queue.LifoQueue[subprocess.Popen[str] | None] = queue.LifoQueue()
         for _ in range(workers):

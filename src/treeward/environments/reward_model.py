@@ -36,7 +36,7 @@ from treeward.environments.interface import (
     conversation_of,
 )
 from treeward.environments.scoring_worker import ScoringWorker
-from treeward.errors import ConfigError, ModelError
+from treeward.errors import ConfigError, ModelError, pip_install
 from treeward.http import RewardServerError
 from treeward.model.reward_model import RewardModel
 from treeward.openai_client import key_from
@@ -69,7 +69,7 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
             try:
                 from treeward.environments.replicas import ReplicaPool
             except ImportError as error:
-                fix = "pip install 'treeward[ray,serve]', or use one replica"
+                fix = f"{pip_install('serve', 'ray')}, or use one replica"
                 raise ConfigError("Ray Serve is not installed", where=WHERE, got=str(error), fix=fix) from error
             self._model = ReplicaPool(self.config)
         else:

@@ -30,7 +30,7 @@ from transformers.pytorch_utils import Conv1D
 
 from treeward import processes
 from treeward.config.policy import LoraConfig
-from treeward.errors import CheckpointError, ConfigError, ModelError
+from treeward.errors import CheckpointError, ConfigError, ModelError, pip_install
 from treeward.model.policy_model import CompletionLogProbs, PolicyModel
 from treeward.model.shards import put, whole
 from treeward.model.wrapped import WrappedModel
@@ -50,7 +50,7 @@ def add_adapters(model: WrappedModel, config: LoraConfig, *, seed: int) -> None:
     try:
         import peft
     except ModuleNotFoundError as error:
-        fix = "pip install treeward[lora], or set policy.dtensor_cfg.lora_cfg.enabled=false"
+        fix = f"{pip_install('lora')}, or set policy.dtensor_cfg.lora_cfg.enabled=false"
         raise ModelError("the package peft is not installed", where=_WHERE, got=str(error), fix=fix) from error
     layers = _chosen_layers(model, config)
     settings = peft.LoraConfig(
@@ -209,7 +209,7 @@ def merge_adapters(hf: PreTrainedModel, folder: Path) -> set[str]:
     try:
         import peft
     except ModuleNotFoundError as error:
-        fix = f"pip install treeward[lora], or where peft is installed {fix}"
+        fix = f"{pip_install('lora')}, or where peft is installed {fix}"
         raise ModelError("adapters need the package peft", where=str(folder), got=str(error), fix=fix) from error
     try:
         with safe_open(folder / _WEIGHTS, framework="pt") as file:

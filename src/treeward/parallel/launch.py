@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from treeward import processes
-from treeward.errors import ConfigError, LostProcessError, TreewardError
+from treeward.errors import ConfigError, LostProcessError, TreewardError, pip_install
 from treeward.parallel.mesh import mesh_shape
 from treeward.progress import show_logs
 
@@ -54,7 +54,7 @@ def launch(function: Callable[..., _T], config: Any) -> _T | None:
     try:
         from treeward.parallel import ray_workers
     except ImportError as error:
-        fix = "pip install 'treeward[ray]', or start the command by torchrun"
+        fix = f"{pip_install('ray')}, or start the command by torchrun"
         raise ConfigError("several processes need Ray", field="cluster", got=str(error), fix=fix) from error
     return ray_workers.run(partial(run_here, function, config), config)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from treeward import processes
-from treeward.errors import ConfigError
+from treeward.errors import ConfigError, pip_install
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ def start_ray(*, spare_gpus: Collection[int] = (), address: str | None = None) -
     try:
         import ray
     except ImportError as error:
-        raise ConfigError("Ray is not installed", got=str(error), fix="pip install 'treeward[ray]'") from error
+        raise ConfigError("Ray is not installed", got=str(error), fix=pip_install("ray")) from error
     if not ray.is_initialized():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         if spare_gpus:

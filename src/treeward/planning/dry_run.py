@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 
+import treeward.model  # noqa: F401 (it imports transformers quietly, and comes before what does not)
 from treeward.config.run import RewardModelRunConfig
 from treeward.data.encoding import EncodedDataset
 from treeward.model.checks import check_positions

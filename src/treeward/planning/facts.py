@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+import treeward.model  # noqa: F401 (it imports transformers quietly, and comes before what does not)
 from treeward.config.first_run import RunFacts
 from treeward.config.run import RewardModelRunConfig
 from treeward.data.datasets import open_dataset, recognised

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import uvicorn
 
 from treeward.config.server import ServerConfig
-from treeward.errors import ConfigError
+from treeward.errors import ConfigError, pip_install
 from treeward.openai_client import key_from
 from treeward.serving.app import create_app
 from treeward.serving.service import SHUTDOWN_SECONDS, Service
@@ -57,7 +57,7 @@ def _service(config: ServerConfig, listener: socket.socket) -> Iterator[Service]
     try:
         from treeward.serving.replicas import started  # noqa: PLC0415
     except ImportError as error:
-        fix = "pip install 'treeward[serve,ray]', or use one replica"
+        fix = f"{pip_install('serve', 'ray')}, or use one replica"
         raise ConfigError("Ray Serve is not installed", field="replicas", got=str(error), fix=fix) from error
 
     # The name follows from the address, so that a new server replaces the replicas of a killed one.
