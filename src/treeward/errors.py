@@ -18,6 +18,7 @@ from typing import Any, Self
 
 _UNSET: Any = object()
 _LONGEST_VALUE = 200
+_LIKENESS = 0.6  # difflib's own
 
 
 class TreewardError(ValueError):
@@ -108,7 +109,7 @@ def shown(value: Any) -> str:
 def nearest_name(name: str, names: Iterable[str]) -> str | None:
     """The one of `names` that `name` was probably meant to be, or None if nothing comes close."""
     originals = {candidate.lower(): candidate for candidate in names}
-    close = difflib.get_close_matches(name.lower(), originals, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(name.lower(), originals, n=1, cutoff=_LIKENESS)
     return originals[close[0]] if close else None
 
 
@@ -121,11 +122,22 @@ def nearest_path(path: str | os.PathLike[str]) -> str | None:
         names = () if missing is None else [entry.name for entry in missing.parent.iterdir() if entry.exists()]
     except OSError:  # as for a name that is too long, or a folder that may not be read
         return None
-    near = missing and nearest_name(missing.name, names)
+    near = missing and _nearest_file(missing.name, names)
     if missing is None or near is None:
         return None
     meant = missing.parent / near / target.relative_to(missing)
     return str(meant) if meant.exists() else nearest_path(meant)
+
+
+def _nearest_file(name: str, names: Iterable[str]) -> str | None:
+    """`nearest_name` among those whose names are near without their suffixes: .jsonl alone is no likeness."""
+    stem = Path(name).stem.lower()
+    alike = []
+    for candidate in names:
+        matcher = difflib.SequenceMatcher(None, stem, Path(candidate).stem.lower())
+        if matcher.ratio() >= _LIKENESS:
+            alike.append(candidate)
+    return nearest_name(name, alike)
 
 
 def pip_install(*extras: str) -> str:

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treeward.config.base import Strict
-from treeward.config.load import load_config, load_file, load_grpo_config, save_config
+from treeward.config.load import load_config, load_file, load_grpo_config, load_section, save_config
+from treeward.config.server import ServedModelConfig
 from treeward.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -235,3 +236,25 @@ def test_who_removes_the_other_model_keeps_what_is_left(write):
     file = write("policy: {model_name: m, tokenizer: {name: b}}\ndata: {train_data_path: t}\n")
     policy = load_config(file, ["policy.model_name=null", "policy.model_config={model_type: qwen3}"]).policy
     assert policy.tokenizer.name == "b"
+
+
+@pytest.mark.parametrize(
+    ("override", "meant", "why"),
+    [
+        ("policy.per_device_train_batch_size=8", "policy.train_micro_batch_size", "policy.train_global_batch_size"),
+        ("policy.gradient_accumulation_steps=4", "policy.train_global_batch_size", "number of devices"),
+        ("data.max_length=512", "policy.max_total_sequence_length", "prompt with its completion"),
+        ("rm.per_device_eval_batch_size=8", "rm.val_micro_batch_size", "each device"),
+        ("output_dir=results", "checkpointing.checkpoint_dir", ""),
+    ],
+)
+def test_a_key_of_trl_is_told_with_what_it_counts(mistake, override, meant, why):
+    error = mistake("rm", override)
+    assert error.fix.startswith(f"did you mean {meant}?") and why in error.fix
+
+
+@pytest.mark.parametrize("section", [{}, {"model_path": None}])
+def test_a_missing_key_has_all_its_names(section):
+    with pytest.raises(ConfigError, match="also called model, model_name, model_path") as error:
+        load_section(ServedModelConfig, section, where="MODEL")
+    assert error.value.summary == "a key is missing"

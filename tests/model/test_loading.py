@@ -20,6 +20,7 @@ from treeward.errors import ConfigError, ModelError
 from treeward.model.export import export_model
 from treeward.model.loading import build_reward_model, load_policy, load_reward_model
 from treeward.model.policy_model import PolicyModel
+from treeward.model.pretrained import load_tokenizer, read_config
 from treeward.model.reward_model import head_name
 
 LLAMA = {"model_type": "llama", **SIZES}
@@ -258,3 +259,16 @@ def test_an_export_is_loaded_by_plain_transformers(family: str, tmp_path: Path, 
     assert plain.dtype == torch.float32 and difference(policy, plain) < 1e-5
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_a_damaged_file_is_named(own_policy_folder: Path, name: str) -> None:
+    file = own_policy_folder / name
+    text = file.read_text(encoding="utf-8")
+    file.write_text(text[: len(text) // 2], encoding="utf-8")
+    with pytest.raises(ModelError, match="this file is damaged") as error:
+        load_tokenizer(str(own_policy_folder))
+    assert error.value.where == str(file) and "policy.tokenizer" not in str(error.value)
+    if name == "config.json":
+        with pytest.raises(ModelError, match=r"config.json: the model cannot be loaded: this file"):
+            read_config(str(own_policy_folder), trust_remote_code=False)

@@ -27,7 +27,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, PositiveInt, Valida
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from treeward.config.foreign import COMMANDS, FOREIGN_KEYS, KEYS_ELSEWHERE, VALUES_ELSEWHERE, Only, Rule
+from treeward.config.foreign import COMMANDS, FOREIGN_KEYS, KEY_NOTES, KEYS_ELSEWHERE, VALUES_ELSEWHERE, Only, Rule
 from treeward.errors import ConfigError, nearest_name
 
 if TYPE_CHECKING:
@@ -114,6 +114,9 @@ class Strict(BaseModel, metaclass=_ReadableErrors):
                 summary, got = f"{name} and {alias} contradict each other", f"{accepted[name]} and {accepted[alias]}"
                 raise ConfigError(summary, field=name, got=got, need="one of the two", fix=f"remove {alias}")
             accepted.pop(alias, None)
+            # Of a required key null is no value: it is missing, by all its names.
+            if name in accepted and accepted[name] is None and cls.model_fields[name].is_required():
+                del accepted[name]
         return accepted
 
     @model_validator(mode="after")
@@ -201,7 +204,9 @@ def _problem(details: ErrorDetails, location: Location, root: type[Strict]) -> C
         return _unknown_key(location, root, keys, got)
     meaning = re.split(r"(?<!\bet al)\. ", keys.get(without_numbers(location), ""))[0].rstrip(".")
     if details["type"] == "missing":
-        return ConfigError("a key is missing", need=meaning)
+        aliases = [alias for path, alias in _aliases(root) if path == without_numbers(location)]
+        called = f", also called {', '.join(aliases)}" if aliases else ""
+        return ConfigError("a key is missing", need=f"{location[-1]}{called}: {meaning}")
     need = re.sub(r"^\w+ should (be|have) |, unable to parse.*", "", details["msg"])
     options = re.findall(r"'([^']*)'", str(details.get("ctx", {}).get("expected", "")))
     near = VALUES_ELSEWHERE.get(got, got) if isinstance(got, str) else ""
@@ -235,6 +240,8 @@ def _unknown_key(location: Location, root: type[Strict], keys: Mapping[Location,
         meant = [_joined((*parents, near))] if near in siblings else run_paths.get(near or "", [])
     meant = meant or [_joined(path) for path in keys if path[-1] == key][:1]
     need, fix = f"one of {', '.join(siblings)}", f"did you mean {' and '.join(meant)}?"
+    if key in KEY_NOTES:
+        fix = f"{fix} {KEY_NOTES[key]}"
     return ConfigError("there is no such key", got=got, need=None if meant else need, fix=fix if meant else None)
 
 
@@ -247,6 +254,16 @@ def _keys(section: type[Strict]) -> Iterator[tuple[Location, str]]:
             yield from (((key, *path), doc) for path, doc in _keys(inner))
     for other in (*section.other_forms, *section.other_names):
         yield (other,), ""
+
+
+def _aliases(section: type[Strict]) -> Iterator[tuple[Location, str]]:
+    """The path of each key that has other names, with each of these."""
+    for alias, name in section.other_names.items():
+        yield (section.model_fields[name].alias or name,), alias
+    for name, field in section.model_fields.items():
+        for inner in sections(field.annotation):
+            for path, alias in _aliases(inner):
+                yield (field.alias or name, *path), alias
 
 
 def without_numbers(location: Iterable[str]) -> Location:

@@ -154,6 +154,7 @@ sets is always so here, or changes no result. A text, the remedy: only while the
 or a section in which nothing is on). `Only`: off too, or with some values."""
 
 _TABLE = """
+bf16: policy.precision
 beta kl_coef kl_loss_coef: loss_fn.reference_policy_kl_penalty
 clip_ratio epsilon: loss_fn.ratio_clip_min loss_fn.ratio_clip_max
 clip_ratio_c delta: loss_fn.ratio_clip_c
@@ -163,8 +164,12 @@ kl_loss_type: loss_fn.reference_policy_kl_type
 lora_alpha: policy.dtensor_cfg.lora_cfg.alpha
 lora_r lora_rank: policy.dtensor_cfg.lora_cfg.dim
 use_peft: policy.dtensor_cfg.lora_cfg.enabled
+eval_steps: grpo.val_period rm.val_period
+gradient_accumulation_steps: policy.train_global_batch_size
+gradient_checkpointing: policy.dtensor_cfg.activation_checkpointing
 learning_rate lr: policy.optimizer.kwargs.lr
 max_completion_length: policy.generation.max_new_tokens
+max_length max_token_length: policy.max_total_sequence_length
 max_prompt_length: data.max_input_seq_length
 max_steps: grpo.max_num_steps rm.max_num_steps
 norm_adv_by_std_in_grpo: grpo.normalize_rewards
@@ -172,11 +177,26 @@ num_generations: grpo.num_generations_per_prompt
 num_generations_eval: grpo.num_val_generations
 num_iterations ppo_epochs: grpo.updates_per_batch
 num_train_epochs: grpo.max_num_epochs rm.max_num_epochs
+output_dir: checkpointing.checkpoint_dir
+per_device_eval_batch_size: rm.val_micro_batch_size
+per_device_train_batch_size: policy.train_micro_batch_size
 ppo_mini_batch_size: policy.train_global_batch_size
+save_steps: checkpointing.save_period
 """
 _ROWS = [row.split(": ") for row in _TABLE.strip().splitlines()]
 KEYS_ELSEWHERE: Mapping[str, list[str]] = {key: ours.split() for theirs, ours in _ROWS for key in theirs.split()}
 """A key of TRL or verl -> its full names here; those whose section a run has count."""
+
+_ON_ONE_DEVICE = "It counts on each device"
+KEY_NOTES: Mapping[str, str] = {
+    "per_device_train_batch_size": f"{_ON_ONE_DEVICE}; policy.train_global_batch_size counts all of a step.",
+    "per_device_eval_batch_size": f"{_ON_ONE_DEVICE}; rm.val_global_batch_size counts all of a batch.",
+    "gradient_accumulation_steps": "That is its product with the batch size of a device and the number of devices.",
+    "max_length": "It counts the tokens of a prompt with its completion.",
+    "max_token_length": "It counts the tokens of a prompt with its completion.",
+    "bf16": "policy.precision=bfloat16 is true, float32 false.",
+}
+"""What somebody who writes a key of `KEYS_ELSEWHERE` should know of ours."""
 
 VALUES_ELSEWHERE: Mapping[str, str] = {"rloo": "leave_one_out", "low_var_kl": "k3", "mse": "k2", "kl": "k1"}
 """A value of TRL or verl -> the same value here."""

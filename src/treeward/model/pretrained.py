@@ -276,8 +276,23 @@ def _look_for(name: str, what: str) -> None:
         logger.info("Looking for the %s %s on the hub, or among earlier downloads.", what, name)
 
 
+def _damaged_file(name: str) -> tuple[Path, str] | None:
+    """The first file of a local folder that should be JSON and is not, as one that was cut off, and what is wrong."""
+    for file in sorted(Path(name).expanduser().glob("*.json")):
+        try:
+            json.loads(file.read_bytes())
+        except (OSError, ValueError) as error:
+            return file, str(error).splitlines()[0]
+    return None
+
+
 def _loading_error(name: str, what: str, error: Exception, fix: str | None = None) -> ModelError:
-    """The user's error for an error of `from_pretrained`."""
+    """The user's error for an error of `from_pretrained`, which names the file that is damaged, if one is."""
+    if (damaged := _damaged_file(name)) is not None:
+        file, wrong = damaged
+        fix = "copy the file again from where the model came from"
+        summary = f"the {what} cannot be loaded: this file is damaged"
+        return ModelError(summary, where=str(file), got=wrong, need="JSON", fix=fix)
     text = str(error.__cause__ or error if isinstance(error, StrictDataclassError) else error).strip()
     summary, need = f"the {what} cannot be loaded", f"a folder or hub name with the files of a {what}, in safetensors"
     got = (text.splitlines() or [type(error).__name__])[0]

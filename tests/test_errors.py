@@ -1,0 +1,23 @@
+"""What errors propose."""
+
+from pathlib import Path
+
+import pytest
+
+from treeward.errors import nearest_path
+
+
+@pytest.mark.parametrize(
+    ("missing", "near"),
+    [
+        ("nosuch.jsonl", None),
+        ("tain.jsonl", "train.jsonl"),
+        ("train.json", "train.jsonl"),
+        ("reslts/final", "results/final"),
+    ],
+)
+def test_a_suffix_alone_is_no_likeness(tmp_path: Path, missing: str, near: str | None) -> None:
+    for name in ("null.jsonl", "train.jsonl"):
+        (tmp_path / name).touch()
+    (tmp_path / "results" / "final").mkdir(parents=True)
+    assert nearest_path(tmp_path / missing) == (None if near is None else str(tmp_path / near))
