@@ -22,6 +22,7 @@ def first_run(
 ) -> Callable[..., Ended]:
     """`treeward train` in a folder of its own, with a model of 256 positions and 60 comparisons as CSV."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # a dry run hides GPUs from its process
     with Path("pairs.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(("prompt", "chosen", "rejected"))

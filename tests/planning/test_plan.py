@@ -161,3 +161,9 @@ def test_the_tables_of_the_guide_are_what_is_planned() -> None:
     spec.loader.exec_module(tables)
     page = tables.PAGE.read_text(encoding="utf-8")
     assert tables.planned(page) == page
+
+
+def test_a_model_whose_padding_is_token_0_is_planned() -> None:
+    """The probes of a model draw tokens other than the padding; on fake tensors all were 0."""
+    config = load_run("quickstart", ["policy.model_config.pad_token_id=0"])
+    assert plan(config, "cpu").memory["peak"] > 0
