@@ -6,11 +6,12 @@ from collections import Counter
 
 import pytest
 from messages import assistant, user
-from templates import CASES, PROMPTING_CHATML, byte_bpe, family_renderer
+from templates import CASES, PROMPTING_CHATML, TEMPLATES, byte_bpe, family_renderer
 
 from treeward.data.prompt_encoding import encode_prompts
 from treeward.data.prompt_sets import Prompt, PromptSet, prompts_summary
 from treeward.data.rendering import Renderer
+from treeward.environments.rules import RuleEnvironment
 from treeward.errors import DataError
 
 # Their generation prompts open a thought, which a finished answer without one does not have.
@@ -45,6 +46,17 @@ def test_a_prompt_is_how_an_answered_one_begins(name: str) -> None:
 @pytest.fixture
 def renderer() -> Renderer:
     return Renderer(byte_bpe(), chat_template=PROMPTING_CHATML)
+
+
+@pytest.mark.skipif(not TEMPLATES, reason="trl, which carries the templates, is not installed")
+@pytest.mark.parametrize("name", ["deepseek_r1_distill", "qwen3_5_think", "nemotron_3_nano", "qwen3"])
+def test_prompts_know_how_their_completions_begin(name: str) -> None:
+    """A rule for the form reads what a reasoning policy writes after its generation prompt."""
+    encoded = encode_prompts([prompts_of("2 + 2?", "3 + 3?")], family_renderer(name))
+    sampled = "<think>\nRatio.</think>4" if name == "qwen3" else "Ratio.</think>4"
+    turns = [[*prompt.messages, assistant(prompt.opening + sampled)] for prompt in encoded.prompts]
+    form = RuleEnvironment({"rule": "regex", "pattern": "^<think>\nRatio"})
+    assert [reward.value for reward in form.rewards(turns, [{}, {}])] == [1, 1]
 
 
 def test_prompts_of_several_sets_in_their_order(renderer: Renderer) -> None:

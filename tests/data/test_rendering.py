@@ -79,6 +79,57 @@ def test_real_templates(name: str) -> None:
         assert renderer.encode(CHAT) == ([bos] if renderer.adds_bos and plain[0] != bos else []) + plain
 
 
+EMPTY = "<think>\n\n</think>\n\n"
+OPENINGS = [
+    ("deepseek_r1_distill", {}, "<think>\n"),
+    ("deepseekv3", {}, "<think>\n"),
+    ("glm4moe", {}, ""),
+    ("glm4moe", {"enable_thinking": False}, "<think></think>"),
+    ("nemotron_3_nano", {}, "<think>\n"),
+    ("nemotron_3_nano", {"enable_thinking": False}, "<think></think>"),
+    ("qwen3", {}, ""),
+    ("qwen3", {"enable_thinking": False}, EMPTY),
+    ("qwen3_5_think", {}, "<think>\n"),
+    ("qwen3_5_think", {"enable_thinking": False}, EMPTY),
+    ("qwen3_6", {}, "<think>\n"),
+    *((name, {}, "") for name in ("cohere2", "gemma3", "gptoss", "llama3", "phi3", "qwen3_instruct_2507")),
+]
+
+
+@pytest.mark.skipif(not TEMPLATES, reason="trl, which carries the templates, is not installed")
+@pytest.mark.parametrize(("name", "variables", "opening"), OPENINGS)
+def test_what_a_generation_prompt_writes_of_the_completion(name: str, variables: Any, opening: str) -> None:
+    """A model of the same family reads a completion with its opening as the policy's context had it, once."""
+    renderer = family_renderer(name)
+    renderer.chat_template_kwargs = variables
+    assert renderer.opening(CHAT[:3]) == renderer.opening([user("<think> is a tag.")]) == opening
+    sampled = "Ratio.\n</think>\n\nRomam." if opening == "<think>\n" else "Romam."
+    text = renderer.render([*CHAT[:1], assistant(opening + sampled)])
+    if name.startswith("deepseek"):  # they leave reasoning out of what was written before
+        assert "<think>" not in text and "Romam." in text
+    elif opening:
+        assert text.count("<think>") == 1
+        assert text.startswith(renderer.render(CHAT[:1], generation_prompt=True).rstrip())
+
+
+def test_a_generation_prompt_may_open_a_completion_with_any_text() -> None:
+    prompting = CHATML + "{% if add_generation_prompt %}<|im_start|>assistant\n" + "OPENING{% endif %}"
+    openings = {
+        "": "",
+        " ": "",  # white space alone is layout
+        "Sure: ": "Sure: ",
+        "<seed:think>": "<seed:think>",
+        "<|im_end|>": "",  # special tokens are in no text of a completion
+    }
+    for written, opening in openings.items():
+        template = prompting.replace("OPENING", "{{ '" + written + "' }}")
+        assert Renderer(byte_bpe(), chat_template=template).opening(CHAT[:3]) == opening
+    closed = CHATML.replace("'\\n' +", "'\\n' + ('</think>' if m['role'] == 'assistant' else '') +")
+    for written, opening in (("<think>", "<think>"), ("</think>", "")):  # as DeepSeek-V3.1
+        ending = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n" + written + "' }}{% endif %}"
+        assert Renderer(byte_bpe(), chat_template=closed + ending).opening(CHAT[:3]) == opening
+
+
 def test_bos_is_added_once_and_doubles_collapse() -> None:
     tokenizer = byte_bpe(("<|im_start|>", "<|im_end|>"), "<s>", "<|im_end|>", True)
     for written in (0, 1, 2, 3):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -148,6 +149,16 @@ def test_a_stop_string_ends_the_completion_that_it_completes(policy: PolicyModel
         assert completion.truncated == (not ended and whole.truncated)
         assert not any(stop in completion.text for stop in stops) and whole.text.startswith(completion.text)
     assert len(set(lengths)) > 3
+
+
+def test_the_text_of_a_completion_begins_in_the_generation_prompt(policy: PolicyModel, tiny_tokenizer: Any) -> None:
+    generator = make(policy, tiny_tokenizer, stop_strings=("k>",))
+    opened = [replace(prompt, opening="<think>\n") for prompt in PROMPTS]
+    groups = generator.generate(opened, IDS, num_completions=2, seed=1)
+    plain = generator.generate(PROMPTS, IDS, num_completions=2, seed=1)
+    for completion, sampled in zip(completions_of(groups), completions_of(plain), strict=True):
+        assert completion == replace(sampled, text="<think>\n" + sampled.text)  # nothing else has changed
+    assert groups[0].conversations[0][-1]["content"].startswith("<think>\n")
 
 
 def test_a_completion_has_the_room_that_its_prompt_leaves(policy: PolicyModel, tiny_tokenizer: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,10 @@ def test_completions_are_the_tokens_that_the_server_sampled(
             assert completion.text == tiny_tokenizer.decode(kept, skip_special_tokens=True)
         assert len({a.truncated for a in completions_of(groups)}) == 2
         assert generator.generate(PROMPTS, IDS, num_completions=4, seed=1) == groups
+        opened = [replace(prompt, opening="<think>") for prompt in PROMPTS]
+        for group, plain in zip(generator.generate(opened, IDS, num_completions=4, seed=1), groups, strict=True):
+            texts = [f"<think>{completion.text}" for completion in plain.completions]
+            assert [conversation[-1]["content"] for conversation in group.conversations] == texts
         other = generator.generate(PROMPTS, IDS, num_completions=4, seed=2)
         assert other != groups
         for asked in loopback.requests[-3:]:  # the completions are in the server's order, by index

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from templates import PROMPTING_CHATML
 
 from treeward.environments.interface import Reward
 from treeward.errors import ModelError
@@ -39,6 +41,19 @@ def test_a_step_that_is_taken_again_is_the_same(opened: Callable[..., GRPOSetup]
     assert [g.prompt for g in other.groups] == [g.prompt for g in first.groups] and texts(other) != texts(first)
     seeds = [sampling_seed(a, b, c, validation=d) for a in (0, 1) for b in range(9) for c in range(5) for d in (0, 1)]
     assert len(set(seeds)) == len(seeds) and all(0 <= seed < 2**63 for seed in seeds)  # none is shared
+
+
+def test_samples_have_the_text_that_environments_read(opened: Callable[..., GRPOSetup]) -> None:
+    template = PROMPTING_CHATML.replace("assistant\\n", "assistant\\n<think>\\n")
+    format_rule = "+env.form={type: rules, rule: regex, pattern: ^<think>}"
+    run = opened("~env.planted", format_rule, f"policy.tokenizer.chat_template={json.dumps(template)}")
+    rollouts, validation = collect(run, step=0, drawn=0), measured(run)
+    assert rollouts.rewards_PG.eq(1).all() and validation.metrics["validation/reward"] == 1
+    for samples in (rollouts.samples, validation.samples):
+        assert all(one["text"].startswith("<think>\n") for sample in samples for one in sample["completions"])
+    lengths = [len(one.token_ids) for group in rollouts.groups for one in group.completions]
+    logged = [one["num_tokens"] for sample in rollouts.samples for one in sample["completions"]]
+    assert logged == lengths  # the opening is not sampled
 
 
 def test_dynamic_sampling_draws_until_there_is_enough(

@@ -3,8 +3,8 @@
     encoded = encode_prompts([open_prompts(config)], renderer, max_length=1024)
     encoded.prompts[0], encoded.token_ids[0]
 
-The policy's template renders them, with its generation prompt. A prompt is never cut: too long ones are left out and
-counted.
+The policy's template renders them, with its generation prompt, and says the `opening` of their completions. A prompt is
+never cut: too long ones are left out and counted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -107,5 +107,7 @@ def _encoded(
             batch = prompt_set[start : start + _PROMPTS_AT_ONCE]
             texts = [renderer.render(p.conversation(), where=p.where, generation_prompt=True) for p in batch]
             encoded = renderer.encode_short(texts, max_length, where=[prompt.where for prompt in batch])
-            yield from ((prompt, *ids) for prompt, ids in zip(batch, encoded, strict=True))
+            for prompt, ids in zip(batch, encoded, strict=True):
+                opening = renderer.opening(prompt.conversation(), where=prompt.where)
+                yield replace(prompt, opening=opening), *ids
             shown.show(f"tokenizing {prompt_set.name}", start + len(batch), len(prompt_set))

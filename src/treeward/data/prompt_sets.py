@@ -39,12 +39,14 @@ _ENVIRONMENT_KEYS = ("environment", "env_name")
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """The messages for a policy to complete. `info`: for environments. `where`: file and line, for errors.
-    `template_kwargs`: tools and further variables, for the policy's template and for those of reward models."""
+    `template_kwargs`: tools and further variables, for the policy's template and for those of reward models. `opening`:
+    how the policy's generation prompt begins the text of every completion (`Renderer.opening`)."""
 
     messages: tuple[Message, ...]
     info: Mapping[str, Any] = field(default_factory=dict)
     where: str | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    opening: str = ""
 
     def conversation(self, *completion: Message) -> Conversation:
         """The prompt, followed by a completion."""

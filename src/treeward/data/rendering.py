@@ -36,6 +36,7 @@ from treeward.data.conversation import (
     template_kwargs_of,
     with_messages,
 )
+from treeward.data.reasoning import REASONING_START
 from treeward.errors import ConfigError, DataError, ModelError
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ _PROBE_MESSAGES: list[Message] = [
 _PROBE_SYSTEM: Message = {"role": "system", "content": "Loquere."}
 _PROBE_CALL = {"name": "itinera", "arguments": {"urbs": "Roma"}}
 _AS_PYTHON = "{'urbs': 'Roma'}"
+_SENTINEL = "\ue000"  # of Unicode's private use: no template writes it
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,7 @@ class Renderer:
         self.truncation: Truncation = truncation
         self._seen_roles = set(_ROLES)
         self._ignored_variables: set[str] = set()
+        self._openings: dict[str, str] = {}  # by generation prompt
         arguments = inspect.signature(tokenizer.apply_chat_template).parameters.keys()
         self._not_variables = arguments - {"tools", "documents"}
         if wrong := sorted(self._not_variables & self.chat_template_kwargs.keys()):
@@ -166,6 +169,20 @@ class Renderer:
         """The token ids of a policy's prompt: the conversation with the template's generation prompt, as one text.
         Raises `ModelError` for an encoder."""
         return self.encode_texts([self.render(messages, where=where, generation_prompt=True)], where=[where])[0]
+
+    def opening(self, messages: AnyConversation, *, where: str | None = None) -> str:
+        """What the generation prompt writes of the completion itself, as `<think>\\n` for many reasoning models.
+
+        The text of an assistant's turn is this and what is sampled after it. Empty where the generation prompt is the
+        header of a turn and no more. Raises `DataError` as `render` does.
+        """
+        prompt = self.render(messages, where=where, generation_prompt=True)
+        plain = self.render(messages, where=where)
+        first = len(os.path.commonprefix([plain, prompt]))
+        generation_prompt = prompt[first:]
+        if generation_prompt not in self._openings:  # it is the same for almost all prompts of a run
+            self._openings[generation_prompt] = self._opening(messages, prompt, first, where)
+        return self._openings[generation_prompt]
 
     def encode_texts(self, texts: Sequence[str], *, where: Sequence[str | None] | None = None) -> list[list[int]]:
         """The token ids of rendered texts, each with its BOS (or CLS and SEP), however many the text has. Raises
@@ -265,6 +282,22 @@ class Renderer:
         """The characters of the longest token, or a minimum: tokenizers may drop white space or have one token for
         unknown words, and then a long text counts as too long despite few tokens."""
         return max(_MIN_CHARACTERS_PER_TOKEN, *map(len, self.tokenizer.get_vocab()))
+
+    def _opening(self, messages: AnyConversation, prompt: str, first: int, where: str | None) -> str:
+        """`opening` for the text of a prompt whose generation prompt begins at the character `first`."""
+        answered = with_messages(messages, [*messages, {"role": "assistant", "content": _SENTINEL}])
+        turn = self.render(answered, where=where)
+        # The header of a turn is what the template writes before any content too.
+        header = os.path.commonprefix([turn.partition(_SENTINEL)[0], prompt])
+        start = max(first, len(header))
+        # Templates that write an empty block of reasoning into every turn have it before the content: it is no header.
+        reasoning = prompt.find(REASONING_START, first)
+        if reasoning >= 0:
+            start = min(start, reasoning)
+        opening = prompt[start:]
+        for token in self.tokenizer.all_special_tokens:
+            opening = opening.replace(token, "")  # sampled tokens are decoded without special ones too
+        return opening if opening.strip() else ""
 
     def _with_frame(self, source: str) -> str:
         """The template with the BOS (or CLS and SEP) that it does not write itself. `_frame` adds them in any case;

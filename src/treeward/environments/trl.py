@@ -9,24 +9,38 @@ missing reward is None, which TRL keeps out of the group's baseline and gives th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from treeward.data.conversation import without_nulls
+from treeward.data.rendering import Renderer
 from treeward.environments.interface import Environment
 from treeward.environments.reward_model import RewardModelEnvironment
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _NOT_COLUMNS = frozenset({"trainer_state", "log_extra", "log_metric", "environments", "completion_ids"})
 """TRL's arguments that are not columns of the dataset (`GRPOTrainer._calculate_rewards`)."""
 
 
-def as_trl(reward: Any, *, name: str | None = None, **settings: Any) -> Callable[..., list[float | None]]:
+def as_trl(
+    reward: Any,
+    *,
+    name: str | None = None,
+    policy_tokenizer: PreTrainedTokenizerBase | None = None,
+    policy_template_kwargs: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Callable[..., list[float | None]]:
     """A reward as one of TRL's `reward_funcs`.
 
     `reward`: an `Environment`, the address of a `treeward serve` (`http://host:8000`), or the folder or hub name of a
     model. `settings`: for an address or a model, other keys of the section `env.reward_model`, as `token_env`. `name`:
     in TRL's log (`rewards/<name>/mean`). The columns of the dataset are the `env_infos`, without empty cells. Passes on
     the environment's errors.
+
+    `policy_tokenizer`: the trainer's `processing_class`, and `policy_template_kwargs` its `chat_template_kwargs`. With
+    it a completion begins with what the generation prompt has written of it, as `<think>`, which TRL leaves out.
 
     It adds to TRL's metrics `<name>/failed`, the share of completions without a reward, and `<name>/raw_mean`, the mean
     reward before shaping.
@@ -35,13 +49,18 @@ def as_trl(reward: Any, *, name: str | None = None, **settings: Any) -> Callable
     if isinstance(reward, str):
         environment = RewardModelEnvironment({"model_name": reward, **settings})
     name = name or environment.name
+    renderer: Renderer | None = None
+    if policy_tokenizer is not None:
+        renderer = Renderer(policy_tokenizer, chat_template_kwargs=policy_template_kwargs)
 
     def rewards_of(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
         """The rewards of B completions, None for none. `prompts`, `completions`: B lists of messages, or B texts."""
-        logs = [
-            without_nulls(_messages(prompt, "user")) + _messages(completion, "assistant")
-            for prompt, completion in zip(prompts, completions, strict=True)
-        ]
+        logs = []
+        for prompt, completion in zip(prompts, completions, strict=True):
+            messages = _messages(completion, "assistant")
+            if renderer is not None and not isinstance(prompt, str):  # a text has gone through no template
+                messages = _opened(prompt, messages, renderer)
+            logs.append(without_nulls(_messages(prompt, "user")) + messages)
         log_metric = columns.get("log_metric")
         cells = {column: values for column, values in columns.items() if column not in _NOT_COLUMNS}
         # The prompts and the columns come from Arrow's tables.
@@ -56,6 +75,16 @@ def as_trl(reward: Any, *, name: str | None = None, **settings: Any) -> Callable
 
     rewards_of.__name__ = name
     return rewards_of
+
+
+def _opened(prompt: Sequence[Any], completion: list[dict[str, Any]], renderer: Renderer) -> list[dict[str, Any]]:
+    """The completion with the opening of its first message."""
+    if not completion or not isinstance(completion[0].get("content"), str):
+        return completion
+    if completion[0].get("reasoning_content") is not None:
+        return completion  # TRL has read the reasoning, which the prompt opens, into a key of its own
+    first = {**completion[0], "content": renderer.opening(prompt) + completion[0]["content"]}
+    return [first, *completion[1:]]
 
 
 def _messages(value: Any, role: str) -> list[dict[str, Any]]:

@@ -51,7 +51,8 @@ _SLACK_TOKENS = 4
 
 @dataclass(frozen=True, slots=True)
 class SampledCompletion:
-    """`token_ids`: with the end token; `truncated`: it has none. `text`: without the end token.
+    """`token_ids`: with the end token; `truncated`: it has none. `text`: of the whole turn, the `opening` of its prompt
+    and what was sampled, without the end token.
 
     `log_probs`: the generator's, per token; None if it gives none.
     """
@@ -191,7 +192,9 @@ class LocalGenerator(Generator):
             with self.policy.plain_attention():  # the attention that is set last stays
                 self.policy.train(training)
         sampled = {
-            p: tuple(self.reader.completion(row.token_ids, row.log_probs) for row in prompt_rows)
+            p: tuple(
+                self.reader.completion(row.token_ids, row.log_probs, opening=prompts[p].opening) for row in prompt_rows
+            )
             for p, prompt_rows in rows_by_prompt.items()
         }
         completions: dict[int, tuple[SampledCompletion, ...]] = {}
@@ -235,15 +238,22 @@ class CompletionReader:
         return is_end or (bool(self.stop_strings) and self._stop(self._text(tokens[-self._tail :])) is not None)
 
     def completion(
-        self, tokens: Sequence[int], log_probs: Sequence[float] | None, *, truncated: bool | None = None
+        self,
+        tokens: Sequence[int],
+        log_probs: Sequence[float] | None,
+        *,
+        opening: str = "",
+        truncated: bool | None = None,
     ) -> SampledCompletion:
-        """The completion with these tokens. `truncated`: None decides by its end token or stop string."""
+        """The completion with these tokens. `opening`: of its prompt. `truncated`: None decides by its end token or
+        stop string.
+        """
         ended = bool(tokens) and tokens[-1] in self.end_ids
         text = self._text(tokens[:-1] if ended else tokens)
         stop = self._stop(text)
         return SampledCompletion(
             tuple(tokens),
-            text if stop is None else text[:stop],
+            opening + (text if stop is None else text[:stop]),
             truncated=(not ended and stop is None) if truncated is None else truncated,
             log_probs=None if log_probs is None else tuple(log_probs),
         )

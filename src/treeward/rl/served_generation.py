@@ -95,10 +95,11 @@ class ServedGenerator(Generator):
             for prompt, ids, most, state in zip(prompts, prompt_ids, budgets, states, strict=True)
         ]  # fmt: skip
         served = processes.on_main(lambda: self.ask(requests, self.config, log_probs=self.config.gives_log_probs))
-        return [
-            CompletionGroup(prompt, tuple(ids), tuple(self._completion(completion) for completion in completions))
-            for prompt, ids, completions in zip(prompts, prompt_ids, served, strict=True)
-        ]
+        groups: list[CompletionGroup] = []
+        for prompt, ids, completions in zip(prompts, prompt_ids, served, strict=True):
+            read = [self._completion(completion, prompt.opening) for completion in completions]
+            groups.append(CompletionGroup(prompt, tuple(ids), tuple(read)))
+        return groups
 
     def checked(self, responses: Sequence[Mapping[str, Any]], request: Request, *, log_probs: bool) -> list[Served]:
         """The completions of a response, checked against the request. Raises `ValueError` where they do not fit."""
@@ -113,9 +114,9 @@ class ServedGenerator(Generator):
                 raise ValueError(f"{len(log_prob_list)} log-probabilities for {len(ids)} tokens")
         return completions
 
-    def _completion(self, served: Served) -> SampledCompletion:
+    def _completion(self, served: Served, opening: str) -> SampledCompletion:
         truncated = served.finish_reason == "length"
-        return self.reader.completion(served.token_ids, served.log_probs, truncated=truncated)
+        return self.reader.completion(served.token_ids, served.log_probs, opening=opening, truncated=truncated)
 
     @cached_property
     def _ordinary_tokens(self) -> list[int]:

@@ -1,0 +1,22 @@
+"""Reasoning in a completion: `<think>...</think>`, and the text without it.
+
+without_reasoning("<think>2 and 2 is 4.</think>It is 4.")    # "It is 4."
+without_reasoning("2 and 2 is 4.</think>It is 4.")           # "It is 4.": the prompt had opened it
+without_reasoning("<think>2 and 2 is")                       # "": it was cut off before the answer
+"""
+
+from __future__ import annotations
+
+import re
+
+REASONING_START = "<think>"
+REASONING_END = "</think>"
+_BLOCK = re.compile(f"{REASONING_START}.*?{REASONING_END}", re.DOTALL)
+
+
+def without_reasoning(text: str) -> str:
+    """The text without its reasoning: blocks, everything up to a lone end, and everything after a lone start."""
+    text = _BLOCK.sub("", text)
+    # What is left of an end was reasoning too: its start is in the prompt, or within the block before.
+    text = text.rpartition(REASONING_END)[2]
+    return text.partition(REASONING_START)[0]
