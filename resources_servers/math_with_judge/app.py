@@ -3,7 +3,8 @@
     ng_run "+config_paths=[resources_servers/math_with_judge/configs/math_with_judge.yaml]"
 
 The rule is math-verify's, in processes of its own. A right answer by it is right; for any other, and for one that the
-rule cannot read, a language model says in both orders whether it is equivalent to the row's `expected_answer`.
+rule cannot read, a language model says in both orders whether it is equivalent to the row's `expected_answer`. Both
+read what comes after the reasoning.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from treeward.compat.nemo_gym import (
     merged_config,
 )
 from treeward.config.foreign import FOREIGN_KEYS
+from treeward.data.reasoning import without_reasoning
 from treeward.data.responses_items import conversation_of
 from treeward.environments.registry import make_environment
 from treeward.environments.source import RewardSource
 from treeward.errors import ConfigError, ModelError
+from treeward.scoring.score import completion_text
 
 
 class MathWithJudgeConfig(BaseResourcesServerConfig):
@@ -39,6 +42,8 @@ class MathWithJudgeConfig(BaseResourcesServerConfig):
     """Keys of the judge environment, as `base_url`, `model` and `api_key_env` of a judge elsewhere."""
     judge_responses_create_params: dict[str, Any] = Field(default_factory=dict)
     """`temperature` and `max_output_tokens` of the judge."""
+    strip_reasoning: bool = True
+    """Take off the reasoning (`<think>...</think>`) within a message; an item of the type `reasoning` never counts."""
     library_verifier_timeout_seconds: PositiveFloat = 10.0
     """Time limit of the rule for one answer."""
     library_verifier_max_concurrency: PositiveInt = 2
@@ -56,6 +61,7 @@ class MathWithJudgeConfig(BaseResourcesServerConfig):
         library: dict[str, Any] = {"type": "math", "answer_key": "expected_answer"}
         library |= {"timeout_seconds": self.library_verifier_timeout_seconds}
         library |= {"workers": self.library_verifier_max_concurrency}
+        library |= {"strip_reasoning": self.strip_reasoning}
         members: dict[str, dict[str, Any]] = {"library": library}
         if self.should_use_judge:
             judge: dict[str, Any] = {"mode": "equivalence", "reference_key": "expected_answer"}
@@ -112,6 +118,10 @@ class MathWithJudge(SimpleResourcesServer):
         """The reward of a rollout; rollouts that come together are checked together."""
         given = body.model_dump(mode="json")
         messages = conversation_of(body.responses_create_params.model_dump(), body.response.output)
+        completion = completion_text(messages)
+        if self.config.strip_reasoning and completion is not None:
+            # Here, and not in the rule alone: the judge would find the answer in the reasoning.
+            messages[-1] = messages[-1] | {"content": without_reasoning(completion)}
         reward = await asyncio.wrap_future(self.rewards.submit(messages, given))
         if reward.value is None:
             raise ModelError("the answer has no verdict", got=reward.error)

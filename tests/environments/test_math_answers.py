@@ -18,6 +18,23 @@ def checker() -> Iterator[MathChecker]:
         yield made
 
 
+def test_the_last_box_is_the_answer(checker: MathChecker) -> None:
+    right = [
+        r"\boxed{1} at first. So it is \boxed{8}.",
+        r"\boxed{5} or \boxed{8}",  # near each other
+        r"\fbox{8}",
+        r"\boxed{3}, no: \fbox{$8$}",
+        r"The final answer is $7$. No: \boxed{8}",
+        r"\boxed{\fbox{8}}",
+        r"\boxed{8}, and a box that is cut: \boxed{7",
+        r"\left\{ \boxed {\frac{16}{2}} } {",
+    ]
+    wrong = [r"\boxed{8} or \boxed{5}", r"\fbox{8}, no: \fbox{7}", r"\fbox{8} and then \boxed{}", r"\boxed{\{8, 9\}}"]
+    verdicts = checker.check([(("8",), completion) for completion in right + wrong])
+    assert [verdict.correct for verdict in verdicts] == [True] * len(right) + [False] * len(wrong)
+    assert checker.check([((r"\fbox{8}",), "8")])[0].correct is True
+
+
 def test_no_answer_is_wrong_and_no_ground_truth_is_undecided(checker: MathChecker) -> None:
     no_answer, no_gold, other_gold = checker.check([(("7",), "I do not know."), (("",), "7"), (("", "7"), "7")])
     assert no_answer == MathVerdict(False, parsed=False)

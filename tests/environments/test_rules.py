@@ -8,7 +8,8 @@ import pytest
 from environments.conftest import chat, details, numbers
 
 from treeward.environments.interface import EnvironmentReturn
-from treeward.environments.rules import RuleEnvironment
+from treeward.environments.rules import MathEnvironment, RuleEnvironment
+from treeward.errors import ConfigError
 
 
 def step(config: dict[str, Any], *samples: tuple[Any, Any]) -> EnvironmentReturn:
@@ -59,6 +60,45 @@ def test_regex() -> None:
     assert rewards(config | {"ignore_case": True}, ("<THINK></think>", {})) == [1]
     from_data = {"rule": "regex", "answer_key": "pattern"}
     assert rewards(from_data, ("abc", {"pattern": "b"}), ("abc", {"pattern": ["x", "c$"]}), ("a", {})) == [1, 1, None]
+
+
+REASONED = [
+    r"<think>So x is \boxed{8}</think>It is \boxed{9}.",
+    r"So x is \boxed{8}</think>It is \boxed{9}.",  # the prompt had opened it
+    r"<think>So x is \boxed{8}",  # cut off
+    r"<think>So x is \boxed{8}</think>",
+    r"<think>one</think><think>So x is \boxed{8}",
+    r"<think>Is it \boxed{9}?</think>It is \boxed{8}.",
+    "<think>\n\n</think>\n\n8",
+]
+
+
+@pytest.mark.parametrize("kind", [RuleEnvironment, MathEnvironment])
+def test_mathematics_reads_what_comes_after_the_reasoning(kind: type[RuleEnvironment]) -> None:
+    def results(**settings: Any) -> EnvironmentReturn:
+        environment = kind({"rule": "math", "workers": 1, **settings})
+        try:
+            return environment.step([chat(text) for text in REASONED], [truth("8")] * len(REASONED))
+        finally:
+            environment.shutdown()
+
+    result = results()
+    assert numbers(result) == [0, 0, 0, 0, 0, 1, 1]
+    assert [parts["answered"] for parts in details(result, "components")] == [1, 1, 0, 0, 0, 1, 1]
+    assert numbers(results(strip_reasoning=False)) == [0, 0, 1, 1, 1, 1, 1]
+
+
+def test_which_rules_read_the_reasoning() -> None:
+    samples = [("<think>4?</think>\n5", truth("5")), ("<think>5", truth("5"))]
+    for config in ({"rule": "exact_match"}, {"rule": "exact_match", "extract": r"\d"}):
+        assert rewards(config, *samples) == [1, 0]
+    assert rewards({"rule": "exact_match", "extract": r"\d", "strip_reasoning": False}, *samples) == [1, 1]
+    form = {"rule": "regex", "pattern": "^<think>"}
+    assert rewards(form, *samples) == [1, 1]
+    assert rewards({"rule": "regex", "pattern": "5", "strip_reasoning": True}, *samples) == [1, 0]
+    for rule in ("exact_match", "math"):  # it would find nothing, ever
+        with pytest.raises(ConfigError, match=r"(?s)extract and strip_reasoning.*strip_reasoning: false"):
+            RuleEnvironment({"rule": rule, "extract": "</think>(.*)"})
 
 
 def test_what_cannot_be_said_is_no_reward_and_has_its_reason() -> None:

@@ -83,6 +83,10 @@ def test_the_rule_first_and_the_judge_for_the_rest(client: Callable[..., TestCli
     in_words = server.post("/verify", json=rollout("It is one half, from 2 parts.")).json()
     assert (in_words["reward"], in_words["library_reward"], in_words["judge_reward"]) == (1.0, 0.0, 1.0)
     assert len(Judge.asked) == 2 and in_words["reward_components"]["judge_inconsistent"] == 0.0
+    for thought in (r"<think>It is one half, \boxed{0.5}", r"<think>It is one half, \boxed{0.5}</think>I do not know."):
+        cut = server.post("/verify", json=rollout(thought)).json()
+        assert (cut["reward"], cut["library_reward"], cut["judge_reward"]) == (0.0, 0.0, 0.0)
+    assert client(strip_reasoning=False).post("/verify", json=rollout(thought)).json()["library_reward"] == 1.0
     for row in (right, rollout(r"\boxed{0.5}", ground_truth="7")):  # verified again; a key that is not the answer's
         again = server.post("/verify", json=row).json()
         assert (again["reward"], again["library_reward"]) == (1.0, 1.0)

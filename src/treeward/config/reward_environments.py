@@ -135,6 +135,10 @@ class RuleEnvironmentConfig(Strict):
     """With `regex`: the pattern to find in the answer, in the syntax of the package `regex`; needs no ground truth."""
     ignore_case: bool = False
     """Ignore case in `exact_match` and `regex`."""
+    strip_reasoning: bool | None = None
+    """Take off the reasoning (`<think>...</think>`) before the rule reads the completion. A completion that was cut off
+    within its reasoning has no answer. None: true for `exact_match` and `math`; false for `regex`, which may ask for a
+    form."""
     timeout_seconds: PositiveFloat = 5.0
     """Time limit of a pattern or of algebra for one sample; beyond it the sample has no reward."""
     workers: PositiveInt = 2
@@ -143,6 +147,14 @@ class RuleEnvironmentConfig(Strict):
     def check(self) -> None:
         if self.pattern is not None and self.rule != "regex":
             raise self.error("pattern rule", "rule: regex; extract finds the answer for the other rules")
+        if self.strips_reasoning and "think>" in (self.extract or ""):
+            need = "strip_reasoning: false, or an extract without <think>: the reasoning is taken off before extract"
+            raise self.error("extract strip_reasoning", need)
+
+    @property
+    def strips_reasoning(self) -> bool:
+        """`strip_reasoning`, or what the rule does by default."""
+        return self.rule != "regex" if self.strip_reasoning is None else self.strip_reasoning
 
 
 class MathEnvironmentConfig(RuleEnvironmentConfig):

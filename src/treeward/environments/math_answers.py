@@ -3,10 +3,11 @@ r"""`MathChecker`: whether a completion's answer is mathematically equal to a gr
     with closing(MathChecker()) as checker:
         checker.check([(["1/2"], r"So it is \boxed{0.5}."), (["1/2"], "I do not know.")])    # correct, wrong
 
-math-verify extracts the answer from the completion (in `\boxed{}`, after "the answer is", else the last expression),
-parses it (LaTeX, fractions, percentages, units, sets, intervals, matrices) and compares it by algebra. Algebra can take
-for ever or fill the memory, and math-verify's timeouts work in a main thread only. So it runs in processes of its own,
-which get one item at a time as JSON. An alarm ends a process that takes too long, even if its parent is dead.
+The answer is the content of the last `\boxed{}` or `\fbox{}`. Without a box math-verify looks for it after "the answer
+is", else it takes the last expression. It parses LaTeX, fractions, percentages, units, sets, intervals and matrices,
+and compares by algebra. Algebra can take for ever or fill the memory, and math-verify's timeouts work in a main thread
+only. So it runs in processes of its own, which get one item at a time as JSON. An alarm ends a process that takes too
+long, even if its parent is dead.
 
 These processes import this module, which therefore stays light.
 """
@@ -19,6 +20,7 @@ import json
 import logging
 import os
 import queue
+import re
 import resource
 import signal
 import subprocess
@@ -33,6 +35,8 @@ from treeward.errors import ConfigError, ModelError, pip_install
 
 _MEMORY_BYTES = 4 * 2**30
 _MATHEMATICS = ("$", "\\boxed", "\\(", "\\[")
+_BRACE = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*\{)|\\.|(?P<open>\{)|(?P<close>\})", re.DOTALL)
+"""A box, or a brace that TeX pairs; a backslash takes what it escapes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +106,23 @@ def marked(text: str) -> str:
     return text if any(mark in text for mark in _MATHEMATICS) else f"\\boxed{{{text}}}"
 
 
+def last_box(text: str) -> str | None:
+    """The content of the last `\\boxed{}` or `\\fbox{}` that is closed; None without one."""
+    last: tuple[int, int] | None = None
+    opened: list[int | None] = []  # where the content of each open box begins; None for another brace
+    for match in _BRACE.finditer(text):
+        if match["box"]:
+            opened.append(match.end())
+        elif match["open"]:
+            opened.append(None)
+        elif match["close"] and opened:
+            start = opened.pop()
+            # A box within a box closes first and begins later: it is the last.
+            if start is not None and (last is None or start > last[0]):
+                last = start, match.start()
+    return None if last is None else text[last[0] : last[1]]
+
+
 def number_text(value: float | int) -> str:
     """A number without an exponent, in which math-verify would read Euler's e."""
     return format(Decimal(repr(value)), "f")
@@ -155,15 +176,22 @@ def serve() -> None:
         print(verdict, file=out, flush=True)  # noqa: T201
 
 
+def _answer(text: str) -> str:
+    """The last box alone, or the whole text without one."""
+    # math-verify joins boxes that are near each other into a set, and knows no fbox.
+    box = last_box(text)
+    return text if box is None else f"\\boxed{{{box}}}"
+
+
 def _compare(golds: Sequence[str], completion: str) -> tuple[bool | None, bool, str | None]:
     """The fields of a `MathVerdict`."""
     import math_verify
 
     try:
-        parsed: list[Any] = [math_verify.parse(marked(gold), parsing_timeout=None) for gold in golds]
+        parsed: list[Any] = [math_verify.parse(marked(_answer(gold)), parsing_timeout=None) for gold in golds]
         if not any(parsed):
             return None, True, "the ground truth is not mathematics that can be parsed"
-        answer = math_verify.parse(completion, parsing_timeout=None)
+        answer = math_verify.parse(_answer(completion), parsing_timeout=None)
         if not answer:
             return False, False, None
         return any(math_verify.verify(gold, answer, timeout_seconds=None) for gold in parsed if gold), True, None

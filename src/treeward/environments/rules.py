@@ -6,8 +6,8 @@ r"""`RuleEnvironment`: rewards by a rule, for completions with an answer that ca
     ).rewards                                                                                        # tensor([1.])
 
 The reward is 1 for a right answer and 0 for any other, as the component `correct`; `answered` is 1 for a completion
-with an answer. A sample without a valid ground truth or pattern has no reward. Patterns from data can backtrack for
-ever: the package `regex` matches them with a time limit.
+with an answer. Exact match and mathematics read what comes after the reasoning. A sample without a valid ground truth
+or pattern has no reward. Patterns from data can backtrack for ever: the package `regex` matches them with a time limit.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import regex
 
 from treeward.config.reward_environments import MathEnvironmentConfig, RuleEnvironmentConfig
 from treeward.data.conversation import Message
+from treeward.data.reasoning import without_reasoning
 from treeward.environments.interface import WHERE, ConfiguredEnvironment, Conversations, Infos, Reward
 from treeward.environments.math_answers import MathChecker, MathVerdict, marked, number_text
 from treeward.errors import ConfigError
@@ -77,6 +78,8 @@ class RuleEnvironment(ConfiguredEnvironment[RuleEnvironmentConfig]):
         text = completion_text(conversation)
         if text is None:
             raise _UndecidedError(NO_COMPLETION)
+        if self.config.strips_reasoning:
+            text = without_reasoning(text)
         golds = (self.config.pattern,) if self.config.pattern is not None else _golds(info, self.config.answer_key)
         if self.config.extract is None:
             return _Answer(text, golds)
