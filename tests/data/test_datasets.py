@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -10,10 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from messages import assistant, user, write_jsonl
+from templates import CHATML, byte_bpe
 
 from treeward.config.data import DatasetConfig
-from treeward.data.datasets import open_dataset
+from treeward.data.datasets import open_dataset, register_dataset
+from treeward.data.encoding import encode_dataset
 from treeward.data.preference import Preference, parse_transcript
+from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, DataError
 
 Parse = Callable[..., Preference]
@@ -199,6 +204,44 @@ def test_fingerprints_follow_content_and_parsing(tmp_path: Path) -> None:
     assert len(set(digests)) == 3 and digests[0] == digests[-1]
     write_jsonl(tmp_path / "a.jsonl", {"prompt": "a", "chosen": "b", "rejected": "d"})
     assert open_dataset(config).fingerprint != digests[0]
+
+
+_NOTEBOOK = """
+from helper import instruction
+from treeward.data.datasets import RowDataset
+from treeward.data.preference import from_binary_row
+
+class Questions(RowDataset):
+    def to_preference(self, row):
+        pair = row.values | {"prompt": f"{instruction()} INSTRUCTION {row.values['prompt']}"}
+        return from_binary_row(pair, row.where, task_name="questions")
+"""
+
+
+def test_what_a_class_of_ones_own_gives_is_never_out_of_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a class without a file, as of a notebook, nor a helper of it that changes."""
+    rows = write_jsonl(tmp_path / "rows.jsonl", {"prompt": "Quid?", "chosen": "Hoc.", "rejected": "Nescio."})
+    words = {"helper": "Please"}
+    monkeypatch.setitem(sys.modules, "helper", SimpleNamespace(instruction=lambda: words["helper"]))
+
+    def encoded(instruction: str) -> tuple[str, str]:
+        cell: dict[str, Any] = {"__name__": "__main__"}
+        exec(_NOTEBOOK.replace("INSTRUCTION", instruction), cell)  # noqa: S102
+        register_dataset("Questions")(cell["Questions"])
+        stream = open_dataset(DatasetConfig(dataset_name="Questions", data_path=rows))
+        renderer = Renderer(byte_bpe(), chat_template=CHATML)
+        dataset = encode_dataset(stream, renderer, cache_dir=tmp_path / "cache")
+        return stream.fingerprint, str(renderer.tokenizer.decode(dataset[0].token_ids[0]))
+
+    brief, french = encoded("answer briefly:"), encoded("answer in French:")
+    assert "Please answer briefly: Quid?" in brief[1] and "Please answer in French: Quid?" in french[1]
+    words["helper"] = "Kindly"
+    assert "Kindly answer briefly: Quid?" in encoded("answer briefly:")[1]
+    words["helper"] = "Please"
+    assert encoded("answer briefly:") == brief and len(list((tmp_path / "cache").iterdir())) == 3  # it is reused
+    moved = (tmp_path / "rows.jsonl").rename(tmp_path / "moved.jsonl")
+    again = open_dataset(DatasetConfig(dataset_name="Questions", data_path=str(moved)))
+    assert again.fingerprint == brief[0]
 
 
 _MODULE = """
