@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from treeward.cli.comparisons import DataOptions, DatasetName, Split, dataset_config
+from treeward.cli.comparisons import DataOptions, DatasetName, Split, choosing_split, dataset_config, split_option
 from treeward.cli.options import Model, ModelOptions, checked_model, load, with_model_options
 from treeward.errors import ConfigError
 from treeward.progress import ShownProgress
@@ -35,6 +35,7 @@ _NOT_SHOWN: Any = {"length_curve": {"lengths", "values"}, "provenance": {"finger
 
 
 @with_model_options
+@choosing_split(split_option)
 def run(
     model: Model,
     data: Annotated[str | None, typer.Option(metavar="FILE", help="Comparisons: a file, folder or hub name.")] = None,

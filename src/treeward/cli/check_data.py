@@ -20,7 +20,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from treeward.cli.comparisons import DataOptions, DatasetName, Split, dataset_config
+from treeward.cli.comparisons import (
+    DataOptions,
+    DatasetName,
+    Split,
+    choosing_split,
+    dataset_config,
+    split_key,
+    split_option,
+)
 from treeward.config.load import load_config
 from treeward.errors import ConfigError, nearest_name
 from treeward.progress import ShownProgress
@@ -31,6 +39,7 @@ if TYPE_CHECKING:
     from treeward.config.run import RewardModelRunConfig
     from treeward.data.preference import Preference
     from treeward.data.rendering import Renderer
+    from treeward.data.sources import UnchosenSplitError
     from treeward.evaluation.data_check.check import DataCheck
 
 _MOST_ERRORS = 10
@@ -57,17 +66,23 @@ def run(
     def configured(path: str | None) -> DatasetConfig:
         return dataset_config(path, dataset_name, split, data_option)
 
+    def choose_split(error: UnchosenSplitError) -> str:
+        if loaded is None or error.where in (*(files or ()), *(validation or ())):
+            return split_option(error)
+        return f"{split_key(loaded.data)(error)}, a key of {config}"
+
+    benchmarks = {text.partition("=")[0]: _benchmark(text) for text in benchmark or ()}
     named = [configured(path) for path in (*(files or ()), *([None] if dataset_name and not files else ()))]
-    streams = open_sets(named or (loaded.training_sets if loaded else ()))
     held_out = [*(configured(path) for path in validation or ()), *(loaded.validation_sets if loaded else ())]
-    name, renderer = _renderer(tokenizer, loaded, streams)
-    with ShownProgress(unit="rows") as progress:
+    with choosing_split(choose_split), ShownProgress(unit="rows") as progress:
+        streams = open_sets(named or (loaded.training_sets if loaded else ()))
+        name, renderer = _renderer(tokenizer, loaded, streams)
         checked = check_data(
             streams,
             renderer,
             tokenizer=name,
             validation=open_sets(held_out),
-            benchmarks={name.partition("=")[0]: _benchmark(name) for name in benchmark or ()},
+            benchmarks=benchmarks,
             ties=loaded.data.ties if loaded else "drop",
             on_progress=lambda what, done: progress.show(what, done, 0),
         )

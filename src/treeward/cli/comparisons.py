@@ -3,23 +3,66 @@
     config = dataset_config("held_out.jsonl", None, None, ["prompt_key=question"])
 
 `--data-option prompt_key=question` reaches every key of `DatasetConfig`, with values as in an override of a run.
+
+    with choosing_split(split_option):    # an error about a split says what the verb calls it
+        ...
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from omegaconf import OmegaConf
 
-from treeward.config.data import DatasetConfig
+from treeward.config.data import DataConfig, DatasetConfig, PromptDataConfig
 from treeward.config.load import load_section
 from treeward.errors import ConfigError
+
+if TYPE_CHECKING:
+    from treeward.data.sources import UnchosenSplitError
 
 DatasetName = Annotated[str | None, typer.Option(metavar="NAME", help="Format of the data; default: seen in them.")]
 Split = Annotated[str | None, typer.Option(help="Split of the data.")]
 DataOptions = Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="Its keys, as prompt_key=question.")]
+
+
+ChooseSplit = Callable[["UnchosenSplitError"], str]
+"""The words of a command line that choose the split an error asks for."""
+
+
+def split_option(error: UnchosenSplitError) -> str:
+    """Of verbs with the option `Split`."""
+    return f"--split {error.choice}"
+
+
+@contextmanager
+def choosing_split(choose: ChooseSplit) -> Iterator[None]:
+    """Have an error that asks for a split say how this verb is told one."""
+    from treeward.data.sources import UnchosenSplitError
+
+    try:
+        yield
+    except UnchosenSplitError as error:
+        raise error.but(fix=f"add {choose(error)}") from None
+
+
+def split_key(data: DataConfig | PromptDataConfig) -> ChooseSplit:
+    """Of verbs that run a configuration with this section: an override."""
+
+    def choose(error: UnchosenSplitError) -> str:
+        for i, dataset in enumerate(data.train):
+            if dataset.data_path == error.where and dataset.split is None:
+                key = "data.train_split" if len(data.train) == 1 else f"data.train[{i}].split"
+                return f"{key}={error.choice}"
+        if len(data.validation) == 1:
+            return f"data.val_split={error.choice}"
+        names = [str(dataset.name) for dataset in data.validation if dataset.data_path == error.where]
+        return f"split: {error.choice} to the validation set {', '.join(names)}, or data.val_split=... for all of them"
+
+    return choose
 
 
 def dataset_config(

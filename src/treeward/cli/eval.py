@@ -22,7 +22,7 @@ from typing import Annotated, Any
 
 import typer
 
-from treeward.cli.comparisons import DataOptions, DatasetName, Split, dataset_config
+from treeward.cli.comparisons import DataOptions, DatasetName, Split, choosing_split, dataset_config, split_option
 from treeward.cli.options import ModelOptions, candidate, model_section, with_model_options
 from treeward.errors import ConfigError
 from treeward.progress import ShownProgress
@@ -36,6 +36,7 @@ _COLUMNS = [
 
 
 @with_model_options
+@choosing_split(split_option)
 def run(
     models: Annotated[
         list[str] | None,

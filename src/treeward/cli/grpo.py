@@ -12,6 +12,7 @@ from __future__ import annotations
 import shlex
 import sys
 
+from treeward.cli.comparisons import choosing_split, split_key
 from treeward.cli.options import ConfigFile, Overrides
 from treeward.cli.train import tell_interrupted
 from treeward.config.load import load_grpo_config
@@ -25,7 +26,8 @@ def run(config: ConfigFile, overrides: Overrides = None) -> int:
     from treeward.parallel.launch import launch  # torch: seconds, once the config is sound
     from treeward.rl.grpo import grpo
 
-    outcome = launch(grpo, loaded)
+    with choosing_split(split_key(loaded.data)):
+        outcome = launch(grpo, loaded)
     if outcome is None:
         return 0  # of several processes the main one tells
     lines = [f"{name:>40}  {value:.4f}" for name, value in outcome.validation.items()]

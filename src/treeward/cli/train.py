@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from treeward.cli.comparisons import choosing_split, split_key
 from treeward.cli.options import OptionalConfigFile, Overrides
 from treeward.config.checkpointing import CheckpointingConfig
 from treeward.config.first_run import Choice, choose, named_values, values_of
@@ -65,7 +66,8 @@ def run(
     from treeward.training.card import result_columns, result_rows
     from treeward.training.train import train
 
-    outcome = launch(train, loaded)
+    with choosing_split(split_key(loaded.data)):
+        outcome = launch(train, loaded)
     if outcome is None:
         return 0  # of several processes the main one tells
     if outcome.interrupted_by:

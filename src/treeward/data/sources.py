@@ -50,6 +50,16 @@ def raised(error: DataError) -> None:
     raise error
 
 
+class UnchosenSplitError(DataError):
+    """A data set has several splits and none is chosen; `got` lists them. A verb adds how it is told which one."""
+
+    @property
+    def choice(self) -> str:
+        """The split that was probably meant."""
+        names = str(self.got).split(", ")
+        return "train" if "train" in names else names[0]
+
+
 Broken = Callable[[DataError], object]
 """Receives the error of an invalid row; unless it raises, reading goes on with the next row."""
 
@@ -194,9 +204,14 @@ def _chosen_split(splits: Mapping[str, Any], path: str, split: str | None) -> tu
     """The split called `split`, or the only one, and its name."""
     names = [str(name) for name in splits]
     if split is None and len(names) > 1:
-        fix = f"add split: {'train' if 'train' in names else names[0]}"
-        summary, got = "there are several splits and none is chosen", ", ".join(names)
-        raise DataError(summary, where=path, field="split", got=got, need="one of them", fix=fix)
+        raise UnchosenSplitError(
+            "there are several splits and none is chosen",
+            where=path,
+            field="split",
+            got=", ".join(names),
+            need="one of them",
+            fix="name it as the split, or give the path of its data alone",
+        )
     chosen = names[0] if split is None else split
     if chosen not in names:
         raise DataError.unknown(f"there is no split {split!r}", chosen, names, where=path, field="split")
