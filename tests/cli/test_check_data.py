@@ -58,3 +58,22 @@ def test_data_without_a_sound_row_is_one_error(check: Callable[..., Ended], tmp_
     assert ended.err.count("has no chosen") == 1 and "--data-option prompt_key=" in ended.err
     keys = ("prompt_key=question", "chosen_key=good", "rejected_key=bad")
     assert check(data, *(word for key in keys for word in ("--data-option", key))).code == 0
+
+
+def test_data_of_which_train_keeps_nothing_fail(
+    treeward: Command, write_rows: Write, policy_folder: Path, tmp_path: Path
+) -> None:
+    same = write_rows("same.jsonl", [row | {"response2": row["response1"]} for row in ROWS])
+    ended = treeward("check-data", "--tokenizer", policy_folder, same)
+    assert ended.code == 1
+    assert "no comparison is left to learn from" in ended.out
+    assert "identical completions" in ended.out
+
+    long = write_rows("long.jsonl", ROWS)
+    config = write_rows("run.yaml", [
+        f"policy: {{model_name: {policy_folder}, max_total_sequence_length: 3}}",
+        f"data: {{train_data_path: {long}}}",
+    ])  # fmt: skip
+    of_run = treeward("check-data", "--config", config)
+    assert of_run.code == 1
+    assert "too long" in of_run.out.partition("no comparison is left")[2]

@@ -15,6 +15,7 @@ from treeward.config.data import DatasetConfig
 from treeward.data.datasets import open_dataset
 from treeward.data.encoding import encode_dataset
 from treeward.data.rendering import Renderer
+from treeward.errors import DataError
 from treeward.evaluation.data_check.check import DataCheck, check_data, open_sets, write_check
 
 Write = Callable[..., Path]
@@ -69,6 +70,27 @@ def edited(*changes: tuple[int, Row]) -> list[Row]:
     for i, change in changes:
         rows[i] = rows[i] | change
     return rows
+
+
+@pytest.mark.parametrize(
+    ("change", "how", "reason"),
+    [
+        ({"chosen": "Yes.", "rejected": "Yes."}, {}, "20 identical completions"),
+        ({"chosen": "", "rejected": ""}, {}, "20 identical completions"),
+        ({"score_chosen": 1, "score_rejected": 1}, {}, "20 ties"),
+        ({}, {"max_length": 8}, "20 too long"),
+    ],
+    ids=["identical", "empty", "ties", "too long"],
+)
+def test_data_of_which_train_keeps_nothing_are_refused_in_the_words_of_train(
+    checked: Callable[..., DataCheck], tmp_path: Path, tiny_tokenizer: Any, change: Row, how: Row, reason: str
+) -> None:
+    result = checked([row | change for row in clean(20)], **how)
+    stream = open_dataset(DatasetConfig(data_path=str(tmp_path / "train.jsonl")))
+    with pytest.raises(DataError, match="no comparison is left to learn from") as training:
+        encode_dataset(stream, Renderer(tiny_tokenizer, **how), cache_dir=tmp_path)
+    assert [str(error) for error in result.refused] == [str(training.value)]
+    assert reason in str(training.value)
 
 
 def swapped(row: Row) -> Row:

@@ -7,7 +7,8 @@ examples:
   treeward check-data --config run.yaml --out results/data
 
 Findings come with the number, why it matters and what to do, the gravest first. The exit
-code is 1 where rows are broken. --out keeps every number and the rows concerned.
+code is 1 where rows are broken, or where `train` would keep no comparison. --out keeps every
+number and the rows concerned.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ def run(
             validation=open_sets(held_out),
             benchmarks=benchmarks,
             ties=loaded.data.ties if loaded else "drop",
+            max_length=_max_length(loaded),
             on_progress=lambda what, done: progress.show(what, done, 0),
         )
     if checked.errors and not checked.numbers["rows"]:
@@ -93,7 +95,14 @@ def run(
     _tell(checked)
     if out is not None:
         sys.stdout.write(f"\nEvery number is in {write_check(Path(out), checked)}\n")
-    return 1 if checked.errors else 0
+    return 1 if checked.errors or checked.refused else 0
+
+
+def _max_length(loaded: RewardModelRunConfig | None) -> int | None:
+    """The tokens beyond which the run leaves a completion out; None without a run, and for one that cuts or refuses."""
+    if loaded is None or loaded.data.truncation != "drop":
+        return None
+    return loaded.max_sequence_length
 
 
 def _renderer(name: str | None, loaded: RewardModelRunConfig | None, streams: Any) -> tuple[str, Renderer]:
@@ -132,7 +141,11 @@ def _tell(checked: DataCheck) -> None:
     lines += [str(error) for error in checked.errors[:_MOST_ERRORS]]
     if (more := sum(one.count for one in checked.findings if one.name == "broken") - _MOST_ERRORS) > 0:
         lines.append(f"... and {more:,} more broken rows")
-    lines.append("" if checked.errors else "Nothing was found." if not checked.findings else "Findings:")
+    lines += [f"`treeward train` refuses this: {error}" for error in checked.refused]
+    if checked.findings:
+        lines.append("Findings:")
+    elif not checked.refused:
+        lines.append("Nothing was found.")
     for finding in checked.findings:
         sentence = f"{finding.severity}: {finding.text}{finding.places} {finding.why} {finding.fix}"
         lines += textwrap.wrap(sentence, 118, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)

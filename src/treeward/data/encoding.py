@@ -300,10 +300,22 @@ def encode_dataset(
     level = logging.WARNING if counts.is_much_dropped else logging.INFO
     logger.log(level, "%s: %s%s", stream.name, summary, remedy)
     if not dataset:
-        need = f"a grade of a completion: {', '.join(attributes)}" if attributes else "completions of different ranks"
-        fix = "check the file; see data.max_input_seq_length, truncation, ties and split_validation_size"
-        raise DataError("no comparison is left to learn from", where=stream.name, got=summary, need=need, fix=fix)
+        raise nothing_left_error(stream.name, counts, attributes)
     return dataset
+
+
+def nothing_left_error(name: str, counts: EncodingCounts, attributes: Sequence[str]) -> DataError:
+    """The error of the set `name`, of which no comparison was kept."""
+    need = "completions of different ranks"
+    if attributes:
+        need = f"a grade of a completion: {', '.join(attributes)}"
+    return DataError(
+        "no comparison is left to learn from",
+        where=name,
+        got=counts.summary(),
+        need=need,
+        fix="check the file; see data.max_input_seq_length, truncation, ties and split_validation_size",
+    )
 
 
 class Rules(NamedTuple):

@@ -43,13 +43,15 @@ _EXCERPT = 400  # characters
 
 @dataclass(frozen=True)
 class DataCheck:
-    """The results of a check. `numbers`: see `findings.numbers_of`. `tokenizer`: whose tokens are counted."""
+    """The results of a check. `numbers`: see `findings.numbers_of`. `tokenizer`: whose tokens are counted. `refused`:
+    the error of each training set that `train` refuses, because it keeps none of its comparisons."""
 
     files: tuple[str, ...]
     tokenizer: str
     numbers: dict[str, Any]
     findings: list[Finding]
     errors: list[DataError]
+    refused: list[DataError]
     overlaps: list[Overlap]
 
 
@@ -74,13 +76,16 @@ def check_data(
     validation: Sequence[RowDataset] = (),
     benchmarks: Mapping[str, Sequence[Preference]] | None = None,
     ties: Ties = "drop",
+    max_length: int | None = None,
     on_progress: Callable[[str, int], None] = lambda what, done: None,
 ) -> DataCheck:
     """Check training data, alone and against validation sets and benchmarks.
 
-    `renderer`: without a limit of the length. `tokenizer`: its name, for the reader.
+    `renderer`: without a limit of the length. `tokenizer`: its name, for the reader. `max_length`: tokens of the
+    longest completion that training keeps.
     """
-    data = read_data(streams, renderer, ties=ties, on_progress=lambda done: on_progress("reading", done))
+    progress_of_reading = partial(on_progress, "reading")
+    data = read_data(streams, renderer, ties=ties, max_length=max_length, on_progress=progress_of_reading)
     benchmarks, held_out = benchmarks or {}, DataRead()
     sets = [
         (stream.name.rpartition("/")[2], [preference for preference, _ in rows_of([stream], held_out)])
@@ -103,6 +108,7 @@ def check_data(
         numbers=numbers,
         findings=[broken, *findings] if broken.count else findings,
         errors=[*data.errors, *held_out.errors],
+        refused=data.refused,
         overlaps=overlaps,
     )
 
@@ -147,12 +153,16 @@ def write_check(folder: Path, checked: DataCheck) -> Path:
         "overlap": [
             {"set": overlap.name} | dataclasses.asdict(flag) for overlap in checked.overlaps for flag in overlap.flagged
         ],
-        "broken": [
-            {name: getattr(error, name) for name in ("where", "field", "need", "fix")}
-            | {"problem": error.summary, "got": None if error.got is None else str(error.got)[:_EXCERPT]}
-            for error in checked.errors
-        ],
+        "refused": [_error_row(error) for error in checked.refused],
+        "broken": [_error_row(error) for error in checked.errors],
     }
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / "results.json", json.dumps(content, indent=2, ensure_ascii=False) + "\n")
     return folder / "results.json"
+
+
+def _error_row(error: DataError) -> dict[str, Any]:
+    """An error as an object of results.json."""
+    got = None if error.got is None else str(error.got)[:_EXCERPT]
+    place = {name: getattr(error, name) for name in ("where", "field", "need", "fix")}
+    return {**place, "problem": error.summary, "got": got}

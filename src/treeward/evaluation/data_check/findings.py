@@ -20,7 +20,7 @@ from typing import Any, Literal
 from treeward.config.data import Ties
 from treeward.data.conversation import Message, Messages, last_text
 from treeward.data.datasets import RowDataset
-from treeward.data.encoding import Rules, encode_rows, portions
+from treeward.data.encoding import EncodingCounts, Rules, encode_rows, nothing_left_error, portions
 from treeward.data.preference import Preference
 from treeward.data.rendering import Renderer
 from treeward.errors import DataError
@@ -46,9 +46,10 @@ class DataRead:
     """What a pass over preference data leaves.
 
     `sums`: by name. `longest`: tokens of the longest conversation. `errors`: the first ones of broken rows. `noted`:
-    the first rows of findings, by name. `stopped`: sets that could not be read to their end. `places`: file and line
-    of each row. `prompts` and `comparisons`: their hashes, the latter with completions and ranks. `labels`: by the hash
-    of two completions of a prompt, each row that ranks them, and whether the one of the smaller hash is the better.
+    the first rows of findings, by name. `stopped`: sets that could not be read to their end. `refused`: `train`'s error
+    of each set of which it would keep nothing. `places`: file and line of each row. `prompts` and `comparisons`: their
+    hashes, the latter with completions and ranks. `labels`: by the hash of two completions of a prompt, each row that
+    ranks them, and whether the one of the smaller hash is the better.
     """
 
     sums: Counter[str] = field(default_factory=Counter)
@@ -56,6 +57,7 @@ class DataRead:
     errors: list[DataError] = field(default_factory=list)
     noted: dict[str, list[str]] = field(default_factory=dict)
     stopped: list[str] = field(default_factory=list)
+    refused: list[DataError] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
     prompts: set[int] = field(default_factory=set)
     comparisons: set[int] = field(default_factory=set)
@@ -73,15 +75,40 @@ def read_data(
     renderer: Renderer,
     *,
     ties: Ties = "drop",
+    max_length: int | None = None,
     on_progress: Callable[[int], object] = lambda done: None,
 ) -> DataRead:
-    """Read every row. `renderer`: without a limit of the length."""
-    data, rules = DataRead(), Rules(ties)
-    for rows in portions(rows_of(streams, data)):
-        for (preference, where), record in _encoded(rows, renderer, rules, data):
-            _add_row(data, preference, where, record)
-        on_progress(data.sums["rows"])
+    """Read every row. `renderer`: without a limit of the length. `max_length`: tokens of the longest completion that
+    training keeps; None for no limit."""
+    data = DataRead()
+    for stream in streams:
+        rules = Rules(ties, tuple(stream.config.attributes))
+        outcomes: Counter[str] = Counter()
+        longest = 0
+        for rows in portions(rows_of([stream], data)):
+            for (preference, where), record in _encoded(rows, renderer, rules, data):
+                _add_row(data, preference, where, record)
+                outcomes[_outcome(record, rules, max_length)] += 1
+                longest = max(longest, record["longest"])
+            on_progress(data.sums["rows"])
+        if not outcomes["kept"]:
+            del outcomes["kept"]  # asking for it has added it
+            counts = EncodingCounts(read=outcomes.total(), longest=longest, **outcomes)
+            data.refused.append(nothing_left_error(stream.name, counts, rules.attributes))
     return data
+
+
+def _outcome(record: Mapping[str, Any], rules: Rules, max_length: int | None) -> str:
+    """The outcome of a comparison in training, which leaves completions of more than `max_length` tokens out."""
+    outcome: str = record["outcome"]
+    if outcome != "kept" or max_length is None:
+        return outcome
+    fitting_ranks = []
+    for ids, rank in zip(record["token_ids"], record["ranks"], strict=True):
+        if len(ids) <= max_length:
+            fitting_ranks.append(rank)
+    num_fitting = len(set(fitting_ranks)) if rules.need_order else len(fitting_ranks)
+    return outcome if num_fitting >= rules.fewest else "dropped_too_long"
 
 
 def rows_of(streams: Iterable[RowDataset], data: DataRead | None = None) -> Iterator[tuple[Preference, str]]:
