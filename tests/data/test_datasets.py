@@ -296,3 +296,22 @@ def test_custom_classes(custom: str) -> None:
     assert list(stream) == list(stream) and next(iter(stream))[0].task_name == "old"
     other = open_dataset(config.model_copy(update={"kwargs": {"word": "other"}}))
     assert stream.name == f"{custom}.Old[train]" and stream.fingerprint != other.fingerprint
+
+
+def test_a_mistyped_grade_of_ultrafeedback_is_left_out_counted_and_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    mistyped = {"response": "6", "overall_score": 10, "fine-grained_score": 2.0}
+    good = {"response": "4", "overall_score": 10.0, "fine-grained_score": 4.75}
+    fair = {"response": "5", "overall_score": 8.5, "fine-grained_score": 1.0}
+    rows = [
+        {"instruction": "2 + 2?", "completions": [mistyped, good, fair]},
+        {"instruction": "Alone?", "completions": [mistyped, good]},
+    ]
+    stream = open_dataset(DatasetConfig(data_path=str(write_jsonl(tmp_path / "rows.jsonl", *rows))))
+    for _ in range(2):
+        ((preference, _),) = stream
+    ranked = [(item.rank, item.messages[0]["content"]) for item in preference.completions]
+    assert ranked == [(0, "4"), (1, "5")]
+    assert caplog.text.count("2 completions have an overall_score of 10 beside a fine-grained_score of 2 or less") == 1
+    assert [Path(where).name for where in stream.left_out] == ["rows.jsonl:1", "rows.jsonl:2"]

@@ -124,6 +124,16 @@ def test_a_planted_fault_is_found_and_no_other(
     assert all(one.why and one.fix for one in result.findings)
 
 
+def test_mistyped_grades_of_ultrafeedback_are_counted(checked: Callable[..., DataCheck]) -> None:
+    completions = [{"response": text(i), "overall_score": i, "fine-grained_score": 4.0} for i in range(2)]
+    rows = [{"instruction": text(i, words=9), "completions": completions} for i in range(10, 14)]
+    mistyped = {"response": text(3), "overall_score": 10.0, "fine-grained_score": 1.5}
+    rows[2] = rows[2] | {"completions": [*completions, mistyped]}
+    finding = next(one for one in checked(rows).findings if one.name == "mistyped")
+    assert (finding.count, finding.of, finding.severity) == (1, 9, "note")
+    assert finding.places == " (train.jsonl:3)"
+
+
 def test_broken_rows_are_named_and_the_others_are_checked(checked: Callable[..., DataCheck], tmp_path: Path) -> None:
     rows: list[Any] = [*clean(), *map(swapped, clean()[:1])]
     rows[3:3] = ['{"prompt": ', {"prompt": "a", "chosen": "b"}, "[1]"]

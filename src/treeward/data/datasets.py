@@ -14,7 +14,7 @@ import hashlib
 import itertools
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
@@ -23,6 +23,7 @@ from typing import Any, ClassVar, TypeVar
 from treeward.config.data import DatasetConfig
 from treeward.data.bundled import bundled_path
 from treeward.data.columns import EVERY_CONVERSATION, prompt_column, unread_columns, with_named_prompt
+from treeward.data.conversation import parse_json_list
 from treeward.data.formats import recognise
 from treeward.data.preference import (
     Preference,
@@ -117,6 +118,12 @@ class RowDataset(RowSource):
         """Parse one row; None for a row without a comparison. Raises `DataError` naming `row.where`."""
         raise NotImplementedError
 
+    left_out: Sequence[str] = ()
+    """The places of the completions that the last pass has left out for a fault of the published data."""
+    left_out_because: ClassVar[str] = ""
+    """The fault of the completions in `left_out`, for a sentence: "2 completions have ..."."""
+    _has_told = False
+
     @property
     def task_name(self) -> str:
         return type(self).__name__
@@ -180,6 +187,7 @@ class RowDataset(RowSource):
     def __iter__(self) -> Iterator[tuple[Preference, str]]:
         total, alone = 0, 0
         is_prompted: bool | None = None
+        self.left_out = list[str]()
         for total, row in enumerate(self.rows(), 1):  # noqa: B007
             try:
                 preference = self.to_preference(row)
@@ -200,6 +208,10 @@ class RowDataset(RowSource):
             yield replace(preference, context=context), row.where
         if alone:
             logger.warning("%s: %d of %d prompts have fewer than two completions: left out", self.name, alone, total)
+        if self.left_out and not self._has_told:
+            self._has_told = True  # data may be read several times: for a tokenizer, to encode, to look for overlap
+            num_left_out = len(self.left_out)
+            logger.warning("%s: %d completions %s: left out", self.name, num_left_out, self.left_out_because)
 
 
 @register_dataset("PreferenceDataset")
@@ -250,23 +262,52 @@ class HelpSteer3(RowDataset):
         return from_helpsteer3_row(row.values, row.where, task_name=self.task_name)
 
 
-@register_dataset("UltraFeedback")
-class UltraFeedback(PreferenceDataset):
-    """openbmb/UltraFeedback, or a copy of it: `completions` of an `instruction`, ranked by `overall_score`."""
-
-    hub_path: ClassVar[str | None] = "openbmb/UltraFeedback"
+class _PromptsOfAnyLength(PreferenceDataset):
+    """Rows of which some have too few completions to compare: they are left out."""
 
     def to_preference(self, row: Row) -> Preference | None:
         fewest, completions = 1 if self.config.attributes else 2, row.values.get("completions")
         return None if isinstance(completions, list) and len(completions) < fewest else super().to_preference(row)
 
 
+@register_dataset("UltraFeedback")
+class UltraFeedback(_PromptsOfAnyLength):
+    """openbmb/UltraFeedback, or a copy of it: `completions` of an `instruction`, ranked by `overall_score`.
+
+    About 2,000 completions have an `overall_score` of 10 where the annotator gave 1, as its authors have confirmed
+    (https://github.com/OpenBMB/UltraFeedback/issues/8). The `fine-grained_score` of such a completion is low. It is
+    left out, because its true grade is not in the data.
+    """
+
+    hub_path = "openbmb/UltraFeedback"
+    left_out_because = "have an overall_score of 10 beside a fine-grained_score of 2 or less, a mistyped 1"
+
+    def to_preference(self, row: Row) -> Preference | None:
+        values = row.values
+        completions = parse_json_list(values.get("completions"), "completions", row.where)
+        if isinstance(completions, list):
+            sound = [completion for completion in completions if not _is_mistyped(completion)]
+            num_mistyped = len(completions) - len(sound)
+            if num_mistyped:
+                self.left_out = [*self.left_out, *[row.where] * num_mistyped]
+            values = {**values, "completions": sound}
+        return super().to_preference(Row(values, row.where))
+
+
+def _is_mistyped(completion: Any) -> bool:
+    """Whether the `overall_score` of 10 of a completion of UltraFeedback contradicts its other grades."""
+    if not isinstance(completion, dict):
+        return False
+    overall = completion.get("overall_score")
+    fine_grained = completion.get("fine-grained_score")
+    return overall == 10 and isinstance(fine_grained, int | float) and fine_grained <= 2
+
+
 @register_dataset("GradedDataset")
-class GradedDataset(UltraFeedback):
+class GradedDataset(_PromptsOfAnyLength):
     """Rows of a prompt, a `response`, `completion` or `answer`, and its grades; `score`, or the column `rating_key`,
     ranks the completions of a prompt. Rows of one prompt follow each other."""
 
-    hub_path: ClassVar[str | None] = None
     completion_columns: ClassVar[tuple[str, ...]] = ("completion", "response", "answer")
     columns = completion_columns
     needs_prompt_key = True

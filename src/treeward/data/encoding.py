@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FORMAT_VERSION = 11  # raise it with the file's layout, the rules for keeping a comparison or the parsing of rows
+_FORMAT_VERSION = 12  # raise it with the file's layout, the rules for keeping a comparison or the parsing of rows
 _ROWS_AT_ONCE, _CHARACTERS_AT_ONCE = 128, 4_000_000  # enough for a fast tokenizer to use all cores
 _ROWS_IN_BATCH, _TOKENS_IN_BATCH = 4096, 4_000_000  # of the file: each batch costs its readers memory
 

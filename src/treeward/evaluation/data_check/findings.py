@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from treeward.config.data import Ties
 from treeward.data.conversation import Message, Messages, last_text
-from treeward.data.datasets import RowDataset
+from treeward.data.datasets import RowDataset, UltraFeedback
 from treeward.data.encoding import EncodingCounts, Rules, encode_rows, nothing_left_error, portions
 from treeward.data.preference import Preference
 from treeward.data.rendering import Renderer
@@ -91,6 +91,7 @@ def read_data(
                 outcomes[_outcome(record, rules, max_length)] += 1
                 longest = max(longest, record["longest"])
             on_progress(data.sums["rows"])
+        _note(data, "mistyped", stream.left_out)
         if not outcomes["kept"]:
             del outcomes["kept"]  # asking for it has added it
             counts = EncodingCounts(read=outcomes.total(), longest=longest, **outcomes)
@@ -156,11 +157,8 @@ def _add_row(data: DataRead, preference: Preference, where: str, record: Mapping
         "duplicates": int(comparison in data.comparisons),
     }
     for name, count in counts.items():
-        places = data.noted.setdefault(name, [])
-        if count and len(places) < MOST_KEPT:
-            places.append(where)
+        _note(data, name, [where] * count)
     data.sums.update(
-        counts,
         rows=1,
         completions=len(completions),
         turns=len(preference.context),
@@ -171,6 +169,15 @@ def _add_row(data: DataRead, preference: Preference, where: str, record: Mapping
     data.longest = max([data.longest, *map(len, record["token_ids"])])
     _add_pairs(data, prompt, keys, texts, ranks)
     data.places.append(where)
+
+
+def _note(data: DataRead, name: str, places: Sequence[str]) -> None:
+    """Count a finding once for each place, and keep the first rows of it."""
+    data.sums[name] += len(places)
+    rows = data.noted.setdefault(name, [])
+    for where in dict.fromkeys(places):
+        if len(rows) < MOST_KEPT:
+            rows.append(where)
 
 
 def _add_pairs(data: DataRead, prompt: int, keys: Sequence[int], texts: Sequence[str], ranks: Sequence[int]) -> None:
@@ -218,6 +225,10 @@ _ADVICE = {
     "identical": (
         "They are left out. Texts that differ lose the difference in the chat template (thoughts, white space).",
         "Remove them; where the template does it, set policy.tokenizer.chat_template.",
+    ),
+    "mistyped": (
+        "The grade is a mistyped 1, as the authors of the data have confirmed; it would rank the completion best.",
+        "None is needed: they are left out.",
     ),
     "empty": (
         "The score of saying nothing is learnt from few examples, and a policy may find it.",
@@ -269,7 +280,18 @@ class Finding:
 def numbers_of(data: DataRead) -> dict[str, Any]:
     """Every number of a pass by its name: sums, repetitions, and a `Metric` for each trait."""
     num_prompts = len(data.prompts)
-    names = ("rows", "broken", "turns", "completions", "tokens", "tree_tokens", "ties", "identical", "empty")
+    names = (
+        "rows",
+        "broken",
+        "turns",
+        "completions",
+        "tokens",
+        "tree_tokens",
+        "ties",
+        "identical",
+        "empty",
+        "mistyped",
+    )
     return {name: data.sums[name] for name in (*names, "duplicates")} | {
         "prompts": num_prompts,
         "contradictions": len(_contradicting(data)),
@@ -290,6 +312,8 @@ def findings_of(
     contradicting = [data.places[row] for row in _contradicting(data)[:MOST_KEPT]]
     ranked_both_ways = "rank two completions one way that another ranks the other way."
     as_another = "have the tokens of another of their comparison."
+    num_graded = completions + numbers["mistyped"]
+    mistyped = f"{UltraFeedback.left_out_because}."
     many_ties: Severity = "warning" if numbers["ties"] > _MUCH * rows else "note"
     findings = [
         broken_rows(data, rows, "rows"),
@@ -299,6 +323,7 @@ def findings_of(
         *(_of_overlap(overlap, is_benchmark=overlap.name in benchmarks) for overlap in overlaps),
         _finding("duplicates", numbers["duplicates"], rows, "comparisons", "are there before."),
         _finding("identical", numbers["identical"], completions, "completions", as_another),
+        _finding("mistyped", numbers["mistyped"], num_graded, "completions", mistyped, severity="note"),
         _finding("empty", numbers["empty"], completions, "completions", "are empty."),
         _finding(
             "ties", numbers["ties"], rows, "comparisons", "have one rank for all completions.", severity=many_ties
