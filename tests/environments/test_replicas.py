@@ -31,7 +31,7 @@ def scores(folder: str) -> list[float]:
 
 def make(folder: str, **keys: Any) -> RewardModelEnvironment:
     """Two replicas, on CPUs where there is no GPU; one conversation in a pass, so that steps take a while."""
-    config = {"model_name": folder, "precision": "float32", "batch_size": 1, "resources": {"gpus_per_node": 2}}
+    config = {"model_name": folder, "batch_size": 1, "resources": {"gpus_per_node": 2}}
     return RewardModelEnvironment(config | keys)
 
 

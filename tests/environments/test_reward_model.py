@@ -39,7 +39,7 @@ def scores(folder: str) -> list[float]:
 
 
 def make(folder: str | list[str], **keys: Any) -> RewardModelEnvironment:
-    return RewardModelEnvironment({"model_name": folder, "precision": "float32"} | keys)
+    return RewardModelEnvironment({"model_name": folder} | keys)
 
 
 def test_the_metrics_of_a_batch_and_the_precision_of_the_weights(folder: str) -> None:

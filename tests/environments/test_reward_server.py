@@ -59,9 +59,7 @@ def test_every_face_gives_the_scores_of_the_model(served: str, scores: list[floa
 
 def test_shaping_is_the_servers(served: str, signed_folder: Path, scores: list[float]) -> None:
     shaping = {"normalize_rewards": True, "reward_mean": 1.0, "reward_std": 0.5}
-    local = RewardModelEnvironment(
-        {"model_name": str(signed_folder), "precision": "float32", "reward_shaping": shaping}
-    )
+    local = RewardModelEnvironment({"model_name": str(signed_folder), "reward_shaping": shaping})
     server = RewardModelEnvironment(section(served, served_model="shaped"))
     rewards, local_rewards = (environment.reward(LOGS, INFOS) for environment in (server, local))
     assert [reward.value for reward in rewards] == pytest.approx([reward.value for reward in local_rewards], abs=1e-4)

@@ -31,7 +31,7 @@ COMPLETIONS = ["Paris.", "Paris, of course.", "I do not know.", "Lyon?"]
 
 @pytest.fixture(scope="module")
 def kwargs(folder: str) -> dict[str, Any]:
-    section = {"type": "reward_model", "model_name": folder, "precision": "float32", "max_model_len": 60}
+    section = {"type": "reward_model", "model_name": folder, "max_model_len": 60}
     return {"environment": section}
 
 

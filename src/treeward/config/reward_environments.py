@@ -66,8 +66,6 @@ class RewardModelEnvironmentConfig(ScoringConfig):
     token_env: str | None = None
     """Environment variable that holds the bearer token of the server at `model_name`. None: it asks for none."""
     reward_model_cfg: RewardModelConfig = RewardModelConfig()
-    dtype: ScoringPrecision = "bfloat16"
-    """Number format of the backbone's weights: `bfloat16`, `float32`, `float16` (or `bf16`). The head is float32."""
     batch_size: PositiveInt | None = None
     """Most conversations in one forward pass. None: only `batch_tokens` limits it."""
     batch_tokens: PositiveInt | None = None

@@ -115,7 +115,8 @@ class ScoringConfig(Strict):
     check_contract: bool = True
     """Refuse a model that does not reproduce the tokens and scores of its contract's golden conversations."""
     dtype: ScoringPrecision = "float32"
-    """Number format of the backbone's weights: `float32`, `bfloat16` or `float16`. The head is float32."""
+    """Number format of the backbone's weights: `float32`, `bfloat16` or `float16` (or `fp32`, `bf16`, `fp16`). The head
+    is float32. float32 takes 4 bytes a parameter, 32 GB for an 8B model, the others half of it."""
     max_length: PositiveInt | None = None
     """Longest conversation, in tokens. None: as in the model's scoring contract, otherwise all of its positions."""
     truncation: Truncation | None = None
