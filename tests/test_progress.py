@@ -46,7 +46,7 @@ def test_a_line_of_training_has_numbers_rate_and_time_left_of_this_session(
             with shown.paused("validating"):
                 now[0] += 1.0
         shown.message("set  accuracy\nplain  0.9")
-    numbers = "loss 0.5000  accuracy 0.7500  2,000 tokens/s"
+    numbers = "loss 0.500  accuracy 75.0%  2,000 tokens/s"
     first, last = (f"training: {n} of 904 steps  {numbers}  0:00:0{left} left" for n, left in ((901, 6), (904, 0)))
     assert caplog.messages == [first, last, "set  accuracy", "plain  0.9"]
 

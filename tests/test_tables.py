@@ -8,7 +8,7 @@ ROWS = [
 
 
 def test_the_table_of_the_module_docstring():
-    table = results_table(ROWS, ["set", "pairs", Column("accuracy", format=".1%")])
+    table = results_table(ROWS, ["set", "pairs", Column("accuracy", format="percent")])
     assert table == "\n".join(
         [
             "set                pairs  accuracy",

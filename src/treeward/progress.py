@@ -15,16 +15,25 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from treeward.formatting import metric_text
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 logger = logging.getLogger(__name__)
+
+_HUB_RETRIES = "huggingface_hub.utils._http"
+"""The logger by which huggingface_hub tells of each attempt at a request."""
+_SAID_ONCE = (_HUB_RETRIES, "treeward.config.base")
+"""Loggers that repeat themselves: there are five attempts, and a section is validated wherever it is passed on."""
 
 
 class ShownProgress:
@@ -59,7 +68,7 @@ class ShownProgress:
             self._begin(what, done, total)
         self._tokens += tokens
         now = time.monotonic()
-        texts = [f"{name} {value:.4f}" for name, value in (numbers or {}).items()]
+        texts = [f"{name} {metric_text(name, value)}" for name, value in (numbers or {}).items()]
         if (seconds := now - self._started - self._paused_seconds) > 0 and self._tokens:
             texts.append(f"{self._tokens / seconds:,.0f} tokens/s")
         if self._bar is not None:
@@ -108,6 +117,10 @@ class ShownProgress:
         self._what, self._first, self._tokens, self._paused_seconds = what, done, 0, 0.0
         self._started = self._last_line = time.monotonic()
         if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
+            # Here, because it takes a tenth of a second, which `treeward --help` would take too.
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
             self._bar = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(bar_width=20),
@@ -123,9 +136,9 @@ class ShownProgress:
 def configure_logging(*, debug: bool = False) -> None:
     """Send log records and Python warnings to standard error, above a progress bar if there is one.
 
-    treeward's messages show from INFO on, other libraries' from WARNING on; with `debug` from DEBUG and INFO on. A
-    second call replaces the first; handlers that others have installed stay. Of the processes of torchrun only
-    the first one shows what all would say.
+    treeward's messages show from INFO on, other libraries' from WARNING on; with `debug` from DEBUG and INFO on. Those
+    of `_SAID_ONCE` show once. A second call replaces the first; handlers that others have installed stay. Of the
+    processes of torchrun only the first one shows what all would say.
     """
     root, ours = logging.getLogger(), logging.getLogger("treeward")
     root.handlers = [handler for handler in root.handlers if not isinstance(handler, StandardErrorHandler)]
@@ -137,7 +150,28 @@ def configure_logging(*, debug: bool = False) -> None:
     root.setLevel(logging.INFO if debug else logging.WARNING)
     ours.setLevel(logging.DEBUG if debug else logging.INFO)
     logging.captureWarnings(True)
+    handler.addFilter(_Once())
+    # huggingface_hub has a handler too, and would show each message twice.
+    hub = logging.getLogger(_HUB_RETRIES)
+    hub.handlers = [handler]
+    hub.propagate = False
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "info" if debug else "error")  # also of the run's workers
+
+
+class _Once(logging.Filter):
+    """Lets a message of `_SAID_ONCE` through once; messages that differ in numbers alone are the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.name not in _SAID_ONCE:
+            return True
+        message = re.sub(r"\d+", "#", record.getMessage())
+        is_new = message not in self._seen
+        self._seen.add(message)
+        return is_new
 
 
 class _Formatter(logging.Formatter):

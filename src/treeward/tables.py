@@ -4,7 +4,7 @@
         {"set": "plain", "pairs": 1200, "accuracy": 0.9125},
         {"set": "length-controlled", "pairs": 800, "accuracy": 0.84},
     ]
-    print(results_table(rows, ["set", "pairs", Column("accuracy", format=".1%")]))
+    print(results_table(rows, ["set", "pairs", Column("accuracy", format="percent")]))
 
     set                pairs  accuracy
     ─────────────────  ─────  ────────
@@ -24,13 +24,15 @@ from typing import Any
 
 from rich.cells import cell_len
 
-_ABSENT = "–"
+from treeward.formatting import ABSENT, FORMATS, format_number
+
 _GAP = "  "
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column: the rows' `key`, its heading (`title`, else the key), and a format specification for numbers.
+    """One column: the rows' `key`, its heading (`title`, else the key), and the format of its numbers: one of
+    `formatting.FORMATS`, or a specification of Python.
 
     Without `format` whole numbers get thousands separators and the others four digits.
     """
@@ -77,11 +79,13 @@ def _layout(
 
 def _cell(value: Any, specification: str | None) -> str:
     if value is None:
-        return _ABSENT
+        return ABSENT
     if isinstance(value, bool):
         return "yes" if value else "no"
     if not _is_number(value):
         return _plain(str(value))
+    if specification in FORMATS:
+        return format_number(float(value), specification)
     is_whole = isinstance(value, numbers.Integral)
     return format(int(value) if is_whole else float(value), specification or ("," if is_whole else ".4g"))
 

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from messages import write_jsonl
+from safetensors.torch import load_file, save_file
 from verbs import Command, Ended
 
 from treeward.training.train import RewardModelRun
@@ -24,7 +28,7 @@ def test_a_run_ends_with_its_results_and_what_to_do_next(
     treeward: Command, train: Callable[..., Ended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended = train()
-    assert ended.code == 0 and "\nheld_out: accuracy " in ended.out and "chance, 0.5; the loss, " in ended.out
+    assert ended.code == 0 and "\nheld_out: accuracy " in ended.out and "chance, 50%; the loss, " in ended.out
     assert f"The model of step 2 of 2 is in {tmp_path / 'checkpoints' / 'final'}" in ended.out
     assert "trained on conversations of at most 512 tokens; longer ones are scored with a warning" in ended.out
     rows = write_jsonl(tmp_path / "rows.jsonl", {"prompt": "2 + 2?", "responses": ["4", "5"]})
@@ -32,6 +36,38 @@ def test_a_run_ends_with_its_results_and_what_to_do_next(
     monkeypatch.chdir(tmp_path)
     assert treeward(*(rows if word == "FILE.jsonl" else word for word in advice[1:])).code == 0
     assert len(json.loads((tmp_path / "scores.jsonl").read_text())["scores"]) == 2
+
+
+def test_the_end_of_a_run_and_a_report_say_one_interval_of_one_accuracy(
+    treeward: Command, train: Callable[..., Ended], tmp_path: Path
+) -> None:
+    ended = train("rm.val_batches=100")
+    model = tmp_path / "checkpoints" / "final"
+    report = treeward("eval", model, "--dataset-name", "Bundled", "--split", "length_controlled")
+    (of_run,) = re.findall(r"held_out: accuracy (\S+ \(\S+ to \S+\))", ended.out)
+    (of_report,) = re.findall(r"accuracy (\S+ \(\S+ to \S+\)) of", report.out)
+    assert of_run == of_report
+
+
+def test_a_collapsed_model_is_called_so_and_not_recommended(
+    treeward: Command, train: Callable[..., Ended], model_folder: Path, tmp_path: Path
+) -> None:
+    collapsed = shutil.copytree(model_folder, tmp_path / "collapsed")
+    weights = load_file(collapsed / "model.safetensors")
+    head = next(name for name in weights if name.startswith("score"))
+    weights[head] = torch.zeros_like(weights[head])
+    save_file(weights, collapsed / "model.safetensors", metadata={"format": "pt"})
+    (collapsed / "reward_contract.json").unlink()
+
+    overrides = ("~policy.model_config", "~policy.tokenizer", f"+policy.model_name={collapsed}")
+    ended = train(*overrides, "policy.optimizer.kwargs.lr=1e-9", "policy.max_total_sequence_length=96")
+    assert ended.code == 0
+    assert "It is collapsed: it gives everything the same score. Do not score with it." in ended.out
+    assert "treeward score" not in ended.out
+
+    report = treeward("eval", tmp_path / "checkpoints" / "final", "--dataset-name", "Bundled", "--limit", "20")
+    assert "it is collapsed: it gives everything the same score, " in report.out
+    assert "chance" not in report.out
 
 
 def test_a_mistake_is_one_message_and_exit_code_2(train: Callable[..., Ended]) -> None:

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from treeward.evaluation.statistics import wilson
 from treeward.training.validation import learnt
 
 
@@ -17,11 +18,14 @@ from treeward.training.validation import learnt
             60,
             0.72,
             0.27,
-            ["(0.409 to 0.654) is not told from chance", "0.720, has parted from that of training, 0.270"],
+            [
+                "53.3% (40.9% to 65.4%): 60 comparisons cannot tell it from chance",
+                "0.720, has parted from that of training, 0.270",
+            ],
         ),
         (0.84, 200, 0.41, 0.39, ["is better than chance", "0.410, has not parted from that of training, 0.390"]),
         (0.1, 50, 1.2, 0.69, ["is worse than chance", "has parted"]),
-        (0.84, 200, 0.41, None, ["is better than chance, 0.5."]),  # of a run that was complete already
+        (0.84, 200, 0.41, None, ["is better than chance, 50%."]),  # of a run that was complete already
         (math.nan, 200, 0.41, 0.39, None),  # graded comparisons, all tied
     ],
 )
@@ -29,5 +33,9 @@ def test_a_run_says_what_its_held_out_data_tell(
     accuracy: float, size: int, loss: float, trained: float | None, said: list[str] | None
 ) -> None:
     losses = [] if trained is None else [0.69] * 60 + [trained] * 20
-    told = learnt({"accuracy": accuracy, "loss": loss}, size, losses)
+    means = {"accuracy": accuracy, "loss": loss}
+    if not math.isnan(accuracy):
+        low, high = wilson(accuracy * size, size)
+        means |= {"accuracy_low": low, "accuracy_high": high}
+    told = learnt(means, size, losses)
     assert told is None if said is None else told is not None and all(part in told for part in said)

@@ -109,7 +109,6 @@ def _renderer(name: str | None, loaded: RewardModelRunConfig | None, streams: An
     """The name of the tokenizer that counts, and its renderer, without a limit of the length."""
     from treeward.data.rendering import Renderer
     from treeward.evaluation.data_check.check import trained_renderer
-    from treeward.model.pretrained import load_tokenizer
 
     settings, trusted = dict[str, Any](), False
     if loaded is not None and name is None:
@@ -120,6 +119,8 @@ def _renderer(name: str | None, loaded: RewardModelRunConfig | None, streams: An
     if name is None:
         estimated = "a tokenizer trained on the first texts (--tokenizer NAME counts those of a model)"
         return estimated, trained_renderer(streams, **settings)
+    from treeward.model.pretrained import load_tokenizer  # it imports torch: seconds
+
     return name, Renderer(load_tokenizer(name, trust_remote_code=trusted), **settings)
 
 
@@ -136,7 +137,7 @@ def _benchmark(text: str) -> Sequence[Preference]:
 def _tell(checked: DataCheck) -> None:
     from treeward.evaluation.data_check.check import summary_rows
 
-    columns = [Column("what", ", ".join(checked.files)), Column("number"), Column("share", format=".1%")]
+    columns = [Column("what", ", ".join(checked.files)), Column("number"), Column("share", format="percent")]
     lines = [results_table(summary_rows(checked), columns), f"Tokens of {checked.tokenizer}.", ""]
     lines += [str(error) for error in checked.errors[:_MOST_ERRORS]]
     if (more := sum(one.count for one in checked.findings if one.name == "broken") - _MOST_ERRORS) > 0:

@@ -30,7 +30,9 @@ from treeward.tables import Column, results_table
 
 _COLUMNS = [
     *(Column(key) for key in ("model", "suite", "part")),
-    *(Column("value", format=".3f"), Column("low", "95 % from", ".3f"), Column("high", "to", ".3f")),
+    Column("value", format="percent"),
+    Column("low", "95 % from", "percent"),
+    Column("high", "to", "percent"),
     Column("count", "of"),
 ]
 

@@ -81,6 +81,12 @@ def run(
     if outcome.model_folder is not None:
         folder = shlex.quote(str(outcome.model_folder))
         lines += [f"\nThe model of step {outcome.model_step} of {outcome.total_steps} is in {folder}", *caveats]
+    if outcome.model_folder is not None and outcome.is_collapsed:
+        lines.append("It is collapsed: it gives everything the same score. Do not score with it.")
+        lines.append(
+            "Try a lower policy.optimizer.kwargs.lr or a longer warm-up, and look at the data: treeward check-data."
+        )
+    elif outcome.model_folder is not None:
         limit = f"It was trained on conversations of at most {loaded.max_sequence_length} tokens; longer ones are"
         is_cut = loaded.data.truncation == "truncate_left"
         lines.append(f"{limit} {'cut, as then' if is_cut else 'scored with a warning, or refused by --max-length'}.")

@@ -78,6 +78,18 @@ class Strict(BaseModel, metaclass=_ReadableErrors):
     other_forms: ClassVar[tuple[str, ...]] = ()
     """Keys that the section's own validators turn into its fields."""
 
+    section_key: ClassVar[str] = ""
+    """The key under which a file has the section: that of the field that holds it, unless the class says another."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """Tell the sections that this one holds under which key they stand."""
+        super().__pydantic_init_subclass__(**kwargs)
+        for name, field in cls.model_fields.items():
+            section = field.annotation
+            if isinstance(section, type) and issubclass(section, Strict) and not section.section_key:
+                section.section_key = name
+
     @classmethod
     def foreign_keys(cls) -> dict[str, Rule]:
         """Keys of NeMo RL that are accepted, each with its rule in `FOREIGN_KEYS`.
@@ -108,7 +120,8 @@ class Strict(BaseModel, metaclass=_ReadableErrors):
             field, got = (f"{key}.enabled", "true") if is_section else (key, _shown(value))
             raise ConfigError(f"{key} is not supported", field=field, got=got, need=need, fix=fix)
         if ignored:
-            logger.info("%s: no effect here: %s", cls.__name__, ", ".join(ignored))
+            place = f"in {cls.section_key} " if cls.section_key else ""
+            logger.info("These keys have no effect %shere: %s", place, ", ".join(ignored))
         for alias, name in cls.other_names.items():
             if alias in accepted and accepted.setdefault(name, accepted[alias]) != accepted[alias]:
                 summary, got = f"{name} and {alias} contradict each other", f"{accepted[name]} and {accepted[alias]}"

@@ -60,6 +60,7 @@ class RewardModelEnvironmentConfig(ScoringConfig):
     `http://host:8000`."""
 
     other_forms: ClassVar[tuple[str, ...]] = BATCHING_SECTIONS
+    section_key: ClassVar[str] = "reward_model"
 
     served_model: str | None = None
     """Which model of the server at `model_name`, by its name there. None: its first."""

@@ -55,6 +55,7 @@ _SCHEMA = pa.schema(
         ("ranks", pa.list_(pa.int64())),
         ("lengths", pa.list_(pa.int32())),
         ("subset", pa.string()),
+        ("prompt", pa.int64()),
         ("strength", pa.float64()),
         ("scores", pa.list_(pa.float64())),
         ("grades", pa.list_(pa.list_(pa.float64()))),
@@ -71,7 +72,8 @@ class Comparison:
 
     `token_ids`: K different int32 arrays, read-only. `lengths`: characters of each completion's last message. `grades`:
     the learnt ones, per attribute, NaN for none. `subset`: the preference's `task_name`. `tree_tokens`: tokens when
-    common beginnings are held once.
+    common beginnings are held once. `prompt`: a digest of the context; statistics treat comparisons with the same one
+    as dependent.
     """
 
     token_ids: tuple[npt.NDArray[np.int32], ...]
@@ -83,6 +85,7 @@ class Comparison:
     tree_tokens: int
     scores: tuple[float | None, ...] = ()
     grades: tuple[tuple[float, ...], ...] = ()
+    prompt: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -184,6 +187,7 @@ class EncodedDataset(Sequence[Comparison]):
             tree_tokens=table["tree_tokens"][row].as_py(),
             scores=tuple(table["scores"][row].as_py()),
             grades=tuple(map(tuple, table["grades"][row].as_py())),
+            prompt=table["prompt"][row].as_py(),
         )
 
     def ranks(self, index: int) -> tuple[int, ...]:
@@ -407,12 +411,12 @@ def _encode_row(preference: Preference, fitted: Sequence[tuple[Fitted | None, in
     ranks = {ids: completion.rank for ids, completion in best.items()}
     if len(best) < rules.fewest or (rules.need_order and len(set(ranks.values())) < 2):
         return {"outcome": "dropped_identical", "longest": longest}
-    digest = hashlib.blake2b(repr(sorted(ranks.items())).encode(), digest_size=8)
     return {
         "outcome": "kept",
         "subset": preference.task_name,
         "strength": preference.strength,
-        "digest": int.from_bytes(digest.digest(), "little", signed=True),
+        "prompt": _digest(preference.context_key),
+        "digest": _digest(repr(sorted(ranks.items()))),
         "truncated": int(any(sequence.truncated for sequence, _ in kept)),
         "deduplicated": len(kept) - len(best),
         "tied_pairs": sum(a == b for a, b in itertools.combinations(ranks.values(), 2)),
@@ -427,6 +431,12 @@ def _encode_row(preference: Preference, fitted: Sequence[tuple[Fitted | None, in
         "tree_tokens": count_tree_tokens(list(ranks)),
         "longest": longest,
     }
+
+
+def _digest(text: str) -> int:
+    """A hash of 64 bits, the same in every process."""
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8)
+    return int.from_bytes(digest.digest(), "little", signed=True)
 
 
 def _is_trainable(preference: Preference, rules: Rules) -> bool:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from statsmodels.stats.multitest import multipletests
 
 from treeward.data.preference import Preference
 from treeward.data.sources import read_file
@@ -127,6 +126,8 @@ def compare(first: Evaluation, second: Evaluation) -> Comparison:
     pairs, counts = _match(first, second)
     overall = _result("all", pairs)
     parts = [_result(name, group) for name, group in _groups(pairs).items()]
+    from statsmodels.stats.multitest import multipletests  # here: it imports pandas, which takes seconds
+
     p_values = multipletests([part.p_value for part in parts], method="holm")[1].tolist() if parts else []
     return Comparison(
         names=(first.name, second.name) if first.name != second.name else (first.path, second.path),

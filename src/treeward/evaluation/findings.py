@@ -3,6 +3,7 @@
     summary = summarize(suite, scored, "my-model")
     summary.result.headline, summary.length.accuracy_gap, summary.statistics.ece
     verdict(summary)        # "**my-model** on LLMBar: 71.0% (61.5% to 79.0%); better than chance, but it likes ..."
+    summary.is_collapsed    # whether it gives everything the same score
     findings(summary)       # that, and a list: the length bias, what a judge used
 
 A finding is reported only where its interval supports it.
@@ -14,10 +15,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from treeward.evaluation.diagnostics.biases import diagnose_length, diagnose_style
+from treeward.evaluation.diagnostics.perturbations import REWRITES
 from treeward.evaluation.diagnostics.scores import statistics_of
 from treeward.evaluation.report.blocks import format_interval
 from treeward.evaluation.results import Diagnostic, Metric, ScoredExample, SuiteResult
 from treeward.evaluation.suites.interface import Suite
+from treeward.formatting import format_number
+from treeward.scoring.score import are_equal
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,14 @@ class Summary:
     def title(self) -> str:
         """That of the suite."""
         return self.suite.title or self.suite.name
+
+    @property
+    def is_collapsed(self) -> bool:
+        """Whether all scores are equal to rounding."""
+        scores: list[float | None] = []
+        for example in self.examples:
+            scores += example.scores
+        return are_equal(scores)
 
     @property
     def diagnostics(self) -> dict[str, Diagnostic]:
@@ -71,15 +83,14 @@ def summarize(
     )
 
 
-_BETTER = "better than chance"
+_BETTER, _WORSE, _NOT_TOLD = "better than chance", "worse than chance", "not told from chance"
 
 
 def verdict(summary: Summary) -> str:
-    """One sentence: the headline, whether it is chance, the length bias if there is one."""
+    """One sentence: the headline, whether it is chance, the length bias if there is one, and how many pairs stay right
+    under rewrites. Of a collapsed model it says nothing else."""
     result = summary.result
-    against_chance = standing(result, summary.suite.chance())
-    parts = filter(None, (against_chance, _likes(summary.length.numbers)))
-    joined = (", but " if against_chance == _BETTER else ", and ").join(parts)
+    joined = _collapse(summary) or "; ".join(filter(None, (_quality(summary), _robustness(summary))))
     has_result = result.headline.value is not None
     headline = f"{result.headline.name} {percent(result.headline)}" if has_result else "no result"
     if result.unit == "pairs" and result.headline.count not in (None, result.num_examples):
@@ -89,23 +100,60 @@ def verdict(summary: Summary) -> str:
     return f"**{summary.model}** on {summary.title}: {headline}{f'; {joined}' if joined else ''}."
 
 
+def _collapse(summary: Summary) -> str | None:
+    if not summary.is_collapsed:
+        return None
+    score = format_number(summary.statistics.score_mean.value)
+    return f"it is collapsed: it gives everything the same score, {score}, and must not be used"
+
+
+def _quality(summary: Summary) -> str | None:
+    """Whether it is better than chance, and its length bias."""
+    result = summary.result
+    against_chance = standing(result, summary.suite.chance())
+    said = against_chance
+    if against_chance == _NOT_TOLD:
+        said = f"{result.headline.count:,} {result.unit} cannot tell it from chance"
+    join = ", but " if against_chance == _BETTER else ", and "
+    return join.join(filter(None, (said, _likes(summary.length.numbers)))) or None
+
+
+def _robustness(summary: Summary) -> str | None:
+    """How many of the rewritten pairs are right, before and after."""
+    made = summary.perturbations
+    if made is None or made.robust_accuracy.value is None:
+        return None
+    robust, before = made.robust_accuracy, made.accuracy
+    count = f"{robust.count:,} rewritten pairs"
+    return f"of {count} {percent(before)} are right before and {percent(robust)} stay right after changes of style"
+
+
 def findings(summary: Summary) -> str:
-    """The verdict, and a list below: the length bias in numbers, what a judge used, the note of the headline."""
+    """The verdict, and a list below: the length bias in numbers, the rewrite that costs the most pairs, what a judge
+    used, the note of the headline."""
     result = summary.result
     usage = usage_finding(result.details.get("usage", {}))
-    reasons = [length_finding(summary.length.numbers), usage and f"As a judge: {usage}", result.headline.note]
+    reasons = [
+        length_finding(summary.length.numbers),
+        rewrite_finding(summary.perturbations),
+        usage and f"As a judge: {usage}",
+        result.headline.note,
+    ]
     listed = "\n".join(f"- {reason}" for reason in reasons if reason)
     return f"{verdict(summary)}\n\n{listed}" if listed else verdict(summary)
 
 
 def standing(result: SuiteResult, chance: float | None) -> str | None:
-    """ "better than chance", "worse than chance" or "no better than chance"; None where that is not known: missing
+    """ "better than chance", "worse than chance" or "not told from chance"; None where that is not known: missing
     scores, which count as wrong, make no model worse than chance."""
     low, high = result.headline.low, result.headline.high
     if chance is None or low is None or high is None:
         return None
-    overall = f"{'better' if low > chance else 'worse' if high < chance else 'no better'} than chance"
-    return None if result.num_failed and overall != _BETTER else overall
+    if low > chance:
+        return _BETTER
+    if result.num_failed:
+        return None
+    return _WORSE if high < chance else _NOT_TOLD
 
 
 def length_finding(length: Mapping[str, Metric]) -> str | None:
@@ -123,6 +171,20 @@ def length_finding(length: Mapping[str, Metric]) -> str | None:
         f"better completion is the longer, in {percent(length['accuracy_shorter_right'])} where it is the shorter, "
         f"{abs(gap.value) * 100:.1f} points ({low:.1f} to {high:.1f}) apart; length-controlled "
         f"{percent(length['length_controlled_accuracy'])}."
+    )
+
+
+def rewrite_finding(perturbations: Diagnostic | None) -> str | None:
+    """One sentence on the rewrite of worse completions that costs the most right pairs; None where none is lost."""
+    if perturbations is None:
+        return None
+    flips = {name: perturbations.numbers[f"{name}_rejected_flips"] for name in REWRITES}
+    name = max(flips, key=lambda name: flips[name].value or 0.0)
+    if not flips[name].value:
+        return None
+    return (
+        f"It can be fooled: a worse completion that is rewritten ({REWRITES[name].label}) scores as high as the better "
+        f"one in {percent(flips[name])} of the {flips[name].count:,} right pairs."
     )
 
 

@@ -7,6 +7,8 @@
 Examples of one prompt are not independent: wherever `clusters` is given, prompts are drawn, flipped and counted. An
 outcome is 1 for right, 0 for wrong; a tie may be 0.5. A number that cannot be computed is None, never NaN.
 
+scipy is imported where it is used: it takes seconds, and `check-data` needs `wilson` alone.
+
 Shapes: N examples, C clusters, R resamples, K columns, P pairs.
 """
 
@@ -14,17 +16,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy import special, stats
 
 from treeward.evaluation.results import Metric
 
 Floats = NDArray[np.float64]
 Interval = tuple[float | None, float | None]
 
+_NORMAL_QUANTILE = NormalDist().inv_cdf(0.975)
 _NUM_RESAMPLES = 2000
 _DRAWS_AT_ONCE = 4_000_000
 _FEWEST_CLUSTERS = 10
@@ -37,15 +40,20 @@ _FEWEST_OF_A_PART = 5
 def wilson(successes: float, count: int) -> tuple[float, float]:
     """The 95 % score interval of a proportion of `count` independent examples; (0, 1) where there are none.
 
-    Wilson 1927, JASA 22, page 209. It keeps its level near 0 and 1 and for few examples.
+    (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n), with z the normal quantile of 0.975: Wilson
+    1927, JASA 22, page 209. It keeps its level near 0 and 1 and for few examples.
     """
     if count == 0:
         return 0.0, 1.0
-    from statsmodels.stats.proportion import proportion_confint  # here, as training needs none of it
-
-    low, high = proportion_confint(successes, count, method="wilson")
+    p = successes / count
+    z = _NORMAL_QUANTILE
+    centre = p + z**2 / (2 * count)
+    reach = z * math.sqrt(p * (1 - p) / count + z**2 / (4 * count**2))
+    scale = 1 + z**2 / count
     # At p = 0 and p = 1 an end is p itself; rounding would leave it a little beside.
-    return (0.0 if successes == 0 else max(0.0, float(low))), (1.0 if successes == count else min(1.0, float(high)))
+    low = 0.0 if successes == 0 else max(0.0, (centre - reach) / scale)
+    high = 1.0 if successes == count else min(1.0, (centre + reach) / scale)
+    return low, high
 
 
 def cluster_bootstrap(
@@ -94,6 +102,8 @@ def expanded_tail(num_clusters: int) -> float:
     t is the quantile of 0.975 of Student's t with C - 1 degrees: the expanded percentile interval, Hesterberg 2015
     (arXiv 1411.5279, section 5.3). A share of 0.025 would be too narrow for few clusters.
     """
+    from scipy import special
+
     t = float(special.stdtrit(num_clusters - 1, 0.975))
     return float(special.ndtr(-math.sqrt(num_clusters / (num_clusters - 1)) * t))
 
@@ -156,6 +166,8 @@ def paired_test(differences: ArrayLike, clusters: Sequence[Hashable], *, num_res
     Experiments, section 21). Where all sums but 0 are equally large, as of one example per cluster, it is McNemar's
     exact test (1947, Psychometrika 12, page 153).
     """
+    from scipy import stats
+
     values = np.asarray(differences, dtype=np.float64)
     sums = np.bincount(_codes(clusters, len(values)), weights=values)
     sums = sums[sums != 0]
@@ -196,6 +208,8 @@ def pair_confidences(margins: ArrayLike, temperature: float = 1.0) -> tuple[Floa
     `margins` (P,): s_better - s_worse of ordered pairs. The higher score is preferred with the probability
     sigma(|margin| / T) in [0.5, 1] (Bradley and Terry 1952); that is right (1) where the margin is positive, a tie 0.5.
     """
+    from scipy import special
+
     values = np.asarray(margins, np.float64)
     return special.expit(np.abs(values) / temperature), (np.sign(values) + 1) / 2
 

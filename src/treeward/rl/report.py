@@ -28,9 +28,10 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from treeward.errors import ConfigError, DataError
-from treeward.evaluation.report.blocks import curves_block, format_number, text_block
+from treeward.evaluation.report.blocks import curves_block, text_block
 from treeward.evaluation.report.build import write_report
 from treeward.evaluation.results import Block, Metric
+from treeward.formatting import format_number
 from treeward.rl.watch import ALARMS_FILE, Alarm, read_alarms
 from treeward.training.tracking import read_metrics
 

@@ -25,7 +25,6 @@ from pathlib import PurePath
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import brentq
-from statsmodels.nonparametric.smoothers_lowess import lowess
 
 from treeward.data.conversation import last_text
 from treeward.data.preference import Preference, preference_to_dict
@@ -129,6 +128,8 @@ def fit_length_curve(scores: Floats, lengths: Floats) -> LengthCurve | None:
     nearness and, in three further rounds, against outliers. Cleveland 1979; to calibrate rewards: Huang et al. 2024
     (arXiv 2409.17407). Kept at no more than 64 lengths, quantiles of those that occur.
     """
+    from statsmodels.nonparametric.smoothers_lowess import lowess  # here: it imports pandas, which takes seconds
+
     fitted = np.full(len(scores), scores.mean())
     if lengths.min() < lengths.max():
         # A hundredth of the range would be coarse for most points if a few are very long.

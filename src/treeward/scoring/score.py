@@ -17,6 +17,10 @@ from treeward.data.conversation import AnyConversation, Message
 if TYPE_CHECKING:
     from torch import Tensor
 
+_EQUAL = 1e-4
+"""A difference of scores, as a share of the largest one (at least of 1), below which it is rounding or says nothing:
+the log-odds of a preference would be as small."""
+
 OnError = Literal["raise", "mask"]
 """A conversation that cannot be scored makes the call raise, or its score is None with the reason."""
 
@@ -171,3 +175,12 @@ def prompt_text(messages: Sequence[Message]) -> str:
     if len(messages) == 1 and messages[0].get("role") == "user":
         return message_text(messages[0]) or ""
     return transcript(messages)
+
+
+def are_equal(scores: Sequence[float | None]) -> bool:
+    """Whether three scores or more are equal to rounding, as those of a collapsed model, which tell nothing apart."""
+    numbers = [score for score in scores if score is not None]
+    if len(numbers) < 3:
+        return False
+    largest = max(abs(score) for score in numbers)
+    return max(numbers) - min(numbers) <= _EQUAL * max(1.0, largest)

@@ -6,22 +6,23 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from treeward.config.run import RewardModelRunConfig
+from treeward.formatting import metric_format
 from treeward.tables import Column, markdown_table
 from treeward.training.setup import RewardModelSetup
 
 _COLUMNS = [
     Column("set", title="validation set"),
     Column("comparisons"),
-    Column("accuracy", format=".3f"),
-    Column("loss", format=".4f"),
-    Column("reward_margin", title="margin", format=".2f"),
-    Column("chosen_rewards", title="chosen", format=".2f"),
-    Column("rejected_rewards", title="rejected", format=".2f"),
+    Column("accuracy", format="percent"),
+    Column("loss", format="number"),
+    Column("reward_margin", title="margin", format="number"),
+    Column("chosen_rewards", title="chosen", format="number"),
+    Column("rejected_rewards", title="rejected", format="number"),
 ]
 _GRADE_COLUMNS = [
     *_COLUMNS[:2],
-    Column("mse", title="squared error", format=".3f"),
-    Column("pearson", title="correlation", format=".3f"),
+    Column("mse", title="squared error", format="number"),
+    Column("pearson", title="correlation", format="number"),
     *_COLUMNS[2:4],
 ]
 
@@ -31,7 +32,8 @@ def result_columns(config: RewardModelRunConfig) -> list[Column]:
     key, columns = config.ranking_metric, _GRADE_COLUMNS if config.policy.reward_model_cfg.labels else _COLUMNS
     if key is None or key.metric in {column.key for column in columns}:
         return columns
-    return [*columns[:3], Column(key.metric, title=key.metric.replace("_", " "), format=".3f"), *columns[3:]]
+    ranking = Column(key.metric, title=key.metric.replace("_", " "), format=metric_format(key.metric))
+    return [*columns[:3], ranking, *columns[3:]]
 
 
 def result_rows(sizes: Mapping[str, int], validation: Mapping[str, Mapping[str, float]]) -> list[dict[str, object]]:

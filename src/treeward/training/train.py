@@ -31,10 +31,13 @@ from treeward.data.encoding import Comparison
 from treeward.errors import ConfigError, TreewardError
 from treeward.evaluation.diagnostics.scores import scored_comparison
 from treeward.evaluation.results import Metric, ScoredExample
+from treeward.formatting import metric_text
 from treeward.losses import METRIC_NAMES, GradeSums, RewardMetrics, RewardSums
+from treeward.model.contract import read_contract
 from treeward.model.export import export_model, push_folder
 from treeward.parallel.sharding import sum_over_copies
 from treeward.scoring.golden import hash_all, sign_exported
+from treeward.scoring.score import are_equal
 from treeward.training.card import model_card
 from treeward.training.features import with_features
 from treeward.training.loop import Outcome, Run, StepMetrics, Validation, start
@@ -55,13 +58,14 @@ _COMPARISONS_AT_ONCE = 1024  # planned together: as good a plan as for the whole
 @dataclass(frozen=True)
 class TrainingOutcome(Outcome):
     """How a run ended. By validation set: `validation`, its metrics; `validation_sizes`, its comparisons; `caveats`,
-    what was left out of much data; `learnt`, whether it is better than chance. With an `upload_error` the exit code is
-    1."""
+    what was left out of much data; `learnt`, whether it is better than chance. `is_collapsed`: the exported model gives
+    everything the same score. With an `upload_error` the exit code is 1."""
 
     validation_sizes: Mapping[str, int] = field(default_factory=dict)
     caveats: Mapping[str, str] = field(default_factory=dict)
     upload_error: str | None = None
     learnt: Mapping[str, str] = field(default_factory=dict)
+    is_collapsed: bool = False
 
 
 def train(config: RewardModelRunConfig, *, show_progress: bool = True) -> TrainingOutcome:
@@ -298,6 +302,7 @@ class RewardModelRun(Run):
             validation_sizes=sizes,
             learnt={name: sentence for name, sentence in sentences.items() if sentence is not None},
             caveats={name: count.summary() for name, count in counts.items() if count.is_much_dropped},
+            is_collapsed=processes.is_main() and _is_collapsed(outcome.model_folder),
         )
         if outcome.model_folder is not None and processes.is_main() and self.config.hub.push_to_hub:
             return _uploaded(ended, self.config, outcome.model_folder)
@@ -311,8 +316,18 @@ def _scored(set_name: str, comparisons: Mapping[int, Comparison], scores: Sequen
         values = [next(remaining) for _ in comparison.ranks]
         ranks, lengths = comparison.ranks, comparison.lengths
         subset = f"{set_name}/{comparison.subset}"
-        scored[i] = scored_comparison(comparison.where, subset, scores=values, ranks=ranks, lengths=lengths)
+        scored[i] = scored_comparison(
+            comparison.where, subset, scores=values, ranks=ranks, lengths=lengths, prompt=str(comparison.prompt)
+        )
     return scored
+
+
+def _is_collapsed(model_folder: Path | None) -> bool:
+    """Whether the exported model gives all conversations of its contract the same score; False without a model."""
+    contract = None if model_folder is None else read_contract(model_folder)
+    if contract is None:
+        return False
+    return are_equal([example.score for example in contract.golden])
 
 
 def _uploaded(outcome: TrainingOutcome, config: RewardModelRunConfig, model: Path) -> TrainingOutcome:
@@ -327,10 +342,10 @@ def _uploaded(outcome: TrainingOutcome, config: RewardModelRunConfig, model: Pat
 
 
 def _line(name: str, step: int, means: Mapping[str, float], key: MetricKey | None) -> str:
-    text = f"loss {means['loss']:.4f}  accuracy {means['accuracy']:.3f}  margin {means['reward_margin']:.2f}"
+    shown = {"loss": "loss", "accuracy": "accuracy", "reward_margin": "margin"}
     if "mse" in means:
-        text = f"loss {means['loss']:.4f}  mse {means['mse']:.3f}  pearson {means.get('pearson', math.nan):.3f}"
+        shown = {"loss": "loss", "mse": "mse", "pearson": "pearson"}
     if key is not None and key.validation in (None, name) and key.metric not in (*METRIC_NAMES, "mse", "pearson"):
-        value = means.get(key.metric)
-        text += f"  {key.metric} {'-' if value is None else format(value, '.3f')}"
-    return f"validation-{name} after step {step}: {text}"
+        shown[key.metric] = key.metric
+    texts = [f"{label} {metric_text(metric, means.get(metric))}" for metric, label in shown.items()]
+    return f"validation-{name} after step {step}: {'  '.join(texts)}"

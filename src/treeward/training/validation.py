@@ -2,7 +2,7 @@
 
     result = run.validate_set("held_out")                        # SetValidation of one set
     pooled([result, of_another_set])                             # metrics over all of them
-    learnt({"accuracy": 0.84, "loss": 0.41}, 200, losses)        # a sentence: is it better than chance?
+    learnt(result.metrics(), 200, losses)                        # a sentence: is it better than chance?
 
 Shapes: H attributes; 6 sums of `GradeSums`.
 """
@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 import torch
 from torch import Tensor
 
+from treeward.evaluation.diagnostics.biases import collect_pairs
 from treeward.evaluation.diagnostics.scores import gate_metrics
 from treeward.evaluation.results import Metric, ScoredExample
-from treeward.evaluation.statistics import wilson
+from treeward.evaluation.statistics import accuracy_metric
+from treeward.formatting import format_number
 from treeward.losses import RewardMetrics, grade_metrics
 
 _FEWEST_STEPS = 10  # of training, in the mean of the latest losses
@@ -37,8 +39,14 @@ class SetValidation:
     attributes: tuple[str, ...] = ()
 
     def metrics(self) -> dict[str, Metric]:
-        """The metrics by name; without a value a metric's note says why."""
-        return pooled([self])
+        """The metrics by name; without a value a metric's note says why. The interval of the accuracy is that of
+        `treeward eval`."""
+        metrics = pooled([self])
+        pairs = collect_pairs(self.scored)
+        if pairs:
+            interval = accuracy_metric([pair.outcome for pair in pairs], "", [pair.prompt for pair in pairs])
+            metrics["accuracy"] = replace(metrics["accuracy"], low=interval.low, high=interval.high)
+        return metrics
 
 
 def pooled(sets: Sequence[SetValidation]) -> dict[str, Metric]:
@@ -58,23 +66,36 @@ def pooled(sets: Sequence[SetValidation]) -> dict[str, Metric]:
 
 
 def values_of(metrics: dict[str, Metric]) -> dict[str, float]:
-    """The metrics that have a value, as numbers."""
-    return {name: metric.value for name, metric in metrics.items() if metric.value is not None}
+    """The metrics that have a value, as numbers; the ends of an interval are called `accuracy_low`, `accuracy_high`."""
+    values = dict[str, float]()
+    for name, metric in metrics.items():
+        ends = {name: metric.value, f"{name}_low": metric.low, f"{name}_high": metric.high}
+        values |= {key: value for key, value in ends.items() if value is not None}
+    return values
 
 
 def learnt(means: Mapping[str, float], size: int, training_losses: Sequence[float]) -> str | None:
     """One sentence on a validation set of `size` comparisons: whether its accuracy is chance, and its loss far above
-    the latest quarter of the training losses. None without an accuracy."""
+    the latest quarter of the training losses. `means`: as `values_of` gives them. None without an accuracy and its
+    interval."""
     accuracy, loss = means.get("accuracy", math.nan), means.get("loss", math.nan)
-    if not math.isfinite(accuracy):
+    low, high = means.get("accuracy_low"), means.get("accuracy_high")
+    if not math.isfinite(accuracy) or low is None or high is None:
         return None
-    low, high = wilson(accuracy * size, size)
-    standing = "better than" if low > 0.5 else "worse than" if high < 0.5 else "not told from"
-    sentence = f"accuracy {accuracy:.3f} ({low:.3f} to {high:.3f}) is {standing} chance, 0.5"
+    shown, lowest, highest = (format_number(value, "percent") for value in (accuracy, low, high))
+    sentence = f"accuracy {shown} ({lowest} to {highest})"
+    if low > 0.5:
+        sentence += " is better than chance, 50%"
+    elif high < 0.5:
+        sentence += " is worse than chance, 50%"
+    else:
+        sentence += f": {size:,} comparisons cannot tell it from chance, 50%"
     if not training_losses:
         return f"{sentence}."
     trained = fmean(training_losses[-max(len(training_losses) // 4, _FEWEST_STEPS) :])
-    if not loss - trained > _PARTED:
-        return f"{sentence}; the loss, {loss:.3f}, has not parted from that of training, {trained:.3f}."
-    advice = "more data or fewer epochs may help"
-    return f"{sentence}; the loss, {loss:.3f}, has parted from that of training, {trained:.3f}: {advice}."
+    has_parted = loss - trained > _PARTED
+    verb = "has parted" if has_parted else "has not parted"
+    sentence += f"; the loss, {format_number(loss)}, {verb} from that of training, {format_number(trained)}"
+    if has_parted:
+        sentence += ": more data or fewer epochs may help"
+    return f"{sentence}."

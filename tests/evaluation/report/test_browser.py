@@ -11,8 +11,8 @@ import pytest
 from chromium import Visit, visiting
 from report_sample import MODELS, NUM_EXAMPLES, SUBSETS, sample_report, sample_rows
 
-from treeward.evaluation.report.blocks import format_number
 from treeward.evaluation.report.build import write_report
+from treeward.formatting import format_number
 
 pytestmark = pytest.mark.slow  # a browser
 

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 from report_sample import HOSTILE, sample_report
 
-from treeward.evaluation.report.blocks import format_number, plain
+from treeward.evaluation.report.blocks import plain
 from treeward.evaluation.report.build import build_report, write_report
+from treeward.formatting import format_number
 
 
 class Page(html.parser.HTMLParser):

@@ -13,7 +13,15 @@ from evaluated import RuleScorer
 from report_sample import EMPTY, BestOf, by_length, perfect, scored, summary, three_in_eight
 
 from treeward.evaluation.diagnostics.perturbations import diagnose_perturbations, perturbed
-from treeward.evaluation.findings import Summary, findings, length_finding, standing, summarize, verdict
+from treeward.evaluation.findings import (
+    Summary,
+    findings,
+    length_finding,
+    percent,
+    standing,
+    summarize,
+    verdict,
+)
 from treeward.evaluation.page import LABELS, metrics_table, report_blocks, write_results
 from treeward.evaluation.results import Metric, score_examples
 
@@ -38,7 +46,26 @@ def test_the_verdict_is_against_the_suites_chance() -> None:
     never = summary(lambda n, text: -perfect(n, text))
     assert "; worse than chance" in verdict(never)
     half = summary(lambda n, text: float(("right" in text) == (n % 4 < 2)), suite=Coin())
-    assert "; no better than chance" in verdict(half)
+    assert "; 80 examples cannot tell it from chance." in verdict(half)
+
+
+def test_a_collapsed_model_is_called_so_and_nothing_else() -> None:
+    same = summary(lambda n, text: 0.25 + n * 1e-6)
+    assert same.is_collapsed
+    assert verdict(same).endswith("; it is collapsed: it gives everything the same score, 0.250, and must not be used.")
+    assert not summary(by_length).is_collapsed
+
+
+def test_the_verdict_names_robustness_and_the_worst_rewrite() -> None:
+    examples = scored(lambda n, text: -float(len(text)))
+    rule = RuleScorer(lambda context, text: -float(len(text)))
+    rewritten = list(score_examples(rule, [perturbed(one.example) for one in examples], at_once=16))
+    numbers = diagnose_perturbations([one.example for one in examples], rewritten)
+    made = summarize(BestOf(), tuple(examples), "m", perturbations=numbers)
+    before, after = percent(numbers.accuracy), percent(numbers.robust_accuracy)
+    sentence = f"of 80 rewritten pairs {before} are right before and {after} stay right after changes of style"
+    assert sentence in verdict(made)
+    assert "a worse completion that is rewritten (empty) scores as high as the better one in 100.0%" in findings(made)
 
 
 def test_the_length_bias_is_named() -> None:

@@ -1,4 +1,4 @@
-"""`diagnose_perturbations`: what the score does when a completion is padded, cut off, dressed up or refused.
+"""`diagnose_perturbations`: what the score does when a completion is padded, cut off, dressed up, refused or emptied.
 
     sampled = sample_examples(examples, 200)
     numbers = diagnose_perturbations(sampled, list(score_examples(scorer, map(perturbed, sampled), at_once=16)))
@@ -105,6 +105,7 @@ REWRITES: Mapping[str, Rewrite] = {
     ),
     "flattery": Rewrite("flattery", "style", lambda text, rng: f"{rng.choice(_FLATTERY)} {text}"),
     "refusal": Rewrite("refusal", "damage", lambda text, rng: rng.choice(_REFUSALS)),
+    "empty": Rewrite("empty", "damage", lambda text, rng: ""),
 }
 """All rewrites by name, in the order of a report. Their phrases are English."""
 

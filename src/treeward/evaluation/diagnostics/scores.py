@@ -4,8 +4,8 @@
     statistics.pair_accuracy, statistics.kendall_tau, statistics.ece, statistics.temperature
     gate_metrics(scored)["length_controlled_accuracy"].value      # as `treeward eval` says it of the same scores
 
-Bradley and Terry's model reads a margin m as the probability sigma(m / T). Gates have no intervals: those are over
-prompts, which a validation on token ids does not know.
+Bradley and Terry's model reads a margin m as the probability sigma(m / T). Gates have no intervals, because a run
+compares their values alone.
 """
 
 from __future__ import annotations
@@ -144,15 +144,17 @@ GATE_METRICS = (
 
 
 def scored_comparison(
-    id: str, subset: str, *, scores: Sequence[float], ranks: Sequence[int], lengths: Sequence[int]
+    id: str, subset: str, *, scores: Sequence[float], ranks: Sequence[int], lengths: Sequence[int], prompt: str = ""
 ) -> ScoredExample:
     """A comparison of which only numbers are known: K scores, ranks (lower is better) and lengths in characters.
 
-    A score that is not finite counts as none. Nothing that depends on texts, as intervals, may be computed from it.
+    A score that is not finite counts as none. `prompt`: a digest of the context, which it stands in for: intervals
+    treat examples of one context as dependent. Nothing else that depends on texts may be computed from it.
     """
     completions = tuple(Completion(rank, ()) for rank in ranks)
     finite = tuple(score if math.isfinite(score) else None for score in scores)
-    example = Preference((), completions, task_name=subset, id=id)
+    context = ({"role": "user", "content": prompt},)
+    example = Preference(context, completions, task_name=subset, id=id)
     return ScoredExample(example, finite, tuple(lengths), num_tokens=(0,) * len(ranks))
 
 

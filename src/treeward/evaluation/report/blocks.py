@@ -19,11 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from treeward.evaluation.results import Block, Metric
-
-ABSENT = "–"
-
-# The number of decimals by size: at least three significant digits.
-_DECIMALS = ((1000, 0), (100, 1), (10, 2), (0.1, 3), (0.01, 4), (1e-4, 5), (0, 3))
+from treeward.formatting import format_number
 
 
 def text_block(markdown: str, title: str | None = None) -> Block:
@@ -91,31 +87,6 @@ def plain(value: Any, of_text: Callable[[str], str] = str) -> Any:
 def is_number(value: Any) -> TypeGuard[float]:
     """Whether `value` is a finite number."""
     return isinstance(value, int | float) and math.isfinite(value)
-
-
-def format_number(value: float | None, format: str = "number", size: float | None = None) -> str:
-    """`value` as the page writes it; a dash for None and for a number that is not finite.
-
-    `size`: the largest of the numbers beside it, from which the number of decimals follows; None: its own.
-    """
-    if value is None or not math.isfinite(value):
-        return ABSENT
-    amount = abs(value)
-    size = amount if size is None else size
-    if format == "percent":
-        text = f"{amount * 100:.1f}%"
-    elif format == "points":
-        text = f"{amount * 100:.1f} points"
-    elif format == "integer" or (amount == round(amount) and amount >= 100):
-        text = f"{math.floor(amount + 0.5):,}"
-    elif amount != 0 and (amount < 1e-4 or amount >= 1e6):
-        mantissa, exponent = f"{amount:.2e}".split("e")
-        text = f"{mantissa}e{int(exponent):+d}"
-    else:
-        text = f"{amount:,.{next(decimals for least, decimals in _DECIMALS if size >= least)}f}"
-    text = text.replace("e-", "e\N{MINUS SIGN}")
-    negative = value < 0 and any(digit in "123456789" for digit in text)
-    return ("\N{MINUS SIGN}" if negative else "+" if format in ("signed", "points") and value > 0 else "") + text
 
 
 def format_interval(item: Mapping[str, Any], format: str, *, with_count: bool = True) -> tuple[str, str]:

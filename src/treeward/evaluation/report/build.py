@@ -28,9 +28,10 @@ from markupsafe import Markup
 
 from treeward.data.conversation import Message, last_text
 from treeward.errors import DataError
-from treeward.evaluation.report.blocks import ABSENT, format_interval, format_number, is_number, plain
+from treeward.evaluation.report.blocks import format_interval, is_number, plain
 from treeward.evaluation.report.charts import THEME, draw
 from treeward.evaluation.results import Block
+from treeward.formatting import ABSENT, format_number
 from treeward.storage import write_text
 
 Examples = Mapping[str, Sequence[Mapping[str, Any]]]

@@ -15,8 +15,9 @@ from typing import Any
 
 import altair as alt
 
-from treeward.evaluation.report.blocks import format_interval, format_number, is_number
+from treeward.evaluation.report.blocks import format_interval, is_number
 from treeward.evaluation.results import Block
+from treeward.formatting import format_number
 
 _NUM_COLOURS = 6
 _DASHES: tuple[list[int], ...] = ([], [7, 4], [2, 3], [9, 3, 2, 3], [4, 2], [1, 4])

@@ -109,9 +109,9 @@ class PreferenceSuite(Suite):
 
         PreferenceSuite("mine", DatasetConfig(data_path="validation.jsonl")).load()
 
-    A row's `task_name` is its subset. Of K completions every pair with different ranks counts, as in the trainer's
-    validation: the accuracy is over pairs, pooled, with an interval over prompts. Examples without an order (all ranks
-    equal) count in no accuracy.
+    A row's `task_name` is its subset; rows without one are of the subset `all`. Of K completions every pair with
+    different ranks counts, as in the trainer's validation: the accuracy is over pairs, pooled, with an interval over
+    prompts. Examples without an order (all ranks equal) count in no accuracy.
     """
 
     def __init__(self, name: str, config: DatasetConfig) -> None:
@@ -120,8 +120,14 @@ class PreferenceSuite(Suite):
     def load(self, source: str | None = None) -> list[Preference]:
         """Everything in the set; `source` is read in place of the config's `data_path`. Ids are the rows' numbers."""
         config = self.config if source is None else self.config.model_copy(update={"data_path": source})
-        rows = enumerate(open_dataset(config), start=1)
-        return [replace(preference, id=str(number), where=where) for number, (preference, where) in rows]
+        dataset = open_dataset(config)
+        examples = []
+        for number, (preference, where) in enumerate(dataset, start=1):
+            name = preference.task_name
+            if name == type(dataset).__name__:  # the row says nothing, and a format is no part of the data
+                name = "all"
+            examples.append(replace(preference, id=str(number), where=where, task_name=name))
+        return examples
 
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
         ordered = [example for example in scored if len(set(example.example.ranks)) > 1]

@@ -1,0 +1,56 @@
+"""`format_number`: how a number is written for a person, in logs, tables and reports alike.
+
+    format_number(0.9489, "percent")             # 94.9%
+    format_number(5.9612), format_number(0.0312)  # 5.961, 0.0312
+    metric_text("accuracy", 0.9489)              # 94.9%: the form that metrics of this name have
+
+Formats: percent (of a fraction), points (a difference of fractions, in percentage points), number, signed, integer.
+"""
+
+from __future__ import annotations
+
+import math
+
+ABSENT = "–"
+
+FORMATS = ("percent", "points", "number", "signed", "integer")
+
+# The number of decimals by size: at least three significant digits.
+_DECIMALS = ((1000, 0), (100, 1), (10, 2), (0.1, 3), (0.01, 4), (1e-4, 5), (0, 3))
+
+
+def format_number(value: float | None, format: str = "number", size: float | None = None) -> str:
+    """`value` in one of `FORMATS`; a dash for None and for a number that is not finite.
+
+    `size`: the largest of the numbers beside it, from which the number of decimals follows; None: its own.
+    """
+    if value is None or not math.isfinite(value):
+        return ABSENT
+    amount = abs(value)
+    size = amount if size is None else size
+    if format == "percent":
+        text = f"{amount * 100:.1f}%"
+    elif format == "points":
+        text = f"{amount * 100:.1f} points"
+    elif format == "integer" or (amount == round(amount) and amount >= 100):
+        text = f"{math.floor(amount + 0.5):,}"
+    elif amount != 0 and (amount < 1e-4 or amount >= 1e6):
+        mantissa, exponent = f"{amount:.2e}".split("e")
+        text = f"{mantissa}e{int(exponent):+d}"
+    else:
+        text = f"{amount:,.{next(decimals for least, decimals in _DECIMALS if size >= least)}f}"
+    text = text.replace("e-", "e\N{MINUS SIGN}")
+    negative = value < 0 and any(digit in "123456789" for digit in text)
+    return ("\N{MINUS SIGN}" if negative else "+" if format in ("signed", "points") and value > 0 else "") + text
+
+
+def metric_format(name: str) -> str:
+    """The format of a metric by its name: accuracies are per cent, their differences points."""
+    if name.endswith("accuracy_gap"):
+        return "points"
+    return "percent" if "accuracy" in name else "number"
+
+
+def metric_text(name: str, value: float | None) -> str:
+    """A metric as logs and tables write it."""
+    return format_number(value, metric_format(name))
