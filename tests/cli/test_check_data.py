@@ -55,7 +55,7 @@ def test_data_without_a_sound_row_is_one_error(check: Callable[..., Ended], tmp_
     data.write_text("question,good,bad\n" + "2 + 2?,4,5\n" * 12, encoding="utf-8")
     ended = check(data, "--data-option", "prompt_key=question")
     assert (ended.code, ended.out) == (2, "")
-    assert ended.err.count("has no chosen") == 1 and "--data-option prompt_key=" in ended.err
+    assert ended.err.count("in no known format") == 1 and "--data-option prompt_key=" in ended.err
     keys = ("prompt_key=question", "chosen_key=good", "rejected_key=bad")
     assert check(data, *(word for key in keys for word in ("--data-option", key))).code == 0
 

@@ -42,9 +42,9 @@ def plain_environment(monkeypatch):
     [
         (RM, "data.train_data_path=pears.jsonl", "data.train[0].data_path", "did you mean"),
         (RM, "policy.model_name=./nowhere", "policy.model_name", "relative paths"),
-        (RM, "policy.use_liger_kernel=true", "policy.use_liger_kernel", r"treeward\[liger\]"),
-        (GRPO, "data.env_name=judge", "env.judge", r"treeward\[judge\]"),
-        (GRPO, "env.reward_model.resources.gpus_per_node=2", "env.reward_model", r"treeward\[ray\]"),
+        (RM, "policy.use_liger_kernel=true", "policy.use_liger_kernel", r"\[liger\]"),
+        (GRPO, "data.env_name=judge", "env.judge", r"\[judge\]"),
+        (GRPO, "env.reward_model.resources.gpus_per_node=2", "env.reward_model", r"\[ray\]"),
         (GRPO, "env.reward_model.model_name=results/nowhere/final", "env.reward_model.model_name", "relative paths"),
         (RM, "policy={load_in_4bit: true, dtensor_cfg: {lora_cfg: {enabled: true}}}", "policy.load_in_4bit", "qlora"),
     ],

@@ -181,7 +181,7 @@ def test_a_row_has_one_text(name: str, kind: str, folder: Path, scorer: Scorer, 
     read = [conversations_of(row.values, row.where) for row in read_rows(path)]
     assert [scores_of(scorer, conversations) for conversations in read] == close
 
-    environment = RewardModelEnvironment({"model_name": str(folder), "precision": "float32"})
+    environment = RewardModelEnvironment({"model_name": str(folder)})
     assert [[reward.value for reward in environment.reward(chats, [])] for chats in read] == close
     reward = as_trl(environment)
     for row, conversations, values in zip(read_rows(path), read, close, strict=True):

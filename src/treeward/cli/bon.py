@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from treeward.cli.comparisons import DataOptions, dataset_config
+from treeward.cli.comparisons import DataOptions, choosing_split, dataset_config, split_data_option
 from treeward.cli.options import ModelOptions, candidate, model_section, with_model_options
 from treeward.errors import ConfigError, nearest_name
 from treeward.progress import ShownProgress
@@ -51,7 +51,8 @@ def run(
     from treeward.evaluation.best_of_n.samples import sampled_rows, scores_of
 
     columns = dataset_config(data, None, None, data_option)
-    rows = read_rows(data, split=columns.split, subset=columns.subset)
+    with choosing_split(split_data_option):
+        rows = read_rows(data, split=columns.split, subset=columns.subset)
     samples = list(sampled_rows(rows, columns))  # an error in the last row comes before anything is loaded
     examples, fields = [row.example for row in samples], list(samples[0].fields)
     raters = {"gold": gold, "proxy": proxy}

@@ -38,6 +38,11 @@ def split_option(error: UnchosenSplitError) -> str:
     return f"--split {error.choice}"
 
 
+def split_data_option(error: UnchosenSplitError) -> str:
+    """Of verbs with `DataOptions` and without `Split`."""
+    return f"--data-option split={error.choice}"
+
+
 @contextmanager
 def choosing_split(choose: ChooseSplit) -> Iterator[None]:
     """Have an error that asks for a split say how this verb is told one."""

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from treeward.cli.comparisons import DataOptions, dataset_config
+from treeward.cli.comparisons import DataOptions, choosing_split, dataset_config, split_data_option
 from treeward.cli.options import ModelOptions, checked_model, load, model_section, with_model_options
 from treeward.errors import CheckpointError, ConfigError
 from treeward.progress import ShownProgress
@@ -114,7 +114,8 @@ def _rows(data: str, columns: DatasetConfig) -> Iterator[Row]:
 
     if data == "-":
         return read_jsonl_stream(sys.stdin.buffer, "<stdin>")
-    return read_rows(data, split=columns.split, subset=columns.subset)
+    with choosing_split(split_data_option):
+        return read_rows(data, split=columns.split, subset=columns.subset)
 
 
 def _scored(

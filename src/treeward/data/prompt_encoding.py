@@ -105,9 +105,9 @@ def _encoded(
     with ShownProgress(unit="prompts", enabled=progress) as shown:
         for start in range(0, len(prompt_set), _PROMPTS_AT_ONCE):
             batch = prompt_set[start : start + _PROMPTS_AT_ONCE]
-            texts = [renderer.render(p.conversation(), where=p.where, generation_prompt=True) for p in batch]
+            texts = [renderer.render(p.conversation, where=p.where, generation_prompt=True) for p in batch]
             encoded = renderer.encode_short(texts, max_length, where=[prompt.where for prompt in batch])
             for prompt, ids in zip(batch, encoded, strict=True):
-                opening = renderer.opening(prompt.conversation(), where=prompt.where)
+                opening = renderer.opening(prompt.conversation, where=prompt.where)
                 yield replace(prompt, opening=opening), *ids
             shown.show(f"tokenizing {prompt_set.name}", start + len(batch), len(prompt_set))

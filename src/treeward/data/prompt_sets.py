@@ -48,9 +48,10 @@ class Prompt:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     opening: str = ""
 
-    def conversation(self, *completion: Message) -> Conversation:
-        """The prompt, followed by a completion."""
-        return Conversation([*self.messages, *completion], chat_template_kwargs=self.template_kwargs)
+    @property
+    def conversation(self) -> Conversation:
+        """The messages with their template variables."""
+        return Conversation(self.messages, chat_template_kwargs=self.template_kwargs)
 
 
 def prompts_summary(counts: Counter[str]) -> str:

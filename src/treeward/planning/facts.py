@@ -27,8 +27,6 @@ def facts_of(config: RewardModelRunConfig) -> RunFacts:
     data_keys: dict[str, str] = {}
     if len({dataset.dataset_name for dataset in formats}) == 1:  # else each file is recognised by itself
         data_keys["dataset_name"] = formats[0].dataset_name
-        if formats[0].prompt_key != type(formats[0]).model_fields["prompt_key"].default:
-            data_keys["prompt_key"] = formats[0].prompt_key
     sources = [dataset for dataset in formats if dataset.part is not None]
     sources = sources or formats[: len(config.training_sets)]
     comparisons = sum(1 for dataset in sources for _ in open_dataset(dataset))

@@ -78,8 +78,9 @@ class CompletionGroup:
     @property
     def conversations(self) -> list[Conversation]:
         """The messages of each completion, for environments, which render them for their own model."""
+        messages, variables = self.prompt.messages, self.prompt.template_kwargs
         return [
-            self.prompt.conversation({"role": "assistant", "content": completion.text})
+            Conversation([*messages, {"role": "assistant", "content": completion.text}], chat_template_kwargs=variables)
             for completion in self.completions
         ]
 

@@ -1,0 +1,154 @@
+"""Every column of a row is read, refused, or named."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from messages import assistant, user
+from templates import family_renderer
+
+from treeward import Conversation
+from treeward.config.data import DatasetConfig
+from treeward.data.conversation import check_messages
+from treeward.data.datasets import open_dataset
+from treeward.data.formats import conversations_of
+from treeward.data.preference import Preference
+from treeward.data.sources import read_rows
+from treeward.errors import DataError
+from treeward.scoring.rows import chunks_of
+
+Parse = Callable[..., Preference]
+Write = Callable[..., Path]
+SIDES = {"chosen": "4", "rejected": "5"}
+ASK = [user("2 + 2?")]
+
+
+@pytest.mark.parametrize("column", ["messages", "conversation", "conversations", "input", "history"])
+def test_messages_are_a_prompt_by_any_name(parse: Parse, column: str) -> None:
+    row = {column: ASK, **SIDES}
+    assert list(parse("auto", row).context) == ASK
+    assert conversations_of(row, "x:1") == [[*ASK, assistant("4")], [*ASK, assistant("5")]]
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"question": "2 + 2?", "context": "Add.", **SIDES}, "two prompts"),
+        ({"prompt": "2 + 2?", "input": "Add.", **SIDES}, "input would be lost"),
+        ({"prompt": "2 + 2?", "history": ASK, **SIDES}, "history would be lost"),
+        ({"prompt": "2 + 2?", "images": ["a.png"], **SIDES}, "images would be lost"),
+        ({"prompt": [{"role": "system", "content": "A"}, *ASK], "system": "B", **SIDES}, "another system message"),
+        ({"prompt": "[{'role': 'user', 'content': 'Hi'}]", **SIDES}, r"Python's text(.|\n)*json\.dumps"),
+        ({"frage": "2 + 2?", **SIDES}, r"no prompt(.|\n)*prompt_key=frage"),
+        ({"prompt": "2 + 2?", "tools": [3], **SIDES}, "a tool is not an object"),
+        ({"prompt": "2 + 2?", "chat_template_kwargs": "sad", **SIDES}, "chat_template_kwargs is not an object"),
+    ],
+)
+def test_what_could_be_lost_is_refused_in_training_and_in_scoring(
+    parse: Parse, row: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(DataError, match=words):
+        parse("auto", row)
+    with pytest.raises(DataError, match=words):
+        conversations_of(row, "x:1")
+
+
+def test_completions_are_not_scored_without_their_question() -> None:
+    with pytest.raises(DataError, match=r"no prompt(.|\n)*prompt_key=frage"):
+        conversations_of({"frage": "2 + 2?", "responses": ["4", "5"]}, "x:1")
+
+
+def test_one_line_names_what_is_not_read(write_rows: Write, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    row = {"prompt": "2 + 2?", **SIDES, "margin": "0.5", "source": "web", "tags": ["a"], "seed": 3, "note": ""}
+    path = str(write_rows("rows.jsonl", [row, row]))
+    list(open_dataset(DatasetConfig(data_path=path)))
+    assert caplog.text.count("not read: source, tags") == 1
+    caplog.clear()
+    list(chunks_of(read_rows(path)))
+    assert caplog.text.count("not read, and written as they are: source, tags.") == 1
+
+
+def test_a_set_without_a_prompt_is_a_warning(write_rows: Write, caplog: pytest.LogCaptureFixture) -> None:
+    path = str(write_rows("rows.jsonl", [SIDES, SIDES | {"chosen": "6"}]))
+    list(open_dataset(DatasetConfig(data_path=path)))
+    assert caplog.text.count("the rows have no prompt (columns: chosen, rejected)") == 1
+
+
+LLMBAR = {"input": "2 + 2?", "output_1": "4", "output_2": "5"}
+ARENA = {
+    "model_a": "one",
+    "model_b": "two",
+    "conversation_a": [*ASK, assistant("4")],
+    "conversation_b": [*ASK, assistant("5")],
+}
+
+
+@pytest.mark.parametrize(
+    ("row", "ranks"),
+    [
+        (LLMBAR | {"label": 1}, (0, 1)),
+        (LLMBAR | {"label": "2"}, (1, 0)),
+        (ARENA | {"winner": "model_a"}, (0, 1)),
+        (ARENA | {"winner": "two"}, (1, 0)),
+        (ARENA | {"winner": "tie (bothbad)"}, (0, 0)),
+        ({"prompt": "2 + 2?", "response_a": "4", "response_b": "5", "winner": "B"}, (1, 0)),
+    ],
+)
+def test_the_winner_may_have_a_column(parse: Parse, row: dict[str, Any], ranks: tuple[int, int]) -> None:
+    preference = parse("auto", row)
+    assert preference.ranks == ranks and list(preference.context) == ASK
+    assert preference.conversations == conversations_of(row, "x:1") == [[*ASK, assistant("4")], [*ASK, assistant("5")]]
+
+
+def test_a_winner_that_names_no_side_is_an_error(parse: Parse) -> None:
+    with pytest.raises(DataError, match=r"none of the two sides(.|\n)*1 or 2"):
+        parse("auto", LLMBAR | {"label": 3})
+
+
+def test_ratings_have_a_column_of_any_name(write_rows: Write) -> None:
+    rows = [{"question": "2 + 2?", "answer": text, "stars": stars} for text, stars in (("5", 1), ("4", 4.5))]
+    path = str(write_rows("rows.jsonl", rows))
+    with pytest.raises(DataError, match="rating_key=rating"):
+        list(open_dataset(DatasetConfig(data_path=path)))
+    ((preference, _),) = open_dataset(DatasetConfig(data_path=path, rating_key="stars"))
+    assert preference.ranks == (1, 0) and [one.score for one in preference.completions] == [1, 4.5]
+    listed = str(write_rows("listed.jsonl", [{"prompt": "2 + 2?", "responses": ["5", "4"], "stars": [1, 2]}]))
+    ((preference, _),) = open_dataset(DatasetConfig(data_path=listed, rating_key="stars"))
+    assert preference.ranks == (1, 0)
+
+
+@pytest.mark.parametrize("arguments", ["", "null", None, "{}", {}])
+def test_no_arguments_have_one_form(arguments: Any) -> None:
+    call = {"type": "function", "function": {"name": "now", "arguments": arguments}}
+    (message,) = check_messages([{"role": "assistant", "tool_calls": [call]}], "messages", None)
+    assert message["tool_calls"][0]["function"]["arguments"] == {}
+
+
+def test_text_that_is_no_object_stays() -> None:
+    """A policy may have written it."""
+    call = {"type": "function", "function": {"name": "now", "arguments": '{"city": "Ro'}}
+    (message,) = check_messages([{"role": "assistant", "tool_calls": [call]}], "messages", None)
+    assert message["tool_calls"] == [call]
+
+
+@pytest.mark.parametrize("family", ["qwen2_5", "qwen3", "deepseekv3", "glm4moe", "llama3_1"])
+def test_arguments_render_alike_as_an_object_and_as_text(family: str) -> None:
+    renderer = family_renderer(family)
+    texts = []
+    for arguments in ({"city": "Rome"}, '{"city": "Rome"}'):
+        call = {"id": "abcdefghi", "type": "function", "function": {"name": "rain", "arguments": arguments}}
+        texts.append(renderer.render([*ASK, {"role": "assistant", "content": "", "tool_calls": [call]}]))
+    assert texts[0] == texts[1] and "Rome" in texts[0] and '\\"' not in texts[0] and "'city'" not in texts[0]
+
+
+def test_a_template_that_ignores_tools_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    renderer = family_renderer("gemma")
+    tool = {"type": "function", "function": {"name": "now"}}
+    for _ in range(2):
+        renderer.render(Conversation([*ASK, assistant("4")], tools=[tool]), where="row 7")
+    assert caplog.text.count("row 7: the chat template ignores tools") == 1
