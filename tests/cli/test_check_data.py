@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conftest import WORDS
+from messages import write_jsonl
 from verbs import Command, Ended
 
 Write = Callable[..., Path]
@@ -77,3 +80,20 @@ def test_data_of_which_train_keeps_nothing_fail(
     of_run = treeward("check-data", "--config", config)
     assert of_run.code == 1
     assert "too long" in of_run.out.partition("no comparison is left")[2]
+
+
+STARTING = """
+import sys
+from treeward.cli.main import main
+main(["check-data", sys.argv[1]])
+print([name for name in ("torch", "scipy", "pandas", "statsmodels") if name in sys.modules], file=sys.stderr)
+"""
+
+
+def test_checking_data_imports_nothing_heavy(tmp_path: Path) -> None:
+    """It took 12 seconds of a busy processor, most of them for one interval of Wilson's."""
+    path = write_jsonl(
+        tmp_path / "rows.jsonl", *[{"prompt": f"{i}?", "chosen": "Yes.", "rejected": "No."} for i in range(9)]
+    )
+    ended = subprocess.run([sys.executable, "-c", STARTING, str(path)], capture_output=True, text=True, check=True)
+    assert ended.stderr.splitlines()[-1] == "[]"
