@@ -92,6 +92,8 @@ OPENINGS = [
     ("qwen3_5_think", {}, "<think>\n"),
     ("qwen3_5_think", {"enable_thinking": False}, EMPTY),
     ("qwen3_6", {}, "<think>\n"),
+    ("qwen3_8", {}, "<think>\n"),
+    ("qwen3_8", {"enable_thinking": False}, EMPTY),
     *((name, {}, "") for name in ("cohere2", "gemma3", "gptoss", "llama3", "phi3", "qwen3_instruct_2507")),
 ]
 
@@ -105,6 +107,8 @@ def test_what_a_generation_prompt_writes_of_the_completion(name: str, variables:
     assert renderer.opening(CHAT[:3]) == renderer.opening([user("<think> is a tag.")]) == opening
     sampled = "Ratio.\n</think>\n\nRomam." if opening == "<think>\n" else "Romam."
     text = renderer.render([*CHAT[:1], assistant(opening + sampled)])
+    parts = [{"type": "text", "text": opening}, {"type": "text", "text": sampled}]
+    assert renderer.render([*CHAT[:1], assistant(parts)]) == text
     if name.startswith("deepseek"):  # they leave reasoning out of what was written before
         assert "<think>" not in text and "Romam." in text
     elif opening:

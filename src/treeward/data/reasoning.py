@@ -11,7 +11,14 @@ import re
 
 REASONING_START = "<think>"
 REASONING_END = "</think>"
-_BLOCK = re.compile(f"{REASONING_START}.*?{REASONING_END}", re.DOTALL)
+_BLOCK = re.compile(f"{REASONING_START}(.*?){REASONING_END}", re.DOTALL)
+
+
+def split_reasoning(text: str) -> tuple[str, str] | None:
+    """The reasoning that a text begins with, and the answer after it; None for a text without a whole block there."""
+    text = text.lstrip()
+    block = _BLOCK.match(text)
+    return None if block is None else (block[1].strip(), text[block.end() :].lstrip())
 
 
 def without_reasoning(text: str) -> str:

@@ -33,10 +33,11 @@ from treeward.data.conversation import (
     AnyConversation,
     Message,
     canonical_message,
+    last_text,
     template_kwargs_of,
     with_messages,
 )
-from treeward.data.reasoning import REASONING_START
+from treeward.data.reasoning import REASONING_END, REASONING_START, split_reasoning
 from treeward.errors import ConfigError, DataError, ModelError
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FORMAT_VERSION = 3  # raise it when the same messages would give other ids: token caches are keyed by it
+_FORMAT_VERSION = 4  # raise it when the same messages would give other ids: token caches are keyed by it
 _MIN_CHARACTERS_PER_TOKEN = 128
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MOST_ROLES = 32  # a server's requests must fill neither memory nor log
@@ -55,6 +56,7 @@ _PROBE_MESSAGES: list[Message] = [
 _PROBE_SYSTEM: Message = {"role": "system", "content": "Loquere."}
 _PROBE_CALL = {"name": "itinera", "arguments": {"urbs": "Roma"}}
 _AS_PYTHON = "{'urbs': 'Roma'}"
+_REASONING = "Ratio."
 _SENTINEL = "\ue000"  # of Unicode's private use: no template writes it
 
 
@@ -355,7 +357,7 @@ class Renderer:
 
     def _written(self, message: Message, where: str | None) -> Message:
         """The message as the template reads it: content as text or parts, arguments of calls as objects or text."""
-        message = self._content(message, where)
+        message = self._content(self._with_reasoning_apart(message), where)
         calls = message.get("tool_calls")
         if isinstance(calls, list) and self._reads_arguments_as_text:
             return message | {"tool_calls": [_with_text_arguments(call) for call in calls]}
@@ -367,6 +369,33 @@ class Renderer:
         object, or writes it as Python would. Others write JSON themselves, and would quote a text again."""
         as_object, as_text = (self._try_call(call) for call in (_PROBE_CALL, _with_text_arguments(_PROBE_CALL)))
         return "Roma" in as_text and ("Roma" not in as_object or _AS_PYTHON in as_object)
+
+    @functools.cached_property
+    def _reads_reasoning_apart(self) -> bool:
+        """Whether the template takes reasoning as `reasoning_content` alone, as Qwen3.8's: it writes a second block
+        before content that has one."""
+        question, answer = _PROBE_MESSAGES
+        whole = answer | {"content": f"{REASONING_START}\n{_REASONING}\n{REASONING_END}\n\n{answer['content']}"}
+        apart = answer | {"reasoning_content": _REASONING}
+        text_of_whole = self._try_probe([question, whole], SETTING)
+        text_of_apart = self._try_probe([question, apart], SETTING)
+        is_doubled = text_of_whole.count(REASONING_START) > 1
+        return is_doubled and text_of_apart.count(REASONING_START) == 1 and _REASONING in text_of_apart
+
+    def _with_reasoning_apart(self, message: Message) -> Message:
+        """The message with its reasoning as `reasoning_content`, for a template that reads it there alone."""
+        if message.get("role") != "assistant" or message.get("reasoning_content") is not None:
+            return message
+        if not self._reads_reasoning_apart:
+            return message
+        content = message.get("content") or ""
+        if not isinstance(content, str) and not all(isinstance(part, str) or "text" in part for part in content):
+            return message  # parts that are no text have a place among the others
+        parts = split_reasoning(last_text([message]))
+        if parts is None:
+            return message
+        reasoning, answer = parts
+        return message | {"reasoning_content": reasoning, "content": answer}
 
     def _try_call(self, function: Mapping[str, Any]) -> str:
         call = {"id": "abcdefghi", "type": "function", "function": function}

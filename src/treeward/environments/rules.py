@@ -40,6 +40,7 @@ class RuleEnvironment(ConfiguredEnvironment[RuleEnvironmentConfig]):
                 regex.compile(pattern or "")
             except regex.error as error:
                 raise ConfigError(f"not a regular expression: {error}", where=WHERE, field=field, got=pattern) from None
+        self._strips_reasoning = self.config.strips_reasoning
         math = self.config.rule == "math"
         self._checker = (
             MathChecker(workers=self.config.workers, timeout_seconds=self.config.timeout_seconds) if math else None
@@ -78,7 +79,7 @@ class RuleEnvironment(ConfiguredEnvironment[RuleEnvironmentConfig]):
         text = completion_text(conversation)
         if text is None:
             raise _UndecidedError(NO_COMPLETION)
-        if self.config.strips_reasoning:
+        if self._strips_reasoning:
             text = without_reasoning(text)
         golds = (self.config.pattern,) if self.config.pattern is not None else _golds(info, self.config.answer_key)
         if self.config.extract is None:
