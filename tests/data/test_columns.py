@@ -73,6 +73,18 @@ def test_one_line_names_what_is_not_read(write_rows: Write, caplog: pytest.LogCa
     assert caplog.text.count("not read, and written as they are: source, tags.") == 1
 
 
+def test_what_a_named_column_replaces_is_named_too(write_rows: Write, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    row = {"prompt": "Old.", "frage": "2 + 2?", "history": ASK, **SIDES}
+    path = str(write_rows("rows.jsonl", [row]))
+    config = DatasetConfig(data_path=path, prompt_key="frage")
+    ((preference, _),) = open_dataset(config)
+    assert list(preference.context) == ASK and "not read: prompt, history" in caplog.text
+    (chunk,) = chunks_of(read_rows(path), config)
+    assert chunk.requests[0].conversations == preference.conversations
+    assert "not read, and written as they are: prompt, history." in caplog.text
+
+
 def test_a_set_without_a_prompt_is_a_warning(write_rows: Write, caplog: pytest.LogCaptureFixture) -> None:
     path = str(write_rows("rows.jsonl", [SIDES, SIDES | {"chosen": "6"}]))
     list(open_dataset(DatasetConfig(data_path=path)))

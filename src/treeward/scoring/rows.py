@@ -78,9 +78,16 @@ def _request(row: Row, config: DatasetConfig | None) -> Request:
 
 
 def _describe_first(request: Request, config: DatasetConfig | None) -> None:
-    row = request.row
-    values = row.values if config is None else named_columns(row.values, config, row.where)
-    read = {*scored_columns(values, row.where), *_OURS}
+    row, values = request.row, request.row.values
+    if config is None:
+        read = {*scored_columns(values, row.where), *_OURS}
+    else:
+        read = {*scored_columns(named_columns(values, config, row.where), row.where), *_OURS}
+        # A named column stands in for the usual one, which is then not read.
+        names = {"prompt": config.prompt_key, "chosen": config.chosen_key, "rejected": config.rejected_key}
+        for usual, name in names.items():
+            if name is not None and name != usual:
+                read = read - {usual} | {name}
     if unread := unread_columns(values, read):
         logger.info("These columns are not read, and written as they are: %s.", ", ".join(unread))
     if not check_prompted(request.conversations[0], None, row.where):
