@@ -81,6 +81,10 @@ def test_data_of_which_train_keeps_nothing_fail(
     assert of_run.code == 1
     assert "too long" in of_run.out.partition("no comparison is left")[2]
 
+    held_out = treeward("check-data", write_rows("good.jsonl", ROWS), "--validation", same)
+    assert held_out.code == 1
+    assert f"{same}: no comparison is left to learn from" in held_out.out
+
 
 STARTING = """
 import sys

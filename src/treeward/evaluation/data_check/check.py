@@ -31,6 +31,7 @@ from treeward.evaluation.data_check.findings import (
     findings_of,
     numbers_of,
     read_data,
+    read_held_out,
     rows_of,
 )
 from treeward.evaluation.data_check.overlap import Overlap, find_overlap
@@ -44,7 +45,7 @@ _EXCERPT = 400  # characters
 @dataclass(frozen=True)
 class DataCheck:
     """The results of a check. `numbers`: see `findings.numbers_of`. `tokenizer`: whose tokens are counted. `refused`:
-    the error of each training set that `train` refuses, because it keeps none of its comparisons."""
+    the error of each set that `train` refuses, because it keeps none of its comparisons."""
 
     files: tuple[str, ...]
     tokenizer: str
@@ -87,10 +88,10 @@ def check_data(
     progress_of_reading = partial(on_progress, "reading")
     data = read_data(streams, renderer, ties=ties, max_length=max_length, on_progress=progress_of_reading)
     benchmarks, held_out = benchmarks or {}, DataRead()
-    sets = [
-        (stream.name.rpartition("/")[2], [preference for preference, _ in rows_of([stream], held_out)])
-        for stream in validation
-    ]
+    sets: list[tuple[str, list[Preference]]] = []
+    for stream in validation:
+        preferences = read_held_out(stream, renderer, held_out, ties=ties, max_length=max_length)
+        sets.append((stream.name.rpartition("/")[2], preferences))
     broken = broken_rows(held_out, sum(len(of_set) for _, of_set in sets), "rows of the validation sets")
     sets += [(name, list(examples)) for name, examples in benchmarks.items()]
     overlaps: list[Overlap] = []
@@ -108,7 +109,7 @@ def check_data(
         numbers=numbers,
         findings=[broken, *findings] if broken.count else findings,
         errors=[*data.errors, *held_out.errors],
-        refused=data.refused,
+        refused=[*data.refused, *held_out.refused],
         overlaps=overlaps,
     )
 

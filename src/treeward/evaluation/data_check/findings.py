@@ -82,21 +82,57 @@ def read_data(
     training keeps; None for no limit."""
     data = DataRead()
     for stream in streams:
-        rules = Rules(ties, tuple(stream.config.attributes))
-        outcomes: Counter[str] = Counter()
-        longest = 0
+        training = _Training(stream, ties, max_length)
         for rows in portions(rows_of([stream], data)):
-            for (preference, where), record in _encoded(rows, renderer, rules, data):
+            for (preference, where), record in _encoded(rows, renderer, training.rules, data):
                 _add_row(data, preference, where, record)
-                outcomes[_outcome(record, rules, max_length)] += 1
-                longest = max(longest, record["longest"])
+                training.add(record)
             on_progress(data.sums["rows"])
         _note(data, "mistyped", stream.left_out)
-        if not outcomes["kept"]:
-            del outcomes["kept"]  # asking for it has added it
-            counts = EncodingCounts(read=outcomes.total(), longest=longest, **outcomes)
-            data.refused.append(nothing_left_error(stream.name, counts, rules.attributes))
+        data.refused.extend(training.refusal())
     return data
+
+
+def read_held_out(
+    stream: RowDataset,
+    renderer: Renderer,
+    data: DataRead,
+    *,
+    ties: Ties = "drop",
+    max_length: int | None = None,
+) -> list[Preference]:
+    """The sound rows of a validation set; `data` counts the broken ones, and the set if training keeps none of it."""
+    training = _Training(stream, ties, max_length)
+    preferences: list[Preference] = []
+    for rows in portions(rows_of([stream], data)):
+        for (preference, _), record in _encoded(rows, renderer, training.rules, data):
+            preferences.append(preference)
+            training.add(record)
+    data.refused.extend(training.refusal())
+    return preferences
+
+
+class _Training:
+    """What training would do with the rows of a set: how many it keeps, and why it drops the others."""
+
+    def __init__(self, stream: RowDataset, ties: Ties, max_length: int | None) -> None:
+        self.rules = Rules(ties, tuple(stream.config.attributes))
+        self._name = stream.name
+        self._max_length = max_length
+        self._outcomes: Counter[str] = Counter()
+        self._longest = 0
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Count a row by its record of `encode_rows`."""
+        self._outcomes[_outcome(record, self.rules, self._max_length)] += 1
+        self._longest = max(self._longest, record["longest"])
+
+    def refusal(self) -> list[DataError]:
+        """The error that `train` ends with, if it keeps none of the rows; else nothing."""
+        if "kept" in self._outcomes:
+            return []
+        counts = EncodingCounts(read=self._outcomes.total(), longest=self._longest, **self._outcomes)
+        return [nothing_left_error(self._name, counts, self.rules.attributes)]
 
 
 def _outcome(record: Mapping[str, Any], rules: Rules, max_length: int | None) -> str:
