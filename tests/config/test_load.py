@@ -258,3 +258,9 @@ def test_a_missing_key_has_all_its_names(section):
     with pytest.raises(ConfigError, match="also called model, model_name, model_path") as error:
         load_section(ServedModelConfig, section, where="MODEL")
     assert error.value.summary == "a key is missing"
+
+
+def test_a_wrong_value_has_all_the_names_of_its_key():
+    with pytest.raises(ConfigError, match="models, also called model, model_name, model_path") as error:
+        load_section(ServedModelConfig, {"model_path": 3}, where="MODEL")
+    assert (error.value.summary, error.value.got) == ("the value is not valid", 3)

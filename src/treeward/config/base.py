@@ -216,10 +216,12 @@ def _problem(details: ErrorDetails, location: Location, root: type[Strict]) -> C
     if details["type"] == "extra_forbidden":
         return _unknown_key(location, root, keys, got)
     meaning = re.split(r"(?<!\bet al)\. ", keys.get(without_numbers(location), ""))[0].rstrip(".")
+    aliases = [alias for path, alias in _aliases(root) if path == without_numbers(location)]
+    called = f", also called {', '.join(aliases)}" if aliases else ""
     if details["type"] == "missing":
-        aliases = [alias for path, alias in _aliases(root) if path == without_numbers(location)]
-        called = f", also called {', '.join(aliases)}" if aliases else ""
         return ConfigError("a key is missing", need=f"{location[-1]}{called}: {meaning}")
+    # The file may have the key under another name, which the location has not.
+    meaning = f"{location[-1]}{called}: {meaning}" if called else meaning
     need = re.sub(r"^\w+ should (be|have) |, unable to parse.*", "", details["msg"])
     options = re.findall(r"'([^']*)'", str(details.get("ctx", {}).get("expected", "")))
     near = VALUES_ELSEWHERE.get(got, got) if isinstance(got, str) else ""
