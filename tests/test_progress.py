@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
@@ -67,3 +69,25 @@ def test_long_work_without_steps_has_its_line(caplog: pytest.LogCaptureFixture) 
     with ShownProgress(line_seconds=0.02) as shown, shown.paused("saving"):
         time.sleep(0.2)
     assert 2 <= caplog.messages.count("saving ...") == len(caplog.messages)
+
+
+@pytest.mark.parametrize("logger", ["huggingface_hub.utils._http", "treeward.config.base"])
+def test_what_others_repeat_is_shown_once(logger: str) -> None:
+    """Five attempts of the hub's client, and a section that is validated wherever it is passed on."""
+    script = f"""
+import logging
+import subprocess
+import sys
+from huggingface_hub.utils import _http  # it has a handler of its own
+from treeward.progress import configure_logging
+configure_logging()
+for attempt in range(5):
+    logging.getLogger({logger!r}).warning("Retrying in %ds [Retry %d/5].", 2 ** attempt, attempt + 1)
+logging.getLogger({logger!r}).warning("Another message.")
+for attempt in range(2):
+    logging.getLogger("treeward.training").warning("Not among them.")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    shown = done.stderr + done.stdout
+    counts = [shown.count(words) for words in ("Retrying in 1s", "Retrying", "Another message", "Not among them")]
+    assert counts == [1, 1, 1, 2]

@@ -25,6 +25,13 @@ print(*sys.modules)"""
     assert not {"torch", "transformers", "datasets", "pyarrow", "scipy", "fastapi", "numpy"} & loaded
 
 
+def test_the_first_help_imports_neither_rich_nor_a_verb() -> None:
+    code = "import sys; from treeward.cli.main import main; main(['--help']); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = done.stdout.splitlines()[-1].split()
+    assert not {"rich", "pydantic", "treeward.cli.train"} & set(loaded)
+
+
 def test_help_names_every_verb(treeward: Command) -> None:
     assert treeward("--version") == (0, f"treeward {__version__}\n", "")
     ended = treeward("--help")
