@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from treeward.data.conversation import check_messages
 from treeward.data.datasets import open_dataset
 from treeward.data.formats import conversations_of
 from treeward.data.preference import Preference
+from treeward.data.rendering import Renderer
 from treeward.data.sources import read_rows
 from treeward.errors import DataError
 from treeward.scoring.rows import chunks_of
@@ -164,3 +166,15 @@ def test_a_template_that_ignores_tools_is_said_once(caplog: pytest.LogCaptureFix
     for _ in range(2):
         renderer.render(Conversation([*ASK, assistant("4")], tools=[tool]), where="row 7")
     assert caplog.text.count("row 7: the chat template ignores tools") == 1
+
+
+def test_of_several_templates_the_one_that_reads_tools_is_named(
+    caplog: pytest.LogCaptureFixture, tiny_tokenizer: Any
+) -> None:
+    tokenizer = copy.copy(tiny_tokenizer)
+    words = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+    tokenizer.chat_template = {"default": words, "tool_use": "{{ tools | tojson }}" + words}
+    conversation = Conversation([*ASK, assistant("4")], tools=[{"type": "function"}])
+    assert "function" not in Renderer(tokenizer).render(conversation)
+    assert "reads it: policy.tokenizer.chat_template=tool_use" in caplog.text
+    assert "function" in Renderer(tokenizer, chat_template="tool_use").render(conversation)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -134,6 +135,14 @@ def test_what_only_one_has_or_another_content_is_left_out_and_said() -> None:
     )
     assert metrics.overall.count == 1
     assert metrics.notes[0].startswith("Left out: 8 examples that one of them lacks, of other content,")
+
+
+def test_examples_of_other_tools_are_other_examples() -> None:
+    plain = [scored(1, 1.0), scored(2, 1.0)]
+    tools = {"tools": [{"type": "function", "function": {"name": "now"}}]}
+    with_tools = dataclasses.replace(plain[1], example=dataclasses.replace(plain[1].example, template_kwargs=tools))
+    metrics = compare(evaluation("a", *plain), evaluation("b", plain[0], with_tools))
+    assert metrics.overall.count == 1
 
 
 def test_folders_and_files_are_one_evaluation(tmp_path: Path) -> None:

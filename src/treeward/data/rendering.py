@@ -343,7 +343,7 @@ class Renderer:
 
     def reads(self, variable: str) -> bool:
         """Whether the chat template names a variable."""
-        return re.search(rf"\b{re.escape(variable)}\b", self.chat_template) is not None
+        return _names(self.chat_template, variable)
 
     def _check_variables(self, variables: Mapping[str, Any], where: str | None) -> None:
         """Raise `DataError` for a name that is no variable; say once of each variable that the template ignores it."""
@@ -353,7 +353,16 @@ class Renderer:
         for name in sorted(variables.keys() - self._ignored_variables):
             if not self.reads(name) and len(self._ignored_variables) < _MOST_ROLES:
                 self._ignored_variables.add(name)
-                logger.warning("%s: the chat template ignores %s.", where or "a conversation", name)
+                place = where or "a conversation"
+                logger.warning("%s: the chat template ignores %s.%s", place, name, self._reading(name))
+
+    def _reading(self, variable: str) -> str:
+        """A sentence that names the tokenizer's own templates that read a variable; "" without any."""
+        templates = self.tokenizer.chat_template
+        if not isinstance(templates, dict):
+            return ""
+        names = [name for name, template in templates.items() if _names(template, variable)]
+        return f" The tokenizer has a template that reads it: {SETTING}={names[0]}." if names else ""
 
     def _written(self, message: Message, where: str | None) -> Message:
         """The message as the template reads it: content as text or parts, arguments of calls as objects or text."""
@@ -535,6 +544,11 @@ NUM_BOS = "num_bos"
 SETTING = "policy.tokenizer.chat_template"
 _MIDNIGHT = datetime.strptime(FIXED_DATE, "%d %b %Y")
 _CLOCK = "{% macro strftime_now(format) %}"
+
+
+def _names(template: str, variable: str) -> bool:
+    """Whether a template has a variable's name."""
+    return re.search(rf"\b{re.escape(variable)}\b", template) is not None
 
 
 def find_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> tuple[str, str]:

@@ -168,7 +168,8 @@ def _match(first: Evaluation, second: Evaluation) -> tuple[list[_Pair], dict[str
 
 
 def _content(example: Preference) -> tuple[object, ...]:
-    return example.context, [(completion.rank, completion.messages) for completion in example.completions]
+    completions = [(completion.rank, completion.messages) for completion in example.completions]
+    return example.context_key, completions
 
 
 def _notes(counts: Mapping[str, int], overall: PairedResult, num_parts: int) -> list[str]:
