@@ -117,7 +117,6 @@ def test_a_section_may_replace_that_of_the_defaults(tmp_path):
         ("policy.dtensor_cfg.context_parallel_size=2", "policy.dtensor_cfg.context_parallel_size"),
         ("policy.reward_model_cfg.enabled=true", "policy.reward_model_cfg.enabled"),
         ("reward_penalties.penalize_unwanted_tokens=true", "reward_penalties"),
-        ("data_plane.enabled=true", "data_plane.enabled"),
         ("++data.use_multiple_dataloader=true", "data.use_multiple_dataloader"),
         ("++policy.generation.val_temperature=0.6", "policy.generation.val_temperature"),
     ],

@@ -56,7 +56,18 @@ SECTIONS = [
     (CheckpointingConfig, "metric_name: val_chosen_rewards", "higher_is_better"),
     # GRPO
     (GRPOConfig, "val_num_generations_per_prompt: 2, num_val_generations: 3", "num_val_generations"),
-    (PolicyLossConfig, "reference_policy_kl_type: k1", "reference_policy_kl_type"),
+    (PolicyLossConfig, "reference_policy_kl_type: k3_unweighted, use_on_policy_kl_approximation: true",
+     "reference_policy_kl_type"),
+    (PolicyLossConfig, "truncated_importance_sampling_type: icepop", "truncated_importance_sampling_type"),
+    (PolicyLossConfig, "use_importance_sampling_correction: true, truncated_importance_sampling_type: tis",
+     "truncated_importance_sampling_ratio"),
+    (PolicyLossConfig, "use_importance_sampling_correction: true, truncated_importance_sampling_ratio: 2.0, "
+     "truncated_importance_sampling_type: icepop", "truncated_importance_sampling_ratio_min"),
+    (PolicyLossConfig, "use_importance_sampling_correction: true, truncated_importance_sampling_ratio: 2.0, "
+     "truncated_importance_sampling_ratio_min: 3.0", "truncated_importance_sampling_ratio_min"),
+    (PolicyLossConfig, "use_importance_sampling_correction: true, truncated_importance_sampling_ratio: 2.0, "
+     "truncated_importance_sampling_ratio_min: 0.5, truncated_importance_sampling_type: seq-mask-tis, "
+     "sequence_level_importance_ratios: true, token_level_loss: false", "truncated_importance_sampling_type"),
     (PolicyLossConfig, "sequence_level_importance_ratios: true", "sequence_level_importance_ratios"),
     (PolicyLossConfig, "truncated_importance_sampling_type: icepop", "truncated_importance_sampling_type"),
     (GRPOPolicyConfig, "model_name: m, max_total_sequence_length: 64, generation: {max_new_tokens: 65}",
@@ -129,8 +140,14 @@ RUNS = [
     ("rm", ["hub={push_to_hub: true, repo_id: a/b}", "checkpointing.enabled=false"], "hub.push_to_hub"),
     ("rm", ["evaluation.enabled=true"], "evaluation.enabled"),
     ("grpo", ["policy.train_global_batch_size=24"], "policy.train_global_batch_size"),
-    ("grpo", ["loss_fn.force_on_policy_ratio=true"], "loss_fn.force_on_policy_ratio"),
-    ("grpo", ["loss_fn.use_on_policy_kl_approximation=true"], "loss_fn.use_on_policy_kl_approximation"),
+    ("grpo", ["loss_fn.force_on_policy_ratio=true", "grpo.updates_per_batch=2"], "loss_fn.force_on_policy_ratio"),
+    ("grpo", [*VLLM, "loss_fn.use_on_policy_kl_approximation=true", COOLER[1]],
+     "loss_fn.use_on_policy_kl_approximation"),
+    ("grpo", [*VLLM, "grpo.seq_logprob_error_threshold=2", COOLER[1]], "grpo.seq_logprob_error_threshold"),
+    ("grpo", ["grpo.val_batch_size=300"], "grpo.val_batch_size"),
+    ("grpo", ["grpo.advantage_clip_low=1", "grpo.advantage_clip_high=-1"], "grpo.advantage_clip_low"),
+    ("grpo", ["policy.generation={vllm_cfg: {enforce_eager: true}, vllm_kwargs: {enforce_eager: false}}"],
+     "policy.generation.vllm_cfg.enforce_eager"),
     ("grpo", [NO_REFERENCE], "grpo.skip_reference_policy_logprobs_calculation"),
     ("grpo", [NO_REFERENCE, NO_PENALTY, "grpo.watch.max_kl=10"], "grpo.skip_reference_policy_logprobs_calculation"),
     ("grpo", [*VLLM, CORRECTED, COOLER[1]], "loss_fn.use_importance_sampling_correction"),

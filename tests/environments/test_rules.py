@@ -54,6 +54,33 @@ def test_the_part_that_is_the_answer_is_the_last_one_that_matches() -> None:
     assert rewards({"rule": "exact_match", "extract": r"\d+"}, ("1 or 2", truth("2"))) == [1]  # no group: all of it
 
 
+@pytest.mark.parametrize("kind", [{"rule": "dapo"}, {"math_verify_impl": "dapo_math_verify"}])
+def test_the_form_of_dapo(kind: dict[str, Any]) -> None:
+    """The values are those of NeMo RL's and verl's verifiers, run on the same texts."""
+    samples = [
+        ("So 34.\nAnswer: 34", 34),
+        ("Answer: 33\nanswer : $\\boxed{34}$.", "34"),
+        ("Answer: x = 1,234 dollars", "1234"),
+        ("Answer: \\frac12", "\\frac{1}{2}"),
+        ("Answer: 0.5", "1/2"),
+        ("It is 34.", "34"),
+        ("Answer: 34" + " so it is" * 40, "34"),
+        ("<think>Answer: 34</think>It is 35.", "34"),
+    ]
+    make = RuleEnvironment if "rule" in kind else MathEnvironment
+    environment = make(kind)
+    result = environment.step([chat(text) for text, _ in samples], [truth(gold) for _, gold in samples])
+    environment.shutdown()
+    assert numbers(result) == [1, 1, 1, 1, 0, 0, 0, 0]
+    answered = [part["answered"] for part in details(result, "components")]
+    assert answered == [1, 1, 1, 1, 1, 0, 0, 0]
+
+
+def test_a_verifier_that_is_unknown_is_refused() -> None:
+    with pytest.raises(ConfigError, match="hf_math_verify, dapo_math_verify"):
+        MathEnvironment({"math_verify_impl": "sympy"})
+
+
 def test_regex() -> None:
     config = {"rule": "regex", "pattern": r"^<think>.*</think>"}
     assert rewards(config, ("<think>a</think> b", None), ("b", None), ("<THINK></think>", {})) == [1, 0, 0]

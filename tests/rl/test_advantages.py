@@ -79,6 +79,14 @@ def test_equal_rewards_teach_exactly_nothing(value: float, size: int, config: GR
     assert torch.equal(advantages(rewards, config), torch.zeros(2, size))
 
 
+def test_advantages_are_cut_at_last(given_rewards: Tensor) -> None:
+    plain = advantages(given_rewards, GRPOConfig())
+    assert float(plain.min()) < -0.5 and float(plain.max()) > 0.8
+    for low, high in ((-0.5, 0.8), (-0.5, None), (None, 0.8)):
+        config = GRPOConfig(advantage_clip_low=low, advantage_clip_high=high)
+        assert torch.equal(advantages(given_rewards, config), plain.clamp(low, high))
+
+
 def group(prompt_tokens: int, *lengths: int, truncated: tuple[bool, ...] = ()) -> CompletionGroup:
     """A prompt and completions of so many tokens."""
     cut = truncated or (False,) * len(lengths)
@@ -101,7 +109,7 @@ def test_scaling_is_linear_and_clipped(tiny_grpo: Any) -> None:
     assert found[:6].tolist() == [1.0, 1.0, 2.0, 2.5, 3.0, 3.0] and found[6].isnan()
 
 
-def test_the_soft_overlong_punishment_is_equation_13_and_ends_where_the_prompt_leaves_no_room(tiny_grpo: Any) -> None:
+def test_the_overlong_punishment_is_equation_13_and_grows_on_beyond_its_maximum(tiny_grpo: Any) -> None:
     """Of 64 tokens a prompt of 20 leaves 44, and one of 4 the 50 that are asked for at most."""
     shaping = "{enabled: true, overlong_buffer_length: 10, overlong_buffer_penalty: 2, max_response_length: 50}"
     options = (f"grpo.reward_shaping={shaping}", "policy.max_total_sequence_length=64")
@@ -111,5 +119,5 @@ def test_the_soft_overlong_punishment_is_equation_13_and_ends_where_the_prompt_l
         found = shaped_rewards(config, [group(prompt, *lengths)], torch.ones(1, len(lengths)))
         buffer = min(10, room)
         for length in lengths:
-            punishment = min(max(length - (room - buffer), 0) / buffer, 1)
+            punishment = max(length - (room - buffer), 0) / buffer
             assert float(found[0, length]) == pytest.approx(1.0 - 2 * punishment, abs=1e-6)

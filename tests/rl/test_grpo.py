@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,36 @@ def test_the_metrics_of_a_step_and_the_kl_that_is_taken_from_each_reward(
     assert metrics["planted_env/num_samples"] == 16 and metrics["planted_env/num_failed"] == 0
     assert metrics["train/num_failed"] == metrics["train/num_masked"] == 0 and metrics["train/lr"] == 1e-30
     assert metrics["train/prompts_drawn"] == 4 and metrics["epoch"] == pytest.approx(4 / 42)
+
+
+def test_completions_that_the_generator_saw_otherwise_are_left_out(
+    opened: Callable[..., Any], sampled: list[Rollouts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each group the first completion is off by a factor of exp(0.2) a token: within the limit, and beyond it."""
+    for limit, num_masked in ((1.5, 0), (1.1, 4)):
+        run = GRPORun(opened(f"grpo.seq_logprob_error_threshold={limit}"))
+        generate = run.setup.generator.generate
+
+        def generate_off(*args: Any, generate: Any = generate, **options: Any) -> list[CompletionGroup]:
+            groups = []
+            for one in generate(*args, **options):
+                first, *others = one.completions
+                said = tuple(value - 0.2 for value in first.log_probs)
+                groups.append(replace(one, completions=(replace(first, log_probs=said), *others)))
+            return groups
+
+        monkeypatch.setattr(run.setup.generator, "generate", generate_off)
+        metrics = run.step(1).logged
+        num_used = int(sampled[-1].used_PG.sum())
+        used = advantages(sampled[-1].rewards_PG, run.config.grpo)[sampled[-1].used_PG]
+        assert metrics["train/num_masked_seqs_by_logprob_error"] == num_masked
+        assert num_used == len(used) == 16
+        assert (metrics["train/advantages_mean"] == pytest.approx(float(used.mean()), abs=1e-7)) == (num_masked == 0)
+
+
+def test_validations_begin_where_they_are_asked_to(tiny_grpo: Make, tmp_path: Path) -> None:
+    run(tiny_grpo("grpo.max_num_steps=4", "grpo.val_period=1", "grpo.val_start_at=3", "grpo.val_at_start=true"))
+    assert [line["step"] for line in logged(tmp_path, "validation/reward")] == [0, 3, 4]
 
 
 def nodes(groups: list[CompletionGroup]) -> int:

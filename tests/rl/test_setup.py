@@ -38,6 +38,8 @@ def test_validation_prompts_are_spread_over_the_sets(tiny_grpo: Make, write_prom
         assert len(set(asked)) == 12 and asked[0] == "Count to 0." and asked[-1] == "Count from 9."
     with contextlib.closing(set_up(tiny_grpo(sets, "grpo.max_val_samples=null"))) as run:
         assert len(run.validation) == 40
+    with contextlib.closing(set_up(tiny_grpo(sets, "grpo.max_val_samples=12", "grpo.val_batch_size=5"))) as run:
+        assert len(run.validation) == 10, "whole batches, as in NeMo RL"
 
 
 def test_which_keys_of_an_environment_are_of_the_run() -> None:

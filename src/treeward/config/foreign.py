@@ -36,16 +36,10 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, Rule]] = {
     "ClusterConfig": _unread("master_port_range* segment_size"),
     "DataConfig": _unread("processor env_name num_workers"),
     "DatasetConfig": _unread("processor env_name"),
-    "GRPOConfig": _unread(
-        "calculate_advantages_on_gpu deduplicate_multimodal_data debug_payload_metrics val_batch_size"
-    )
+    "GRPOConfig": _unread("calculate_advantages_on_gpu deduplicate_multimodal_data debug_payload_metrics")
     | {
         "async_grpo": f"set grpo.async_grpo.enabled=false: {_ON_POLICY}",
         "environment": "name it as env_name of data.default, or of each set",
-        "advantage_clip_low": "set it to null; loss_fn.ratio_clip_c limits negative advantages",
-        "advantage_clip_high": "set it to null; advantages are not clipped",
-        "seq_logprob_error_threshold": "set it to null; token_mult_prob_error is logged",
-        "val_start_at": "set it to null; grpo.val_period says when to validate",
         **dict.fromkeys(("stop_at_validation_metric", "stop_at_validation_threshold"), _STOP),
         "invalid_tool_call_advantage": "set it to null: there are no tools",
         "malformed_thinking_advantage": f"set it to null; {_RULE}",
@@ -61,9 +55,10 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, Rule]] = {
         "draft": "set policy.draft.enabled=false: completions are sampled token by token",
         "router_replay": "set policy.router_replay.enabled=false: experts are routed anew in each update",
     },
-    "GRPORunConfig": {
+    # `data_plane` says how the data of a step travel between processes.
+    "GRPORunConfig": _unread("data_plane")
+    | {
         "async_rl": f"remove the section: {_ON_POLICY}",
-        "data_plane": "set data_plane.enabled=false: one process holds the data of a step",
         "on_policy_distillation": "remove the section; a teacher can be an environment of your own",
         "reward_penalties": f"remove the section; {_RULE}",
         **dict.fromkeys(("rollout_checkpointing", "rollout_recovery"), _RESUME),
@@ -84,23 +79,21 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, Rule]] = {
     | {"dropout": "set it to 0: scores and log-probabilities are functions of the tokens, in training too"},
     "MathEnvironmentConfig": _unread("stop_strings")
     | {
-        "math_verify_impl": Only(("hf_math_verify",), "set it to hf_math_verify, the package math-verify"),
         "verifier_type": Only(("math",), "for a choice among letters use the rules exact_match or regex"),
     },
     "NemoGymConfig": _unread(
         "entrypoint domain verified verified_url description value datasets expose_tools_over_mcp license skills "
         "num_workers"
     ),
-    "OverlongShapingConfig": {"stop_properly_penalty_coef": "set it to null, and grpo.overlong_filtering=true"},
+    "OverlongShapingConfig": {
+        "stop_properly_penalty_coef": "set it to null, and grpo.overlong_filtering=true: a factor would raise negative "
+        "rewards"
+    },
     "PolicyLossConfig": {
-        "force_on_policy_ratio": "set it to false; with one update from a batch, as it demands, the ratio is 1",
-        "use_on_policy_kl_approximation": "set it to false; k2 has the gradient of KL(policy || reference) without it",
         "disable_ppo_ratio": "set it to false; with one update from a batch the ratio is 1",
         "use_cispo": "set it to false: the loss is the clipped surrogate",
         "seq_logprob_error_in_loss": "set it to false; token_mult_prob_error is logged",
         "positive_example_nll_weight": "set it to 0, and fine-tune the policy on examples first",
-        "truncated_importance_sampling_type": Only(("tis",), "set it to tis: larger weights are cut"),
-        "truncated_importance_sampling_ratio_min": "set it to null: only large weights are cut, as tis does",
     },
     "PromptDataConfig": _unread("num_workers num_prompts_per_dataloader custom_dataloader")
     | {"use_multiple_dataloader": "set it to false; data.train[i].weight says how often each set comes"},
@@ -146,7 +139,6 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, Rule]] = {
     | {
         "pipeline_parallel_size": Only((1,), "set it to 1: an engine lies on one node"),
         "expert_parallel_size": Only((1,), "set policy.generation.vllm_kwargs={enable_expert_parallel: true} instead"),
-        "enforce_eager": "set policy.generation.vllm_kwargs={enforce_eager: true} instead",
     },
 }
 """Section -> keys, or patterns of keys, that it accepts and does not have. None: in any state, because what the key
@@ -198,7 +190,12 @@ KEY_NOTES: Mapping[str, str] = {
 }
 """What somebody who writes a key of `KEYS_ELSEWHERE` should know of ours."""
 
-VALUES_ELSEWHERE: Mapping[str, str] = {"rloo": "leave_one_out", "low_var_kl": "k3", "mse": "k2", "kl": "k1"}
+VALUES_ELSEWHERE: Mapping[str, str] = {
+    "rloo": "leave_one_out",
+    "low_var_kl": "k3_unweighted",
+    "mse": "k2_unweighted",
+    "kl": "k1",
+}
 """A value of TRL or verl -> the same value here."""
 
 COMMANDS: Mapping[str, str] = {

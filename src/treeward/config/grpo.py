@@ -17,6 +17,16 @@ from treeward.config.base import Limit, Period, Strict
 from treeward.config.run import ScheduleConfig
 
 Estimator = Literal["grpo", "leave_one_out", "reinforce_plus_plus"]
+KLEstimator = Literal["k1", "k2", "k3"]
+KLPenalty = Literal["k1", "k2", "k3", "k2_unweighted", "k3_unweighted"]
+_ESTIMATORS: Mapping[KLPenalty, KLEstimator] = {
+    "k1": "k1",
+    "k2": "k2",
+    "k2_unweighted": "k2",
+    "k3": "k3",
+    "k3_unweighted": "k3",
+}
+Truncation = Literal["tis", "icepop", "seq-mask-tis"]
 AlarmKind = Literal["gold_falls", "kl_budget", "length_growth", "entropy_collapse", "truncation", "no_signal"]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
 
@@ -28,8 +38,13 @@ class PolicyLossConfig(Strict):
 
     reference_policy_kl_penalty: NonNegativeFloat = 0.01
     """Weight of KL(policy || reference). 0: no penalty; the KL is still measured."""
-    reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the KL from the sampled tokens (Schulman 2020). `k1` needs `kl_in_reward`."""
+    reference_policy_kl_type: KLPenalty = "k3"
+    """Estimator of the KL from the sampled tokens (Schulman 2020). `k1`, `k2` and `k3` are weighted by the probability
+    of the token, as in NeMo RL, so that `k1` and `k3` have the gradient of KL(policy || reference). `k2_unweighted` and
+    `k3_unweighted` are the plain estimates of TRL and of the GRPO paper."""
+    use_on_policy_kl_approximation: bool = False
+    """Weight the estimate by the policy's probability over the generator's, which also corrects for completions that
+    an older policy or another program sampled. False: the weight is 1, and only its gradient counts."""
     kl_in_reward: bool = False
     """Subtract the penalty from the reward instead of adding it to the loss; also called `use_kl_in_reward`."""
     kl_input_clamp_value: PositiveFloat | None = 20.0
@@ -46,23 +61,67 @@ class PolicyLossConfig(Strict):
     """Every token of the batch has the same weight. False: every completion has, whatever its length."""
     sequence_level_importance_ratios: bool = False
     """One ratio for a completion, the geometric mean over its tokens (GSPO). Needs `token_level_loss: false`."""
+    force_on_policy_ratio: bool = False
+    """The ratio is 1 and nothing is clipped, whatever `sequence_level_importance_ratios` says. Needs one update from
+    the completions of a step."""
     use_importance_sampling_correction: bool = False
     """Weight tokens by the trainer's probability over the generator's, for a generator with other numerics."""
+    truncated_importance_sampling_type: Truncation | None = None
+    """What happens to a weight outside the limits. `tis`, also None: it is cut to the nearer limit. `icepop`: it
+    becomes 0. `seq-mask-tis`: all weights of a completion become 0 whose geometric mean is outside the limits; other
+    completions keep theirs uncut."""
     truncated_importance_sampling_ratio: PositiveFloat | None = None
-    """The largest such weight; larger ones are cut to it. None: no limit."""
+    """The largest such weight. None: no limit."""
+    truncated_importance_sampling_ratio_min: NonNegativeFloat | None = None
+    """The least such weight. `icepop` and `seq-mask-tis` need it; None: 0."""
+
+    @property
+    def kl_estimator(self) -> KLEstimator:
+        """The estimator, with a weight or without."""
+        return _ESTIMATORS[self.reference_policy_kl_type]
+
+    @property
+    def weights_kl(self) -> bool:
+        """Whether the estimate is weighted by the probability of the token."""
+        return self.reference_policy_kl_type == self.kl_estimator
+
+    @property
+    def needs_generator_log_probs(self) -> bool:
+        """Whether the loss reads the generator's log-probabilities."""
+        penalises = self.reference_policy_kl_penalty > 0 and not self.kl_in_reward
+        return self.use_importance_sampling_correction or (penalises and self.use_on_policy_kl_approximation)
 
     def check(self) -> None:
-        if self.reference_policy_kl_type == "k1" and self.reference_policy_kl_penalty > 0 and not self.kl_in_reward:
-            need = "k3 or k2, or k1 in the reward: as a loss k1 has an expected gradient of zero"
-            fix = "set loss_fn.kl_in_reward=true, or loss_fn.reference_policy_kl_type=k3"
-            raise self.error("reference_policy_kl_type kl_in_reward", need, fix)
+        if self.use_on_policy_kl_approximation and not self.weights_kl:
+            keys = "reference_policy_kl_type use_on_policy_kl_approximation"
+            raise self.error(keys, "k1, k2 or k3: the others have no weight")
         if self.sequence_level_importance_ratios and self.token_level_loss:
             raise self.error("sequence_level_importance_ratios token_level_loss", "token_level_loss: false")
         if self.ratio_clip_c is not None and self.ratio_clip_c <= 1.0 + self.ratio_clip_max:
             raise self.error("ratio_clip_c ratio_clip_max", "more than 1 + ratio_clip_max; usually 3")
-        if self.truncated_importance_sampling_ratio is not None and not self.use_importance_sampling_correction:
-            keys = "truncated_importance_sampling_ratio use_importance_sampling_correction"
-            raise self.error(keys, "use_importance_sampling_correction: true, or no ratio")
+        self._check_truncation()
+
+    def _check_truncation(self) -> None:
+        kind = self.truncated_importance_sampling_type
+        high = self.truncated_importance_sampling_ratio
+        low = self.truncated_importance_sampling_ratio_min
+        is_given = kind is not None or high is not None or low is not None
+        if is_given and not self.use_importance_sampling_correction:
+            first = "truncated_importance_sampling_ratio" if high is not None else "truncated_importance_sampling_type"
+            keys = f"{first} use_importance_sampling_correction"
+            raise self.error(keys, "use_importance_sampling_correction: true, or no truncation")
+        if is_given and high is None:
+            keys = "truncated_importance_sampling_ratio truncated_importance_sampling_type"
+            raise self.error(keys, "the largest weight, as 2.0")
+        if kind in ("icepop", "seq-mask-tis") and low is None:
+            keys = "truncated_importance_sampling_ratio_min truncated_importance_sampling_type"
+            raise self.error(keys, "the least weight, as 0.5")
+        if low is not None and high is not None and low > high:
+            keys = "truncated_importance_sampling_ratio_min truncated_importance_sampling_ratio"
+            raise self.error(keys, "at most truncated_importance_sampling_ratio")
+        if kind == "seq-mask-tis" and self.sequence_level_importance_ratios:
+            keys = "truncated_importance_sampling_type sequence_level_importance_ratios"
+            raise self.error(keys, "tis or icepop: with sequence-level ratios a completion has one weight")
 
 
 class AdvantageEstimatorConfig(Strict):
@@ -79,16 +138,17 @@ class AdvantageEstimatorConfig(Strict):
 
 
 class OverlongShapingConfig(Strict):
-    """A penalty that grows over the last tokens before the limit (DAPO, Yu et al. 2025, arXiv 2503.14476, eq. 13)."""
+    """A penalty that grows over the last tokens before the limit (DAPO, Yu et al. 2025, arXiv 2503.14476, eq. 13), and
+    on beyond it, as in NeMo RL."""
 
     enabled: bool = False
     """Subtract the penalty."""
     overlong_buffer_length: PositiveInt = 128
-    """The penalty grows from 0 to its maximum over this number of tokens before `max_response_length`."""
+    """The penalty grows from 0 to `overlong_buffer_penalty` over this number of tokens before `max_response_length`."""
     overlong_buffer_penalty: NonNegativeFloat = 1.0
-    """The maximum penalty, at `max_response_length` and beyond."""
+    """The penalty at `max_response_length`."""
     max_response_length: PositiveInt | None = None
-    """Tokens of a completion at which the penalty reaches its maximum. None: as many as a completion may have."""
+    """Tokens of a completion that cost `overlong_buffer_penalty`. None: as many as a completion may have."""
 
 
 class RewardScalingConfig(Strict):
@@ -141,6 +201,10 @@ class GRPOConfig(ScheduleConfig):
     use_leave_one_out_baseline: bool = False
     """Subtract the mean reward of the other completions of the group instead of the mean of all."""
     adv_estimator: AdvantageEstimatorConfig = AdvantageEstimatorConfig()
+    advantage_clip_low: float | None = None
+    """Smaller advantages are raised to this. None: no limit."""
+    advantage_clip_high: float | None = None
+    """Larger advantages are cut to this. None: no limit."""
 
     gold_environment: str | None = None
     """An environment whose reward is watched and never trained on: a stronger judge, or known truth."""
@@ -151,6 +215,9 @@ class GRPOConfig(ScheduleConfig):
 
     overlong_filtering: bool = False
     """Truncated completions are left out of the loss; their rewards stay in the mean of their group."""
+    seq_logprob_error_threshold: float | None = Field(default=None, gt=1.0)
+    """Leave completions out of the loss whose `token_mult_prob_error` is larger: the mean over their tokens of exp
+    |trainer's less generator's log-probability|. Their rewards stay in the mean of their group. None: no limit."""
     use_dynamic_sampling: bool = False
     """Sample until there are `num_prompts_per_step` groups whose rewards differ (DAPO)."""
     dynamic_sampling_max_gen_batches: PositiveInt = 10
@@ -162,8 +229,12 @@ class GRPOConfig(ScheduleConfig):
 
     val_period: Period = 10
     """Steps from one validation to the next. None (or 0): no validation before the end."""
+    val_start_at: Period = None
+    """No validation by `val_period` before this step. None (or -1): from the first on."""
     max_val_samples: Limit = 256
     """Most prompts to validate on, always the same ones. None: all."""
+    val_batch_size: PositiveInt | None = None
+    """`max_val_samples` is lowered to a multiple of this number of prompts, as in NeMo RL. None: it is not."""
     num_val_generations: PositiveInt = 1
     """Completions of each validation prompt. NeMo RL's name is `val_num_generations_per_prompt`."""
     watch: WatchConfig = WatchConfig()
@@ -172,6 +243,16 @@ class GRPOConfig(ScheduleConfig):
     def completions_per_step(self) -> int:
         """Completions that a step learns from."""
         return self.num_prompts_per_step * self.num_generations_per_prompt
+
+    @property
+    def most_val_prompts(self) -> int | None:
+        """Most prompts to validate on; None for no limit."""
+        if self.max_val_samples is None or self.val_batch_size is None:
+            return self.max_val_samples
+        return self.max_val_samples // self.val_batch_size * self.val_batch_size
+
+    def is_validated(self, step: int) -> bool:
+        return super().is_validated(step) and step >= (self.val_start_at or 0)
 
     @model_validator(mode="before")
     @classmethod
@@ -188,3 +269,10 @@ class GRPOConfig(ScheduleConfig):
     def check(self) -> None:
         if self.batch_multiplier != 1.0 and not self.use_dynamic_sampling:
             raise self.error("batch_multiplier use_dynamic_sampling", "1, or use_dynamic_sampling: true")
+        if self.most_val_prompts == 0:
+            need = "at most max_val_samples: there would be no prompt to validate on"
+            raise self.error("val_batch_size max_val_samples", need, "set grpo.val_batch_size=null")
+        low, high = self.advantage_clip_low, self.advantage_clip_high
+        if low is not None and high is not None and low >= high:
+            keys = "advantage_clip_low advantage_clip_high"
+            raise self.error(keys, "advantage_clip_low below advantage_clip_high", "set one of the two to null")

@@ -39,6 +39,8 @@ class VllmConfig(Strict):
     """The share of each GPU that an engine takes for weights and keys and values."""
     max_model_len: PositiveInt | None = None
     """Longest prompt and completion, in tokens. None: `policy.max_total_sequence_length`."""
+    enforce_eager: bool = False
+    """Compute without CUDA graphs: slower, with less memory and a faster start."""
     kv_cache_dtype: str = "auto"
     """Number format of keys and values, as vLLM calls it. `auto`: that of `precision`."""
 
@@ -83,7 +85,7 @@ class GenerationConfig(Strict):
     `checkpointing.checkpoint_dir`."""
     vllm_cfg: VllmConfig = VllmConfig()
     vllm_kwargs: dict[str, Any] = {}
-    """Further arguments of `vllm.LLM`, passed on as they are, as `{enforce_eager: true}`."""
+    """Further arguments of `vllm.LLM`, passed on as they are, as `{enable_expert_parallel: true}`."""
     colocated: ColocatedConfig = ColocatedConfig()
 
     @model_validator(mode="before")
@@ -119,6 +121,8 @@ class GenerationConfig(Strict):
         return resources.gpus_per_node // self.vllm_cfg.tensor_parallel_size * resources.num_nodes
 
     def check(self) -> None:
+        if self.vllm_cfg.enforce_eager and not self.vllm_kwargs.get("enforce_eager", True):
+            raise self.error("vllm_cfg.enforce_eager vllm_kwargs", "the same value in both", "remove it from vllm_kwargs")
         gpus, size = self.colocated.resources.gpus_per_node, self.vllm_cfg.tensor_parallel_size
         if self.backend == "hf" and self.url is not None:
             raise self.error("url backend", "backend: vllm or sglang, or no url: backend hf samples in this process")

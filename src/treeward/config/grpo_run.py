@@ -131,7 +131,7 @@ class GRPORunConfig(Strict):
 
     @property
     def max_response_length(self) -> int:
-        """The length at which the overlong penalty reaches its maximum, if the prompt leaves that much room."""
+        """The length that costs `overlong_buffer_penalty`, if the prompt leaves that much room."""
         return self.grpo.reward_shaping.max_response_length or self.max_new_tokens
 
     @property
@@ -190,14 +190,22 @@ class GRPORunConfig(Strict):
             need = f"a multiple of grpo.num_generations_per_prompt that divides {whole}, the completions of a step"
             fix = f"set policy.train_global_batch_size=null for one update from all {whole}"
             raise self.error(keys, need, fix)
+        if loss.force_on_policy_ratio and self.updates_per_pass * self.grpo.updates_per_batch > 1:
+            keys = "loss_fn.force_on_policy_ratio policy.train_global_batch_size grpo.updates_per_batch"
+            need = f"one update from the {whole} completions of a step: with more the ratio is not 1"
+            fix = "set policy.train_global_batch_size=null and grpo.updates_per_batch=1"
+            raise self.error(keys, need, fix)
         lacks_log_probs = (sampling.url or sampling.starts_engines) and not sampling.gives_log_probs
-        if loss.use_importance_sampling_correction and lacks_log_probs:
-            key = "loss_fn.use_importance_sampling_correction"
-            keys = f"{key} policy.generation.backend policy.generation.top_k policy.generation.top_p"
-            need = (
-                "a generator that returns log-probabilities of its tokens, which this one does not for these settings"
-            )
-            raise self.error(keys, need, f"set {key}=false, or sample with backend hf or sglang")
+        compares_with_generator = {
+            "loss_fn.use_importance_sampling_correction": loss.use_importance_sampling_correction,
+            "loss_fn.use_on_policy_kl_approximation": loss.needs_generator_log_probs,
+            "grpo.seq_logprob_error_threshold": self.grpo.seq_logprob_error_threshold is not None,
+        }
+        for key, compares in compares_with_generator.items():
+            if compares and lacks_log_probs:
+                keys = f"{key} policy.generation.backend policy.generation.top_k policy.generation.top_p"
+                need = "a generator that returns log-probabilities of its tokens; with these settings it does not"
+                raise self.error(keys, need, f"remove {key}, or sample with backend hf or sglang")
 
     def _check_environments(self) -> None:
         if not self.environments:

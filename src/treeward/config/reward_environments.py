@@ -124,8 +124,9 @@ class RuleEnvironmentConfig(Strict):
     """Rewards by a rule: the answer in a completion equals the ground truth, matches a pattern, or is mathematically
     the same."""
 
-    rule: Literal["exact_match", "regex", "math"]
-    """The answer is a ground truth (`exact_match`), has a pattern (`regex`), or is mathematically equal (`math`)."""
+    rule: Literal["exact_match", "regex", "math", "dapo"]
+    """The answer is a ground truth (`exact_match`), has a pattern (`regex`), is mathematically equal (`math`), or
+    stands behind the last `Answer:` and is equal as text in the normal form of Minerva and DAPO (`dapo`)."""
     answer_key: Annotated[TextOrTexts, Field(min_length=1)] = ("ground_truth", "expected_answer")
     """The keys of `env_infos` with the ground truth (for `regex`, patterns); the first that a sample has counts."""
     extract: str | None = None
@@ -136,8 +137,7 @@ class RuleEnvironmentConfig(Strict):
     """Ignore case in `exact_match` and `regex`."""
     strip_reasoning: bool | None = None
     """Take off the reasoning (`<think>...</think>`) before the rule reads the completion. A completion that was cut off
-    within its reasoning has no answer. None: true for `exact_match` and `math`; false for `regex`, which may ask for a
-    form."""
+    within its reasoning has no answer. None: false for `regex`, which may ask for a form; true for the others."""
     timeout_seconds: PositiveFloat = 5.0
     """Time limit of a pattern or of algebra for one sample; beyond it the sample has no reward."""
     workers: PositiveInt = 2
@@ -160,9 +160,27 @@ class MathEnvironmentConfig(RuleEnvironmentConfig):
     """The rule math under the keys of NeMo RL: `env.math: {num_workers: 8, math_verify_impl: hf_math_verify}`."""
 
     other_names: ClassVar[Mapping[str, str]] = {"num_workers": "workers"}
+    other_forms: ClassVar[tuple[str, ...]] = ("math_verify_impl",)
+    """`hf_math_verify` is the rule `math`, `dapo_math_verify` the rule `dapo`."""
 
-    rule: Literal["math"] = "math"
-    """Mathematical equality with the ground truth."""
+    rule: Literal["math", "dapo"] = "math"
+    """Mathematical equality with the ground truth (`math`), or the text behind the last `Answer:` (`dapo`)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_the_verifier(cls, raw: Any) -> Any:
+        verifier = raw.get("math_verify_impl") if isinstance(raw, Mapping) else None
+        if verifier is None:
+            return raw
+        if verifier not in _VERIFIERS:
+            need = f"one of {', '.join(_VERIFIERS)}"
+            raise ConfigError("there is no such verifier", field="math_verify_impl", got=verifier, need=need)
+        others = {key: value for key, value in raw.items() if key != "math_verify_impl"}
+        return {"rule": _VERIFIERS[verifier], **others}
+
+
+_VERIFIERS = {"hf_math_verify": "math", "dapo_math_verify": "dapo"}
+"""A verifier of NeMo RL -> the rule that it is here."""
 
 
 JUDGE_FILE = "judge_contract.json"

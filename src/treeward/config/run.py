@@ -46,6 +46,10 @@ class ScheduleConfig(Strict):
         """Whether there is a validation after the first step."""
         return self.val_period is not None or self.val_at_end
 
+    def is_validated(self, step: int) -> bool:
+        """Whether `val_period` asks for a validation after a step, counted from 1."""
+        return self.val_period is not None and step % self.val_period == 0
+
 
 class RMConfig(ScheduleConfig):
     """The length of the run, its validations, its seed and its loss."""

@@ -20,6 +20,7 @@ import regex
 from treeward.config.reward_environments import MathEnvironmentConfig, RuleEnvironmentConfig
 from treeward.data.conversation import Message
 from treeward.data.reasoning import without_reasoning
+from treeward.environments.dapo_answers import find_answer, normal_form
 from treeward.environments.interface import WHERE, ConfiguredEnvironment, Conversations, Infos, Reward
 from treeward.environments.math_answers import MathChecker, MathVerdict, marked, number_text
 from treeward.errors import ConfigError
@@ -27,7 +28,7 @@ from treeward.scoring.score import NO_COMPLETION, completion_text, plain
 
 
 class RuleEnvironment(ConfiguredEnvironment[RuleEnvironmentConfig]):
-    """Exact match, regular expression or mathematical equality."""
+    """Exact match, regular expression, mathematical equality or DAPO's form of an answer."""
 
     name = "rules_env"
     section = RuleEnvironmentConfig
@@ -82,6 +83,9 @@ class RuleEnvironment(ConfiguredEnvironment[RuleEnvironmentConfig]):
         if self._strips_reasoning:
             text = without_reasoning(text)
         golds = (self.config.pattern,) if self.config.pattern is not None else _golds(info, self.config.answer_key)
+        if self.config.rule == "dapo" and self.config.extract is None:
+            answer = find_answer(text)
+            return None if answer is None else _Answer(answer, golds)
         if self.config.extract is None:
             return _Answer(text, golds)
         matches = self._find(self.config.extract, text)
@@ -107,6 +111,8 @@ class RuleEnvironment(ConfiguredEnvironment[RuleEnvironmentConfig]):
             raise _UndecidedError(f"the pattern {pattern!r} took more than {seconds:g} seconds") from None
 
     def _normal(self, text: str) -> str:
+        if self.config.rule == "dapo":
+            return normal_form(text)
         text = text.strip()
         return text.casefold() if self.config.ignore_case else text
 

@@ -29,9 +29,9 @@ def shaped_rewards(config: GRPORunConfig, groups: Sequence[CompletionGroup], rew
     """Rewards scaled, less what the length of a completion costs, (P, G); NaN stays NaN.
 
     - `reward_scaling`: clipped to [source_min, source_max], and that mapped linearly to [target_min, target_max].
-    - `reward_shaping`: less penalty * min(max(0, length - (max - buffer)) / buffer, 1), DAPO's soft overlong punishment
-      (Yu et al. 2025, arXiv 2503.14476, eq. 13). `max` is `max_response_length`, or the room that the prompt leaves in
-      `max_total_sequence_length`, if that is less. (NeMo RL's grows on beyond the maximum.)
+    - `reward_shaping`: less penalty * max(0, length - (max - buffer)) / buffer, DAPO's soft overlong punishment (Yu et
+      al. 2025, arXiv 2503.14476, eq. 13), which grows on beyond `max` as NeMo RL's does. `max` is
+      `max_response_length`, or the room that the prompt leaves in `max_total_sequence_length`, if that is less.
     """
     grpo = config.grpo
     scaling, shaping = grpo.reward_scaling, grpo.reward_shaping
@@ -44,7 +44,7 @@ def shaped_rewards(config: GRPORunConfig, groups: Sequence[CompletionGroup], rew
         longest_P1 = room_P1.clamp_max(config.max_response_length)
         buffer_P1 = longest_P1.clamp_max(shaping.overlong_buffer_length)
         share = (completion_lengths(groups) - (longest_P1 - buffer_P1)) / buffer_P1
-        rewards_PG = rewards_PG - shaping.overlong_buffer_penalty * share.clamp(0, 1)
+        rewards_PG = rewards_PG - shaping.overlong_buffer_penalty * share.clamp_min(0)
     return rewards_PG
 
 
@@ -65,8 +65,19 @@ def advantages(rewards_PG: Tensor, config: GRPOConfig) -> Tensor:
       (Hu et al. 2025, arXiv 2501.03262). Without `minus_baseline`, d_i = r_i - mean of the batch.
 
     Where the rewards that are compared (of the group; of the batch without `minus_baseline`) are all equal, every
-    advantage is exactly 0, whatever the floor.
+    advantage is exactly 0, whatever the floor. At last advantages are cut to [`advantage_clip_low`,
+    `advantage_clip_high`].
     """
+    return _unclipped(rewards_PG, config).clamp(*_limits(config)).float()
+
+
+def _limits(config: GRPOConfig) -> tuple[float, float]:
+    low, high = config.advantage_clip_low, config.advantage_clip_high
+    return (-torch.inf if low is None else low), (torch.inf if high is None else high)
+
+
+def _unclipped(rewards_PG: Tensor, config: GRPOConfig) -> Tensor:
+    """The advantages by the estimator, float64 (P, G)."""
     rewards = torch.where(rewards_PG.isfinite(), rewards_PG.double(), torch.nan)
     count_P1 = rewards.isfinite().sum(dim=1, keepdim=True)
     estimator = config.adv_estimator.name
@@ -74,7 +85,7 @@ def advantages(rewards_PG: Tensor, config: GRPOConfig) -> Tensor:
         centres_batch = not config.adv_estimator.minus_baseline
         centred = _centred(rewards.reshape(1, -1) if centres_batch else rewards).reshape(rewards.shape)
         std = (centred.square().sum() / (count_P1.sum() - 1).clamp_min(1)).sqrt()
-        return (centred / (std + STD_FLOOR)).float()
+        return centred / (std + STD_FLOOR)
     centred = _centred(rewards)
     others_P1 = (count_P1 - 1).clamp_min(1)
     leaves_one_out = estimator == "leave_one_out" or config.use_leave_one_out_baseline
@@ -82,7 +93,7 @@ def advantages(rewards_PG: Tensor, config: GRPOConfig) -> Tensor:
     if config.normalize_rewards:
         std_P1 = (centred.square().sum(dim=1, keepdim=True) / others_P1).sqrt()
         result = result / (std_P1 + STD_FLOOR)
-    return result.float()
+    return result
 
 
 def informative_groups(rewards_PG: Tensor) -> Tensor:

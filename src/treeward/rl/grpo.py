@@ -145,13 +145,20 @@ class GRPORun(Run):
 
     def step(self, number: int) -> StepMetrics:
         setup, loss_fn = self.setup, self.config.loss_fn
+        most_error = self.config.grpo.seq_logprob_error_threshold
         started = time.monotonic()
         self._sync_weights()
         synced = time.monotonic()
         rollouts = collect(setup, step=number - 1, drawn=self.prompts_drawn)
         sampled = time.monotonic()
-        evaluated = setup.updater.evaluate(rollouts.groups, for_reward=loss_fn.kl_in_reward)
-        rewards_PG, logged = rollouts.rewards_PG, dict(rollouts.metrics)
+        evaluated = setup.updater.evaluate(
+            rollouts.groups, for_reward=loss_fn.kl_in_reward, with_errors=most_error is not None
+        )
+        rewards_PG, used_PG, logged = rollouts.rewards_PG, rollouts.used_PG, dict(rollouts.metrics)
+        if most_error is not None and evaluated.error_PG is not None:
+            is_off_PG = used_PG & (evaluated.error_PG > most_error)
+            used_PG = used_PG & ~is_off_PG
+            logged["train/num_masked_seqs_by_logprob_error"] = float(is_off_PG.sum())
         if loss_fn.kl_in_reward and evaluated.kl_PG is not None:
             penalty_PG = loss_fn.reference_policy_kl_penalty * evaluated.kl_PG
             rewards_PG = rewards_PG - penalty_PG
@@ -160,7 +167,7 @@ class GRPORun(Run):
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         drawn = self.prompts_drawn + rollouts.prompts_drawn
         is_logged = number % self.config.grpo.log_period == 0 or self._is_through(number, drawn)
-        metrics = setup.updater.update(evaluated, advantages_PG, rollouts.used_PG, entropies=is_logged)
+        metrics = setup.updater.update(evaluated, advantages_PG, used_PG, entropies=is_logged)
         self.prompts_drawn, self.version = drawn, self.version + 1
         is_kept = number == 1 or number % (self.config.grpo.val_period or 1) == 0
         if is_kept and not setup.validation:
@@ -173,9 +180,9 @@ class GRPORun(Run):
         if (per_token := means.pop("kl", None)) is not None and setup.updater.reference is not None:
             # `kl` is per completion, as in validations.
             lengths = completion_lengths(rollouts.groups)
-            length = float(lengths[rollouts.used_PG & (lengths > 0)].float().mean())
+            length = float(lengths[used_PG & (lengths > 0)].float().mean())
             means |= {"kl_per_token": per_token, "kl": per_token * length}
-        used = advantages_PG[rollouts.used_PG]
+        used = advantages_PG[used_PG]
         logged |= {f"train/{name}": value for name, value in means.items()} | {
             "train/lr": learning_rate,
             "train/advantages_mean": float(used.mean()) if len(used) else 0.0,

@@ -12,16 +12,14 @@ Shapes: S completions, L tokens of the longest one.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from treeward import processes
-from treeward.config.grpo import PolicyLossConfig
+from treeward.config.grpo import KLEstimator, PolicyLossConfig
 
-KLEstimator = Literal["k1", "k2", "k3"]
 Sum = float | Tensor
 
 
@@ -86,26 +84,53 @@ class UpdateMetrics:
         return {name: float(total / count) for name, (total, count) in quotients.items() if count}
 
 
-def kl_estimate(
-    log_probs: Tensor,
-    reference: Tensor,
-    estimator: KLEstimator,
-    input_clamp: float | None = None,
-    output_clamp: float | None = None,
-) -> Tensor:
+def kl_estimate(log_probs: Tensor, reference: Tensor, estimator: KLEstimator) -> Tensor:
     """An estimate of KL(policy || reference) from tokens that the policy sampled, per token, with gradients.
 
-    With x = log pi - log ref: k1 = x, unbiased, may be negative; k2 = x^2 / 2, biased, with the gradient of the true
-    KL; k3 = exp(-x) - 1 + x, unbiased, never negative. Schulman 2020, "Approximating KL divergence". As losses, k1 has
-    an expected gradient of zero, and k3 that of KL(reference || policy) (Tang and Munos 2025, arXiv 2506.09477).
+    With x = log pi - log ref: k1 = x, unbiased, may be negative; k2 = x^2 / 2, biased; k3 = exp(-x) - 1 + x, unbiased,
+    never negative. Schulman 2020, "Approximating KL divergence".
+    """
+    return _estimate(log_probs - reference, estimator)
 
-    `input_clamp`, `output_clamp`: c > 0; x, and then the estimate, are limited to [-c, c], beyond which there is no
-    gradient (NeMo RL, `calculate_kl`).
+
+def _estimate(x: Tensor, estimator: KLEstimator) -> Tensor:
+    match estimator:
+        case "k1":
+            return x
+        case "k2":
+            return x.square() / 2
+        case "k3":
+            return torch.expm1(-x) + x
+
+
+def kl_penalty(log_probs: Tensor, reference: Tensor, generated: Tensor | None, config: PolicyLossConfig) -> Tensor:
+    """The penalty on KL(policy || reference) of each token, without its coefficient, with gradients.
+
+    An estimate that is averaged over sampled tokens has two gradients: that of the estimate, and that of the
+    probability with which the token was sampled. The second one is left out by a plain estimate, so that k1 has an
+    expected gradient of 0, k2 that of KL(policy || reference) and k3 that of KL(reference || policy) (Tang and Munos
+    2025, arXiv 2506.09477): `k2_unweighted` and `k3_unweighted`. Here k1, k2 and k3 are multiplied by a weight that
+    brings the second one back, as in NeMo RL since June 2026:
+
+    - exp(log pi - stopped log pi), which is 1 and has the gradient of log pi. The gradient of k3 is then x grad log pi.
+    - with `use_on_policy_kl_approximation` exp(log pi - log gen), whatever policy has sampled the token.
+
+    x is limited to `kl_input_clamp_value`, beyond which nothing has a gradient, and the weighted estimate to
+    `kl_output_clamp_value`. A weight that is not finite counts as 0.
     """
     x = log_probs - reference
-    x = x if input_clamp is None else x.clamp(-input_clamp, input_clamp)
-    estimate = {"k1": lambda: x, "k2": lambda: x.square() / 2, "k3": lambda: torch.expm1(-x) + x}[estimator]()
-    return estimate if output_clamp is None else estimate.clamp(-output_clamp, output_clamp)
+    limit = config.kl_input_clamp_value
+    limited = x if limit is None else x.clamp(-limit, limit)
+    estimate = _estimate(limited, config.kl_estimator)
+    if config.weights_kl:
+        if config.use_on_policy_kl_approximation:
+            assert generated is not None
+            weight = _weights(log_probs - generated)
+        else:
+            weight = torch.exp(log_probs - log_probs.detach())
+        estimate = torch.where(x == limited, weight, weight.detach()) * estimate
+    limit = config.kl_output_clamp_value
+    return estimate if limit is None else estimate.clamp(-limit, limit)
 
 
 def policy_loss(
@@ -128,9 +153,14 @@ def policy_loss(
       `ratio_clip_c` c and A < 0 the policy term is at most -c A (Ye et al. 2020, arXiv 1912.09729).
     - `sequence_level_importance_ratios`: rho_t = exp(mean over the completion's tokens of log pi - log pi_old) for each
       of its tokens (GSPO, Zheng et al. 2025, arXiv 2507.18071, eq. 7).
+    - `force_on_policy_ratio`: rho_t = exp(log pi - stopped log pi), which is 1, without any clip.
     - `use_importance_sampling_correction`: c_t = exp(old_t - gen_t), with sequence-level ratios exp(sum over the
-      completion of old_t - gen_t), and min(c_t, limit) with `truncated_importance_sampling_ratio` (Yao et al. 2025,
-      "Your efficient RL framework secretly brings you off-policy RL training"). It does not weight the penalty.
+      completion of old_t - gen_t). It does not weight the penalty. With `truncated_importance_sampling_type`
+      - tis (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"): c_t is cut to
+        [`truncated_importance_sampling_ratio_min`, `truncated_importance_sampling_ratio`];
+      - icepop: c_t is 0 outside these limits;
+      - seq-mask-tis: c_t is 0 for every token of a completion with exp(mean of old_t - gen_t) outside these limits.
+    - KL_t: see `kl_penalty`.
 
     As in NeMo RL's `ClippedPGLossFn`, a weight that is not finite counts as 0. `old_SL`, `reference_SL`,
     `generated_SL`: float (S, L) without gradients; `reference_SL` None where there is no penalty, `generated_SL` where
@@ -144,7 +174,7 @@ def policy_loss(
     if not config.token_level_loss:
         weights = weights / weights.sum(dim=1, keepdim=True).clamp_min(1)
     gain, clipped = _gain(log_probs, old, advantages_S[:, None].to(log_probs), mask, config)
-    correction = _correction(old, generated, config)
+    correction = _correction(old, generated, mask, config)
     terms = -gain * correction
     sums = UpdateMetrics(
         policy_sum=(terms.detach() * mask).sum(dtype=torch.float64),
@@ -155,8 +185,7 @@ def policy_loss(
     if reference_SL is not None:
         reference = torch.where(mask, reference_SL, 0.0)
         if beta := 0.0 if config.kl_in_reward else config.reference_policy_kl_penalty:
-            clamps = config.kl_input_clamp_value, config.kl_output_clamp_value
-            terms = terms + beta * kl_estimate(log_probs, reference, config.reference_policy_kl_type, *clamps)
+            terms = terms + beta * kl_penalty(log_probs, reference, generated, config)
         sums.kl_sum = (kl_estimate(log_probs.detach(), reference, "k3") * mask).sum(dtype=torch.float64)
     sums.old_kl_sum = (kl_estimate(old, log_probs.detach(), "k3") * mask).sum(dtype=torch.float64)
     return (terms * weights).sum(), sums
@@ -166,6 +195,9 @@ def _gain(
     log_probs: Tensor, old: Tensor, advantages_S1: Tensor, mask: Tensor, config: PolicyLossConfig
 ) -> tuple[Tensor, Tensor]:
     """The clipped gain of each token (S, L), and whether the clip lowered it."""
+    if config.force_on_policy_ratio:
+        ratio = torch.exp(log_probs - log_probs.detach())
+        return ratio * advantages_S1, torch.zeros_like(mask)
     difference = log_probs - old
     if config.sequence_level_importance_ratios:
         mean_S1 = difference.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp_min(1)
@@ -181,7 +213,7 @@ def _gain(
 
 
 @torch.no_grad()
-def _correction(old: Tensor, generated: Tensor | None, config: PolicyLossConfig) -> Tensor:
+def _correction(old: Tensor, generated: Tensor | None, mask: Tensor, config: PolicyLossConfig) -> Tensor:
     """The weight of each token against sampling by the generator's numerics (S, L)."""
     if not config.use_importance_sampling_correction:
         return torch.ones_like(old)
@@ -189,6 +221,26 @@ def _correction(old: Tensor, generated: Tensor | None, config: PolicyLossConfig)
     difference = old - generated
     if config.sequence_level_importance_ratios:
         difference = difference.sum(dim=1, keepdim=True).expand_as(difference)
-    weights, limit = torch.exp(difference), config.truncated_importance_sampling_ratio
-    weights = torch.where(weights.isfinite(), weights, 0.0)
-    return weights if limit is None else weights.clamp_max(limit)
+    weights = _weights(difference)
+    high = config.truncated_importance_sampling_ratio
+    if high is None:
+        return weights
+    low = config.truncated_importance_sampling_ratio_min or 0.0
+    match config.truncated_importance_sampling_type:
+        case "icepop":
+            is_kept = (low <= weights) & (weights <= high)
+        case "seq-mask-tis":
+            mean_S1 = difference.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp_min(1)
+            ratio_S1 = _weights(mean_S1)
+            is_kept = (low <= ratio_S1) & (ratio_S1 <= high)
+        case _:
+            return weights.clamp(low, high)
+    return torch.where(is_kept, weights, 0.0)
+
+
+def _weights(differences: Tensor) -> Tensor:
+    """exp of differences of log-probabilities, with gradients; 0 where it is not finite."""
+    is_finite = torch.exp(differences.detach()).isfinite()
+    # Replaced before the exponential: 0 times its infinite slope would be NaN in the gradient.
+    weights = torch.exp(torch.where(is_finite, differences, 0.0))
+    return torch.where(is_finite, weights, 0.0)

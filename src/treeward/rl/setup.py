@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 _CHECKED_PROMPTS = 8
 _NOT_OF_THE_RUN = {
-    *("max_num_epochs", "max_num_steps", "val_period", "val_at_start", "val_at_end"),
+    *("max_num_epochs", "max_num_steps", "val_period", "val_start_at", "val_at_start", "val_at_end"),
     *("watch", "log_period", "gold_environment", "max_failed_share"),
 }
 """Keys of `grpo` that a resumed run may change: neither weights nor the comparability of validations depend on them."""
@@ -283,7 +283,7 @@ def _chosen_for_validation(
     if held_out is None:
         return [], []
     size = held_out.together
-    number = min(len(held_out), config.grpo.max_val_samples or len(held_out)) // size
+    number = min(len(held_out), config.grpo.most_val_prompts or len(held_out)) // size
     firsts = np.linspace(0, len(held_out) // size - 1, max(number, 1)).round().astype(int) * size
     indices = (firsts[:, None] + np.arange(size)).flatten().tolist()
     names = np.repeat([dataset.name or "default" for dataset in config.data.validation], held_out.sizes).tolist()

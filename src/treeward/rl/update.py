@@ -50,12 +50,15 @@ class Evaluated:
 
     `old_PGL` is None where the updated policy is the old policy, `reference_PGL` where there is no reference. `kl_PG`:
     KL(policy || reference) summed over a completion's tokens, on the CPU, for the reward; None unless requested.
+    `error_PG`: the mean over a completion's tokens of exp |trainer's less generator's log-probability|, NaN without
+    tokens, on the CPU; None unless requested.
     """
 
     groups: tuple[CompletionGroup, ...]
     old_PGL: Tensor | None = None
     reference_PGL: Tensor | None = None
     kl_PG: Tensor | None = None
+    error_PG: Tensor | None = None
     metrics: UpdateMetrics = field(default_factory=UpdateMetrics)
 
 
@@ -90,36 +93,34 @@ class PolicyUpdater:
         self.on_step, self.skipped, self.mesh = on_step, SkippedSteps(), mesh or Mesh()
 
     @torch.no_grad()
-    def evaluate(self, groups: Sequence[CompletionGroup], *, for_reward: bool = False) -> Evaluated:
+    def evaluate(
+        self, groups: Sequence[CompletionGroup], *, for_reward: bool = False, with_errors: bool = False
+    ) -> Evaluated:
         """The log-probabilities of the old policy and of the reference that an update needs.
 
-        `for_reward`: also `kl_PG`, for one more pass through the policy. Raises `ModelError` where the loss needs
-        log-probabilities that the generator does not give.
+        `for_reward`: also `kl_PG`; `with_errors`: also `error_PG`; each for one more pass through the policy where a
+        step has one update. Raises `ModelError` where it needs log-probabilities that the generator does not give.
         """
         groups = tuple(groups)
         completions = [completion for group in groups for completion in group.completions]
-        if self.loss.use_importance_sampling_correction and any(
-            completion.token_ids and completion.log_probs is None for completion in completions
-        ):
-            raise ModelError(
-                "the generator gave no log-probabilities of its own",
-                need="one for each token: loss_fn.use_importance_sampling_correction weights by them",
-                fix="a generator that returns them, or loss_fn.use_importance_sampling_correction=false",
-            )
+        if self.loss.needs_generator_log_probs or with_errors:
+            _check_generated(completions)
         self.policy.eval()
         metrics = UpdateMetrics()
-        old = reference = kl_PG = None
+        old = reference = kl_PG = error_PG = None
         # With a single update the policy is its own old policy.
         several = len(self._parts(len(groups))) * self.updates_per_batch > 1
-        if several or (for_reward and self.reference is not None):
+        if several or with_errors or (for_reward and self.reference is not None):
             old, _ = self._all(self.policy, groups, metrics)
-            _add_mismatch(metrics, completions, old.flatten(0, 1))
+            errors_SL = _add_mismatch(metrics, completions, old.flatten(0, 1))
+            if with_errors:
+                error_PG = errors_SL.sum(dim=1).view(old.shape[:2]).cpu() / completion_lengths(groups)
         if self.reference is not None:
             reference, _ = self._all(self.reference, groups, metrics)
             if for_reward:
                 assert old is not None
-                kl_PG = kl_estimate(old, reference, self.loss.reference_policy_kl_type).sum(dim=2).cpu()
-        return Evaluated(groups, old, reference, kl_PG, metrics)
+                kl_PG = kl_estimate(old, reference, self.loss.kl_estimator).sum(dim=2).cpu()
+        return Evaluated(groups, old, reference, kl_PG, error_PG, metrics)
 
     def update(
         self, evaluated: Evaluated, advantages_PG: Tensor, used_PG: Tensor, *, entropies: bool = True
@@ -263,8 +264,9 @@ class PolicyUpdater:
             None if values_PGL is None else values_PGL[p_S, g_S, : values_SL.shape[1]] for values_PGL in evaluated_PGL
         )
         completions = [evaluated.groups[p].completions[g] for part in batch for p, g in part]
-        corrects = self.loss.use_importance_sampling_correction
-        generated_SL = _generated(completions, values_SL)[0] if corrects else None
+        generated_SL = None
+        if self.loss.needs_generator_log_probs:
+            generated_SL, _ = _generated(completions, values_SL)
         loss, metrics = policy_loss(
             log_probs.values_SL,
             values_SL if old is None else old,
@@ -293,9 +295,27 @@ def _generated(completions: Sequence[SampledCompletion], like_SL: Tensor) -> tup
     return on_device(values, like_SL.device), num_given
 
 
-def _add_mismatch(metrics: UpdateMetrics, completions: Sequence[SampledCompletion], values_SL: Tensor) -> None:
-    """Add the error of the generator's log-probabilities, as NeMo RL's `token_mult_prob_error`."""
+def _check_generated(completions: Sequence[SampledCompletion]) -> None:
+    """Raise `ModelError` for a completion without the generator's log-probabilities."""
+    if all(completion.log_probs is not None or not completion.token_ids for completion in completions):
+        return
+    readers = (
+        "loss_fn.use_importance_sampling_correction",
+        "loss_fn.use_on_policy_kl_approximation",
+        "grpo.seq_logprob_error_threshold",
+    )
+    raise ModelError(
+        "the generator gave no log-probabilities of its own",
+        need=f"one for each token, which these keys read: {', '.join(readers)}",
+        fix="a generator that returns them, or none of these keys",
+    )
+
+
+def _add_mismatch(metrics: UpdateMetrics, completions: Sequence[SampledCompletion], values_SL: Tensor) -> Tensor:
+    """Add the error of the generator's log-probabilities, as NeMo RL's `token_mult_prob_error`; returns it for each
+    token, float32 (S, L), 0 where the generator gave none."""
     generated_SL, num_generated = _generated(completions, values_SL)
     errors = torch.where(generated_SL.isnan(), 0.0, (values_SL - generated_SL).abs().exp())
     metrics.mismatch_sum += errors.sum(dtype=torch.float64)
     metrics.mismatch_tokens += num_generated
+    return errors

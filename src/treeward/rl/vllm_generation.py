@@ -100,7 +100,11 @@ class VllmGenerator(ServedGenerator):
             files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
         name = str(dtype).removeprefix("torch.")
         options = engine_options(self.config, max_model_len=self.max_total_tokens, dtype=name)
-        options |= {"trust_remote_code": self.trust_remote_code, **self.config.vllm_kwargs}
+        options |= {
+            "trust_remote_code": self.trust_remote_code,
+            "enforce_eager": self.config.vllm_cfg.enforce_eager,
+            **self.config.vllm_kwargs,
+        }
         actor = self._ray.remote(VllmEngine)
         self._engines = [actor.options(**actor_options).remote() for actor_options in self._place(training)]
         self._all("start", files, "ipc" if self._colocated else "nccl", options, seconds=_START_SECONDS)

@@ -267,8 +267,7 @@ class Loop:
         schedule, step = self.schedule, self.state.step
         if not self.run.validates or step == 0:
             return False
-        is_period_due = bool(schedule.val_period and step % schedule.val_period == 0)
-        return is_period_due or (schedule.val_at_end and self.run.is_done(step))
+        return schedule.is_validated(step) or (schedule.val_at_end and self.run.is_done(step))
 
     def _save_is_due(self) -> bool:
         period, step = self.run.run_config.checkpointing.save_period, self.state.step
