@@ -1,9 +1,11 @@
 """Configurations of NeMo RL, with the keys and values that its files have had, load unchanged."""
 
+import json
 import logging
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from treeward.config.load import load_config, load_grpo_config, save_config
 from treeward.errors import ConfigError
@@ -41,6 +43,21 @@ def test_the_keys_of_its_files_of_august_2026_are_known(name):
 )
 def test_what_its_recipes_change_is_known(override):
     load_grpo_config(FILES / "2026-08" / "grpo_math_1B.yaml", [override])
+
+
+LOADED = [json.loads(line) for line in (FILES / "2026-08" / "loaded.jsonl").read_text(encoding="utf-8").splitlines()]
+"""Files of NeMo RL 7ea279ab by their keys: first what most of them have, then each one's others."""
+
+
+@pytest.mark.parametrize("row", LOADED[1:], ids=lambda row: row["file"])
+def test_its_other_files_load(row, tmp_path):
+    keys = {key: value for key, value in LOADED[0]["keys"].items() if key not in row.get("without", ())}
+    config = OmegaConf.create()
+    for key, value in {**keys, **row["keys"]}.items():
+        OmegaConf.update(config, key, value)
+    file = tmp_path / "run.yaml"
+    OmegaConf.save(config, file)
+    load_grpo_config(file)
 
 
 def test_the_reward_model_example_means_what_it_meant(tmp_path, caplog):
