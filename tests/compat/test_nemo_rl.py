@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset, DatasetDict
 from messages import assistant, user
 
-from treeward.compat.nemo_rl import BinaryPreferenceDataset, PreferenceDataset, load_preference_dataset
+from treeward.compat.nemo_rl import (
+    BinaryPreferenceDataset,
+    PreferenceDataset,
+    RawDataset,
+    RewardModelEnvironment,
+    TaskDataSpec,
+    create_env,
+    get_tokenizer,
+    load_dataset_from_path,
+    load_preference_dataset,
+    register_env,
+)
 from treeward.errors import ConfigError
 
 PAIRS = [("What is 2+2?", "It is 4.", "I don't know."), ("The capital of France?", "Paris.", "London.")]
@@ -48,3 +62,83 @@ def test_ranked_preferences(tmp_path: Path) -> None:
         PreferenceDataset(data_pth=str(path))
     with pytest.raises(ConfigError, match="did you mean PreferenceDataset"):
         load_preference_dataset({"dataset_name": "PreferenceDatset", "data_path": str(path)})
+
+
+IMPORTS = """
+from nemo_rl.algorithms.utils import get_tokenizer, set_seed
+from nemo_rl.data import DataConfig, PreferenceDatasetConfig
+from nemo_rl.data.datasets.preference_datasets import load_preference_dataset
+from nemo_rl.data.datasets.preference_datasets.binary_preference_dataset import BinaryPreferenceDataset
+from nemo_rl.data.datasets.preference_datasets.helpsteer3 import HelpSteer3Dataset
+from nemo_rl.data.datasets.preference_datasets.preference_dataset import PreferenceDataset
+from nemo_rl.data.datasets.preference_datasets.tulu3 import Tulu3PreferenceDataset
+from nemo_rl.data.datasets.raw_dataset import RawDataset
+from nemo_rl.data.datasets.utils import load_dataset_from_path
+from nemo_rl.data.interfaces import DatumSpec, LLMMessageLogType, TaskDataSpec
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+from nemo_rl.environments.math_environment import MathEnvironment
+from nemo_rl.environments.reward_model_environment import RewardModelEnvironment, RewardModelEnvironmentConfig
+from nemo_rl.environments.utils import create_env, register_env
+"""
+
+
+def test_its_imports_run_as_they_are_printed() -> None:
+    script = f"""
+from treeward.compat import nemo_rl
+nemo_rl.install()
+{IMPORTS}
+{IMPORTS.replace("nemo_rl", "treeward.compat.nemo_rl")}
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    without = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True)
+    assert "No module named 'nemo_rl'" in without.stderr, "it has to be asked for"
+
+
+def test_the_attributes_of_the_environment(policy_folder: Path, model_folder: Path) -> None:
+    section = {"enabled": True, "model_name": str(model_folder), "tokenizer": {"name": str(model_folder)}}
+    environment = RewardModelEnvironment(section)
+    assert environment.config["tokenizer"] == {"name": str(model_folder)} and environment.config["enabled"]
+    assert environment.tokenizer.eos_token is not None
+    assert environment.task_data_spec.task_name == "reward_model_env"
+    environment.shutdown()
+
+
+def test_a_task_has_the_texts_of_its_files(tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text("Think: {}")
+    spec = TaskDataSpec("sums", prompt_file=tmp_path / "prompt.txt")
+    other = TaskDataSpec()
+    other.copy_defaults(spec)
+    assert (spec.prompt, spec.system_prompt, other.prompt, other.task_name) == ("Think: {}", None, "Think: {}", None)
+    with pytest.raises(FileNotFoundError):
+        TaskDataSpec(prompt_file=tmp_path / "missing.txt")
+
+
+def test_environments_by_registered_names(policy_folder: Path) -> None:
+    register_env("sums", "treeward.environments.rules.MathEnvironment")
+    environment = create_env("sums", {"num_workers": 1})
+    environment.shutdown()
+    assert environment.config.workers == 1
+    with pytest.raises(ValueError, match="already registered"):
+        register_env("sums", "somewhere.Else")
+
+
+def test_tokenizers_as_its_sections_name_them(policy_folder: Path) -> None:
+    messages = [user("Hi"), assistant("Yes")]
+    plain = get_tokenizer({"name": str(policy_folder), "chat_template": None})
+    assert plain.apply_chat_template(messages, tokenize=False) == "HiYes" and plain.pad_token is not None
+    own = get_tokenizer({"name": str(policy_folder), "chat_template": "{{ messages[0].content }}!"})
+    assert own.apply_chat_template(messages, tokenize=False) == "Hi!"
+
+
+def test_files_and_folders_of_rows(tmp_path: Path) -> None:
+    rows = Dataset.from_list([{"a": n} for n in range(4)])
+    rows.to_json(tmp_path / "rows.jsonl")
+    DatasetDict(train=rows, test=rows.select([0])).save_to_disk(str(tmp_path / "saved"))
+    assert load_dataset_from_path(str(tmp_path / "rows.jsonl"))["a"] == [0, 1, 2, 3]
+    assert load_dataset_from_path(str(tmp_path / "saved"), data_split="test")["a"] == [0]
+    own = RawDataset()
+    own.dataset = rows
+    own.split_train_validation(1, seed=0)
+    assert (len(own.dataset), own.val_dataset and len(own.val_dataset)) == (3, 1)

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from messages import assistant, user, write_jsonl
 from templates import CHATML, byte_bpe
 
-from treeward.config.data import DatasetConfig
+from treeward.config.data import DataConfig, DatasetConfig
+from treeward.config.load import load_section
 from treeward.data.datasets import open_dataset, register_dataset
 from treeward.data.encoding import encode_dataset
 from treeward.data.preference import Preference, parse_transcript
@@ -290,12 +291,43 @@ def test_custom_classes(custom: str) -> None:
     assert first_word(f"{custom}.Old", kwargs={"word": "other"}) == "other"
     assert first_word(f"{custom}.WithPath", data_path="a.jsonl") == "a.jsonlNone"
     assert first_word(f"{custom}.WithPath", data_path="a.jsonl", name="default", split="held") == "a.jsonlheld"
-    assert first_word(f"{custom}.New", data_path="a", subset="b", split="c") == "a b [('split', 'c')]"
+    assert first_word(f"{custom}.New", data_path="a", subset="b", split="c") == (
+        f"a b [('dataset_name', '{custom}.New'), ('split', 'c')]"
+    )
     config = DatasetConfig(dataset_name=f"{custom}.Old")
     stream = open_dataset(config)
     assert list(stream) == list(stream) and next(iter(stream))[0].task_name == "old"
     other = open_dataset(config.model_copy(update={"kwargs": {"word": "other"}}))
     assert stream.name == f"{custom}.Old[train]" and stream.fingerprint != other.fingerprint
+
+
+def test_a_class_gets_its_whole_section_as_in_nemo_rl(custom: str, tmp_path: Path) -> None:
+    """Keys of its own come from the set and from `default`, to the constructor and to `set_task_spec`."""
+    (tmp_path / f"{custom}.py").open("a").write("""
+from treeward.compat.nemo_rl.data.datasets.raw_dataset import RawDataset
+
+class Mine(RawDataset):
+    task_name = "mine"
+
+    def __init__(self, **section):
+        self.dataset = rows(str(sorted(section)))
+
+    def set_task_spec(self, data_config):
+        super().set_task_spec(data_config)
+        self.dataset = rows(self.dataset[0]["completions"][0]["completion"][0]["content"] + data_config["flavour"])
+""")
+    (tmp_path / "system.txt").write_text("Be kind.")
+    default = {
+        "dataset_name": f"{custom}.Mine",
+        "flavour": " sweet",
+        "system_prompt_file": str(tmp_path / "system.txt"),
+    }
+    data = load_section(DataConfig, {"train": {"data_path": "a", "strength": 2}, "default": default}, where="data")
+    stream = open_dataset(data.train[0])
+    preference, _ = next(iter(stream))
+    want = "['data_path', 'dataset_name', 'flavour', 'strength', 'system_prompt_file'] sweet"
+    assert preference.completions[0].messages[0]["content"] == want
+    assert preference.context[0] == {"role": "system", "content": "Be kind."} and preference.task_name == "mine"
 
 
 def test_a_mistyped_grade_of_ultrafeedback_is_left_out_counted_and_said_once(

@@ -1,6 +1,7 @@
 """NeMo RL's pull request 1026: reward models as environments of GRPO, its usage, its table and its training results.
 
-The usage line, `uv run examples/run_grpo_rm.py --config examples/configs/grpo_rm_1B.yaml`, runs with small stand-ins.
+The usage line, `uv run examples/run_grpo_rm.py --config examples/configs/grpo_rm_1B.yaml`, runs with small stand-ins,
+also by today's name, `run_grpo.py`.
 Policy and reward model are small ones in folders, vLLM is a package that makes the same calls, and OpenMathInstruct-2 a
 file of its schema; everything else is as it is shipped, down to the prompts, the math environment as gold, and the
 weights after two steps.
@@ -67,7 +68,7 @@ def stand_ins(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture
 def run_script(uv_run: Callable[..., int]) -> Callable[..., int]:
-    return partial(uv_run, "examples/run_grpo_rm.py")
+    return partial(uv_run, "examples/run_grpo.py")
 
 
 def check_run(folder: Path, *, gold: bool) -> None:

@@ -113,7 +113,8 @@ def _shared_values(given: Block, block_keys: Sequence[str]) -> Block:
     """The flat keys and those of the `default` block: the values of every block that does not give its own."""
     shared = {key: given[key] for key in _FLAT_KEYS if key in given}
     default = _mapping(given.get("default", {}), "default", "{dataset_name: ...}")
-    for key in default.keys() - set(block_keys):
+    is_of_a_class = "." in str(default.get("dataset_name") or shared.get("dataset_name"))
+    for key in () if is_of_a_class else default.keys() - set(block_keys):  # a class may have keys of its own
         near, need = nearest_name(key, block_keys), f"one of {', '.join(block_keys)}"
         fix = f"did you mean data.default.{near}?" if near else None
         raise ConfigError("there is no such key", field=f"default.{key}", got=default[key], need=need, fix=fix)
@@ -211,13 +212,31 @@ class SetConfig(Strict):
     system_prompt_file: str | None = None
     """A text file whose content becomes the system message of conversations that have none."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments for the constructor of a class that is given by its dotted path."""
+    """Further arguments for the constructor of a class that is given by its dotted path. They may also stand beside the
+    other keys, as in NeMo RL."""
     split_validation_size: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Share of the prompts, drawn with `seed`, whose rows are held out and become a validation set. 0: none."""
     part: Literal["train", "validation"] | None = None
     """Rows of `split_validation_size`: held out (`validation`) or not (`train`). None: as the set is used."""
     seed: NonNegativeInt = 42
     """Determines which prompts `split_validation_size` holds out."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_keys_of_a_class(cls, raw: Any) -> Any:
+        """Keys of a section of a class by dotted path that are none of ours are arguments of the class."""
+        if not isinstance(raw, Mapping) or "." not in str(raw.get("dataset_name")):
+            return raw
+        known = {key: value for key, value in raw.items() if key in cls.model_fields}
+        own = {key: value for key, value in raw.items() if key not in known}
+        return {**known, "kwargs": {**own, **(raw.get("kwargs") or {})}} if own else raw
+
+    @property
+    def section(self) -> dict[str, Any]:
+        """The keys that the file gives for the set, those of a class of its own among them."""
+        given = {key: getattr(self, key) for key in type(self).model_fields if key in self.model_fields_set}
+        ours = {"kwargs", "part", "name"}
+        return {key: value for key, value in given.items() if key not in ours} | self.kwargs
 
     def check(self) -> None:
         if self.data_path is None and {**PROMPT_SETS, **COMPARISON_SETS}.get(self.dataset_name) == {}:

@@ -17,15 +17,7 @@ from treeward.config.base import Limit, Period, Strict
 from treeward.config.run import ScheduleConfig
 
 Estimator = Literal["grpo", "leave_one_out", "reinforce_plus_plus"]
-KLEstimator = Literal["k1", "k2", "k3"]
 KLPenalty = Literal["k1", "k2", "k3", "k2_unweighted", "k3_unweighted"]
-_ESTIMATORS: Mapping[KLPenalty, KLEstimator] = {
-    "k1": "k1",
-    "k2": "k2",
-    "k2_unweighted": "k2",
-    "k3": "k3",
-    "k3_unweighted": "k3",
-}
 Truncation = Literal["tis", "icepop", "seq-mask-tis"]
 AlarmKind = Literal["gold_falls", "kl_budget", "length_growth", "entropy_collapse", "truncation", "no_signal"]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
@@ -76,23 +68,13 @@ class PolicyLossConfig(Strict):
     """The least such weight. `icepop` and `seq-mask-tis` need it; None: 0."""
 
     @property
-    def kl_estimator(self) -> KLEstimator:
-        """The estimator, with a weight or without."""
-        return _ESTIMATORS[self.reference_policy_kl_type]
-
-    @property
-    def weights_kl(self) -> bool:
-        """Whether the estimate is weighted by the probability of the token."""
-        return self.reference_policy_kl_type == self.kl_estimator
-
-    @property
     def needs_generator_log_probs(self) -> bool:
         """Whether the loss reads the generator's log-probabilities."""
         penalises = self.reference_policy_kl_penalty > 0 and not self.kl_in_reward
         return self.use_importance_sampling_correction or (penalises and self.use_on_policy_kl_approximation)
 
     def check(self) -> None:
-        if self.use_on_policy_kl_approximation and not self.weights_kl:
+        if self.use_on_policy_kl_approximation and self.reference_policy_kl_type.endswith("_unweighted"):
             keys = "reference_policy_kl_type use_on_policy_kl_approximation"
             raise self.error(keys, "k1, k2 or k3: the others have no weight")
         if self.sequence_level_importance_ratios and self.token_level_loss:

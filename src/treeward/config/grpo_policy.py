@@ -122,7 +122,9 @@ class GenerationConfig(Strict):
 
     def check(self) -> None:
         if self.vllm_cfg.enforce_eager and not self.vllm_kwargs.get("enforce_eager", True):
-            raise self.error("vllm_cfg.enforce_eager vllm_kwargs", "the same value in both", "remove it from vllm_kwargs")
+            raise self.error(
+                "vllm_cfg.enforce_eager vllm_kwargs", "the same value in both", "remove it from vllm_kwargs"
+            )
         gpus, size = self.colocated.resources.gpus_per_node, self.vllm_cfg.tensor_parallel_size
         if self.backend == "hf" and self.url is not None:
             raise self.error("url backend", "backend: vllm or sglang, or no url: backend hf samples in this process")

@@ -4,8 +4,9 @@
     datasets.find("HelpSteer3")                   # or the dotted path of any class
 
 A class by dotted path follows the contract of NeMo RL's guide (docs/data.md): `formatted_ds` and `task_spec`, or
-`dataset` and `task_name`. Its constructor gets `kwargs` of the config, and those of its other keys that its signature
-names. The prompt files are applied here, not by the class.
+`dataset` and `task_name`. Its constructor gets the section of the set: all of it where it takes any keyword, else the
+keys that its signature names. `set_task_spec` gets the section too. The prompt files are applied here, not by the
+class.
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ from treeward.data.sources import PROMPT_FILES, PromptFiles, Row, RowSource
 from treeward.errors import ConfigError, DataError
 from treeward.user_code import import_object
 
-_PLACES = ("data_path", "subset", "split")
-_ARGUMENTS = (*_PLACES, "prompt_key", "chosen_key", "rejected_key", "input_key", "output_key")
+_ARGUMENTS = ("data_path", "subset", "split", "prompt_key", "chosen_key", "rejected_key", "input_key", "output_key")
 _Class = TypeVar("_Class", bound=type[Any])
 
 
@@ -83,28 +83,39 @@ class ObjectRows(RowSource):
 
 
 def _construct(cls: Any, config: SetConfig) -> Any:
-    """Call the class with `kwargs` and the config's values that its signature names."""
+    """The object of a class, which gets its section of the configuration.
+
+    A class that takes any keyword gets the whole section, as in NeMo RL, another one what its signature names. Then
+    `set_task_spec`, if there is one, gets the section.
+    """
     signature = inspect.signature(cls)
-    arguments: dict[str, Any] = {}
-    for key in (*_ARGUMENTS, *PROMPT_FILES):
-        value, names = getattr(config, key, None), (key, f"train_{key}")
-        if value is None or set(names) & set(config.kwargs):
-            continue
-        accepted = next((name for name in names if name in signature.parameters), None)
-        if accepted is None and key in _PLACES and _takes_any(signature):
-            accepted = key
-        if accepted is not None:
-            arguments[accepted] = value
-        elif key in ("data_path", "subset"):  # a split may also be a key of formatted_ds
+    arguments = dict(config.section) if _takes_any(signature) else _named_arguments(signature, config)
+    for key in ("data_path", "split"):  # the names of NeMo RL's first classes
+        if f"train_{key}" in signature.parameters and key in arguments:
+            arguments.setdefault(f"train_{key}", arguments.pop(key))
+    for key in ("data_path", "subset"):  # a split may also be a key of formatted_ds
+        if getattr(config, key) is not None and not {key, f"train_{key}"} & arguments.keys():
             summary, need = f"{config.dataset_name} takes no {key}", f"an argument of {cls.__name__}{signature}"
-            raise ConfigError(summary, field=key, got=value, need=need)
-    arguments |= config.kwargs
+            raise ConfigError(summary, field=key, got=getattr(config, key), need=need)
     try:
         signature.bind(**arguments)
     except TypeError as error:
         summary, need = f"{config.dataset_name} cannot be constructed: {error}", f"{cls.__name__}{signature}"
         raise ConfigError(summary, field="kwargs", got=arguments, need=need) from error
-    return cls(**arguments)
+    made = cls(**arguments)
+    if hasattr(made, "set_task_spec"):
+        made.set_task_spec(dict(config.section))
+    return made
+
+
+def _named_arguments(signature: inspect.Signature, config: SetConfig) -> dict[str, Any]:
+    """The values of the section that a signature names, and `kwargs`."""
+    named: dict[str, Any] = {}
+    for key in (*_ARGUMENTS, *PROMPT_FILES):
+        value = getattr(config, key, None)
+        if value is not None and {key, f"train_{key}"} & signature.parameters.keys():
+            named[key] = value
+    return named | config.kwargs
 
 
 def _rows_of(dataset: Any, config: SetConfig) -> tuple[Iterable[Any], str]:

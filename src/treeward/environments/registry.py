@@ -11,13 +11,15 @@ environment.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from treeward.config.reward_environments import is_enabled
 from treeward.environments.interface import WHERE, Environment
+from treeward.environments.stepped import SteppedEnvironment
 from treeward.errors import ConfigError
 from treeward.user_code import import_object
 
@@ -32,17 +34,25 @@ _CLASSES: Mapping[str, str] = {
 }
 
 
-def environment_class(kind: str) -> type[Environment]:
-    """The class of a kind: one of `_CLASSES`, or a dotted path. Raises `ConfigError` with the nearest name."""
+def environment_class(kind: str) -> Callable[[Mapping[str, Any]], Environment]:
+    """What makes an environment of a kind from its section: a class of `_CLASSES` or at a dotted path, which has our
+    `rewards` or NeMo RL's `step`. Raises `ConfigError` with the nearest name."""
     path = _CLASSES.get(kind, kind)
     if "." not in path:
         need = f"one of {', '.join(_CLASSES)}, or the dotted path of a class"
         raise ConfigError.unknown("there is no such kind of environment", kind, _CLASSES, field="type", need=need)
     cls = import_object(path, field="type")
-    if not (isinstance(cls, type) and issubclass(cls, Environment)) or inspect.isabstract(cls):
-        need = "a subclass of treeward.environments.interface.Environment that implements rewards"
-        raise ConfigError("this is not an environment", field="type", got=kind, need=need)
-    return cls
+    if inspect.isabstract(cls):
+        need = f"a class that implements {', '.join(sorted(cls.__abstractmethods__))}"
+        raise ConfigError("this environment lacks a method", field="type", got=kind, need=need)
+    if isinstance(cls, type) and issubclass(cls, Environment):
+        return cls
+    if isinstance(cls, type) and hasattr(cls, "step"):
+        return partial(SteppedEnvironment, cls)
+    if hasattr(cls, "remote") and hasattr(cls, "options"):  # of @ray.remote
+        return partial(SteppedEnvironment, cls)
+    need = "a subclass of treeward.environments.interface.Environment, or a class with NeMo RL's step"
+    raise ConfigError("this is not an environment", field="type", got=kind, need=need)
 
 
 def make_environment(name: str, config: Mapping[str, Any], *, where: str = WHERE) -> Environment:
@@ -53,8 +63,7 @@ def make_environment(name: str, config: Mapping[str, Any], *, where: str = WHERE
     section = dict(config)
     kind = str(section.pop("type", None) or name)
     try:
-        made: Any = environment_class(kind)
-        environment: Environment = made(section)
+        environment = environment_class(kind)(section)
     except ConfigError as error:
         inner = error.where or WHERE
         if where == WHERE or not inner.startswith(WHERE):

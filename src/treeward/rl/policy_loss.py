@@ -11,15 +11,26 @@ Shapes: S completions, L tokens of the longest one.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from treeward import processes
-from treeward.config.grpo import KLEstimator, PolicyLossConfig
+from treeward.config.grpo import KLPenalty, PolicyLossConfig
 
+KLEstimator = Literal["k1", "k2", "k3"]
+ESTIMATORS: Mapping[KLPenalty, KLEstimator] = {
+    "k1": "k1",
+    "k2": "k2",
+    "k2_unweighted": "k2",
+    "k3": "k3",
+    "k3_unweighted": "k3",
+}
+"""A penalty -> its estimator."""
 Sum = float | Tensor
 
 
@@ -121,8 +132,9 @@ def kl_penalty(log_probs: Tensor, reference: Tensor, generated: Tensor | None, c
     x = log_probs - reference
     limit = config.kl_input_clamp_value
     limited = x if limit is None else x.clamp(-limit, limit)
-    estimate = _estimate(limited, config.kl_estimator)
-    if config.weights_kl:
+    estimator = ESTIMATORS[config.reference_policy_kl_type]
+    estimate = _estimate(limited, estimator)
+    if estimator == config.reference_policy_kl_type:
         if config.use_on_policy_kl_approximation:
             assert generated is not None
             weight = _weights(log_probs - generated)

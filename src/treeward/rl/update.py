@@ -33,7 +33,7 @@ from treeward.model.policy_model import CompletionLogProbs, PolicyModel
 from treeward.parallel.mesh import Mesh
 from treeward.parallel.sharding import sum_over_copies
 from treeward.rl.generation import CompletionGroup, SampledCompletion, batch_shape, completion_lengths
-from treeward.rl.policy_loss import UpdateMetrics, kl_estimate, policy_loss
+from treeward.rl.policy_loss import ESTIMATORS, UpdateMetrics, kl_estimate, policy_loss
 from treeward.training.optimisation import SkippedSteps
 from treeward.tree.batch import on_device, plan_parts
 
@@ -88,6 +88,7 @@ class PolicyUpdater:
     ) -> None:
         self.policy, self.optimizer, self.reference = policy, optimizer, reference
         self.loss = loss or PolicyLossConfig()
+        self._reads_generator = self.loss.needs_generator_log_probs
         self.micro_batch_tokens, self.max_grad_norm, self.temperature = micro_batch_tokens, max_grad_norm, temperature
         self.prompts_per_update, self.updates_per_batch = prompts_per_update, updates_per_batch
         self.on_step, self.skipped, self.mesh = on_step, SkippedSteps(), mesh or Mesh()
@@ -103,7 +104,7 @@ class PolicyUpdater:
         """
         groups = tuple(groups)
         completions = [completion for group in groups for completion in group.completions]
-        if self.loss.needs_generator_log_probs or with_errors:
+        if self._reads_generator or with_errors:
             _check_generated(completions)
         self.policy.eval()
         metrics = UpdateMetrics()
@@ -119,7 +120,7 @@ class PolicyUpdater:
             reference, _ = self._all(self.reference, groups, metrics)
             if for_reward:
                 assert old is not None
-                kl_PG = kl_estimate(old, reference, self.loss.kl_estimator).sum(dim=2).cpu()
+                kl_PG = kl_estimate(old, reference, ESTIMATORS[self.loss.reference_policy_kl_type]).sum(dim=2).cpu()
         return Evaluated(groups, old, reference, kl_PG, error_PG, metrics)
 
     def update(
@@ -265,7 +266,7 @@ class PolicyUpdater:
         )
         completions = [evaluated.groups[p].completions[g] for part in batch for p, g in part]
         generated_SL = None
-        if self.loss.needs_generator_log_probs:
+        if self._reads_generator:
             generated_SL, _ = _generated(completions, values_SL)
         loss, metrics = policy_loss(
             log_probs.values_SL,
