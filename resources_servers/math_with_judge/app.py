@@ -1,6 +1,6 @@
 """Mathematics as a resources server of NeMo Gym: a rule checks the answer first, and a judge what the rule finds wrong.
 
-    ng_run "+config_paths=[resources_servers/math_with_judge/configs/math_with_judge.yaml]"
+    gym env start --config resources_servers/math_with_judge/configs/math_with_judge.yaml
 
 The rule is math-verify's, in processes of its own. A right answer by it is right; for any other, and for one that the
 rule cannot read, a language model says in both orders whether it is equivalent to the row's `expected_answer`. Both

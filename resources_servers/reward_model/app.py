@@ -1,6 +1,6 @@
 """The reward model resources server of NeMo Gym: treeward's server, with the section that Gym hands over.
 
-    ng_run "+config_paths=[resources_servers/reward_model/configs/reward_model.yaml, ...]"
+    gym env start --config resources_servers/reward_model/configs/reward_model.yaml --config ...
     NEMO_GYM_CONFIG_PATH=reward_model_server NEMO_GYM_CONFIG_DICT="$(cat merged.yaml)" python app.py    # what it runs
 
 The instance's section of the merged configuration says where to listen and what to load (`NemoGymConfig`):
@@ -17,6 +17,7 @@ the server is up, so nothing listens until the model is loaded and verified.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
@@ -34,10 +35,13 @@ from treeward.serving.run import serve
 _DEADLINE_SECONDS = 600  # NeMo Gym waits without a limit, and repeats a rollout that is given up
 _MAX_LENGTH = 2048  # of NeMo Gym's page, for a model whose scoring contract does not say
 _CONSTANTS = {"reward_mean": 0.0, "reward_std": 1.0}
+_PLAIN_MEAN = {"method": "mean", "standardize": False}  # of NeMo Gym's page, "Average multiple reward models"
+
+logger = logging.getLogger("treeward.reward_model")
 
 
 class NemoGymConfig(ServedModelConfig):
-    """The configuration of a reward model resources server. Several models are an ensemble, by default `mean`."""
+    """The configuration of a reward model resources server. Several models without an `ensemble` are averaged."""
 
     other_forms: ClassVar[tuple[str, ...]] = (
         *("normalize_rewards", "reward_mean", "reward_std", "reward_clip", "length_penalty"),
@@ -64,7 +68,7 @@ class NemoGymConfig(ServedModelConfig):
             return raw
         models = next((raw[key] for key in ("models", "model", "model_name", "model_path") if key in raw), ())
         if isinstance(models, Sequence) and not isinstance(models, str) and len(models) > 1:
-            raw = {"ensemble": "mean", **raw}
+            raw = {"ensemble": _PLAIN_MEAN, **raw}
         forms = {key: raw[key] for key in cls.other_forms if key in raw}
         shaping, others = raw.get("shaping"), {key: value for key, value in raw.items() if key not in forms}
         if forms and shaping is not None:
@@ -107,7 +111,14 @@ def main() -> int:
 def gym_config() -> NemoGymConfig:
     """This server's section of the configuration that NeMo Gym hands over in the environment. Raises `ConfigError`."""
     where, section = handed_over()
-    return load_section(NemoGymConfig, section, where=where)
+    config = load_section(NemoGymConfig, section, where=where)
+    if len(config.models) > 1 and "ensemble" not in section:
+        logger.warning(
+            "The scores of %d models are averaged as they are, so a model with a wider scale counts for more. "
+            "`ensemble: mean` brings them to one scale first, by the calibration of each (treeward calibrate).",
+            len(config.models),
+        )
+    return config
 
 
 if __name__ == "__main__":

@@ -171,7 +171,7 @@ def handed_over() -> tuple[str, DictConfig]:
             where="NEMO_GYM_CONFIG_DICT, NEMO_GYM_CONFIG_PATH",
             got=f"{type(error).__name__}: {error}",
             need=f"YAML with one server in {name or 'NAME'}.resources_servers",
-            fix="use ng_run, or treeward serve MODEL without NeMo Gym",
+            fix="use gym env start, or treeward serve MODEL without NeMo Gym",
         ) from error
     return f"{name}.resources_servers.{implementation}", section
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 from collections.abc import Callable
 from pathlib import Path
@@ -212,6 +213,19 @@ def verified(make_service: Callable[..., Any], asgi_client: Callable[..., Any]) 
         return client.post("/verify", json=body or rollout()).json()
 
     return verify
+
+
+def test_several_models_without_calibration_are_averaged_as_the_page_says(
+    verified: Callable[..., Any], served_folder: Path, served_scorer: Scorer, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    got = verified(model_path=[str(served_folder)] * 2)
+    assert got["reward"] == pytest.approx(score_of(served_scorer), abs=1e-5)
+    server = {"resources_servers": {"reward_model": {"model_path": ["a", "b"]}}}
+    monkeypatch.setenv("NEMO_GYM_CONFIG_PATH", "mine")
+    monkeypatch.setenv("NEMO_GYM_CONFIG_DICT", json.dumps({"mine": server}))
+    assert gym_config().models == ("a", "b")
+    assert "The scores of 2 models are averaged as they are" in caplog.text
 
 
 def test_members_of_an_ensemble(verified: Callable[..., Any], served_folder: Path, served_scorer: Scorer) -> None:
