@@ -1,7 +1,8 @@
 #!/bin/bash
-# A small reward model on the bundled data, 20 steps: no download, a minute on a CPU or one GPU.
-# Further arguments are overrides: bash scripts/train/debug/reward_modeling.sh rm.max_num_steps=50
+# A small reward model on the bundled data, 20 steps: no download, half a minute on a CPU.
+# Further arguments are options of open-instruct's reward_modeling.py, as --learning_rate 3e-4, or treeward's overrides,
+# as rm.max_num_steps=50.
 cd "$(dirname "$0")/../../.." || exit
 PATH="$PATH:$PWD/.venv/bin"  # where `make` and uv put it
-exec treeward train --config quickstart rm.max_num_steps=20 \
+exec python -m treeward.compat.open_instruct --config quickstart rm.max_num_steps=20 \
     checkpointing.checkpoint_dir=results/debug logger.log_dir=logs/debug "$@"

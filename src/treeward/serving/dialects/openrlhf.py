@@ -1,4 +1,4 @@
-"""OpenRLHF's dialect, `POST /get_reward`: what `--remote_rm_url` calls.
+"""OpenRLHF's dialect, `POST /get_reward`: what `--reward.remote_url` calls.
 
 {"query": ["prompt and response as text"], "prompts": ["prompt"], "labels": ["4"]}
 -> {"rewards": [1.5], "scores": [1.5]}
