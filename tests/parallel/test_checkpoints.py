@@ -36,7 +36,7 @@ from treeward.scoring.verification import verify
 from treeward.training.checkpoints import open_store
 from treeward.training.masters import MasterWeights
 from treeward.training.optimisation import build_optimizer, build_scheduler
-from treeward.training.state import RunState, load_state, save_state
+from treeward.training.state import RunState, check_files, load_state, save_state
 
 SAVED, LAST = 3, 5
 KINDS = ("adamw", "rounded")
@@ -118,7 +118,7 @@ def go_on(folder: str, writers: list[int]) -> dict[str, Any]:
 
 
 def in_a_store(folder: Path) -> list[Any]:
-    """Which saves are found; and that a disk that is full for one process fails for all."""
+    """Which saves are found; that a disk that is full for one process fails for all, and so does a damaged file."""
     session, found = Session("adamw", alone=False), []
     with open_store(CheckpointingConfig(checkpoint_dir=str(folder))) as store:
         assert store is not None
@@ -133,6 +133,12 @@ def in_a_store(folder: Path) -> list[Any]:
         shards.save = write
         latest = store.latest()
         found += [latest and latest.step, sorted(path.name for path in folder.iterdir())]
+    check_files(folder / "step_1")
+    damaged = folder / "step_1" / "optimizer.pt"
+    processes.on_main(lambda: damaged.write_bytes(damaged.read_bytes()[:-1] + b"x"))
+    with pytest.raises(CheckpointError, match="optimizer.pt: the checkpoint is damaged"):
+        check_files(folder / "step_1")
+    check_files(folder / "step_2")
     return found
 
 

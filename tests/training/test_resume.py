@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import resource
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from killed_run import assert_same_run, dying, killed_before_step
 
 from treeward.errors import CheckpointError
+from treeward.model.contract import read_contract, write_contract
 from treeward.training import state
 from treeward.training import train as train_module
 from treeward.training.checkpoints import CheckpointStore
@@ -209,3 +211,68 @@ def test_a_full_disk_is_told_and_the_run_goes_on_when_there_is_room(
     assert list((tmp_path / "checkpoints").iterdir()) == []
     train(tiny_run(), show_progress=False)
     assert_same_run(tmp_path, uninterrupted)
+
+
+def flip(file: Path) -> None:
+    """Change one bit in the middle of a file, as a disk may."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_damaged_checkpoint_is_not_resumed_and_the_one_before_it_is(
+    tiny_run: Callable[..., Any], tmp_path: Path, uninterrupted: Path
+) -> None:
+    with dying(RewardModelRun, "step", lambda run, number: number == 6):
+        train(tiny_run("checkpointing.keep_top_k=null"), show_progress=False)
+    weights = tmp_path / "checkpoints" / "step_4" / "model" / "model.safetensors"
+    flip(weights)
+    with pytest.raises(CheckpointError, match="the checkpoint is damaged") as caught:
+        train(tiny_run(), show_progress=False)
+    assert caught.value.where == str(weights) and f"remove {weights.parent.parent}" in str(caught.value)
+    shutil.rmtree(weights.parent.parent)
+    train(tiny_run(), show_progress=False)
+    assert_same_run(tmp_path, uninterrupted)
+
+
+def test_a_damaged_checkpoint_is_not_exported(tiny_run: Callable[..., Any], tmp_path: Path) -> None:
+    """The best one may be older than the one that a run has resumed from."""
+    options = ("checkpointing.metric_name=null", "checkpointing.keep_top_k=3")
+    train(tiny_run("rm.max_num_steps=4", *options), show_progress=False)
+    final = tmp_path / "checkpoints" / "final" / "model.safetensors"
+    exported = final.read_bytes()
+    flip(tmp_path / "checkpoints" / "step_2" / "model" / "tokenizer.json")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError, match="tokenizer.json"):
+        patch.setattr(CheckpointStore, "best", lambda self: self.all()[0])
+        train(tiny_run("rm.max_num_steps=6", *options), show_progress=False)
+    assert final.read_bytes() == exported
+
+
+def test_a_run_does_not_begin_with_the_damaged_model_of_another(
+    tiny_runs: Callable[[Path], Callable[..., Any]], tmp_path: Path
+) -> None:
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    train(tiny_runs(tmp_path / "first")("rm.max_num_steps=2"), show_progress=False)
+    model = tmp_path / "first" / "checkpoints" / "step_2" / "model"
+    second = tiny_runs(tmp_path / "second")(
+        "rm.max_num_steps=2", "~policy.model_config", "~policy.tokenizer.vocab_size", f"policy.model_name={model}"
+    )
+    flip(model / "model.safetensors")
+    with pytest.raises(CheckpointError, match="the checkpoint is damaged"):
+        train(second, show_progress=False)
+    flip(model / "model.safetensors")
+    assert train(second, show_progress=False).step == 2
+
+
+def test_a_contract_that_is_written_anew_does_not_damage_its_checkpoint(
+    tiny_run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`treeward calibrate` writes it, also for the model of a run that goes on."""
+    train(tiny_run("rm.max_num_steps=2"), show_progress=False)
+    monkeypatch.chdir(tmp_path / "checkpoints" / "step_2" / "model")
+    contract = read_contract(".")
+    assert contract is not None
+    write_contract(contract.model_copy(update={"problem_type": "other"}), ".")
+    monkeypatch.undo()
+    assert train(tiny_run("rm.max_num_steps=4"), show_progress=False).step == 4

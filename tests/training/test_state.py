@@ -16,7 +16,7 @@ from treeward.config.policy import NamedScheduleConfig, OptimizerConfig, TorchSc
 from treeward.errors import CheckpointError, ConfigError
 from treeward.training.masters import MasterWeights
 from treeward.training.optimisation import build_optimizer, build_scheduler
-from treeward.training.state import RunState, load_state, read_state, save_state
+from treeward.training.state import RunState, check_files, load_state, read_state, save_state, write_state
 from treeward.user_code import import_object
 
 
@@ -260,3 +260,44 @@ def test_nothing_that_is_loaded_can_be_code(tmp_path: Path) -> None:
     torch.save({"optimizer": Code()}, tmp_path / "optimizer.pt")
     with pytest.raises(CheckpointError, match="the checkpoint is damaged"):
         load_state(tmp_path, session.optimizer, session.scheduler)
+
+
+def flip(file: Path) -> None:
+    """Change one bit in the middle of a file, as a disk may."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def test_every_file_of_a_checkpoint_has_a_digest(tmp_path: Path) -> None:
+    """Of the weights, the optimiser, its tensors, and the state itself, each is missed and each changed bit is seen."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").write_bytes(bytes(range(256)))
+    session = Session(OptimizerConfig(), CONSTANT)
+    session.train(range(1))
+    session.save(tmp_path, 1)
+    check_files(tmp_path)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {path.parent.name for path in files} == {"model", "optimizer", tmp_path.name}
+    for file in files:
+        sound = file.read_bytes()
+        flip(file)
+        with pytest.raises(CheckpointError, match="the checkpoint is damaged") as caught:
+            check_files(tmp_path)
+        assert caught.value.where == str(file) and f"remove {tmp_path}" in str(caught.value)
+        file.unlink()
+        with pytest.raises(CheckpointError, match="No such file") as caught:
+            check_files(tmp_path)
+        assert caught.value.where == str(file)
+        file.write_bytes(sound)
+    check_files(tmp_path)
+
+
+def test_a_state_that_is_written_anew_keeps_the_digests(tmp_path: Path) -> None:
+    session = Session(OptimizerConfig(), CONSTANT)
+    session.save(tmp_path, 1)
+    write_state(tmp_path, RunState(1, {"what": "x"}, validation_step=1, validation={"a/loss": math.nan}))
+    check_files(tmp_path)
+    flip(tmp_path / "optimizer.pt")
+    with pytest.raises(CheckpointError, match="the checkpoint is damaged"):
+        check_files(tmp_path)

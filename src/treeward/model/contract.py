@@ -20,6 +20,7 @@ from transformers.utils.hub import cached_file
 
 from treeward.config.base import Strict
 from treeward.data.conversation import Conversation
+from treeward.digests import reseal
 from treeward.errors import ModelError
 from treeward.model.pretrained import check_local
 from treeward.storage import write_text
@@ -291,9 +292,11 @@ def keeps_padding(contract: ScoringContract | None) -> bool:
 
 
 def write_contract(contract: ScoringContract, folder: str | Path) -> Path:
-    """Write the contract into a model folder, replacing an older one atomically; returns its path."""
+    """Write the contract into a model folder, replacing an older one atomically; returns its path. In a checkpoint of
+    a run its digest is replaced too: to calibrate the model there is no damage."""
     path = Path(folder).expanduser() / CONTRACT_FILE
     write_text(path, json.dumps(contract.model_dump(mode="json"), indent=2, ensure_ascii=False) + "\n")
+    reseal(path)
     return path
 
 

@@ -37,7 +37,15 @@ from treeward.progress import ShownProgress, show_logs
 from treeward.storage import write_text
 from treeward.training.checkpoints import Checkpoint, CheckpointStore, open_store
 from treeward.training.optimisation import be_deterministic
-from treeward.training.state import RunState, load_state, read_state, save_state, stored_metric, write_state
+from treeward.training.state import (
+    RunState,
+    check_files,
+    load_state,
+    read_state,
+    save_state,
+    stored_metric,
+    write_state,
+)
 from treeward.training.tracking import TrackerGroup, check_log_folder, open_trackers, read_metrics
 
 logger = logging.getLogger(__name__)
@@ -163,6 +171,8 @@ def start(
         processes.on_main(lambda: check_log_folder(config.logger))
         with open_store(config.checkpointing, metric_of) as store, quiet_transformers():
             checkpoint = None if store is None else store.latest()
+            if checkpoint is not None:
+                check_files(checkpoint.path)
             torch.set_float32_matmul_precision(config.policy.matmul_precision)
             if config.policy.deterministic:
                 be_deterministic()
@@ -325,8 +335,9 @@ class Loop:
         run.save_model(folder)
         self._complete_state()
         is_rounded = config.policy.precision != "float32"
-        save_state(folder, self.state, run.optimizer, run.scheduler, with_weights=is_rounded)
         processes.on_main(lambda: save_config(config, folder / "config.yaml"))
+        # Last, because it has the digests of all other files.
+        save_state(folder, self.state, run.optimizer, run.scheduler, with_weights=is_rounded)
 
     def _complete_state(self) -> None:
         self.state.run, self.state.ranked = self.run.state(), self._save_is_due()
@@ -346,6 +357,8 @@ class Loop:
             return was_done and final.is_dir() and mark.exists() and mark.read_text(encoding="utf-8") == name
 
         if not processes.on_main(is_exported):
+            # It may be older than the checkpoint that the run has resumed from, which was checked.
+            check_files(best.path, within="model/")
             processes.on_main(lambda: mark.unlink(missing_ok=True))
 
             def write(folder: Path) -> None:

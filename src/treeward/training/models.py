@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from treeward import processes
 from treeward.config.policy import TrainedModelConfig
 from treeward.data.tokenizers import train_tokenizer
+from treeward.digests import SEAL_FILE
 from treeward.errors import ConfigError
 from treeward.model.contract import CONTRACT_FILE
 from treeward.model.liger import use_liger_kernel
@@ -27,6 +28,7 @@ from treeward.parallel.mesh import Mesh
 from treeward.parallel.sharding import shard
 from treeward.parallel.tensor import cut
 from treeward.training.checkpoints import Checkpoint
+from treeward.training.state import check_files
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +59,8 @@ def load_model(
     load: Callable[..., Loaded[_Model]],
 ) -> _Model:
     """The model of a checkpoint, or the one that the configuration names (`load`) or describes (`build`). On several
-    processes it is without weights until it is sharded, if nothing needs them before."""
+    processes it is without weights until it is sharded, if nothing needs them before. Raises `CheckpointError` if it is
+    in a checkpoint of another run that is damaged."""
     is_sharded = mesh.devices is not None
     is_whole_here = not is_sharded or policy.load_in_4bit
     common: dict[str, Any] = {
@@ -69,8 +72,10 @@ def load_model(
     if saved is None and policy.architecture is not None:
         fields = {key: value for key, value in policy.architecture.items() if key != "vocab_size"}
         return build(fields, tokenizer, **common).model
+    if saved is None:
+        _check_origin(Path(str(policy.model_name)).expanduser())  # the schema requires one
     return load(
-        saved or str(policy.model_name),  # the schema requires one
+        saved or str(policy.model_name),
         tokenizer=tokenizer,
         dtype=DTYPES["float32" if is_sharded and policy.trains_backbone else policy.precision],
         trust_remote_code=policy.trust_remote_code,
@@ -78,6 +83,12 @@ def load_model(
         on_meta=not is_whole_here,
         **common,
     ).model
+
+
+def _check_origin(folder: Path) -> None:
+    """Check the files of a model folder that lies in a checkpoint of another run."""
+    if (folder.parent / SEAL_FILE).is_file():
+        check_files(folder.parent, within=f"{folder.name}/")
 
 
 def make_ready(

@@ -1,11 +1,13 @@
 """Saving and loading a checkpoint's state beside the model: optimiser, schedule, random numbers, `RunState`.
 
-    save_state(folder, RunState(step, ...), optimizer, scheduler)
+    save_state(folder, RunState(step, ...), optimizer, scheduler)     # the last file of a checkpoint
+    check_files(folder)                                               # nothing is loaded from a damaged one
     state = load_state(folder, optimizer, scheduler)
 
-The state is JSON. The optimiser's tensors are safetensors in parts, by the names of the parameters
-(`hf.score.weight.exp_avg`), so that any number of processes can load them; so are float32 weights if the model is saved
-in bfloat16. The rest, torchao's quantised states included, is loaded by torch's `weights_only`.
+The state is JSON, and has the digests of all files of the checkpoint. The optimiser's tensors are safetensors in
+parts, by the names of the parameters (`hf.score.weight.exp_avg`), so that any number of processes can load them. So are
+float32 weights if the model is saved in bfloat16. The rest, torchao's quantised states included, is loaded by torch's
+`weights_only`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import json
 import logging
 import math
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,15 +29,15 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from treeward import processes
+from treeward.digests import SEAL_FILE, damaged_file, file_digest, read_seal, write_seal
 from treeward.errors import CheckpointError, shown
 from treeward.model.shards import read_tensors, stored_tensors, whole, write_tensors
-from treeward.storage import write_text
 from treeward.training.masters import MasterWeights
 from treeward.training.step_file import flattened
 
 logger = logging.getLogger(__name__)
 
-_STATE, _OPTIMIZER, _TENSORS = "training_state.json", "optimizer.pt", "optimizer"
+_OPTIMIZER, _TENSORS = "optimizer.pt", "optimizer"
 _FLOAT32_WEIGHT = "float32_weight"
 
 
@@ -67,7 +69,8 @@ def save_state(
     *,
     with_weights: bool = False,
 ) -> None:
-    """Write the state into a folder; every process calls it. `with_weights`: the float32 weights too."""
+    """Write the state into a folder, with the digests of all that it holds by then; every process calls it.
+    `with_weights`: the float32 weights too."""
     tensors, settings = _pack(optimizer, with_weights=with_weights)
     rng = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
@@ -75,7 +78,41 @@ def save_state(
     contents = _dumped({"optimizer": settings, "scheduler": scheduler.state_dict(), "rng": rng})
     write_tensors(folder / _TENSORS, tensors)
     processes.on_main(lambda: (folder / _OPTIMIZER).write_bytes(contents))
-    processes.on_main(lambda: write_state(folder, state))
+    digests = _digests(folder)
+    processes.on_main(lambda: write_seal(folder, asdict(state), digests))
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """The digests of all files by their names; each process reads its share of the files."""
+    names = processes.on_main(lambda: sorted(_file_names(folder)))
+    digests: dict[str, str] = {}
+    shares = processes.together(lambda: {name: file_digest(folder / name) for name in _own_share(names)})
+    for share in processes.gather(shares):
+        digests |= share
+    return digests
+
+
+def _file_names(folder: Path) -> list[str]:
+    return [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+
+
+def _own_share(names: Sequence[str]) -> Sequence[str]:
+    return names[processes.rank() :: processes.size()]
+
+
+def check_files(folder: Path, within: str = "") -> None:
+    """Raise `CheckpointError` naming a file of a checkpoint that is not as it was saved; every process calls it, and
+    reads its share of the files. `within`: a folder in it, as "model", whose files alone are read."""
+
+    def check_share() -> None:
+        digests = _read(folder)[1]
+        names = [name for name in sorted(digests) if name.startswith(within)]
+        damaged = damaged_file(folder, {name: digests[name] for name in _own_share(names)})
+        if damaged is not None:
+            path, got = damaged
+            raise _damaged(folder, path, got)
+
+    processes.together(check_share)
 
 
 def _dumped(held: dict[str, Any]) -> memoryview:
@@ -99,7 +136,7 @@ def _dumped(held: dict[str, Any]) -> memoryview:
 
 def write_state(folder: Path, state: RunState) -> None:
     """Write the state alone, also into a finished checkpoint: a kill leaves the old one or the new one."""
-    write_text(folder / _STATE, json.dumps(asdict(state), indent=2) + "\n")
+    write_seal(folder, asdict(state), _read(folder)[1])
 
 
 def load_state(folder: Path, optimizer: torch.optim.Optimizer, scheduler: LRScheduler) -> RunState:
@@ -108,12 +145,12 @@ def load_state(folder: Path, optimizer: torch.optim.Optimizer, scheduler: LRSche
     try:
         contents = torch.load(folder / _OPTIMIZER, map_location="cpu", weights_only=True)
     except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
-        raise _unreadable(folder / _OPTIMIZER, error) from error
+        raise _unreadable(folder, folder / _OPTIMIZER, error) from error
     scheduler.load_state_dict(contents["scheduler"])
     try:
         _unpack(optimizer, contents["optimizer"], folder / _TENSORS)
     except (OSError, SafetensorError, KeyError, RuntimeError) as error:
-        raise _unreadable(folder / _TENSORS, error) from error
+        raise _unreadable(folder, folder / _TENSORS, error) from error
     if isinstance(scheduler, LambdaLR):
         # In a run that was made longer the next step has its place in the longer schedule; else nothing changes.
         for group, base, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
@@ -135,10 +172,16 @@ def load_state(folder: Path, optimizer: torch.optim.Optimizer, scheduler: LRSche
 
 def read_state(folder: Path) -> RunState:
     """The saved state alone, without putting anything back. Raises `CheckpointError` if it cannot be read."""
+    return _read(folder)[0]
+
+
+def _read(folder: Path) -> tuple[RunState, dict[str, str]]:
+    """The saved state, and the digests of the files beside it."""
     try:
-        return RunState(**json.loads((folder / _STATE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise _unreadable(folder / _STATE, error) from error
+        values, digests = read_seal(folder)
+        return RunState(**values), digests
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise _unreadable(folder, folder / SEAL_FILE, error) from error
 
 
 def stored_metric(folder: Path, name: str) -> float | None:
@@ -244,10 +287,15 @@ def _empty_like(parameter: Tensor, size: torch.Size, dtype: torch.dtype) -> Tens
     return DTensor.from_local(state, parameter.device_mesh, [Replicate()] * parameter.device_mesh.ndim, run_check=False)
 
 
-def _unreadable(file: Path, error: Exception) -> CheckpointError:
+def _unreadable(folder: Path, file: Path, error: Exception) -> CheckpointError:
+    return _damaged(folder, file, str(error).strip().split("\n")[0] or type(error).__name__)
+
+
+def _damaged(folder: Path, file: Path, got: str) -> CheckpointError:
     return CheckpointError(
         "the checkpoint is damaged",
         where=str(file),
-        got=str(error).strip().split("\n")[0] or type(error).__name__,
-        fix=f"remove {file.parent}: the run resumes from the checkpoint before it, or begins anew without one",
+        got=got,
+        need="the files as the run has saved them",
+        fix=f"remove {folder}: the run resumes from the checkpoint before it, or begins anew without one",
     )
