@@ -38,12 +38,12 @@ def write_digest(path: Path) -> None:
 
 
 def has_its_digest(path: Path) -> bool:
-    """Whether a file is as `write_digest` has seen it; False for a file without a digest."""
+    """Whether a file is as `write_digest` has seen it; False for one without a digest, or that cannot be read."""
     try:
         expected = _beside(path).read_text(encoding="utf-8").strip()
+        return file_digest(path) == expected
     except (OSError, ValueError):
         return False
-    return file_digest(path) == expected
 
 
 def _beside(path: Path) -> Path:

@@ -30,6 +30,7 @@ import pyarrow.compute
 from treeward.config.data import Ties
 from treeward.data.conversation import last_text
 from treeward.data.preference import Completion, Preference
+from treeward.digests import has_its_digest, write_digest
 from treeward.errors import ConfigError, DataError
 from treeward.progress import ShownProgress
 from treeward.storage import atomic_file
@@ -288,16 +289,13 @@ def encode_dataset(
     """
     content = json.dumps([_FORMAT_VERSION, stream.fingerprint, renderer.fingerprint, ties, *attributes])
     path = Path(cache_dir) / f"{hashlib.sha256(content.encode()).hexdigest()[:32]}.arrow"
-    dataset = None
-    if path.exists():
-        try:
-            dataset = EncodedDataset(path, stream.name)
-            logger.info("%s: tokenized before, reusing %s", stream.name, path)
-        except DataError as error:
-            logger.warning("%s; tokenizing again", error.summary)
-    if dataset is None:
+    if has_its_digest(path):
+        logger.info("%s: tokenized before, reusing %s", stream.name, path)
+    else:
+        if path.exists():
+            logger.warning("the token cache %s is damaged: it is not what its digest is of; tokenizing again", path)
         _write(path, stream, renderer, Rules(ties, tuple(attributes)), progress)
-        dataset = EncodedDataset(path, stream.name)
+    dataset = EncodedDataset(path, stream.name)
     counts, summary, remedy = dataset.counts, dataset.counts.summary(), ""
     if counts.is_much_dropped and (counts.dropped_too_long or counts.completions_too_long):
         remedy = "; a higher policy.max_total_sequence_length keeps more, data.truncation=truncate_left cuts prompts"
@@ -359,6 +357,7 @@ def _write(path: Path, stream: RowDataset, renderer: Renderer, rules: Rules, pro
                 done += len(rows)
                 shown.show(f"tokenizing {stream.name}", done, 0)
             writer.write_batch(pa.RecordBatch.from_pylist(records, schema=_SCHEMA))
+        write_digest(path)
     except OSError as error:
         summary = f"the token cache cannot be written: {error.strerror or error}"
         need = "a folder with room that can be written"

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from treeward import processes
 from treeward.data.encoding import EncodedDataset
+from treeward.digests import has_its_digest, write_digest
 from treeward.errors import ConfigError
 from treeward.model.reward_model import head_name
 from treeward.model.shards import whole
@@ -87,18 +88,26 @@ def _complete(file: Path, setup: RewardModelSetup, dataset: EncodedDataset, show
     def begin() -> bool:
         file.parent.mkdir(parents=True, exist_ok=True)
         held.enter_context(folder_lock(file.parent, wait=True))
-        if file.exists():
+        if has_its_digest(file):
             logger.info("%s: the backbone has read it before, reusing %s", dataset.name, file)
             return False
+        if file.exists():
+            logger.warning("the features %s are damaged: they are not what their digest is of; made again", file)
         remove_leftovers(file.parent)  # of a run that was killed
-        written.append(held.enter_context(atomic_file(file, "wb")))
+        written.append(writing.enter_context(atomic_file(file, "wb")))
         return True
 
     def write(states: Sequence[Tensor]) -> None:
         for state in states:
             written[0].write(_bytes(state))
 
-    with contextlib.ExitStack() as held, processes.patience() as group:
+    def finish() -> None:
+        writing.close()  # gives the file its name
+        if is_missing:
+            write_digest(file)
+        held.close()
+
+    with contextlib.ExitStack() as held, contextlib.ExitStack() as writing, processes.patience() as group:
         try:
             is_missing = processes.on_main(begin, group)
             shown = held.enter_context(ShownProgress(unit="comparisons", enabled=show_progress and is_missing))
@@ -108,7 +117,7 @@ def _complete(file: Path, setup: RewardModelSetup, dataset: EncodedDataset, show
                 assert states[0].shape[1:] == setup.model.feature_shape and states[0].dtype == _dtype(setup)
                 processes.on_main(partial(write, states))
                 shown.show(f"reading {dataset.name} with the backbone", end, size)
-            processes.on_main(held.close)  # gives the file its name
+            processes.on_main(finish)
         except OSError as error:
             summary = f"the features cannot be kept: {error.strerror or error}"
             need = "a folder with room that can be written"
