@@ -207,3 +207,17 @@ def test_a_generator_that_dies_ends_the_run_which_goes_on_from_its_checkpoint(
     lines = [line for line in read_metrics(tmp_path / "logs" / "metrics.jsonl") if "train/loss" in line]
     assert len(lines) == 4
     assert all(line["train/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-4) for line in lines)
+
+
+def test_a_resumed_run_keeps_the_samples_and_alarms_of_another_that_has_used_its_log_folder(
+    tiny_grpo: Make, tmp_path: Path
+) -> None:
+    short = ("grpo.max_num_steps=2", "grpo.num_prompts_per_step=2")
+    with dying(GRPORun, "step", lambda run, number: number == 3):
+        grpo(tiny_grpo(*short, "grpo.max_num_steps=3"), show_progress=False)
+    grpo(tiny_grpo(*short, "grpo.seed=8", f"checkpointing.checkpoint_dir={tmp_path}/other"), show_progress=False)
+    names = ("metrics.jsonl", "samples.jsonl", "alarms.json")
+    other = [(tmp_path / "logs" / name).read_bytes() for name in names]
+    assert grpo(tiny_grpo(*short, "grpo.max_num_steps=3"), show_progress=False).step == 3
+    kept = ("metrics.2.jsonl", "samples.2.jsonl", "alarms.2.json")
+    assert [(tmp_path / "logs" / name).read_bytes() for name in kept] == other

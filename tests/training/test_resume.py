@@ -208,7 +208,7 @@ def test_a_full_disk_is_told_and_the_run_goes_on_when_there_is_room(
             train(tiny_run(), show_progress=False)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert list((tmp_path / "checkpoints").iterdir()) == []
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [".run_id"]
     train(tiny_run(), show_progress=False)
     assert_same_run(tmp_path, uninterrupted)
 
@@ -276,3 +276,29 @@ def test_a_contract_that_is_written_anew_does_not_damage_its_checkpoint(
     write_contract(contract.model_copy(update={"problem_type": "other"}), ".")
     monkeypatch.undo()
     assert train(tiny_run("rm.max_num_steps=4"), show_progress=False).step == 4
+
+
+def test_a_resumed_run_keeps_the_log_of_another_that_has_used_its_folder(
+    tiny_run: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture, uninterrupted: Path
+) -> None:
+    logs = tmp_path / "logs"
+    with killed_before_step(5):
+        train(tiny_run(), show_progress=False)
+    first = (logs / "metrics.jsonl").read_bytes()
+    train(tiny_run(f"checkpointing.checkpoint_dir={tmp_path}/other"), show_progress=False)
+    other = (logs / "metrics.jsonl").read_bytes()
+    assert train(tiny_run(), show_progress=False).step == 6
+    assert "has the log of another run" in caplog.text
+    assert [(logs / f"metrics.{number}.jsonl").read_bytes() for number in (1, 2)] == [first, other]
+    steps = [line["step"] for line in read_metrics(logs / "metrics.jsonl")]
+    assert set(steps) == {5, 6}
+    caplog.clear()
+    train(tiny_run(), show_progress=False)  # the folder is this run's again
+    assert "another run" not in caplog.text
+    assert [line["step"] for line in read_metrics(logs / "metrics.jsonl")] == steps
+
+
+def test_the_log_may_lie_in_the_folder_of_the_checkpoints(tiny_run: Callable[..., Any], tmp_path: Path) -> None:
+    config = tiny_run("rm.max_num_steps=2", f"logger.log_dir={tmp_path}/checkpoints")
+    train(config, show_progress=False)
+    assert train(config, show_progress=False).step == 2

@@ -1,6 +1,7 @@
 import importlib.util
 import json
 import math
+import shutil
 import time
 import types
 from pathlib import Path
@@ -8,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from treeward.config.run import LoggerConfig
+from treeward.errors import ConfigError
 from treeward.training.step_file import StepFile, read_steps
-from treeward.training.tracking import TrackerGroup, open_trackers, read_metrics
+from treeward.training.tracking import TrackerGroup, log_folder, open_trackers, read_metrics
 
 
 def needs(package):
@@ -197,3 +199,25 @@ def test_a_new_run_keeps_the_files_of_earlier_ones(tmp_path: Path) -> None:
         written(path, range(number + 1))
     names = ("samples.1.jsonl", "samples.2.jsonl", "samples.jsonl")
     assert [len(read_steps(tmp_path / name)) for name in names] == [2, 4, 6]
+
+
+def test_one_run_writes_a_log_folder(tmp_path: Path) -> None:
+    with log_folder(logger_config(tmp_path / "logs")):
+        words = "another run is writing this log folder"
+        with pytest.raises(ConfigError, match=words) as caught, log_folder(logger_config(tmp_path / "logs")):
+            pass
+        assert caught.value.got == str(tmp_path / "logs") and "logger.log_dir" in str(caught.value)
+    with log_folder(logger_config(tmp_path / "logs")):
+        pass
+
+
+def test_a_log_that_is_deleted_while_it_is_written_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "logs" / "metrics.jsonl"
+    file = StepFile(path)
+    file.append({"step": 1})
+    shutil.rmtree(path.parent)
+    file.append({"step": 2})
+    file.append({"step": 3})
+    file.close()
+    assert caplog.text.count(f"{path} was deleted while the run writes it") == 1
+    assert read_steps(path) == [{"step": 2}, {"step": 3}]

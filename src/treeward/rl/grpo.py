@@ -34,7 +34,7 @@ from treeward.training.loop import Outcome, Run, StepMetrics, Validation, start
 from treeward.training.models import save_adapted
 from treeward.training.optimisation import SkippedSteps
 from treeward.training.state import RunState
-from treeward.training.step_file import StepFile
+from treeward.training.step_file import StepFile, set_aside
 from treeward.training.tracking import METRICS_FILE, TrackerGroup, read_metrics
 
 logger = logging.getLogger(__name__)
@@ -112,9 +112,11 @@ class GRPORun(Run):
         # A validation that is repeated writes its samples again.
         validated_at = -1 if state.validation_step is None else state.validation_step
         written_to = validated_at if self.setup.validation else state.step
-        resume_step = None if state.step == 0 else written_to
+        is_logged = trackers.resume_step is not None
         if processes.is_main():
-            self._samples = StepFile(self._log_dir / SAMPLES_FILE, resume_step=resume_step)
+            self._samples = StepFile(self._log_dir / SAMPLES_FILE, resume_step=written_to if is_logged else None)
+            if not is_logged:
+                set_aside(self._log_dir / ALARMS_FILE)
         self._write_alarms()  # alarms after the last checkpoint of a killed run are raised again
         if self.stopped_by is not None:
             logger.info("The alarm %s has ended this run after step %d.", self.stopped_by, state.step)

@@ -60,12 +60,9 @@ def open_store(
 
         def opens() -> None:
             folder.mkdir(parents=True, exist_ok=True)
-            end = time.monotonic() + (_LEASE_SECONDS if processes.size() > 1 else 0)
-            while not opened.enter_context(folder_lock(folder)):
-                if time.monotonic() >= end:
-                    fix = "wait until it has ended, or set checkpointing.checkpoint_dir"
-                    raise CheckpointError("another run is using this checkpoint folder", where=str(folder), fix=fix)
-                time.sleep(1)
+            if not is_locked(folder, until=opened):
+                fix = "wait until it has ended, or set checkpointing.checkpoint_dir"
+                raise CheckpointError("another run is using this checkpoint folder", where=str(folder), fix=fix)
             for leftover in (*folder.glob(f"{_PARTIAL}*"), *folder.glob(f"{_REMOVING}*")):  # of a killed session
                 shutil.rmtree(leftover)
             remove_leftovers(folder, *folder.glob("step_*"))
@@ -76,6 +73,18 @@ def open_store(
             summary, fix = "the checkpoint folder cannot be used", "set checkpointing.checkpoint_dir"
             raise CheckpointError(summary, where=str(folder), got=str(error), fix=fix) from error
         yield CheckpointStore(folder, config, metric_of)
+
+
+def is_locked(path: Path, *, until: ExitStack) -> bool:
+    """Lock a folder or a file of a run until the stack closes; False where another run holds it."""
+    # The main process of a run that was lost with its node may hold it a while yet.
+    patience = _LEASE_SECONDS if processes.size() > 1 else 0
+    end = time.monotonic() + patience
+    while not until.enter_context(folder_lock(path)):
+        if time.monotonic() >= end:
+            return False
+        time.sleep(1)
+    return True
 
 
 class CheckpointStore:

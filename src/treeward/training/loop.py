@@ -46,7 +46,15 @@ from treeward.training.state import (
     stored_metric,
     write_state,
 )
-from treeward.training.tracking import TrackerGroup, check_log_folder, open_trackers, read_metrics
+from treeward.training.tracking import (
+    TrackerGroup,
+    begin_log,
+    id_of_run,
+    log_folder,
+    logs_run,
+    open_trackers,
+    read_metrics,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -168,8 +176,11 @@ def start(
                 "call launch(train, config) of treeward.parallel.launch",
             )
             raise ConfigError(summary, field="cluster", got=f"{num_processes} processes", fix=fix)
-        processes.on_main(lambda: check_log_folder(config.logger))
-        with open_store(config.checkpointing, metric_of) as store, quiet_transformers():
+        with (
+            log_folder(config.logger),
+            open_store(config.checkpointing, metric_of) as store,
+            quiet_transformers(),
+        ):
             checkpoint = None if store is None else store.latest()
             if checkpoint is not None:
                 check_files(checkpoint.path)
@@ -182,11 +193,13 @@ def start(
             with stop, contextlib.ExitStack() as opened:
                 opened.callback(run.close)
                 state = _resumed(run, checkpoint)
-                resume_step = None if checkpoint is None else state.step
+                run_id = _run_id(store, checkpoint)
+                resume_step = _logged_step(config, run_id, checkpoint)
                 settings = config.model_dump(mode="json", by_alias=True)
                 trackers = opened.enter_context(open_trackers(config.logger, settings, resume_step))
                 processes.on_main(lambda: save_config(config, Path(config.logger.log_dir) / "config.yaml"))
                 run.begin(state, trackers)
+                processes.on_main(lambda: begin_log(config.logger, run_id))
                 progress = opened.enter_context(ShownProgress(unit="steps", enabled=show_progress))
                 outcome = Loop(run, state, schedule, store, trackers, progress, stop).run_to_end()
                 trackers.status = "interrupted" if outcome.interrupted_by else "finished"
@@ -219,6 +232,26 @@ def _resumed(run: Run, checkpoint: Checkpoint | None) -> RunState:
         )  # fmt: skip
         run.total_steps = state.step
     return state
+
+
+def _run_id(store: CheckpointStore | None, checkpoint: Checkpoint | None) -> str:
+    folder = None if store is None else store.folder
+    return processes.on_main(lambda: id_of_run(folder, is_new=checkpoint is None))
+
+
+def _logged_step(
+    config: RewardModelRunConfig | GRPORunConfig, run_id: str, checkpoint: Checkpoint | None
+) -> int | None:
+    """The step from which the log goes on; None in a new run, and where the log folder is of another run."""
+    if checkpoint is None:
+        return None
+    if not processes.on_main(lambda: logs_run(config.logger, run_id)):
+        logger.warning(
+            "logger.log_dir=%s has the log of another run. Its files are set aside, and this run's log begins at step "
+            "%d: give each run a log folder of its own.", config.logger.log_dir, checkpoint.step,
+        )  # fmt: skip
+        return None
+    return checkpoint.step
 
 
 @dataclass

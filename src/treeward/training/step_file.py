@@ -1,6 +1,6 @@
 """`StepFile`: a file of JSON lines, one or more to a step, that a killed and resumed run continues as if never killed.
 
-    samples = StepFile(log_dir / "samples.jsonl", resume_step=None)      # a new run; an earlier file is set aside
+    samples = StepFile(log_dir / "samples.jsonl", resume_step=None)      # a new run; another's is set aside
     samples.append({"step": 20, "text": "..."})
 
 A step's lines must be appended before its checkpoint is saved; a run that resumes from it takes out those of later
@@ -25,7 +25,8 @@ logger = logging.getLogger(__name__)
 
 class StepFile:
     """Appends objects with a whole number `step`, each handed to the operating system before `append` returns.
-    `resume_step`: the step to continue from; None keeps an existing file as `<name>.1.jsonl`. Raises `DataError` on
+    `resume_step`: the step to continue from; None keeps an existing file as `<name>.1.jsonl`. A file that is
+    deleted meanwhile begins again, with a warning. Raises `DataError` on
     resume for a line that is not such an object."""
 
     def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
@@ -38,16 +39,16 @@ class StepFile:
                 file.writelines(json.dumps(record) + "\n" for record in kept_records)
             if number := len(records) - len(kept_records):
                 logger.info("%s: cut %d lines after step %d", path.name, number, resume_step)
-        elif path.exists() and path.stat().st_size > 0:
-            names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
-            kept = path.rename(next(name for name in names if not name.exists()))
-            logger.info("%s of an earlier run is kept as %s", path, kept.name)
+        else:
+            set_aside(path)
         self._file = path.open("ab", buffering=0)
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write a line. Raises `ConfigError` if that fails; half a line is cut when the run resumes."""
         line = json.dumps(record, allow_nan=False).encode() + b"\n"
         try:
+            if os.fstat(self._file.fileno()).st_nlink == 0:
+                self._begin_again()
             if self._file.write(line) != len(line):
                 raise OSError("only a part of a line was written; the disk may be full")
         except OSError as error:
@@ -55,9 +56,27 @@ class StepFile:
             fix = "make room and start the same command again: it resumes from the last checkpoint"
             raise ConfigError(summary, where=str(self._path), got=str(error), fix=fix) from error
 
+    def _begin_again(self) -> None:
+        """Go on in a new file: what is written into a deleted one is lost, without an error."""
+        logger.warning(
+            "%s was deleted while the run writes it: its lines are lost, and it begins again here.", self._path
+        )
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file.close()
+        self._file = self._path.open("ab", buffering=0)
+
     def close(self) -> None:
         os.fsync(self._file.fileno())
         self._file.close()
+
+
+def set_aside(path: Path) -> None:
+    """Keep a file of another run, unless it is empty, as `<name>.1<suffix>`, or the next number that is free."""
+    if not path.exists() or path.stat().st_size == 0:
+        return
+    names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
+    kept = path.rename(next(name for name in names if not name.exists()))
+    logger.info("%s of another run is kept as %s", path, kept.name)
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:

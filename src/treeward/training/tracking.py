@@ -4,19 +4,22 @@
         trackers.log({"train/rm/loss": 0.64, "train/rm/accuracy": 0.61}, step=1)
 
 A step's metrics must be logged before the checkpoint of that step is saved; a run that resumes from it removes the
-lines of later steps. A tracker that cannot start stops the run with a `ConfigError`; one that fails later is dropped
+lines of later steps, from a log folder of its own: `log_folder` locks it, and `run_id` beside the metrics names the
+run. A tracker that cannot start stops the run with a `ConfigError`; one that fails later is dropped
 with a warning.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
@@ -24,9 +27,11 @@ from treeward import processes
 from treeward.config.run import LoggerConfig
 from treeward.errors import ConfigError
 from treeward.storage import remove_leftovers, write_text
+from treeward.training.checkpoints import is_locked
 from treeward.training.step_file import StepFile, flattened, read_steps
 
 METRICS_FILE = "metrics.jsonl"
+_RUN_ID, _LOCK = "run_id", ".lock"
 
 RunStatus = Literal["finished", "failed", "interrupted"]
 """How a run ended; an `interrupted` run was stopped, has saved, and can be resumed."""
@@ -148,11 +153,12 @@ _TRACKERS: dict[str, tuple[Callable[..., Tracker], str]] = {
 
 class TrackerGroup:
     """Writes `metrics_file`, and hands all to `trackers`; one that fails is warned of and left out. Of several
-    processes only the main one does. Numbers that are not finite are texts in the file, which `read_metrics` turns
-    back. Leaving its `with` block closes it, as `status` if that is set."""
+    processes only the main one does. `resume_step`: None where nothing of this run was logged before. Numbers that are
+    not finite are texts in the file, which `read_metrics` turns back. Leaving its `with` block closes it, as `status`
+    if that is set."""
 
     def __init__(self, metrics_file: Path, resume_step: int | None = None) -> None:
-        self.metrics_file = metrics_file
+        self.metrics_file, self.resume_step = metrics_file, resume_step
         self._file = StepFile(metrics_file, resume_step=resume_step) if processes.is_main() else None
         self.trackers: dict[str, Tracker] = {}
         self.status: RunStatus | None = None
@@ -189,14 +195,51 @@ class TrackerGroup:
                 )  # fmt: skip
 
 
-def check_log_folder(config: LoggerConfig) -> None:
-    """Raise `ConfigError` for a log folder that cannot be written."""
-    try:
-        Path(config.log_dir).mkdir(parents=True, exist_ok=True)
-        (Path(config.log_dir) / METRICS_FILE).open("ab").close()
-    except OSError as error:
-        need = "a folder that can be written"
-        raise ConfigError("the log folder cannot be used", where="logger.log_dir", got=str(error), need=need) from error
+@contextlib.contextmanager
+def log_folder(config: LoggerConfig) -> Iterator[None]:
+    """Lock the log folder for this run while the block runs; every process calls it. Raises `ConfigError` for a folder
+    that cannot be written, or that another run is writing."""
+    folder = Path(config.log_dir)
+    with contextlib.ExitStack() as opened:
+
+        def opens() -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / METRICS_FILE).open("ab").close()
+            lock = folder / _LOCK  # not the folder, which may be that of the checkpoints
+            lock.touch()
+            if not is_locked(lock, until=opened):
+                summary = "another run is writing this log folder"
+                fix = "give each run a logger.log_dir of its own, or wait until the other one has ended"
+                raise ConfigError(summary, where="logger.log_dir", got=str(folder), fix=fix)
+
+        try:
+            processes.on_main(opens)
+        except OSError as error:
+            summary, need = "the log folder cannot be used", "a folder that can be written"
+            raise ConfigError(summary, where="logger.log_dir", got=str(error), need=need) from error
+        yield
+
+
+def id_of_run(checkpoints: Path | None, *, is_new: bool) -> str:
+    """The name of a run, which lies in its folder of checkpoints; a new one for a new run, or one without a folder."""
+    file = None if checkpoints is None else checkpoints / f".{_RUN_ID}"
+    if file is not None and file.exists() and not is_new:
+        return file.read_text(encoding="utf-8")
+    run_id = uuid.uuid4().hex
+    if file is not None:
+        write_text(file, run_id)
+    return run_id
+
+
+def logs_run(config: LoggerConfig, run_id: str) -> bool:
+    """Whether the log folder has the metrics of this run, and not those of another."""
+    file = Path(config.log_dir) / _RUN_ID
+    return file.exists() and file.read_text(encoding="utf-8") == run_id
+
+
+def begin_log(config: LoggerConfig, run_id: str) -> None:
+    """Name the run that the log folder is of from now on; after the files of another are set aside."""
+    write_text(Path(config.log_dir) / _RUN_ID, run_id)
 
 
 def open_trackers(config: LoggerConfig, settings: Mapping[str, Any], resume_step: int | None) -> TrackerGroup:
