@@ -99,7 +99,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted_also_by_a_run_that
     assert sum(math.isnan(line.get("train/rm/grad_norm", 0.0)) for line in lines) == 3
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_signal_saves_and_leaves_and_the_run_goes_on(
     tiny_run: Callable[..., Any],
     tmp_path: Path,

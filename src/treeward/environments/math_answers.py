@@ -162,7 +162,9 @@ def serve() -> None:
     """Compare items from standard input, one a line, and print the verdict on each as a line."""
     out, sys.stdout = sys.stdout, sys.stderr  # libraries may print, too
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it ends the process
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which may go on to save
+    # Ctrl-C and a closed terminal are the parent's, which may go on to save.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs whole completions
     _compare(["1/2"], "It is 0.5")  # its imports take a second, outside the time limit of the first item
     with contextlib.suppress(ValueError, OSError):  # not every system has this limit

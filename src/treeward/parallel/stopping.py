@@ -1,10 +1,11 @@
-"""`StopRequest`: SIGTERM, Ctrl-C and the deadline ask a run to finish its step, save and leave.
+"""`StopRequest`: SIGTERM, Ctrl-C, SIGHUP and the deadline ask a run to finish its step, save and leave.
 
     with StopRequest(deadline_seconds=None) as stop:
         while not stop.agree(): ...       # "SIGTERM", "SIGINT" or "checkpoint_must_save_by"; the same on all processes
 
-A second signal ends the process at once; with several processes later ones are ignored, as a terminal and the launcher
-may both pass on one request. A signal that the process was started to ignore stays ignored.
+A second SIGTERM or Ctrl-C ends the process at once; with several processes later ones are ignored, as a terminal and
+the launcher may both pass on one request. SIGHUP is what a process gets when its terminal closes. A signal that the
+process was started to ignore stays ignored.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, Self
 
 from treeward import processes
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 seconds_before = 0.0
 """How long the command ran before this process, one of its workers."""
@@ -34,11 +35,13 @@ class StopRequest:
         self._signal: int | None = None
         self._agreed: tuple[str, int | None] | None = None
         self._before: dict[int, Any] = {}
+        self._terminals: list[int] = []
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
             heeded = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
             self._before = {number: signal.signal(number, self._receive) for number in heeded}
+            self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -74,13 +77,30 @@ class StopRequest:
             return "checkpoint_must_save_by"
         return None
 
+    def _leave_at_the_next(self) -> None:
+        """Let another SIGTERM or SIGINT end the process at once."""
+        # Not another SIGHUP: for one closed terminal both the shell and the kernel send it, and systemd sends one after
+        # its SIGTERM.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            if number in self._before:
+                signal.signal(number, self._before.pop(number))
+
+    def _forget_closed_terminals(self) -> None:
+        """Write to nowhere instead of a terminal that was closed: each message would be an error."""
+        for descriptor in self._terminals:
+            if not os.isatty(descriptor):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, descriptor)
+                os.close(nowhere)
+
     def _receive(self, number: int, frame: object) -> None:
         if self._signal is not None:
             return
         self._signal = number
+        self._forget_closed_terminals()
         text = f"\n{signal.Signals(number).name}: finishing this step, then leaving; what is done is saved."
         if processes.size() == 1:
-            self.__exit__()
+            self._leave_at_the_next()
             text += " A second one leaves at once."
         # Not by logging: a handler may run in the middle of another write to standard error.
         if processes.is_main():
