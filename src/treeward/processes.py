@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -26,6 +28,10 @@ from torch.distributed import ProcessGroup
 from treeward.errors import LostProcessError
 
 _T = TypeVar("_T")
+
+SILENT_SECONDS = 10.0
+"""How long a process waits for the others before it says so."""
+_UNSET = "For a run of one process: unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT"
 
 work = "the set-up"
 """The work of this process, as `doing` has it."""
@@ -69,15 +75,20 @@ def joined(*, timeout: timedelta = timedelta(minutes=30)) -> Iterator[None]:
         torch.cuda.set_device(own_device)
     # both: tensors of the host (checkpoints, Python objects) are exchanged by gloo
     backend = "cpu:gloo,cuda:nccl" if own_device.type == "cuda" else "gloo"
+    reminder = threading.Timer(SILENT_SECONDS, _say_what_is_waited_for)
+    reminder.daemon = True
+    reminder.start()
     try:
         distributed.init_process_group(backend, timeout=timeout)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:  # a ValueError is of a variable that is missing
         raise LostProcessError(
             f"rank {os.environ.get('RANK')} has not found the other processes",
             got=str(error).strip().splitlines()[0],
             need=f"{os.environ['WORLD_SIZE']} processes within {timeout}",
-            fix=f"start all of them; each must reach {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}",
+            fix=f"start all of them; each must reach {_address()}. {_UNSET}",
         ) from error
+    finally:
+        reminder.cancel()
     try:
         yield
     except BaseException:
@@ -85,6 +96,17 @@ def joined(*, timeout: timedelta = timedelta(minutes=30)) -> Iterator[None]:
         distributed.distributed_c10d._abort_process_group()
         raise
     distributed.destroy_process_group()
+
+
+def _say_what_is_waited_for() -> None:
+    """Not by logging: of several processes only the first shows its log, and this may be any."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    variables = " ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
+    sys.stderr.write(f"Waiting for the other processes of this run at {_address()} ({variables}). {_UNSET}\n")
+
+
+def _address() -> str:
+    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
 
 
 def gather(value: _T, group: ProcessGroup | None = None) -> list[_T]:
