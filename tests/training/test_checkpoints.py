@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from killed_run import Killed
@@ -20,7 +21,7 @@ from treeward.config.checkpointing import CheckpointingConfig
 from treeward.config.data import DatasetConfig
 from treeward.data.datasets import open_dataset
 from treeward.data.preference import preference_to_dict
-from treeward.errors import CheckpointError
+from treeward.errors import CheckpointError, ConfigError
 from treeward.evaluation.diagnostics.scores import GATE_METRICS
 from treeward.evaluation.session import Candidate, run_evaluation
 from treeward.evaluation.suites import PreferenceSuite
@@ -233,3 +234,40 @@ def test_a_metric_without_a_value_ranks_last_and_says_why_once(
     lines = read_metrics(tmp_path / "logs" / "metrics.jsonl")
     assert any("validation-held_out/accuracy_longer_right" in line for line in lines)
     assert not any("length_controlled_accuracy" in key for line in lines for key in line)
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
+    return [record.getMessage() for record in caplog.records if words in record.getMessage()]
+
+
+def test_a_metric_that_ranks_few_checkpoints_is_told(
+    tiny_run: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    train(tiny_run("checkpointing.save_period=2", "rm.val_period=3"), show_progress=False)
+    (warning,) = warnings_of(caplog, "rank last")
+    assert "1 of the 3 checkpoints of this run" in warning and "save_period is 2 and val_period 3" in warning
+
+
+def test_checkpoints_without_the_metric_are_told_before_they_are_pruned(
+    tiny_run: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    period = "checkpointing.save_period=1"
+    without = (period, "checkpointing.metric_name=null", "checkpointing.keep_top_k=null", "rm.val_period=null")
+    train(tiny_run(*without, "rm.max_num_steps=3", "rm.val_at_end=false"), show_progress=False)
+    assert not warnings_of(caplog, "pruned first") and not warnings_of(caplog, "rank last")
+    with_metric = (period, "checkpointing.keep_top_k=2", "rm.val_period=1")
+    train(tiny_run(*with_metric, "rm.max_num_steps=5"), show_progress=False)
+    (warning,) = warnings_of(caplog, "pruned first")
+    assert "(step 1, 2, 3)" in warning and "keep_top_k=null" in warning
+    names = {path.name for path in (tmp_path / "checkpoints").glob("step_*")}
+    assert names == {"step_4", "step_5"}
+
+
+@pytest.mark.parametrize("key", ["dtensor_cfg.cpu_offload", "torch_compile"])
+def test_a_key_that_needs_a_gpu_is_refused_before_anything_is_read(
+    tiny_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="no GPU for this") as caught:
+        train(tiny_run(f"policy.{key}=true", "data.train_data_path=/nowhere"), show_progress=False)
+    assert caught.value.field == f"policy.{key}"

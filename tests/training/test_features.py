@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from families import ENCODER_RUN, ENCODERS, tiny_model
 from killed_run import Killed
 from messages import replace_text
 
-from treeward.errors import ModelError
+from treeward.errors import ConfigError, ModelError
 from treeward.model.reward_model import FeatureBatch, RewardModel
 from treeward.training import features as features_module
 from treeward.training import train as train_module
@@ -160,6 +161,17 @@ def test_damaged_features_are_made_again(
     with_features(setup)
     assert f"the features {damaged} are damaged" in caplog.text
     assert {path: path.read_bytes() for path in files(tmp_path)} == sound
+
+
+def test_a_disk_without_room_for_the_features_is_told_before_the_backbone_reads(
+    options: tuple[str, ...], tiny_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = set_up(tiny_run(*options, FROZEN))
+    monkeypatch.setattr(setup.model, "features", None)  # it may not be called
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=3_839))
+    with pytest.raises(ConfigError, match="held_out.jsonl need 3,840 bytes, 3,839 are free") as caught:  # 10 x 3 x 32 x 4
+        with_features(setup)
+    assert caught.value.field == "data.cache_dir"
 
 
 @pytest.mark.parametrize("family", ENCODERS)

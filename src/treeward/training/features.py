@@ -12,10 +12,12 @@ Shapes: K completions of a comparison, N of a data set, S of a micro-batch, R an
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
 import math
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -94,6 +96,10 @@ def _complete(file: Path, setup: RewardModelSetup, dataset: EncodedDataset, show
         if file.exists():
             logger.warning("the features %s are damaged: they are not what their digest is of; made again", file)
         remove_leftovers(file.parent)  # of a run that was killed
+        needed = int(dataset.shapes[:, 0].sum()) * math.prod(setup.model.feature_shape) * _dtype(setup).itemsize
+        free = shutil.disk_usage(file.parent).free
+        if needed > free:  # said now, and not after hours
+            raise OSError(errno.ENOSPC, f"the features of {dataset.name} need {needed:,} bytes, {free:,} are free")
         written.append(writing.enter_context(atomic_file(file, "wb")))
         return True
 

@@ -29,6 +29,7 @@ from treeward import processes
 from treeward.config.grpo import GRPOConfig
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.load import save_config
+from treeward.config.policy import TrainedModelConfig
 from treeward.config.run import RewardModelRunConfig, RMConfig
 from treeward.errors import ConfigError, ModelError
 from treeward.model.pretrained import quiet_transformers
@@ -37,6 +38,7 @@ from treeward.progress import ShownProgress, show_logs
 from treeward.storage import write_text
 from treeward.training.checkpoints import Checkpoint, CheckpointStore, open_store
 from treeward.training.optimisation import be_deterministic
+from treeward.training.ranking import warn_of_rare_metric, warn_of_unranked
 from treeward.training.state import (
     RunState,
     check_files,
@@ -168,6 +170,7 @@ def start(
     show_progress = show_progress and processes.is_main()
     if show_progress:
         show_logs()
+    _check_gpu(config.policy)
     with _memory_suffices():
         num_processes = int(os.environ.get("WORLD_SIZE") or config.training_cluster.num_processes)
         if num_processes > 1 and processes.size() == 1:
@@ -184,11 +187,15 @@ def start(
             checkpoint = None if store is None else store.latest()
             if checkpoint is not None:
                 check_files(checkpoint.path)
+            if store is not None and ranked_by is not None and processes.is_main():
+                warn_of_unranked(store, ranked_by, config.checkpointing)
             torch.set_float32_matmul_precision(config.policy.matmul_precision)
             if config.policy.deterministic:
                 be_deterministic()
             torch.manual_seed(schedule.seed)
             run = set_up(checkpoint, show_progress)
+            if store is not None and ranked_by is not None and processes.is_main():
+                warn_of_rare_metric(config.checkpointing, schedule, run.total_steps)
             # Signals are heeded from here on: before, there is nothing to save, and they may end the process at once.
             with stop, contextlib.ExitStack() as opened:
                 opened.callback(run.close)
@@ -204,6 +211,15 @@ def start(
                 outcome = Loop(run, state, schedule, store, trackers, progress, stop).run_to_end()
                 trackers.status = "interrupted" if outcome.interrupted_by else "finished"
                 return run.finish(outcome)
+
+
+def _check_gpu(policy: TrainedModelConfig) -> None:
+    """Raise `ConfigError`, before anything is read, for a key that needs a GPU where there is none."""
+    wanted = {"dtensor_cfg.cpu_offload": policy.dtensor_cfg.cpu_offload, "torch_compile": policy.torch_compile}
+    for key, value in wanted.items():
+        if value and not torch.cuda.is_available():
+            need, fix = "a GPU that torch sees", f"set policy.{key}=false"
+            raise ConfigError("there is no GPU for this", field=f"policy.{key}", got=value, need=need, fix=fix)
 
 
 @contextlib.contextmanager
