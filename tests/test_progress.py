@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -91,3 +92,15 @@ for attempt in range(2):
     shown = done.stderr + done.stdout
     counts = [shown.count(words) for words in ("Retrying in 1s", "Retrying", "Another message", "Not among them")]
     assert counts == [1, 1, 1, 2]
+
+
+@pytest.mark.parametrize(("rank", "shown"), [("0", True), ("1", False)])
+def test_one_of_several_processes_shows_its_log(rank: str, shown: bool) -> None:
+    code = (
+        "import logging; from treeward.progress import configure_logging; configure_logging()\n"
+        "logging.getLogger('treeward').warning('a message')"
+    )
+    environment = {**os.environ, "RANK": rank, "WORLD_SIZE": "2"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert ("a message" in done.stderr) == shown

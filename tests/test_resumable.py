@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeward.errors import CheckpointError
+from treeward.errors import CheckpointError, DataError
 from treeward.resumable import resumable_rows
 
 IDENTITY = {"model": "a" * 64, "truncation": "drop", "seed": 0}
@@ -56,9 +56,24 @@ def test_rows_of_another_identity_are_refused_and_left_alone(change: dict[str, A
     with pytest.raises(CheckpointError) as raised:
         run(path, 3, IDENTITY | change)
     assert raised.value.got == got and path.read_bytes() == before
+    without_seed = {name: value for name, value in IDENTITY.items() if name != "seed"}
+    with pytest.raises(CheckpointError) as raised:
+        run(path, 3, without_seed)
+    assert raised.value.got == "seed 0 -> null" and path.read_bytes() == before
     (tmp_path / "rows.identity.json").unlink()
     with pytest.raises(CheckpointError, match="missing or damaged"):
         run(path, 3)
+
+
+def test_a_damaged_row_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    run(path, 3)
+    lines = path.read_text().splitlines()
+    lines[1] = '{"number": '
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(DataError, match="the row is damaged") as raised:
+        run(path, 3)
+    assert raised.value.where == f"{path}:2"
 
 
 def test_one_process_writes_at_a_time(tmp_path: Path) -> None:

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
-from treeward.storage import folder_lock, write_text
+import pytest
+
+from treeward.storage import atomic_file, folder_lock, write_text
 
 
 def test_a_kill_while_writing_leaves_the_old_file(tmp_path: Path) -> None:
@@ -24,3 +27,21 @@ def test_one_holder_of_a_folder(tmp_path: Path) -> None:
         assert (first, second) == (True, False)
     with folder_lock(tmp_path) as again:
         assert again
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    write_text(path, "old\n")
+    with pytest.raises(ZeroDivisionError), atomic_file(path) as stream:
+        stream.write(str(1 / 0))
+    assert path.read_text() == "old\n" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a power cut could leave the name of an empty file."""
+    done: list[str] = []
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda descriptor: done.append("fsync") or fsync(descriptor))
+    monkeypatch.setattr(os, "replace", lambda source, target: done.append("replace") or replace(source, target))
+    write_text(tmp_path / "run.json", "new\n")
+    assert done == ["fsync", "replace", "fsync"]  # the last one is of the folder

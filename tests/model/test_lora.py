@@ -213,6 +213,10 @@ def test_loading_puts_back_the_bits(tmp_path: Path) -> None:
     with torch.no_grad():
         one, two = (p.log_probs(GROUPS, STARTS).values_SL for p in (policy, other))
     assert torch.equal(one, two)
+    few = LoraConfig(enabled=True, dim=4, alpha=12, match_all_linear=False, target_modules=["q_proj"])
+    save_adapters(adapted(causal_model("qwen3"), few), tmp_path / "few")
+    with pytest.raises(CheckpointError, match=r"lack layers of the model(?s:.*)layers\.0"):
+        load_adapters(other, tmp_path / "few")
     with pytest.raises(CheckpointError, match="cannot be read"):
         load_adapters(other, tmp_path / "nothing")
     (tmp_path / "saved" / "adapter_model.safetensors").write_bytes(b"short")

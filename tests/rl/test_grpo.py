@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -169,6 +170,31 @@ HACK = (
     "loss_fn.reference_policy_kl_penalty=0",
     "grpo.watch.stop_on=[gold_falls]",
 )
+
+
+def test_completions_that_are_not_the_policys_are_told_once(
+    tiny_grpo: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    collect = grpo_module.collect
+
+    def shifted(*arguments: Any, **options: Any) -> Rollouts:
+        """Completions of a generator that gives each token 1 / 1.3 of the policy's probability."""
+        rollouts = collect(*arguments, **options)
+        groups = []
+        for group in rollouts.groups:
+            completions = []
+            for completion in group.completions:
+                assert completion.log_probs is not None
+                log_probs = tuple(value - math.log(1.3) for value in completion.log_probs)
+                completions.append(replace(completion, log_probs=log_probs))
+            groups.append(replace(group, completions=tuple(completions)))
+        return replace(rollouts, groups=groups)
+
+    run(tiny_grpo(*SHORT))
+    assert "not sampled from the policy" not in caplog.text
+    monkeypatch.setattr(grpo_module, "collect", shifted)
+    run(tiny_grpo(*SHORT, "grpo.max_num_steps=4"))
+    assert caplog.text.count("not sampled from the policy") == 1 and "off by a factor of 1.30" in caplog.text
 
 
 @pytest.mark.slow

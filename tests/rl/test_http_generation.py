@@ -118,6 +118,30 @@ def test_what_was_not_asked_for_is_not_learnt_from(
             generator.generate(PROMPTS[:1], IDS[:1], num_completions=2, seed=1)
 
 
+@pytest.mark.parametrize("backend", ["vllm", "sglang"])
+def test_another_number_of_completions_than_was_asked_for_is_refused(
+    policy: PolicyModel, tiny_tokenizer: Any, backend: str
+) -> None:
+    def one_less(reply: Any) -> Any:
+        if backend == "sglang":
+            return reply[:-1]
+        return {"choices": [choice for choice in reply["choices"] if choice["index"] != 2]}
+
+    with serving(policy, tiny_tokenizer, backend=backend) as (generator, served, _):
+        served.change = one_less
+        with pytest.raises(GenerationError, match="2 completions instead of 3"):
+            generator.generate(PROMPTS[:1], IDS[:1], num_completions=3, seed=1)
+
+
+def test_output_ids_other_than_those_of_the_log_probabilities_are_refused(
+    policy: PolicyModel, tiny_tokenizer: Any
+) -> None:
+    with serving(policy, tiny_tokenizer, backend="sglang") as (generator, served, _):
+        served.change = lambda reply: [part | {"output_ids": [i + 1 for i in part["output_ids"]]} for part in reply]
+        with pytest.raises(GenerationError, match="output_ids are others than those of output_token_logprobs"):
+            generator.generate(PROMPTS[:1], IDS[:1], num_completions=2, seed=1)
+
+
 def test_a_trimmed_stop_token_was_sampled_nevertheless(policy: PolicyModel, tiny_tokenizer: Any) -> None:
     with serving(policy, tiny_tokenizer, backend="sglang") as (generator, served, _):
         want = generator.generate(PROMPTS, IDS, num_completions=1, seed=1)

@@ -65,7 +65,15 @@ def test_dynamic_sampling_draws_until_there_is_enough(
     lengths = lambda prompt, response: 0.5 if "moon" in prompt else float(len(response)) + 0.01  # noqa: E731
     monkeypatch.setattr(planted, "vowels", lengths)
     run = opened("grpo.use_dynamic_sampling=true", "env.planted.function=planted.vowels")
+    generate, seeds = run.generator.generate, list[int]()
+
+    def recorded(*arguments: Any, seed: int, **options: Any) -> Any:
+        seeds.append(seed)
+        return generate(*arguments, seed=seed, **options)
+
+    monkeypatch.setattr(run.generator, "generate", recorded)
     found = collect(run, step=0, drawn=0)
+    assert len(set(seeds)) == len(seeds) > 1  # each draw samples with a seed of its own
     drawn = run.order.take(0, found.prompts_drawn)
     informative = [i for i in drawn if "moon" not in str(run.prompts.prompts[i].messages)]
     assert found.prompts_drawn % 4 == 0 and found.prompts_drawn > 4

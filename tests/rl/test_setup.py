@@ -42,6 +42,15 @@ def test_validation_prompts_are_spread_over_the_sets(tiny_grpo: Make, write_prom
         assert len(run.validation) == 10, "whole batches, as in NeMo RL"
 
 
+def test_validation_prompts_that_are_trained_on_are_told(
+    tiny_grpo: Make, write_prompts: Write, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_prompts("both.jsonl", ["Count to 3.", "Count to 4."])
+    same = [f"data.{role}={{dataset_name: PromptDataset, data_path: {path}}}" for role in ("train", "validation")]
+    with contextlib.closing(set_up(tiny_grpo(*same))):
+        assert "2 of 2 validation prompts are also training prompts" in caplog.text
+
+
 def test_which_keys_of_an_environment_are_of_the_run() -> None:
     def same(one: dict[str, Any], **changes: Any) -> bool:
         return rl_setup._section("own", one) == rl_setup._section("own", {**one, **changes})

@@ -250,7 +250,7 @@ def test_the_mismatch_with_the_generator_is_measured() -> None:
         PolicyUpdater(PolicyModel(hf), Recorded(hf), loss=SEVERAL["truncated"]).evaluate(groups)
 
 
-def test_a_loss_that_is_not_finite_leaves_the_weights() -> None:
+def test_a_loss_that_is_not_finite_leaves_the_weights(caplog: pytest.LogCaptureFixture) -> None:
     groups, advantages, used = experience()
     hf = causal_model("qwen3")
     before = weights(hf)
@@ -258,6 +258,7 @@ def test_a_loss_that_is_not_finite_leaves_the_weights() -> None:
     updater = PolicyUpdater(PolicyModel(hf), torch.optim.SGD(hf.parameters(), lr=0.1), prompts_per_update=1)
     metrics = updater.learn(groups, advantages, used)
     assert (updater.skipped.total, updater.skipped.in_a_row) == (1, 0) and math.isfinite(metrics.means()["loss"])
+    assert caplog.text.count("or its gradient is not finite") == caplog.text.count(": skipped.") == 1
     assert metrics.updates == len(groups) - 1 and not torch.equal(weights(hf), before)
     before = weights(hf)
     updater.prompts_per_update = None

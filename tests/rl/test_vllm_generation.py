@@ -93,6 +93,9 @@ def test_what_goes_wrong_is_said(
     generator.load_weights(policy, 0)
     with pytest.raises(GenerationError, match=r"not those of the policy(?s:.*)version 1(?s:.*)at most 0.001"):
         generator.load_weights(moved(policy, 0.002), 1)
+    generator = make(vllm_kwargs={"loses_one": True})
+    with pytest.raises(GenerationError, match="0 completions instead of 1"):
+        generator.load_weights(policy, 0)
     generator = make(vllm_kwargs={"holds_blocks": True})
     with pytest.raises(GenerationError, match=r"reset_prefix_cache: .*refuses"):
         generator.load_weights(policy, 0)

@@ -169,7 +169,8 @@ def test_a_disk_without_room_for_the_features_is_told_before_the_backbone_reads(
     setup = set_up(tiny_run(*options, FROZEN))
     monkeypatch.setattr(setup.model, "features", None)  # it may not be called
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=3_839))
-    with pytest.raises(ConfigError, match="held_out.jsonl need 3,840 bytes, 3,839 are free") as caught:  # 10 x 3 x 32 x 4
+    words = "held_out.jsonl need 3,840 bytes, 3,839 are free"  # 10 comparisons x 3 completions x 32 numbers x 4 bytes
+    with pytest.raises(ConfigError, match=words) as caught:
         with_features(setup)
     assert caught.value.field == "data.cache_dir"
 

@@ -134,7 +134,7 @@ def test_a_checkpoint_that_only_a_signal_has_made_is_never_the_best(
 
 
 def test_a_finished_run_is_not_trained_again_but_can_be_made_longer(
-    tiny_run: Callable[..., Any], tmp_path: Path
+    tiny_run: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = train(tiny_run("rm.max_num_steps=2"), show_progress=False)
     metrics = tmp_path / "logs" / "metrics.jsonl"
@@ -143,6 +143,9 @@ def test_a_finished_run_is_not_trained_again_but_can_be_made_longer(
     assert metrics.read_text() == logged
     outcome = train(tiny_run("rm.max_num_steps=4"), show_progress=False)
     assert (outcome.step, outcome.total_steps) == (4, 4)
+    shorter = train(tiny_run("rm.max_num_steps=2"), show_progress=False)
+    assert (shorter.step, shorter.total_steps) == (4, 4)
+    assert "This run has taken 4 steps" in caplog.text and "now asks for 2" in caplog.text
     rates = [line["train/rm/lr"] for line in read_metrics(metrics) if "train/rm/lr" in line]
     assert rates == pytest.approx([1e-3, 5e-4, 5e-4, 2.5e-4])
 

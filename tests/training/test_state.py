@@ -16,7 +16,15 @@ from treeward.config.policy import NamedScheduleConfig, OptimizerConfig, TorchSc
 from treeward.errors import CheckpointError, ConfigError
 from treeward.training.masters import MasterWeights
 from treeward.training.optimisation import build_optimizer, build_scheduler
-from treeward.training.state import RunState, check_files, load_state, read_state, save_state, write_state
+from treeward.training.state import (
+    RunState,
+    check_files,
+    load_state,
+    read_state,
+    save_state,
+    stored_metric,
+    write_state,
+)
 from treeward.user_code import import_object
 
 
@@ -301,3 +309,24 @@ def test_a_state_that_is_written_anew_keeps_the_digests(tmp_path: Path) -> None:
     flip(tmp_path / "optimizer.pt")
     with pytest.raises(CheckpointError, match="the checkpoint is damaged"):
         check_files(tmp_path)
+
+
+@pytest.mark.parametrize(("loss", "metric"), [(0.5, 0.5), (math.nan, None), (math.inf, None)])
+def test_a_metric_that_is_not_finite_ranks_nothing(tmp_path: Path, loss: float, metric: float | None) -> None:
+    session = Session(OptimizerConfig(), CONSTANT)
+    state = RunState(1, {}, validation_step=1, validation={"eval/rm/loss": loss})
+    save_state(tmp_path, state, session.optimizer, session.scheduler)
+    assert stored_metric(tmp_path, "eval/rm/loss") == metric
+
+
+def test_an_optimiser_of_other_weights_is_refused(tmp_path: Path) -> None:
+    session = Session(OptimizerConfig(), CONSTANT)
+    session.train(range(1))
+    session.save(tmp_path, 1)
+    other = Session(OptimizerConfig(), CONSTANT)
+    other.model.append(nn.Linear(1, 1))
+    other.optimizer = build_optimizer(other.model, OptimizerConfig())
+    other.scheduler = build_scheduler(other.optimizer, CONSTANT, total_steps=TOTAL)
+    with pytest.raises(CheckpointError, match="the saved optimiser is of other weights") as caught:
+        load_state(tmp_path, other.optimizer, other.scheduler)
+    assert "6 parameters" in str(caught.value.got) and "8 parameters" in str(caught.value.need)

@@ -1,6 +1,7 @@
 import importlib.util
 import json
 import math
+import resource
 import shutil
 import time
 import types
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from treeward.config.run import LoggerConfig
-from treeward.errors import ConfigError
+from treeward.errors import ConfigError, DataError
 from treeward.training.step_file import StepFile, read_steps
 from treeward.training.tracking import TrackerGroup, log_folder, open_trackers, read_metrics
 
@@ -221,3 +222,29 @@ def test_a_log_that_is_deleted_while_it_is_written_is_told(tmp_path: Path, caplo
     file.close()
     assert caplog.text.count(f"{path} was deleted while the run writes it") == 1
     assert read_steps(path) == [{"step": 2}, {"step": 3}]
+
+
+def test_a_disk_that_is_full_while_a_line_is_written_is_told(tmp_path: Path) -> None:
+    """A limit of file sizes stands for the disk. What was half written is cut when the run resumes."""
+    path = tmp_path / "metrics.jsonl"
+    file = StepFile(path)
+    file.append({"step": 1, "text": "x" * 600})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(ConfigError, match="metrics.jsonl cannot be written(?s:.*)make room"):
+            file.append({"step": 2, "text": "x" * 600})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    file.close()
+    written(path, range(2, 3), resume_step=1)
+    assert [record["step"] for record in read_steps(path)] == [1, 2, 2]
+
+
+@pytest.mark.parametrize("line", ["[]", "{}", '{"step": "2"}', "x"])
+def test_a_line_that_is_no_record_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
+    with pytest.raises(DataError, match="not an object with a step") as caught:
+        StepFile(path, resume_step=3)
+    assert caught.value.where == f"{path}:2" and caught.value.got == line

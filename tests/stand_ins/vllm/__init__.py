@@ -86,6 +86,8 @@ class LLM:
     """Of the stand-in alone: a folder that gets the weights after each update, as `ENGINE-UPDATE.safetensors`."""
     keeps_head: bool = False
     """Of the stand-in alone: the second update and later ones leave the output head as it is."""
+    loses_one: bool = False
+    """Of the stand-in alone: each prompt gets one completion less than was asked for."""
     holds_blocks: bool = False
     """Of the stand-in alone: blocks of the prefix cache are held, so it is not reset."""
     awake: set[str] = field(default_factory=lambda: {"weights", "kv_cache"})
@@ -174,10 +176,13 @@ class LLM:
         return [
             SimpleNamespace(
                 prompt_token_ids=asked["prompt_token_ids"],
-                outputs=[self._completion(policy, asked["prompt_token_ids"], one, g) for g in reversed(range(one.n))],
+                outputs=[self._completion(policy, asked["prompt_token_ids"], one, g) for g in self._indices(one)],
             )
             for asked, one in zip(prompts, sampling_params, strict=True)
         ]
+
+    def _indices(self, one: SamplingParams) -> list[int]:
+        return list(reversed(range(int(self.loses_one), one.n)))
 
     def _completion(self, policy: PolicyModel, ids: list[int], one: SamplingParams, index: int) -> Any:
         assert self.max_model_len is None or len(ids) + one.max_tokens <= self.max_model_len
