@@ -61,7 +61,9 @@ class ServerConfig(Strict):
     max_queued: PositiveInt = 20_000
     """Most conversations in the queue. Beyond it requests get 429 with a time for a retry; one with more gets 413."""
     max_body_bytes: PositiveInt = 2**25
-    """The largest request body, by its Content-Length; a larger one gets 413."""
+    """The largest request body; a larger one gets 413 as soon as its bytes show it."""
+    max_body_items: PositiveInt = 500_000
+    """Most JSON values of a body, token ids and nested ones included; a body with more gets 413 before it is parsed."""
     deadline_seconds: PositiveFloat = 120.0
     """Time limit of a request; beyond it 504."""
     token_env: str | None = None

@@ -159,11 +159,11 @@ class Batcher:
         if not conversations:
             return []
         number, loop = len(conversations), asyncio.get_running_loop()
-        futures: list[Future[Score]] = [Future() for _ in conversations]
         with self._lock:
             if self._closed:
                 raise _shut_down()
             check_room(self.num_queued, number, self.config.max_queued)
+            futures: list[Future[Score]] = [Future() for _ in conversations]
             self._open.update(futures)
         for future in futures:
             future.add_done_callback(self._open.discard)

@@ -1,4 +1,4 @@
-"""What every request passes: `RequestLimits`, the middleware, then a `JSONRoute`, which reads a typed body.
+"""What every request passes: `RequestLimits`, the middleware, then a `JSONRoute`, which validates a typed body.
 
     class MyBody(Body):
         texts: Strings
@@ -7,9 +7,11 @@
 
     @router.post("/mine")
     async def mine(body: MyBody, server: Server) -> JSON:
-        return JSON(to_json(await server.rewards(server.model(None), parse(body))))
+        texts = await server.parsed(parse, body)
+        return JSON(to_json(await server.rewards(server.model(None), texts)))
 
-The middleware gives a request its id and its deadline, and checks the bearer token and the body's size.
+The middleware gives a request its id and its deadline, checks the bearer token, and reads the body (`Arrivals`). A
+body's lists are `Items`, so that only the first of many mistakes is made an error.
 """
 
 from __future__ import annotations
@@ -20,12 +22,12 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Annotated, Any, NotRequired
+from typing import Annotated, Any, NotRequired, TypeVar
 
 import orjson
 from fastapi import Depends
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator, model_validator
 from pydantic_core import PydanticCustomError
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
@@ -36,12 +38,15 @@ from typing_extensions import TypedDict
 from treeward.data.conversation import AnyConversation, Conversation
 from treeward.scoring.score import Reward
 from treeward.serving.api_error import APIError
+from treeward.serving.arrivals import Arrivals, too_large
 from treeward.serving.models import ServedModel
 from treeward.serving.rendered_text import RenderedText
 from treeward.serving.service import Service
 
 _OPEN_PATHS = {"/", "/health", "/ready", "/ping"}
 """Paths that need no token, besides the playground's files."""
+_LONG_BODY = 2**16
+"""Bytes of a body from which on its Python work is done in a thread."""
 _TEI_KINDS = {429: "Overloaded", 500: "Backend", 503: "Unhealthy", 504: "Overloaded"}
 
 
@@ -74,6 +79,7 @@ class RequestLimits:
     def __init__(self, app: ASGIApp, service: Service, token: str | None = None) -> None:
         self.app, self.service, self.config = app, service, service.config
         self._token = None if token is None else token.encode()
+        self._arrivals = Arrivals(service.config)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -91,12 +97,14 @@ class RequestLimits:
 
         try:
             self._check_headers(scope, headers)
+            body = await self._arrivals.read(receive, scope["state"]["deadline"])
         except APIError as error:
             await error_response(error, scope, self.service)(scope, receive, respond)
             return
+        scope["state"]["is_long"] = len(body) > _LONG_BODY
         if scope["method"] == "POST":  # `curl -d` calls everything a form; every body here is JSON
             MutableHeaders(scope=scope)["content-type"] = "application/json"
-        await self.app(scope, receive, respond)
+        await self.app(scope, _replayed(body, receive), respond)
 
     def _check_headers(self, scope: Scope, headers: Headers) -> None:
         path: str = scope["path"]
@@ -109,7 +117,19 @@ class RequestLimits:
                 raise APIError(401, "unauthorized", message)
         most = self.config.max_body_bytes
         if int(headers.get("content-length") or 0) > most:
-            raise APIError(413, "body_too_large", f"the body is too large: at most {most} bytes")
+            raise too_large(most)
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """Receives a body that was read, and then what `receive` does."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive_again() -> Message:
+        if messages:
+            return messages.pop()
+        return await receive()
+
+    return receive_again
 
 
 class JSONRoute(APIRoute):
@@ -132,6 +152,9 @@ class _Request(Request):
         return self._json
 
 
+_Parsed = TypeVar("_Parsed")
+
+
 class _Server:
     """The application's service, with a request's deadline."""
 
@@ -141,6 +164,13 @@ class _Server:
         self.deadline: float = request.state.deadline
         self.request_id: str = request.state.request_id
         self.model = self.service.model
+        self._is_long: bool = request.state.is_long
+
+    async def parsed(self, parse: Callable[..., _Parsed], *arguments: Any) -> _Parsed:
+        """`parse(*arguments)`; of a long body in a thread, so that other requests go on meanwhile."""
+        if self._is_long:
+            return await asyncio.to_thread(parse, *arguments)
+        return parse(*arguments)
 
     async def rewards(
         self, model: ServedModel, inputs: Sequence[AnyConversation | RenderedText], **options: Any
@@ -170,9 +200,25 @@ class Body(BaseModel):
 
 
 class OwnBody(Body):
-    """A body of our own dialect. Unknown keys are errors: an ignored one could be a part of the conversation."""
+    """A part of our own dialect. Unknown keys are errors: an ignored one could be a part of the conversation."""
 
     model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _first_unknown_key(cls, values: Any) -> Any:
+        """Leave one unknown key, because pydantic makes an error of each."""
+        if not isinstance(values, dict) or len(values) <= len(cls.model_fields):
+            return values
+        kept = {key: value for key, value in values.items() if key in cls.model_fields}
+        unknown = next(key for key in values if key not in cls.model_fields)
+        kept[unknown] = values[unknown]
+        return kept
+
+
+_Item = TypeVar("_Item")
+Items = Annotated[list[_Item], Field(fail_fast=True)]
+"""A list of which only the first wrong item is made an error: a million errors take seconds, and a gigabyte."""
 
 
 class MessageBody(TypedDict):
@@ -180,7 +226,7 @@ class MessageBody(TypedDict):
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
     role: str
-    content: NotRequired[str | list[dict[str, Any]] | None]
+    content: NotRequired[str | Items[dict[str, Any]] | None]
 
 
 def described(words: str) -> WrapValidator:
@@ -195,18 +241,16 @@ def described(words: str) -> WrapValidator:
     return WrapValidator(check)
 
 
-Chat = list[MessageBody]
+Chat = Items[MessageBody]
 """A conversation, or a part of one."""
 
 
-class ChatBody(Body):
+class ChatBody(OwnBody):
     """A conversation with what its chat template reads beside the messages."""
-
-    model_config = ConfigDict(extra="forbid")
 
     messages: Chat
     """Messages, the last of them the assistant's."""
-    tools: list[dict[str, Any]] | None = None
+    tools: Items[dict[str, Any]] | None = None
     """What the assistant could call, as JSON schemas."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables of the chat template."""
@@ -217,13 +261,13 @@ class ChatBody(Body):
         return Conversation(messages, tools=self.tools, chat_template_kwargs=self.chat_template_kwargs)
 
 
-Strings = Annotated[str | list[str], described("a text or a list of texts")]
+Strings = Annotated[str | Items[str], described("a text or a list of texts")]
 """A text, or a list of texts."""
 
-_Ids = Annotated[list[int], Field(min_length=1)]
+_Ids = Annotated[Items[int], Field(min_length=1)]
 
 Texts = Annotated[
-    Annotated[str, Field(min_length=1)] | _Ids | Annotated[list[str | _Ids], Field(min_length=1)],
+    Annotated[str, Field(min_length=1)] | _Ids | Annotated[Items[str | _Ids], Field(min_length=1)],
     described("a text to score, a list of token ids, or a list of either"),
 ]
 """A text, the token ids of one, or a list of either."""

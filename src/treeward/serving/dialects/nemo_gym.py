@@ -31,7 +31,7 @@ from treeward.errors import DataError
 from treeward.scoring.score import Reward
 from treeward.serving.api_error import APIError
 from treeward.serving.models import ServedModel
-from treeward.serving.requests import JSON, Body, JSONRoute, Server
+from treeward.serving.requests import JSON, Body, Items, JSONRoute, Server
 
 VERDICT_KEYS = frozenset(
     {
@@ -51,14 +51,14 @@ ROLLOUT_PREFIX = "/ng-rollout/{rollout_id}"
 class CreateParams(Body):
     """The request of the policy; its further keys are echoed."""
 
-    input: str | list[dict[str, Any]]
+    input: str | Items[dict[str, Any]]
     """A text of the user, or items of the Responses API."""
 
 
 class PolicyResponse(Body):
     """The response of the policy; its further keys are echoed."""
 
-    output: list[dict[str, Any]]
+    output: Items[dict[str, Any]]
     """Items of the Responses API."""
 
 
@@ -79,7 +79,7 @@ async def verify(body: VerifyBody, request: Request, server: Server) -> JSON:
     model = server.model(None)
     rollout = await request.json()
     try:
-        conversation = parse(rollout, model)
+        conversation = await server.parsed(parse, rollout, model)
         [reward] = await server.rewards(model, [conversation], on_error="mask")
         if (running := server.service.running) is not None:
             key = hashlib.sha256(json.dumps(to_json(conversation)).encode()).hexdigest()
@@ -117,7 +117,7 @@ async def close_session(resources_session_id: Annotated[str, FromBody(embed=True
 
 @sessions.post("/aggregate_metrics", summary="Statistics of verified rollouts", response_model=dict[str, Any])
 def aggregate(  # no coroutine: it takes long, in a thread
-    verify_responses: Annotated[list[dict[str, Any]], FromBody(embed=True)],
+    verify_responses: Annotated[Items[dict[str, Any]], FromBody(embed=True)],
 ) -> JSON:
     return JSON(aggregate_metrics(verify_responses))
 

@@ -37,7 +37,8 @@ class RewardBody(Body):
 @router.post("/get_reward", summary="OpenRLHF: rewards of queries")
 async def get_reward(body: RewardBody, server: Server, model: ModelName = None) -> JSON:
     served = server.model(model)
-    return JSON(to_json(served, await server.rewards(served, parse(body, served))))
+    queries = await server.parsed(parse, body, served)
+    return JSON(to_json(served, await server.rewards(served, queries)))
 
 
 def parse(body: RewardBody, model: ServedModel) -> list[RenderedText]:

@@ -22,7 +22,7 @@ from treeward.errors import DataError
 from treeward.scoring.score import Reward
 from treeward.serving.api_error import APIError
 from treeward.serving.models import ServedModel
-from treeward.serving.requests import JSON, Chat, ChatBody, JSONRoute, ModelName, OwnBody, Server
+from treeward.serving.requests import JSON, Chat, ChatBody, Items, JSONRoute, ModelName, OwnBody, Server
 
 router = APIRouter(tags=["treeward"], route_class=JSONRoute)
 
@@ -32,16 +32,16 @@ class RewardsBody(OwnBody):
 
     model: ModelName = None
     """Which of the served models; the first where none is named."""
-    conversations: list[Chat | ChatBody] | None = None
+    conversations: Items[Chat | ChatBody] | None = None
     """Conversations that end with an assistant's message: messages, or an object of `messages`, `tools` and
     `chat_template_kwargs`."""
     context: Chat | str | None = None
     """What the completions continue; [] for completions that continue nothing."""
     prompt: Chat | str | None = None
     """The same as `context`."""
-    completions: list[Chat | str] | None = Field(default=None, min_length=1)
+    completions: Items[Chat | str] | None = Field(default=None, min_length=1)
     """Messages, or the text of an assistant's message."""
-    tools: list[dict[str, Any]] | None = None
+    tools: Items[dict[str, Any]] | None = None
     """What the assistant could call, as JSON schemas; of every conversation that has none of its own."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables of the chat template, of every conversation that has none of its own."""
@@ -67,7 +67,9 @@ class RewardsResponse(TypedDict):
 @router.post("/v1/rewards", summary="Scores and rewards of conversations", response_model=RewardsResponse)
 async def rewards(body: RewardsBody, server: Server) -> JSON:
     model = server.model(body.model)
-    return JSON(to_json(model, await server.rewards(model, parse(body), shaped=body.shaped, on_error=body.on_error)))
+    conversations = await server.parsed(parse, body)
+    rewarded = await server.rewards(model, conversations, shaped=body.shaped, on_error=body.on_error)
+    return JSON(to_json(model, rewarded))
 
 
 def parse(body: RewardsBody) -> list[Any]:

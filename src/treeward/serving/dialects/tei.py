@@ -22,12 +22,12 @@ from scipy.special import expit
 from treeward.scoring.score import Reward
 from treeward.serving.api_error import ERRORS
 from treeward.serving.rendered_text import RenderedText
-from treeward.serving.requests import JSON, Body, JSONRoute, ModelName, Server, described
+from treeward.serving.requests import JSON, Body, Items, JSONRoute, ModelName, Server, described
 
 router = APIRouter(tags=["tei"], route_class=JSONRoute)
 
 
-_OneText = Annotated[list[str], Field(min_length=1, max_length=1)]
+_OneText = Annotated[Items[str], Field(min_length=1, max_length=1)]
 _WORDS = "a text, or [[text], [text], ...]: several texts in one list are a pair, and a reward model reads one"
 
 
@@ -41,7 +41,7 @@ class Parameters(Body):
 class PredictBody(Body):
     """Rendered texts."""
 
-    inputs: Annotated[str | _OneText | Annotated[list[_OneText], Field(min_length=1)], described(_WORDS)]
+    inputs: Annotated[str | _OneText | Annotated[Items[_OneText], Field(min_length=1)], described(_WORDS)]
     """A text, alone or in a list; or a list of lists of one text each."""
     raw_scores: bool | None = None
     """False: the sigmoid of the score; otherwise the score itself."""
@@ -55,7 +55,8 @@ class PredictBody(Body):
     responses={status: {"model": dict[str, str | None]} for status in ERRORS},
 )
 async def predict(body: PredictBody, server: Server, model: ModelName = None) -> JSON:
-    return JSON(to_json(body, await server.rewards(server.model(model), parse(body))))
+    texts = await server.parsed(parse, body)
+    return JSON(to_json(body, await server.rewards(server.model(model), texts)))
 
 
 def parse(body: PredictBody) -> list[RenderedText]:

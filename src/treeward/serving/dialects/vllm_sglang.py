@@ -26,7 +26,7 @@ from treeward.scoring.score import Reward
 from treeward.serving.api_error import APIError
 from treeward.serving.models import ServedModel
 from treeward.serving.rendered_text import RenderedText
-from treeward.serving.requests import JSON, Body, Chat, JSONRoute, ModelName, Server, Texts, as_list, is_one
+from treeward.serving.requests import JSON, Body, Chat, Items, JSONRoute, ModelName, Server, Texts, as_list, is_one
 
 router = APIRouter(route_class=JSONRoute)
 
@@ -46,7 +46,7 @@ class VllmBody(Body):
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables of the conversation's chat template, as `{"enable_thinking": false}`, beside those that the model is
     served with. `tools` here reach vLLM's template too."""
-    tools: list[dict[str, Any]] | None = None
+    tools: Items[dict[str, Any]] | None = None
     """What the assistant could call, as JSON schemas. vLLM itself ignores this key when it scores: send the tools in
     `chat_template_kwargs` to have one score from both."""
 
@@ -72,7 +72,7 @@ class EmbeddingsBody(Body):
 @router.post("/pooling", summary="vLLM: scores as pooled data", tags=["vllm"])
 async def pooling(body: VllmBody, server: Server) -> JSON:
     model = server.model(body.model)
-    rewards = await server.rewards(model, parse(body, model))
+    rewards = await server.rewards(model, await server.parsed(parse, body, model))
     rows = [{"object": "pooling", "data": [reward.value]} for reward in rewards]
     return _list_response(server, "pooling", model, rewards, rows)
 
@@ -85,7 +85,7 @@ async def classify(body: ClassifyBody, server: Server) -> JSON:
         raise APIError(422, "invalid_request", message)
     if keys[0] in ("input", "messages"):
         model = server.model(body.model)
-        rewards = await server.rewards(model, parse(body, model))
+        rewards = await server.rewards(model, await server.parsed(parse, body, model))
         rows = [{"label": "LABEL_0", "probs": [reward.value], "num_classes": 1} for reward in rewards]
         return _list_response(server, "classify", model, rewards, rows)
     texts: Any = getattr(body, keys[0])
