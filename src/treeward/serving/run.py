@@ -20,6 +20,7 @@ from treeward.config.server import ServerConfig
 from treeward.errors import ConfigError, pip_install
 from treeward.openai_client import key_from
 from treeward.serving.app import create_app
+from treeward.serving.protocol import BoundedProtocol
 from treeward.serving.service import SHUTDOWN_SECONDS, Service
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ def make_server(service: Service, *, token: str | None = None) -> uvicorn.Server
     return uvicorn.Server(
         uvicorn.Config(
             create_app(service, token=token),
+            http=BoundedProtocol,
             log_config=None,
             access_log=service.config.access_log,
             server_header=False,
