@@ -311,7 +311,7 @@ def make_client(request: pytest.FixtureRequest) -> Callable[..., TestClient]:
         config = NemoGymConfig.model_validate({"entrypoint": "app.py", "device": "cpu", **section}).server_config
         service = Service.load(config)
         request.addfinalizer(service.close)
-        return TestClient(create_app(service))
+        return TestClient(create_app(service), base_url="http://localhost")
 
     return make
 
@@ -338,7 +338,7 @@ def test_the_first_yaml_starts(model_path: str, monkeypatch: pytest.MonkeyPatch)
         without = FIRST_YAML.format(model_path=model_path).replace("      device: cuda\n", "")
         monkeypatch.setenv("NEMO_GYM_CONFIG_DICT", without)
     service = Service.load(APP["gym_config"]().server_config)
-    got = verified(TestClient(create_app(service)))
+    got = verified(TestClient(create_app(service), base_url="http://localhost"))
     service.close()
     assert got["reward"] == pytest.approx(Scorer.load(model_path).predict(PROMPT, RESPONSE), abs=1e-5)
 

@@ -201,7 +201,7 @@ def test_requests_and_evaluations_have_that_text_too(kind: str, folder: Path, sc
 
     served = ServedModelConfig(models=(str(folder),), name="rm", device="cpu")
     service = Service.load(ServerConfig(models=(served,)))
-    with TestClient(create_app(service)) as client:
+    with TestClient(create_app(service), base_url="http://localhost") as client:
         for row, conversations, values in zip(read_rows(path), meant, want, strict=True):
             variables = {key: row.values[key] for key in ("tools", "chat_template_kwargs") if row.values.get(key)}
             if isinstance(variables.get("tools"), str):

@@ -81,7 +81,9 @@ def asgi_client() -> Iterator[Callable[..., Any]]:
     with ExitStack() as open_clients:
 
         def make(service: Service, *, token: str | None = None) -> Any:
-            client = TestClient(create_app(service, token=token), raise_server_exceptions=False)
+            client = TestClient(
+                create_app(service, token=token), base_url="http://localhost", raise_server_exceptions=False
+            )
             return open_clients.enter_context(client)
 
         yield make
@@ -101,7 +103,7 @@ def client(served: tuple[ServedModel, Scorer]) -> Iterator[Any]:
     from treeward.serving.app import create_app
 
     service = Service.of([served], ServerConfig(models=(ServedModelConfig(model="tiny"),)))
-    with TestClient(create_app(service), raise_server_exceptions=False) as shared:
+    with TestClient(create_app(service), base_url="http://localhost", raise_server_exceptions=False) as shared:
         yield shared
     service.close()
 

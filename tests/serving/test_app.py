@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -88,6 +89,47 @@ def test_the_token(service: Service, asgi_client: Callable[..., Any]) -> None:
     right = {"authorization": "bearer  s3cret "}
     assert client.get("/metrics", headers=right).status_code == 200
     assert client.post("/v1/rewards", json={"conversations": [CHAT]}, headers=right).status_code == 200
+
+
+REBOUND = [
+    ({"host": "evil.example"}, 421, "misdirected_request"),
+    ({"host": "evil.example:8000"}, 421, "misdirected_request"),
+    ({"host": "127.0.0.1.evil.example"}, 421, "misdirected_request"),
+    ({"sec-fetch-site": "cross-site"}, 403, "cross_site"),
+]
+
+
+@pytest.mark.parametrize(("headers", "status", "code"), REBOUND)
+def test_a_web_page_cannot_ask_a_server_of_this_machine(
+    service: Service, asgi_client: Callable[..., Any], headers: dict[str, str], status: int, code: str
+) -> None:
+    client = asgi_client(service)
+    body = {"conversations": [CHAT]}
+    assert error(client.post("/v1/rewards", json=body, headers=headers)) == (status, code)
+    guarded = asgi_client(service, token="s3cret")  # a page does not know it
+    authorized = {**headers, "authorization": "Bearer s3cret"}
+    assert guarded.post("/v1/rewards", json=body, headers=authorized).status_code == 200
+
+
+def test_programs_and_our_own_page_ask_by_any_right_name(
+    make_service: Callable[..., Service], asgi_client: Callable[..., Any]
+) -> None:
+    client = asgi_client(make_service(allowed_hosts=["scores.lan"]))
+    for host in ("localhost:1", "127.0.0.1", "[::1]:8000", "10.0.0.7:80", "scores.lan", "Scores.LAN:80", ""):
+        assert client.get("/v1/models", headers={"host": host}).status_code == 200, host
+    assert client.get("/v1/models", headers={"sec-fetch-site": "same-origin"}).status_code == 200
+    assert client.get("/", headers={"sec-fetch-site": "cross-site"}).status_code == 200
+    public = asgi_client(make_service(host="0.0.0.0"))
+    assert public.get("/v1/models", headers={"host": "scores.example"}).status_code == 200
+
+
+def test_models_are_listed_without_their_paths(
+    make_service: Callable[..., Service], asgi_client: Callable[..., Any], served_folder: Path
+) -> None:
+    client = asgi_client(make_service(models=[{"model": str(served_folder), "device": "cpu"}]))
+    [listed] = client.get("/v1/models").json()["data"]
+    assert listed["root"] == "tiny" and listed["members"] == ["tiny"]
+    assert str(served_folder) not in client.get("/v1/models").text
 
 
 def test_the_page_has_a_strict_policy_and_needs_no_token(

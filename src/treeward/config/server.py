@@ -68,6 +68,9 @@ class ServerConfig(Strict):
     """Time limit of a request; beyond it 504."""
     token_env: str | None = None
     """Environment variable that holds the bearer token of requests. None: requests need no token."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names, beside localhost and addresses, by which clients may ask a server on loopback without a token. Other names
+    get 421: a web page could resolve its own name to this machine, and read scores in a browser."""
     access_log: bool = True
     """Log a line for each request."""
 

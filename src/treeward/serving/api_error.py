@@ -7,7 +7,7 @@ The application writes it as JSON in the form that OpenAI's clients read; `code`
 
 from __future__ import annotations
 
-ERRORS = (401, 404, 413, 422, 429, 500, 503, 504)
+ERRORS = (401, 403, 404, 413, 421, 422, 429, 500, 503, 504)
 """The statuses of errors."""
 
 

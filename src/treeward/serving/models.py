@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from treeward.config.server import ServedModelConfig, ServerConfig
+from treeward.config.server import ServedModelConfig, ServerConfig, model_name
 from treeward.data.rendering import Renderer
 from treeward.model.contract import read_contract
 from treeward.model.pretrained import check_device
@@ -71,6 +72,11 @@ class ServedModel:
         parts = [self.scores, *(() if self.shaper is None else (self.shaper.config, self.shaper.calibration))]
         return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
 
+    @property
+    def _shown_members(self) -> list[str]:
+        """The members for clients: of a path, which says where this machine keeps its files, the model's name."""
+        return [model_name(member) if os.path.isabs(member) else member for member in self.members]
+
     def described(self, created: int) -> dict[str, Any]:
         """The model as /v1/models lists it. `created`: seconds of the epoch."""
         return {
@@ -78,10 +84,10 @@ class ServedModel:
             "object": "model",
             "created": created,
             "owned_by": "treeward",
-            "root": self.members[0],
+            "root": self._shown_members[0],
             "max_model_len": self.renderer.max_length,
             "contract": self.contract_sha256,
-            "members": list(self.members),
+            "members": self._shown_members,
             "heads": list(self.heads),
             "temperature": self.temperature,
             "shaped": self.shaper is not None,

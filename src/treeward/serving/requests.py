@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import re
 import secrets
 import time
@@ -36,6 +37,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from typing_extensions import TypedDict
 
 from treeward.data.conversation import AnyConversation, Conversation
+from treeward.errors import shown
 from treeward.scoring.score import Reward
 from treeward.serving.api_error import APIError
 from treeward.serving.arrivals import Arrivals, too_large
@@ -80,6 +82,8 @@ class RequestLimits:
         self.app, self.service, self.config = app, service, service.config
         self._token = None if token is None else token.encode()
         self._arrivals = Arrivals(service.config)
+        # Elsewhere a name that resolves to this machine is nothing new, and a web page has no token.
+        self._is_for_this_machine = token is None and _is_loopback(service.config.host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -108,7 +112,10 @@ class RequestLimits:
 
     def _check_headers(self, scope: Scope, headers: Headers) -> None:
         path: str = scope["path"]
-        if self._token is not None and path not in _OPEN_PATHS and not path.startswith("/playground/"):
+        is_open = path in _OPEN_PATHS or path.startswith("/playground/")
+        if self._is_for_this_machine:
+            self._check_origin(headers, is_open)
+        if self._token is not None and not is_open:
             scheme, _, token = headers.get("authorization", "").partition(" ")
             # In constant time, so that the time of a wrong token says nothing about the right one.
             is_right = hmac.compare_digest(token.strip().encode("latin-1"), self._token)
@@ -118,6 +125,43 @@ class RequestLimits:
         most = self.config.max_body_bytes
         if int(headers.get("content-length") or 0) > most:
             raise too_large(most)
+
+    def _check_origin(self, headers: Headers, is_open: bool) -> None:
+        """Refuse what a page of another site makes a browser on this machine ask. It cannot choose these headers."""
+        name = _host_name(headers.get("host", ""))
+        if not (_is_this_machine(name) or name in self.config.allowed_hosts):
+            message = f"this server is not {shown(name)}: ask localhost, or add the name to allowed_hosts of the server"
+            raise APIError(421, "misdirected_request", message)
+        # A link to the page itself is fine.
+        if headers.get("sec-fetch-site") == "cross-site" and not is_open:
+            raise APIError(403, "cross_site", "a page of another site asks; call the server from a program")
+
+
+def _host_name(host: str) -> str:
+    """The name in a Host header, without its port, as in `[::1]:8000`."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].lower()
+
+
+def _is_this_machine(name: str) -> bool:
+    """Whether no web page can have this name: localhost and addresses. Without a name there is no browser."""
+    if name in ("", "localhost") or name.endswith(".localhost"):
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

@@ -115,7 +115,9 @@ def make_served(
     service = Service.of(pairs, config)
     service.models["rm"] = replace(service.models["rm"], shaper=shaper)
     stack.callback(service.close)
-    client = stack.enter_context(TestClient(create_app(service), raise_server_exceptions=False))
+    client = stack.enter_context(
+        TestClient(create_app(service), base_url="http://localhost", raise_server_exceptions=False)
+    )
     want = [score.score for score in scorer.score(CHATS)]
     texts = [scorer.renderer.render(chat) for chat in CHATS]
     ids = [scorer.renderer.encode(chat) for chat in CHATS]
