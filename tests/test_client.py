@@ -12,7 +12,7 @@ import pytest
 from loopback import Asked, Loopback
 
 from treeward.client.rewards import RewardClient
-from treeward.errors import DataError, TreewardError
+from treeward.errors import ConfigError, DataError, TreewardError
 from treeward.http import RewardServerError
 from treeward.scoring.score import Score
 
@@ -151,3 +151,20 @@ def test_a_malformed_conversation_is_not_sent(wrong: Any, serve: Callable[..., L
     scores = client.score([chat(1), wrong, chat(2)], on_error="mask")
     assert [score.score for score in scores] == [1.0, None, 2.0] and scores[1].error
     assert server.requests[0].json["conversations"] == [chat(1), chat(2)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"timeout_seconds": 0},
+        {"timeout_seconds": float("inf")},
+        {"timeout_seconds": float("nan")},
+        {"max_concurrency": 0},
+        {"max_conversations": 0},
+        {"max_retries": -1},
+    ],
+)
+def test_impossible_arguments_are_refused_at_once(options: dict[str, Any]) -> None:
+    [field] = options
+    with pytest.raises(ConfigError, match=field):
+        RewardClient("http://localhost:1", **options)

@@ -11,6 +11,7 @@ error. Needs neither torch nor the server's packages.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,7 @@ from pydantic import ConfigDict, TypeAdapter, with_config
 from typing_extensions import TypedDict
 
 from treeward.data.conversation import AnyConversation, as_conversations, check_messages, to_json, with_messages
-from treeward.errors import DataError
+from treeward.errors import ConfigError, DataError
 from treeward.http import Connection, RewardServerError
 from treeward.scoring.score import OnError, Reward, Score
 
@@ -36,7 +37,8 @@ class RewardClient:
     models, None for its first. `timeout_seconds`: for a whole call. `max_retries`: for one request. A call
     with more than `max_conversations` makes several requests, `max_concurrency` at a time.
 
-    It keeps its connections, and may be called from several threads. Methods raise `RewardServerError` for a server
+    Raises `ConfigError` for a URL, a token or a number that cannot be used. It keeps its connections, and may be called
+    from several threads. Methods raise `RewardServerError` for a server
     that fails.
     """
 
@@ -51,6 +53,11 @@ class RewardClient:
         max_conversations: int = 256,
         max_concurrency: int = 8,
     ) -> None:
+        _check_positive("timeout_seconds", timeout_seconds)
+        _check_positive("max_conversations", max_conversations)
+        _check_positive("max_concurrency", max_concurrency)
+        if max_retries < 0:
+            raise ConfigError("a number is too small", field="max_retries", got=max_retries, need="0 or more")
         self.model, self.timeout_seconds = model, timeout_seconds
         self.max_conversations, self.max_concurrency = max_conversations, max_concurrency
         self._connection = Connection(url, token=token, max_retries=max_retries)
@@ -159,6 +166,11 @@ def _json(value: Any, name: str) -> bytes:
     except (ValueError, TypeError) as error:  # NaN, lone surrogates, objects
         need = "text, and finite numbers"
         raise DataError("this cannot be written as JSON", where=name, got=str(error), need=need) from error
+
+
+def _check_positive(name: str, number: float) -> None:
+    if not 0 < number < math.inf:
+        raise ConfigError("a number cannot be used", field=name, got=number, need="a finite number above 0")
 
 
 @with_config(ConfigDict(strict=True, allow_inf_nan=False))
