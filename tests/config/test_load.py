@@ -264,3 +264,26 @@ def test_a_wrong_value_has_all_the_names_of_its_key():
     with pytest.raises(ConfigError, match="models, also called model, model_name, model_path") as error:
         load_section(ServedModelConfig, {"model_path": 3}, where="MODEL")
     assert (error.value.summary, error.value.got) == ("the value is not valid", 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("a: " + "[" * 2000 + "]" * 2000, "nested too deep"),
+        ("\n".join(" " * i + "a:" for i in range(2000)), "nested too deep"),
+        ("rm: {seed: " + "9" * 5000 + "}", "digits"),
+        ("a: !!python/object/apply:os.getcwd []", "python/object"),
+    ],
+    ids=["deep lists", "deep mappings", "many digits", "an object of Python"],
+)
+def test_yaml_that_cannot_be_read(text: str, reason: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=reason) as caught:
+        load_config(file)
+    assert str(file) in str(caught.value)
+
+
+def test_an_override_that_is_nested_too_deep() -> None:
+    with pytest.raises(ConfigError, match="nested too deep"):
+        load_config("rm", ["a=" + "[" * 2000 + "]" * 2000])

@@ -16,7 +16,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from treeward.data.sources import fingerprint, read_rows
+from treeward.data import sources
+from treeward.data.sources import fingerprint, read_file, read_rows
 from treeward.errors import DataError
 
 ROWS = [
@@ -188,3 +189,26 @@ def test_local_copy_of_a_hub_dataset(hub_copy: Path) -> None:
     assert fingerprint(str(hub_copy), split="train") == before and len(before) == 32
     write(hub_copy / "data" / "train.jsonl", ROWS[:1])
     assert fingerprint(str(hub_copy), split="train") != before
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows.json", "rows.csv"])
+def test_a_line_without_an_end_is_refused_before_it_is_read(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "MOST_LINE_BYTES", 1000)
+    row = b'{"a": "b"}\n' if "json" in name else b"a\nb\n"
+    content = row * 2 + b" " * 10_000
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    with pytest.raises(DataError, match=r"a line is too long") as caught:
+        list(read_file(str(path)))
+    assert f"{path}:" in str(caught.value)
+
+
+def test_a_folder_with_a_script_of_its_name(tmp_path: Path) -> None:
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    (folder / "rows.py").write_text("x = 1")
+    (folder / "a.jsonl").write_text('{"a": "b"}\n')
+    with pytest.raises(DataError, match="script"):
+        list(read_rows(str(folder)))

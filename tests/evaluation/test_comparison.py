@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,8 +10,9 @@ import pytest
 from evaluated import preference, rated
 from messages import write_jsonl
 
+from treeward.errors import DataError
 from treeward.evaluation.comparison import Comparison, Evaluation, compare, read_evaluation
-from treeward.evaluation.results import ScoredExample, to_row
+from treeward.evaluation.results import ScoredExample, scored_from_row, to_row
 from treeward.evaluation.statistics import paired_bootstrap, paired_test
 
 
@@ -151,3 +153,18 @@ def test_folders_and_files_are_one_evaluation(tmp_path: Path) -> None:
         read = read_evaluation(path)
         assert (read.name, list(read.suites)) == ("mine", ["llmbar"])
         assert list(read.suites["llmbar"]) == [scored(1, 1.0), scored(2, None)]
+
+
+@pytest.mark.parametrize("line", ["[]", "3", "{}", '{"ranks": 3}'])
+def test_a_line_that_is_no_example_is_named(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "m" / "s" / "examples.jsonl"
+    path.parent.mkdir(parents=True)
+    path.write_text(line + "\n")
+    with pytest.raises(DataError, match=r"examples\.jsonl"):
+        read_evaluation(path.parent.parent)
+
+
+@pytest.mark.parametrize("line", ["[]", "3"])
+def test_a_line_that_is_no_example_is_named_when_an_evaluation_goes_on(line: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no row of an evaluation"):
+        scored_from_row(json.loads(line), "examples.jsonl:1")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
+from signed import contract_of, write_signed_model
 
 from treeward.errors import ModelError
-from treeward.model.contract import CONTRACT_FILE, read_contract, write_contract
+from treeward.model.contract import CONTRACT_FILE, RewardCalibration, read_contract, write_contract
 
 
 def test_what_is_written_is_read(model_folder: Path, tmp_path: Path) -> None:
@@ -40,3 +43,28 @@ def test_files_that_are_no_contract(text: str, message: str, tmp_path: Path) -> 
     (tmp_path / CONTRACT_FILE).write_text(text, encoding="utf-8")
     with pytest.raises(ModelError, match=f"{CONTRACT_FILE}: (?s:.*){message}"):
         read_contract(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["[" * 100_000, "negative", "huge", "many"])
+def test_a_contract_that_others_wrote_is_bounded(damage: str, tiny_tokenizer: Any, tmp_path: Path) -> None:
+    """Each is an error that names the file."""
+    folder = write_signed_model(tmp_path / "m", tiny_tokenizer, seed=1, max_length=160)
+    file = folder / CONTRACT_FILE
+    content = json.loads(file.read_text())
+    if damage == "negative":
+        content["golden"][0]["token_ids"] = [-1]
+    elif damage == "huge":
+        content["golden"][0]["token_ids"] = [2**64]
+    elif damage == "many":
+        content["golden"] *= 9000
+    file.write_text(damage if damage.startswith("[") else json.dumps(content))
+    with pytest.raises(ModelError, match="damaged") as caught:
+        read_contract(folder)
+    assert str(file) in str(caught.value) and len(str(caught.value)) < 2000
+
+
+def test_a_calibration_does_not_change_the_hash_of_scores(tiny_tokenizer: Any, tmp_path: Path) -> None:
+    contract = contract_of(write_signed_model(tmp_path / "m", tiny_tokenizer, seed=1, max_length=160))
+    assert contract.calibration is None
+    calibrated = contract.model_copy(update={"calibration": RewardCalibration()})
+    assert calibrated.scores_sha256 == contract.scores_sha256

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from treeward.errors import ConfigError
-from treeward.parallel.ray_cluster import equal_shares
+from treeward.parallel.ray_cluster import equal_shares, start_ray
 
 GPUS = [{"CPU": 32.0, "GPU": 4.0}]
 
@@ -40,3 +40,16 @@ def test_a_gpu_or_an_equal_part_of_the_cores(
         shares()
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")  # it may grow
     assert shares() == {"num_gpus": num_gpus}
+
+
+def test_a_ray_that_does_not_start_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray")
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise Exception("The current node timed out during startup. This could happen because...")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", fail)
+    with pytest.raises(ConfigError, match="timed out during startup") as caught:
+        start_ray()
+    assert "ray stop" in str(caught.value)

@@ -139,8 +139,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
         near = nearest_path(path) or nearest_name(path.stem, recipe_names())
         fix = f"did you mean {near}?" if near else f"correct the path; relative paths begin at {Path.cwd()}"
         raise ConfigError("there is no such file", where=str(path), need=_needed_file(), fix=fix) from error
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        summary = f"the YAML cannot be read: {' '.join(str(error).split())}"
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        # A ValueError is a number with more digits than Python reads, or text that is not UTF-8.
+        reason = "it is nested too deep" if isinstance(error, RecursionError) else str(error)
+        summary = f"the YAML cannot be read: {' '.join(reason.split())}"
         raise ConfigError(summary, where=str(path), need="a YAML file in UTF-8") from error
     if not isinstance(tree, dict):
         raise ConfigError("the configuration is not a mapping", where=str(path), got=tree, need="policy: {...}")
@@ -190,6 +192,9 @@ def _apply_override(config: DictConfig, text: str) -> Location:
             raise ConfigError(summary, where="command line", got=text, fix=fix)
         value: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value{match['value']}"]))["value"]  # type: ignore[call-overload, index]
         OmegaConf.update(config, key, value, merge=isinstance(value, dict) and isinstance(old, DictConfig))
+    except RecursionError:
+        need = "a value that is nested less deep"
+        raise ConfigError("an override is nested too deep", where="command line", got=text, need=need) from None
     except (OmegaConfBaseException, yaml.YAMLError, LookupError, TypeError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise

@@ -33,6 +33,8 @@ PROMPT_FILES = ("prompt_file", "system_prompt_file")
 KINDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".feather")
 """The suffixes of the files that are read."""
 
+MOST_LINE_BYTES = 2**28
+"""Bytes of a line, unpacked. A longer one is no row, and would fill the memory before anything could look at it."""
 _ROWS_PER_BATCH = 1024
 _LONGEST_CELL_CHARACTERS = 2**31 - 1
 
@@ -164,10 +166,12 @@ def _files_of_splits(folder: str, subset: str | None) -> dict[str, list[str]]:
 
     try:
         splits = dict(datasets.load_dataset_builder(folder, subset).config.data_files or {})
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        # A RuntimeError is a script in Python, which datasets no longer runs.
         summary, need = "the folder holds no data that can be read", f"files that end in {', '.join(KINDS)}"
         got = f"{type(error).__name__}: {error}"
-        raise DataError(summary, where=folder, got=got, need=need, fix="check path and subset") from error
+        fix = "check path and subset, and move scripts (.py) out of the folder"
+        raise DataError(summary, where=folder, got=got, need=need, fix=fix) from error
     split_files = {os.path.basename(file) for files in splits.values() for file in files}
     names = [n for n in os.listdir(folder) if file_suffix(n) in KINDS and not n.startswith((".", "_", "dataset_info"))]
     unread, card = sorted({*names} - split_files - {"config.json"}), os.path.join(folder, "README.md")
@@ -185,7 +189,8 @@ def _table(path: str, split: str | None, subset: str | None) -> tuple[Any, str]:
     is_saved = os.path.isdir(path)
     try:
         loaded = datasets.load_from_disk(path) if is_saved else datasets.load_dataset(path, subset, split=split)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:  # Arrow's errors are ValueErrors
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        # Arrow's errors are ValueErrors, a script in Python is a RuntimeError.
         need = "a folder that save_to_disk wrote, or a hub dataset"
         fix = "check path, subset, split and network; offline, give a local copy instead of the name; a private or "
         fix += "gated dataset needs HF_TOKEN"
@@ -269,7 +274,13 @@ def _lines(path: str) -> Iterator[bytes]:
     number = 0
     try:
         with gzip.open(path, "rb") if path.lower().endswith(".gz") else open(path, "rb") as stream:
-            for number, line in enumerate(stream, 1):  # noqa: B007
+            while line := stream.readline(MOST_LINE_BYTES + 1):
+                number += 1
+                if len(line) > MOST_LINE_BYTES:
+                    need = f"lines of at most {MOST_LINE_BYTES:,} bytes"
+                    fix = "write one row to a line, or a list of rows over several lines"
+                    got = f"more than {len(line) - 1:,} bytes"
+                    raise DataError("a line is too long", where=f"{path}:{number}", got=got, need=need, fix=fix)
                 yield line
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         where, fix = f"{path}:{number + 1}", "copy the file again, or remove .gz from its name"

@@ -222,7 +222,7 @@ def scored_from_row(row: Mapping[str, Any], where: str) -> ScoredExample:
         numbers = {name: tuple(row[name]) for name in _NUMBERS}
         optional = {name: tuple(row.get(name) or ()) for name in _OPTIONAL}
         return ScoredExample(example, **numbers, **optional)
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         need = "a line of examples.jsonl as `treeward eval` writes it"
         raise DataError(
             "this is no row of an evaluation's examples", where=where, got=repr(error), need=need

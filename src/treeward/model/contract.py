@@ -13,7 +13,7 @@ import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from transformers.utils.hub import cached_file
@@ -32,6 +32,8 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 CONTRACT_FILE = "reward_contract.json"
 CONTRACT_VERSION = 2
+MOST_GOLDEN = 100
+"""Golden conversations of a contract. treeward signs eleven at most; each is scored whenever the model is verified."""
 
 SCORE_MEANING = "higher is better; only differences between completions of one prompt have a meaning"
 """Meaning of the value of a head trained on comparisons."""
@@ -126,7 +128,7 @@ class GoldenExample(Strict):
     name: str
     messages: list[dict[str, Any]]
     chat_template_kwargs: dict[str, Any] = {}
-    token_ids: list[int]
+    token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]]
     score: float
     heads: list[float]
     mistakes: dict[Mistake, float] = {}
@@ -230,7 +232,7 @@ class ScoringContract(Strict):
     problem_type: str | None = None
     calibration: RewardCalibration | None = None
     weights: WeightsContract
-    golden: list[GoldenExample]
+    golden: list[GoldenExample] = Field(max_length=MOST_GOLDEN)
     tolerance: ToleranceContract
 
     @model_validator(mode="before")
@@ -272,7 +274,7 @@ def read_contract(name: str | Path) -> ScoringContract | None:
         content = json.loads(path.read_text(encoding="utf-8"))
         version = content["version"]
         return ScoringContract.model_validate(content)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         if version in (None, CONTRACT_VERSION):
             fix = "restore the file from where the model came from"
             raise ModelError("the scoring contract is damaged", where=str(path), got=str(error), fix=fix) from error

@@ -39,6 +39,11 @@ def start_ray(*, spare_gpus: Collection[int] = (), address: str | None = None) -
             got = f"{address or os.environ.get('RAY_ADDRESS')}: {first_line(error)}"
             fix = "ray start --address=HOST:6379 on each machine of the run, or take RAY_ADDRESS out of the environment"
             raise ConfigError("the Ray cluster cannot be reached", field="RAY_ADDRESS", got=got, fix=fix) from error
+        except Exception as error:  # Ray raises nothing narrower for a node that does not start
+            got = first_line(error)
+            fix = "end other Ray processes (ray stop), free memory and CPUs and start again; or join a running cluster "
+            fix += "(RAY_ADDRESS)"
+            raise ConfigError("Ray cannot be started on this machine", got=got, fix=fix) from error
         finally:
             os.environ.pop("CUDA_VISIBLE_DEVICES", None)
             os.environ.update({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
