@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -168,3 +169,15 @@ def test_impossible_arguments_are_refused_at_once(options: dict[str, Any]) -> No
     [field] = options
     with pytest.raises(ConfigError, match=field):
         RewardClient("http://localhost:1", **options)
+
+
+def test_it_waits_as_long_as_the_server_asks(serve: Callable[..., Loopback]) -> None:
+    busy = 429, {"error": {"message": "many wait", "code": "queue_full"}}, {"retry-after": "2"}
+    times: list[float] = []
+
+    def answer(asked: Asked) -> Any:
+        times.append(time.monotonic())
+        return busy if len(times) == 1 else scored(asked)
+
+    assert RewardClient(serve(answer).url, timeout_seconds=60).score([chat(4)])[0].score == 4.0
+    assert times[1] - times[0] > 1.9  # a lower bound alone: it may take longer

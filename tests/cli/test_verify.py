@@ -120,3 +120,18 @@ def test_a_contract_is_not_replaced_by_accident(own_model: Path, treeward: Comma
     assert (own_model / CONTRACT_FILE).read_bytes() == before
     assert treeward("verify", own_model, "--write", "--force").code == 0  # the template is as it should be, then
     assert (own_model / CONTRACT_FILE).read_bytes() != before
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--force"], "the option needs --write"),
+        (["--model", "m"], "the option needs --against URL"),
+        (["--dialect", "vllm"], "the option needs --against URL"),
+        (["--token-env", "T"], "the option needs --against URL"),
+        (["--against", "http://localhost:1", "--write"], "the option does not go with --against"),
+    ],
+)
+def test_options_that_would_have_no_effect(words: list[str], message: str, own_model: Path, treeward: Command) -> None:
+    ended = treeward("verify", own_model, *words)
+    assert ended.code == 2 and message in ended.err

@@ -18,7 +18,7 @@ import pytest
 import torch
 from families import causal_model, config_of, gradient_error, plain_log_probs
 from messages import edit_json
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -353,3 +353,13 @@ def test_folders_of_adapters_that_are_refused(
 
 def rebased(folder: Path, base: Path | None) -> None:
     edit_json(folder / "adapter_config.json", base_model_name_or_path=base and str(base))
+
+
+def test_adapters_that_lack_layers_are_refused(tmp_path: Path) -> None:
+    save_adapters(adapted(causal_model("qwen3")), tmp_path / "saved")
+    file = tmp_path / "saved" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    tensors.pop(min(tensors))
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match="lack layers of the model"):
+        load_adapters(adapted(causal_model("qwen3")), tmp_path / "saved")

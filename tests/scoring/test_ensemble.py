@@ -153,3 +153,9 @@ def test_each_folder_is_standardized_by_its_own_calibration(folders: list[Path])
     want = [((a - 3.0) / 2.0 + (b + 1.0) / 0.25) / 2 for a, b in zip(*raw, strict=True)]
     assert values(ensemble.score(CHATS)) == pytest.approx(want, abs=CLOSE)
     assert ensemble.contract is None and ensemble.renderer is ensemble.members[0].renderer
+
+
+def test_a_score_is_truncated_if_it_is_for_one_member(scorer: Callable[..., Scorer]) -> None:
+    members = [scorer(0), scorer(1, max_length=60, truncation="truncate_left")]
+    scores = EnsembleScorer(members, RAW).score([LONG, CHATS[0]])
+    assert [score.truncated for score in scores] == [True, False]

@@ -234,3 +234,24 @@ def test_a_mistake_needs_evidence(exported: Path) -> None:
     assert diagnose(with_scores(exported, SCORES[:2]), [5.0, 9.0]).part == "weights"
     shifted = diagnose(with_scores(exported, SCORES, bos=False), [x + 0.3 for x in SCORES])
     assert shifted.part == "activation"
+
+
+def renamed(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.another.weight"] = tensors.pop(UP)
+
+
+@pytest.mark.parametrize("change", [renamed, lambda tensors: tensors.pop(UP)], ids=["renamed", "gone"])
+def test_other_tensors_are_an_error_of_the_weights(change: Any, folder: Path) -> None:
+    """Before they are loaded, where shapes would fail in the words of another library."""
+    change_weights(folder, change)
+    first = check(folder).first_difference
+    assert first is not None and "other names or shapes" in first.summary
+
+
+def test_the_head_of_a_checkpoint_is_compared_though_no_score_shows_it(folder: Path) -> None:
+    contract = contract_of(folder)
+    weights = contract.weights.model_copy(update={"tensors": {}, "sha256": None})
+    write_contract(contract.model_copy(update={"weights": weights}), folder)
+    change_weights(folder, add_to("score.weight", 1e-6))
+    first = check(folder).first_difference
+    assert first is not None and first.part == "weights" and "score.weight" in first.summary

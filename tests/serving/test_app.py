@@ -194,3 +194,19 @@ def test_metrics(own_client: Any, service: Service, conversations: Any, served_s
     assert samples["treeward_scores_sum", tiny] == pytest.approx(sum(scores), abs=1e-5)
     assert samples["treeward_queued_conversations", ()] == 0
     assert samples["process_resident_memory_bytes", ()] > 0
+
+
+def test_an_error_of_memory_forgets_the_prompts(
+    own_client: Any, served_scorer: Scorer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = served_scorer.prefix_cache
+    assert cache is not None
+    long = [{"role": "user", "content": "Which of these two is right? " * 3}, CHAT[1]]
+    assert ask(own_client, conversations=[long]).status_code == 200 and cache.num_bytes > 0
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(served_scorer, "score_prepared", fail)
+    assert error(ask(own_client, conversations=[long])) == (500, "scoring_failed")
+    assert cache.num_bytes == 0

@@ -91,3 +91,12 @@ def test_what_comes_again_is_noticed() -> None:
     for _ in range(3):
         recent.add(_ids(generator, 40))
     assert recent.add([*prompt, 6]) == 0
+
+
+def test_a_conversation_that_is_cached_as_a_whole_still_has_a_token_to_read() -> None:
+    model, cache = RewardModel(tiny_model("llama")).eval(), PrefixCache(2**30)
+    prompt = _ids(np.random.default_rng(3), 64)
+    model.score_tokens([[*prompt, 5]], cache=cache, prompt_lengths=[64])
+    assert cache.match(prompt) == 63
+    cached = model.score_tokens([prompt], cache=cache, prompt_lengths=[64])
+    assert (cached - model.score_tokens([prompt])).abs().max() < TOLERANCE
