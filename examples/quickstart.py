@@ -47,14 +47,14 @@ ROW = """{"prompt": "What is 7 plus 5?", "responses": ["7 plus 5 is 12.", "7 plu
 
 RANKED = [
     Column("completion"),
-    Column("score", format=".2f"),
-    Column("quality", title="true quality", format=".2f"),
+    Column("score", format="number"),
+    Column("quality", title="true quality", format="number"),
 ]
 LENGTH = [
     Column("set"),
-    Column("accuracy_longer_right", title="the longer", format=".1%"),
-    Column("accuracy_shorter_right", title="the shorter", format=".1%"),
-    Column("length_controlled_accuracy", title="length-controlled", format=".1%"),
+    Column("accuracy_longer_right", title="the longer", format="percent"),
+    Column("accuracy_shorter_right", title="the shorter", format="percent"),
+    Column("length_controlled_accuracy", title="length-controlled", format="percent"),
 ]
 
 

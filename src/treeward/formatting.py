@@ -34,14 +34,18 @@ def format_number(value: float | None, format: str = "number", size: float | Non
         text = f"{amount * 100:.1f} points"
     elif format == "integer" or (amount == round(amount) and amount >= 100):
         text = f"{math.floor(amount + 0.5):,}"
-    elif amount != 0 and (amount < 1e-4 or amount >= 1e6):
+    elif amount != 0 and (size < 1e-4 or size >= 1e6):
         mantissa, exponent = f"{amount:.2e}".split("e")
         text = f"{mantissa}e{int(exponent):+d}"
     else:
         text = f"{amount:,.{next(decimals for least, decimals in _DECIMALS if size >= least)}f}"
     text = text.replace("e-", "e\N{MINUS SIGN}")
-    negative = value < 0 and any(digit in "123456789" for digit in text)
-    return ("\N{MINUS SIGN}" if negative else "+" if format in ("signed", "points") and value > 0 else "") + text
+    is_zero = not any(digit in "123456789" for digit in text)
+    if is_zero:
+        return text
+    if value < 0:
+        return "\N{MINUS SIGN}" + text
+    return "+" + text if format in ("signed", "points") else text
 
 
 def metric_format(name: str) -> str:

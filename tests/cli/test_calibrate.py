@@ -10,6 +10,7 @@ from signed import contract_of
 from verbs import Command
 
 from treeward.config.scoring import RewardShapingConfig
+from treeward.formatting import format_number
 from treeward.model.contract import CONTRACT_FILE
 from treeward.scoring.scorer import Scorer
 from treeward.scoring.shaping import Shaper
@@ -40,7 +41,7 @@ def test_the_constants_reach_the_contract_and_from_there_the_rewards(
     assert rewards.mean() == pytest.approx(0.0, abs=1e-4) and rewards.std() == pytest.approx(1.0, abs=1e-4)
     source = calibration.provenance
     assert source is not None and source.data == "held_out.jsonl" and source.num_comparisons == 12
-    assert f"{calibration.normalization.mean:.4f}" in ended.out
+    assert format_number(calibration.normalization.mean) in ended.out
 
 
 def test_where_the_constants_cannot_be_kept_is_told_first(

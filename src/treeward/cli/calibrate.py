@@ -22,6 +22,7 @@ import typer
 from treeward.cli.comparisons import DataOptions, DatasetName, Split, choosing_split, dataset_config, split_option
 from treeward.cli.options import Model, ModelOptions, checked_model, load, with_model_options
 from treeward.errors import ConfigError
+from treeward.formatting import format_number
 from treeward.progress import ShownProgress
 from treeward.tables import results_table
 from treeward.training.step_file import flattened
@@ -75,7 +76,10 @@ def run(
 
         calibration = calibrate(scorer, counted(), name=name)
     constants = flattened(calibration.model_dump(exclude=_NOT_SHOWN))
-    rows = [{"constant": key, "value": f"{x:.4f}" if isinstance(x, float) else x} for key, x in constants]
+    rows = []
+    for key, value in constants:
+        shown = format_number(value) if isinstance(value, float) else value
+        rows.append({"constant": key, "value": shown})
     sys.stdout.write(results_table(rows, ["constant", "value"]) + "\n")
     path = write_contract(contract.model_copy(update={"calibration": calibration}), model)
     logger.info("Wrote the constants to %s.", path)

@@ -17,6 +17,7 @@ from treeward.cli.options import ConfigFile, Overrides
 from treeward.cli.train import tell_interrupted
 from treeward.config.load import load_grpo_config
 from treeward.config.preflight import check_inputs
+from treeward.formatting import metric_text
 
 
 def run(config: ConfigFile, overrides: Overrides = None) -> int:
@@ -30,7 +31,7 @@ def run(config: ConfigFile, overrides: Overrides = None) -> int:
         outcome = launch(grpo, loaded)
     if outcome is None:
         return 0  # of several processes the main one tells
-    lines = [f"{name:>40}  {value:.4f}" for name, value in outcome.validation.items()]
+    lines = [f"{name:>40}  {metric_text(name, value)}" for name, value in outcome.validation.items()]
     lines += [f"\nAlarm after step {alarm.step}: {alarm.sentence}" for alarm in outcome.alarms]
     if outcome.report is not None:
         lines.append(f"\nThe report of the run:  {shlex.quote(str(outcome.report))}")

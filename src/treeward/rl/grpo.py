@@ -22,6 +22,7 @@ from treeward import processes
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.preflight import check_packages
 from treeward.errors import TreewardError
+from treeward.formatting import metric_text
 from treeward.model.export import export_model
 from treeward.rl.advantages import advantages
 from treeward.rl.generation import completion_lengths
@@ -234,7 +235,7 @@ class GRPORun(Run):
                 logger.warning("The run ends here (grpo.watch.stop_on).")
         self._write_alarms()
         values = ((name, validation.metrics.get(f"validation/{name}")) for name in _SHOWN)
-        shown = "  ".join(f"{name} {value:.3f}" for name, value in values if value is not None)
+        shown = "  ".join(f"{name} {metric_text(name, value)}" for name, value in values if value is not None)
         return Validation(validation.metrics, self.setup.watch.metrics(), (f"validation after step {step}: {shown}",))
 
     def _write_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:

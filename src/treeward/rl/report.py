@@ -28,7 +28,7 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from treeward.errors import ConfigError, DataError
-from treeward.evaluation.report.blocks import curves_block, text_block
+from treeward.evaluation.report.blocks import curves_block, size_of, text_block
 from treeward.evaluation.report.build import write_report
 from treeward.evaluation.results import Block, Metric
 from treeward.formatting import format_number
@@ -192,9 +192,13 @@ class Change:
 
     def course(self) -> str:
         """ "rose from 0.31 to 0.72 (+0.41, 95% interval +0.30 to +0.52)"."""
-        value, low, high = (format_number(number, "signed") for number in (self.by.value, self.by.low, self.by.high))
+        ends = {"low": self.first, "high": self.last}
+        change = {"value": self.by.value, "low": self.by.low, "high": self.by.high}
+        size = size_of([ends, change])
+        first, last = format_number(self.first, size=size), format_number(self.last, size=size)
+        value, low, high = (format_number(number, "signed", size) for number in change.values())
         interval = "no interval was logged" if self.by.low is None else f"95% interval {low} to {high}"
-        return f"{self.verb} from {format_number(self.first)} to {format_number(self.last)} ({value}, {interval})"
+        return f"{self.verb} from {first} to {last} ({value}, {interval})"
 
 
 def opening(runs: Sequence[RLRun]) -> str:

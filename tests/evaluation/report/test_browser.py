@@ -127,6 +127,28 @@ def test_no_layout_overflows_and_axe_finds_nothing_wrong(visit: Visit, name: str
         assert [(one["id"], one["nodes"][0]["html"][:200]) for one in result] == []
 
 
+def test_tables_on_a_phone_are_read_without_scrolling_sideways(visit: Visit) -> None:
+    page = visit(width=390)
+    for fold in page.locator("details.numbers summary").all():
+        fold.click()
+    overflowing = page.locator(".wide").evaluate_all(
+        """(all) => all.filter((table) => table.scrollWidth > table.closest(".scroller").clientWidth)
+            .map((table) => table.innerText.slice(0, 80))"""
+    )
+    assert count(page, ".wide") > 0 and overflowing == []
+    cell = page.locator(".wide tbody td").first
+    label = cell.evaluate("(cell) => getComputedStyle(cell, '::before').content")
+    assert label == json.dumps(cell.get_attribute("data-label"))  # each number has the name of its column beside it
+
+
+def test_whiskers_are_seen_on_bars_and_few_points_make_a_small_chart(visit: Visit) -> None:
+    page = visit(width=1200)
+    bar = page.locator(".kind-bars .layer_0_marks path").first
+    assert float(bar.get_attribute("fill-opacity")) <= 0.5
+    box = page.locator(".plot.square").first.bounding_box()
+    assert box["width"] <= 320 and box["height"] <= 320
+
+
 def test_without_scripts_the_numbers_are_there(visit: Visit) -> None:
     page = visit(java_script_enabled=False)
     text = page.locator("main").inner_text()

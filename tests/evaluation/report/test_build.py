@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from report_sample import HOSTILE, sample_report
 
-from treeward.evaluation.report.blocks import plain
+from treeward.evaluation.report.blocks import bars_block, plain
 from treeward.evaluation.report.build import build_report, write_report
 from treeward.formatting import format_number
 
@@ -110,6 +110,23 @@ def test_the_policy_allows_these_scripts_and_nothing_else() -> None:
         str(value) for _, attributes in page.tags for name, value in attributes.items() if name in ("href", "src")
     }
     assert {one for one in addresses if not one.startswith("#")} == {"data:,", "report.json"}
+
+
+def test_the_numbers_of_a_figure_have_one_number_of_decimals() -> None:
+    shifts = {"padding": (-0.248, -0.359, -0.147), "space": (-0.0071, -0.0567, 0.035), "none": (0.00004, -0.1, 0.1)}
+    items = [
+        {"label": label, "value": value, "low": low, "high": high, "count": 100}
+        for label, (value, low, high) in shifts.items()
+    ]
+    series = {"a model": items}
+    block = bars_block("Shifts", series, format="signed", reference=0, x_range=[-1, 1])
+    page = build_report("A report", [block], {})
+    chart = re.findall(r'<div class="plot"[^>]*><script type="application/json">(.*?)</script>', page)[0]
+    shown = re.findall(r'"words": "([^"]*)"', chart)
+    assert "0.000  (\\u22120.100 to +0.100, n = 100)" in shown
+    assert "\\u22120.007  (\\u22120.057 to +0.035, n = 100)" in shown
+    cells = re.findall(r'<td class="numeric"[^>]*>([^<]*)', page)
+    assert cells[4:8] == ["\u22120.007", "\u22120.057", "+0.035", "100"]
 
 
 @pytest.mark.parametrize("absent", [None, float("nan"), -math.inf, np.float32("nan"), np.float64("inf")])

@@ -15,7 +15,7 @@ fraction), points (a difference of fractions, in percentage points), number, sig
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from treeward.evaluation.results import Block, Metric
@@ -89,13 +89,27 @@ def is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def format_interval(item: Mapping[str, Any], format: str, *, with_count: bool = True) -> tuple[str, str]:
+def size_of(items: Iterable[Mapping[str, Any]]) -> float:
+    """The largest of the numbers of these items and of their intervals, whatever its sign."""
+    size = 0.0
+    for item in items:
+        for name in ("value", "low", "high"):
+            number = item.get(name)
+            if is_number(number):
+                size = max(size, abs(number))
+    return size
+
+
+def format_interval(
+    item: Mapping[str, Any], format: str, *, with_count: bool = True, size: float | None = None
+) -> tuple[str, str]:
     """A number of an item, and its interval and count in brackets: "71.0%" and "(62.1% to 79.0%, n = 100)".
 
-    The second text is empty where neither is known.
+    The second text is empty where neither is known. `size`: that of all items beside this one (`size_of`), so that they
+    have one number of decimals; None: of this one.
     """
+    size = size_of([item]) if size is None else size
     numbers = {name: item[name] for name in ("value", "low", "high") if is_number(item.get(name))}
-    size = max((abs(value) for value in numbers.values()), default=0.0)
     value, low, high = (format_number(numbers.get(name), format, size) for name in ("value", "low", "high"))
     parts = [f"{low} to {high}".replace(" points", "")] if {"low", "high"} & numbers.keys() else []
     if with_count and is_number(item.get("count")):

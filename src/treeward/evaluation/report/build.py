@@ -142,7 +142,8 @@ def _environment() -> jinja2.Environment:
 def _table_layout(columns: Sequence[Block], rows: Sequence[Block]) -> list[Block]:
     """The columns with what their cells share: whole numbers have no decimals if the column has nothing else.
 
-    `is_dense`: with many columns, intervals stand below their values.
+    `is_dense`: with many columns, intervals stand below their values. `is_wide`: on a narrow screen each row is a list,
+    because its cells do not fit side by side.
     """
     layout, with_interval = [], 0
     for column in columns:
@@ -153,7 +154,9 @@ def _table_layout(columns: Sequence[Block], rows: Sequence[Block]) -> list[Block
         label = column.get("label") or column["key"]
         layout.append({**column, "label": label, "format": shown, "is_text": form == "text"})
     dense = with_interval > _WIDE_COLUMNS or len(columns) > 2 * _WIDE_COLUMNS
-    return [column | {"is_dense": dense} for column in layout]
+    side_by_side = [column for column in columns if not column.get("explains")]
+    wide = len(side_by_side) > _WIDE_COLUMNS
+    return [column | {"is_dense": dense, "is_wide": wide} for column in layout]
 
 
 def _cell(value: Any, column: Block) -> Block:
@@ -162,7 +165,7 @@ def _cell(value: Any, column: Block) -> Block:
         return {"value": value, "range": ""}
     item = value if isinstance(value, Mapping) else {"value": value}
     form = item.get("format") or ("number" if column["is_text"] else column["format"])
-    shown, interval = format_interval(item, form)
+    shown, interval = format_interval(item, form, size=column.get("size"))
     return {"value": shown, "range": interval}
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import altair as alt
 
-from treeward.evaluation.report.blocks import format_interval, is_number
+from treeward.evaluation.report.blocks import format_interval, is_number, size_of
 from treeward.evaluation.results import Block
 from treeward.formatting import format_number
 
@@ -24,6 +24,7 @@ _DASHES: tuple[list[int], ...] = ([], [7, 4], [2, 3], [9, 3, 2, 3], [4, 2], [1, 
 _WIDE = "width > 480"
 _FONT = '"Inter", "Segoe UI", -apple-system, "Roboto", "Noto Sans", "Liberation Sans", Arial, sans-serif'
 _COLOUR, _DASH = alt.Color("colour:N", scale=None), alt.StrokeDash("dash:N", scale=None)
+_STROKE = alt.Stroke("colour:N", scale=None)
 
 THEME: dict[str, Any] = {
     "background": None,
@@ -54,7 +55,7 @@ class Figure:
     chart: dict[str, Any] | None
     legend: list[tuple[str, Sequence[int] | None, str]]
     description: str
-    columns: Sequence[Mapping[str, str]]
+    columns: Sequence[Block]
     rows: Sequence[Block]
 
 
@@ -64,8 +65,11 @@ def draw(block: Block) -> Figure:
     chart, columns, rows = _bars(block) if is_bars else _curves(block)
     looks = [_look(of_model, order) for order, of_model in enumerate(block["series"])]
     legend = [(look["colour"], None if is_bars else look["dash"], look["series"]) for look in looks if len(looks) > 1]
-    shown = [{"key": key, "label": label, "format": form} for key, (label, form) in columns.items()]
+    shown: list[Block] = [{"key": key, "label": label, "format": form} for key, (label, form) in columns.items()]
     axes = " against ".join(filter(None, (block.get("y_label"), block.get("x_label"))))
+    if is_bars:
+        for column in shown:
+            column["size"] = size_of(rows)
     name = "Bar chart" if is_bars else "Curves"
     words = f"{name}: {block['title']}{f', {axes}' if axes else ''}. The table below has its numbers."
     is_empty = not any(is_number(row["value"]) for row in rows)
@@ -104,8 +108,11 @@ def _bars(block: Block) -> tuple[dict[str, Any], dict[str, tuple[str, str]], lis
     form, series = block.get("format") or "percent", block["series"]
     many = len(series) > 1
     labels = list(dict.fromkeys(item["label"] for one in series for item in one["items"]))
-    rows = [_bar(item, _look(one, order), form, (low, high), many)
-            for order, one in enumerate(series) for item in one["items"]]  # fmt: skip
+    size = size_of(item for one in series for item in one["items"])
+    rows = []
+    for order, one in enumerate(series):
+        for item in one["items"]:
+            rows.append(_bar(item, _look(one, order), form, (low, high), many, size))
     lanes = ["head", *(f"s{order}" for order in range(len(series)))]
     room = f"width - ({_WIDE} ? 205 : 52)" if many else "width"
     scale = alt.Scale(domain=[low, high], nice=False, rangeMax=alt.ExprRef(room))
@@ -122,12 +129,12 @@ def _bars(block: Block) -> tuple[dict[str, Any], dict[str, tuple[str, str]], lis
     said = _layer({**row, "lane": row["text_lane"]} for row in rows).encode(**place)
     in_words = alt.ExprRef(f"{_WIDE} ? datum.words : datum.{'shown' if many else 'brief'}")
     layers = [
-        base.mark_bar(size=13).encode(
-            x=x, x2=alt.X2Datum(min(max(0, low), high)), color=_COLOUR, tooltip="tip:N"
+        # Half transparent, with an edge: a whisker in the colour of text is seen on it, in light and dark.
+        base.mark_bar(size=13, fillOpacity=0.4, strokeWidth=1).encode(
+            x=x, x2=alt.X2Datum(min(max(0, low), high)), color=_COLOUR, stroke=_STROKE, tooltip="tip:N"
         ),
-        spans.mark_rule(color="var(--paper)", strokeWidth=4, opacity=0.75),
-        spans.mark_rule(color="var(--ink)", strokeWidth=1.4),
-        *(ends.mark_tick(color="var(--ink)", thickness=1.4, height=7).encode(x=f"{end}:Q") for end in ("low", "high")),
+        spans.mark_rule(color="var(--ink)", strokeWidth=1.6),
+        *(ends.mark_tick(color="var(--ink)", thickness=1.6, height=9).encode(x=f"{end}:Q") for end in ("low", "high")),
         names.mark_text(align="left", dy=3, fontSize=13.5, limit=alt.ExprRef("width * 0.55")).encode(
             x=alt.value(0), text="label:N"),
         said.mark_text(align="right", text=in_words).encode(x=alt.value("width")),
@@ -145,8 +152,9 @@ def _bars(block: Block) -> tuple[dict[str, Any], dict[str, tuple[str, str]], lis
     return _finish(layers, None, round(20.5 * len(lanes) * len(labels))), columns, rows
 
 
-def _bar(item: Block, look: Block, form: str, span: tuple[float, float], many: bool) -> Block:
-    value, interval = format_interval(item, form)
+def _bar(item: Block, look: Block, form: str, span: tuple[float, float], many: bool, size: float) -> Block:
+    value, interval = format_interval(item, form, size=size)
+    _, without_count = format_interval(item, form, with_count=False, size=size)
     within = {
         name: min(max(item[name], span[0]), span[1]) if is_number(item.get(name)) else None
         for name in ("value", "low", "high")
@@ -154,7 +162,7 @@ def _bar(item: Block, look: Block, form: str, span: tuple[float, float], many: b
     lane = f"s{look['order']}"
     return look | within | {
         "label": item["label"], "count": item.get("count"), "lane": lane, "text_lane": lane if many else "head",
-        "shown": value, "brief": f"{value}  {format_interval(item, form, with_count=False)[1]}",
+        "shown": value, "brief": f"{value}  {without_count}",
         "words": f"{value}  {interval}", "tip": f"{_named(look, item['label'])}\n{value} {interval}",
     }  # fmt: skip
 
@@ -180,7 +188,7 @@ def _curves(block: Block) -> tuple[dict[str, Any], dict[str, tuple[str, str]], l
         x_axis = alt.Axis(values=places, labelExpr=f"{names}[round(datum.index * {max(1, len(ticks) - 1)})]")
     if block.get("is_square"):
         scale = y_scale = alt.Scale(domain=[0, 1], nice=False)
-        x_axis, height = _axis(form), 400
+        x_axis, height = _axis(form), 240
     x = alt.X("x:Q", title=block.get("x_label"), axis=x_axis, scale=scale)
     y = alt.Y("value:Q", title=None, axis=_axis(form), scale=y_scale)
     band = _layer(row for row in rows if is_number(row["low"]) and is_number(row["high"])).encode(x=x, color=_COLOUR)
