@@ -44,7 +44,7 @@ class ResumableRows(Generic[Row]):
         if self._stream is None:
             return
         try:
-            self._stream.write(json.dumps(row, ensure_ascii=False, default=_plain) + "\n")
+            self._stream.write(as_line(row) + "\n")
             self._stream.flush()
         except BrokenPipeError:
             raise  # whoever reads along has enough
@@ -67,14 +67,15 @@ class ResumableRows(Generic[Row]):
 def resumable_rows(
     path: Path | None,
     identity: Mapping[str, Any],
-    parse: Callable[[Any, str], Row],
+    parse: Callable[[Any, str], Row | None],
     *,
     identity_path: Path | None = None,
 ) -> Iterator[ResumableRows[Row]]:
     """Open a file of JSON lines to go on with. A path of None keeps nothing.
 
     `identity`: JSON values by name; the error names those that differ. `parse(row, "file:line")` makes a row of JSON
-    values into what `kept` holds. A last line that a killed process left incomplete is cut off.
+    values into what `kept` holds; None for a row that is not to be kept, and then it and all after it are cut
+    off. A last line that a killed process left incomplete is cut off too.
 
     Raises `CheckpointError` for rows of another identity and where another process writes the file, `DataError` for a
     line that is no JSON and for a file that cannot be written.
@@ -108,14 +109,6 @@ def resumable_rows(
                 stream.close()
 
 
-def num_rows(path: Path) -> int:
-    """How many rows `resumable_rows` would keep of this file, which need not exist."""
-    if not path.exists():
-        return 0
-    with path.open("rb") as stream:
-        return sum(line.endswith(b"\n") for line in stream)
-
-
 def _identity_path(path: Path) -> Path:
     return path.with_name(f"{path.stem}.identity.json")
 
@@ -144,19 +137,22 @@ def _change(key: str, before: object, now: object) -> str:
     return f"{key} {texts[0]} -> {texts[1]}"
 
 
-def _read(path: Path, parse: Callable[[Any, str], Row]) -> Iterator[Row]:
+def _read(path: Path, parse: Callable[[Any, str], Row | None]) -> Iterator[Row]:
     whole = 0
     with path.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
             if not line.endswith(b"\n"):
                 break
-            whole += len(line)
             where = f"{path}:{number}"
             try:
                 row = json.loads(line)
             except ValueError as error:
                 raise DataError("the row is damaged", where=where, got=str(error), need="a line of JSON") from error
-            yield parse(row, where)
+            parsed = parse(row, where)
+            if parsed is None:
+                break
+            whole += len(line)
+            yield parsed
     if whole < path.stat().st_size:
         os.truncate(path, whole)
 
@@ -179,6 +175,11 @@ def _unwritable(path: Path | None, error: OSError) -> DataError:
         need="a folder that can be written, and room in it",
         fix="choose another --output, or make room and start the same command again: it goes on where it stopped",
     )
+
+
+def as_line(row: object) -> str:
+    """A row, a mapping or a dataclass, as the line of JSON that `add` writes, without its end."""
+    return json.dumps(row, ensure_ascii=False, default=_plain)
 
 
 def _plain(value: Any) -> Any:

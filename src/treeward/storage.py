@@ -3,6 +3,7 @@
 write_text(Path("run.json"), text)                  # the old file or the new one, never a part
 with atomic_file(Path("rows.jsonl")) as stream:     # the same, written piece by piece
     stream.write(line)
+is_stream(Path("/dev/stdout"))                      # a device or a FIFO, which is written, never replaced
 with folder_lock(Path("results/rm")) as locked:     # released at the end, however the process ends
     if not locked: ...                              # another process has it
 remove_leftovers(Path("results/rm"))                # what writes that were killed have left
@@ -26,9 +27,14 @@ def atomic_file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
     """A file to write; it replaces `path` when the block ends, and is removed if the block fails.
 
     `mode` is "w" (UTF-8, line feeds, lone surrogates as JSON escapes them) or "wb". Raises `OSError` where the folder
-    cannot be written.
+    cannot be written. A symlink stays, and the file that it names is replaced; a device or a FIFO is written straight.
     """
     text = {} if "b" in mode else {"encoding": "utf-8", "errors": "backslashreplace", "newline": "\n"}
+    if is_stream(path):
+        with open(path, mode, **text) as stream:  # type: ignore[call-overload]
+            yield stream
+        return
+    path = path.resolve()
     # Readable for all: temporary files are their owner's alone, and a model is read by servers and colleagues.
     permissions = path.stat().st_mode & 0o777 if path.exists() else 0o644
     descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=_PARTIAL)
@@ -44,6 +50,11 @@ def atomic_file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
             os.unlink(partial)
         raise
     sync_folder(path.parent)
+
+
+def is_stream(path: Path) -> bool:
+    """Whether something is there that is neither a file nor a folder: a device, a FIFO, a socket."""
+    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def write_text(path: Path, text: str) -> None:

@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from verbs import Command
@@ -37,6 +38,29 @@ def test_help_names_every_verb(treeward: Command) -> None:
     ended = treeward("--help")
     words = " ".join(ended.out.split())
     assert ended.code == 0 and all(f" {verb} {summary}" in words for verb, summary in VERBS.items()), "whole"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("eval", "/nowhere/model", "--data", "none.jsonl"),
+        ("bon", "--proxy", "n", "--data", "none.jsonl"),
+        ("check-data", "none.jsonl"),
+        ("score", "/nowhere/model", "--data", "none.jsonl"),
+    ],
+)
+@pytest.mark.parametrize("below", ["", "/results"])
+def test_an_output_that_cannot_be_is_refused_first(
+    words: tuple[str, ...], below: str, treeward: Command, tmp_path: Path
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine")
+    where = f"{file}{below}"
+    if words[0] == "score" and not below:
+        where = str(tmp_path)  # a file may be replaced, a folder may not
+    ended = treeward(*words, "--output", where)
+    assert ended.code == 2 and str(tmp_path) in ended.err and "nowhere" not in ended.err and "none.jsonl" not in ended.err
+    assert file.read_text() == "mine"
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -115,9 +116,66 @@ def test_an_interrupted_scoring_has_no_file_under_the_final_name_and_goes_on(
     assert [path.name for path in folder.iterdir()] == ["scores.jsonl"]
 
 
+def many_rows(write_rows: Write, number: int) -> Path:
+    """Rows of many lengths, so that a row's neighbours differ in every place of a chunk."""
+    rows = [{"prompt": f"{i} + 2?", "responses": ["4" * (i % 7), str(i + 2)]} for i in range(number)]
+    return write_rows("in.jsonl", rows)
+
+
+@pytest.mark.parametrize("damage", ["doubled", "missing", "of another row", "within a chunk"])
+def test_kept_rows_are_those_of_the_data_to_the_byte(
+    damage: str, score: Callable[..., Any], write_rows: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, final = many_rows(write_rows, 300), tmp_path / "out" / "scores.jsonl"
+    assert score(data)[0].code == 0
+    whole = final.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    kept = {
+        "doubled": [*lines[:5], lines[4], *lines[5:20]],
+        "missing": [*lines[:5], *lines[6:20]],
+        "of another row": [*lines[:5], lines[7], *lines[6:20]],
+        "within a chunk": lines[:290],
+    }
+    final.unlink()
+    calls, whole_score = [], Scorer.score
+
+    def stopped(self: Scorer, *arguments: Any, **options: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return whole_score(self, *arguments, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Scorer, "score", stopped)
+        assert score(data)[0].code == 130
+    half = tmp_path / "out" / "scores.partial.jsonl"
+    half.write_bytes(b"".join(kept[damage]))
+    ended, _ = score(data)
+    assert ended.code == 0 and final.read_bytes() == whole
+
+
+def test_a_symlink_a_fifo_and_standard_output_are_written_and_stay(
+    treeward: Command, model_folder: Path, write_rows: Write, tmp_path: Path
+) -> None:
+    data = write_rows("in.jsonl", [SHAPES["messages"]])
+    link, target, fifo = tmp_path / "link.jsonl", tmp_path / "there" / "target.jsonl", tmp_path / "fifo"
+    target.parent.mkdir()
+    link.symlink_to(target)
+    os.mkfifo(fifo)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    for output in (link, fifo):
+        assert treeward("score", model_folder, "--data", data, "--output", output).code == 0
+    assert link.is_symlink() and fifo.is_fifo()
+    assert read_jsonl(target) == [json.loads(os.read(reader, 10_000))]
+    os.close(reader)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["in.jsonl", "link.jsonl"]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["MODEL", "--output", "FOLDER"], "this is a folder"),
+        (["MODEL", "--output", "DATA/scores.jsonl"], "is no folder"),
         (["/nowhere/model", "--workers", "2"], "there is no such folder"),  # before Ray is started
         (["MODEL", "--data", "none.jsonl"], "none.jsonl"),
         (["MODEL", "--output", "DATA"], "the output is the input"),
@@ -129,7 +187,8 @@ def test_mistakes_are_told_first(
     for what in ("treeward.parallel.ray_cluster.start_ray", "treeward.scoring.ensemble.load_scorer"):
         monkeypatch.setattr(what, None)
     data = write_rows("in.jsonl", [SHAPES["messages"]])
-    before, places = data.read_bytes(), {"MODEL": model_folder, "DATA": data}
+    before = data.read_bytes()
+    places = {"MODEL": model_folder, "DATA": data, "FOLDER": data.parent, "DATA/scores.jsonl": data / "scores.jsonl"}
     ended = treeward("score", "--data", data, *(places.get(word, word) for word in words))
     assert ended.code == 2 and said in ended.err and data.read_bytes() == before
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -86,6 +87,27 @@ def test_an_interrupted_evaluation_scores_the_rest_and_its_numbers_are_the_same(
     grown = run(more, tmp_path / "cut", 80)
     assert grown.perturbations.accuracy.count == 80
     assert 0 < more.num_scored < num_rewritten  # what the smaller sample has is not scored again
+
+
+def test_rows_of_an_evaluation_that_goes_on_within_a_chunk_are_the_same_to_the_byte(tmp_path: Path) -> None:
+    class Beside(RuleScorer):
+        """A score depends on what is scored beside it, as that of a model by rounding."""
+
+        def score(self, conversations: Sequence[Any], **options: Any) -> Any:
+            scores = super().score(conversations, **options)
+            total = sum(score.score for score in scores)
+            return [dataclasses.replace(score, score=total + i) for i, score in enumerate(scores)]
+
+    def run() -> bytes:
+        run_evaluation([candidate("m", Beside())], [(Questions(), None)], tmp_path)
+        return rows.read_bytes()
+
+    rows = tmp_path / "m" / "questions" / "examples.jsonl"
+    whole = run()
+    lines = whole.splitlines(keepends=True)
+    for kept in (1, 63, 64, 70):
+        rows.write_bytes(b"".join(lines[:kept]))
+        assert run() == whole
 
 
 def test_names_that_would_share_a_folder(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from treeward.cli.comparisons import DataOptions, choosing_split, dataset_config, split_data_option
-from treeward.cli.options import ModelOptions, candidate, model_section, with_model_options
+from treeward.cli.options import ModelOptions, candidate, model_section, output_folder, with_model_options
 from treeward.errors import ConfigError, nearest_name
 from treeward.progress import ShownProgress
 from treeward.tables import results_table
@@ -46,6 +46,8 @@ def run(
     *,
     options: ModelOptions,
 ) -> int:
+    folder = output_folder(output)
+
     from treeward.data.sources import read_rows
     from treeward.evaluation.best_of_n.analysis import LEGEND, analyse, table, write
     from treeward.evaluation.best_of_n.samples import sampled_rows, scores_of
@@ -64,7 +66,6 @@ def run(
     if names["proxy"] == names["gold"]:
         need = "different ones: {name: ..., model: ...} gives a model a name of its own"
         raise ConfigError("proxy and gold are the same", where="--proxy, --gold", got=names["gold"], need=need)
-    folder = None if output is None else Path(output)
     with ShownProgress(unit="prompts") as progress:
         for role, model in candidates.items():
             scores[role] = _score(model, examples, data, folder, progress)

@@ -30,6 +30,7 @@ from treeward.cli.comparisons import (
     split_key,
     split_option,
 )
+from treeward.cli.options import output_folder
 from treeward.config.load import load_config
 from treeward.errors import ConfigError, nearest_name
 from treeward.progress import ShownProgress
@@ -58,6 +59,7 @@ def run(
     tokenizer: Annotated[str | None, typer.Option(metavar="NAME", help="Whose tokens count; else of its own.")] = None,
     out: Annotated[str | None, typer.Option("--out", "--output", metavar="DIR", help="For results.json.")] = None,
 ) -> int:
+    folder = output_folder(out, "--out")
     loaded = None if config is None else load_config(config, [])
     if not files and dataset_name is None and loaded is None:
         raise ConfigError("there is nothing to check", where="FILES", need="FILES, --dataset-name or --config")
@@ -93,8 +95,8 @@ def run(
         first = checked.errors[0]
         raise first.but(summary=f"no row can be read; the first: {first.summary}", fix=first.fix or fix)
     _tell(checked)
-    if out is not None:
-        sys.stdout.write(f"\nEvery number is in {write_check(Path(out), checked)}\n")
+    if folder is not None:
+        sys.stdout.write(f"\nEvery number is in {write_check(folder, checked)}\n")
     return 1 if checked.errors or checked.refused else 0
 
 

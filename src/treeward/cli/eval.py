@@ -23,7 +23,7 @@ from typing import Annotated, Any
 import typer
 
 from treeward.cli.comparisons import DataOptions, DatasetName, Split, choosing_split, dataset_config, split_option
-from treeward.cli.options import ModelOptions, candidate, model_section, with_model_options
+from treeward.cli.options import ModelOptions, candidate, model_section, output_folder, with_model_options
 from treeward.errors import ConfigError
 from treeward.progress import ShownProgress
 from treeward.tables import Column, results_table
@@ -55,6 +55,7 @@ def run(
     *,
     options: ModelOptions,
 ) -> int:
+    folder = output_folder(output)
     if data_option and not (data or dataset_name):
         need = "--data or --dataset-name"
         raise ConfigError("there are no comparisons for the option", where="--data-option", got=data_option, need=need)
@@ -72,7 +73,7 @@ def run(
         summaries, report = run_evaluation(
             candidates,
             suites,
-            None if output is None else Path(output),
+            folder,
             limit=limit,
             num_perturbations=perturbations,
             on_progress=progress.show,

@@ -12,6 +12,7 @@ import functools
 import inspect
 import logging
 import math
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from treeward.config.load import load_section, recipe_names
 from treeward.config.policy import ScoringDtype
 from treeward.config.server import ServedModelConfig
 from treeward.errors import ConfigError
+from treeward.storage import is_stream
 
 if TYPE_CHECKING:
     from treeward.evaluation.session import Candidate
@@ -47,6 +49,44 @@ HeadWeights = Annotated[
     str | None,
     typer.Option(metavar="NAME=1,...", help="Of a model's heads: by name, or 1,0.5."),
 ]
+
+
+def output_folder(text: str | None, option: str = "--output") -> Path | None:
+    """The folder of an option, which need not exist.
+
+    Raises `ConfigError` where it, or what it lies in, is no folder that can be written: before the work, not after it.
+    """
+    if text is None:
+        return None
+    folder = Path(text).expanduser()
+    existing = folder
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        what = "is no folder" if not existing.is_dir() else "cannot be written"
+        raise ConfigError(
+            "the results cannot be written there",
+            where=option,
+            got=f"{text}: {existing} {what}",
+            need="a folder that can be written, or made",
+        )
+    return folder
+
+
+def output_file(text: str, option: str = "--output") -> Path:
+    """The file of an option, which need not exist: the one that a symlink names, or a device or FIFO as it is.
+
+    Raises `ConfigError` for a folder, and where no file can be written: before the work, not after it.
+    """
+    path = Path(text).expanduser()
+    if is_stream(path):
+        return path  # /dev/stdout of a pipe resolves to a name that is no path
+    path = path.resolve()
+    if path.is_dir():
+        raise ConfigError("this is a folder", where=option, got=text, need="the name of a file")
+    output_folder(str(path.parent), option)
+    return path
+
 
 Truncation = Literal["drop", "truncate_left", "error"]
 

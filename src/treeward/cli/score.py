@@ -22,15 +22,16 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from treeward.cli.comparisons import DataOptions, choosing_split, dataset_config, split_data_option
-from treeward.cli.options import ModelOptions, checked_model, load, model_section, with_model_options
+from treeward.cli.options import ModelOptions, checked_model, load, model_section, output_file, with_model_options
 from treeward.errors import CheckpointError, ConfigError
 from treeward.progress import ShownProgress
-from treeward.resumable import ResumableRows, num_rows, resumable_rows
+from treeward.resumable import ResumableRows, resumable_rows
+from treeward.storage import is_stream
 
 if TYPE_CHECKING:
     from treeward.config.data import DatasetConfig
@@ -50,37 +51,55 @@ def run(
     *,
     options: ModelOptions,
 ) -> int:
+    path = Path(output) if output == "-" else output_file(output)
+    if path.exists() and Path(data).exists() and path.samefile(data):
+        raise ConfigError("the output is the input", where="--output", got=output, need="another file than --data")
     section = checked_model(model_section(model), "MODEL", options)
     columns = dataset_config(data, None, None, data_option)
 
     from treeward.data.sources import fingerprint
+    from treeward.scoring.rows import chunk_start, num_scored
 
     if data == "-" and workers is not None:
         raise ConfigError("workers cannot read standard input", where="--workers", need="--data FILE")
-    if output != "-" and Path(output).exists() and Path(data).exists() and Path(output).samefile(data):
-        raise ConfigError("the output is the input", where="--output", got=output, need="another file than --data")
-    partial_file = Path(output).with_name(f"{Path(output).stem}.partial{Path(output).suffix}")
-    if output != "-" and data == "-":  # which cannot be read again, so a part of it is not resumed
+    stream: IO[str] | None = None  # standard output, a device or a FIFO: rows go there at once, and none is kept
+    if output == "-":
+        stream = sys.stdout
+    elif is_stream(path):
+        stream = path.open("w", encoding="utf-8", errors="backslashreplace")
+    partial_file = path.with_name(f"{path.stem}.partial{path.suffix}")
+    if stream is None and data == "-":  # which cannot be read again, so a part of it is not resumed
         partial_file.unlink(missing_ok=True)
     load_model = partial(load, section, options.batch_tokens)
-    before = 0 if output == "-" else num_rows(partial_file)
     read = partial(_rows, data, columns)
-    with closing(_scored(load_model, read, columns, workers, options.device or "auto", skip=before)) as chunks:
+    before = 0
+    if stream is None and partial_file.exists():
+        before = num_scored(partial_file, read())
+    skip = chunk_start(before)
+    with closing(_scored(load_model, read, columns, workers, options.device or "auto", skip=skip)) as chunks:
         first = next(chunks)
         if first.error is not None and first.identity is None:
             raise first.error
-        can_resume = data != "-" and output != "-"
+        can_resume = data != "-" and stream is None
         content = fingerprint(data, split=columns.split, subset=columns.subset) if can_resume else None
         identity = {**(first.identity or {}), "data": content, "data_option": data_option}
-        opened: AbstractContextManager[ResumableRows[bool]] = nullcontext(ResumableRows([], sys.stdout))
-        if output != "-":  # the file gets its name when it is complete
-            opened = resumable_rows(partial_file, identity, lambda row, _: "error" in row)
+        numbers = itertools.count()
+
+        def failed_before(row: Any, where: str) -> bool | None:
+            """Whether a kept row has failed; None for those that are not this data's, which are scored again."""
+            return "error" in row if next(numbers) < before else None
+
+        opened: AbstractContextManager[ResumableRows[bool]] = nullcontext(ResumableRows([], stream, path))
+        if stream is None:  # the file gets its name when it is complete
+            opened = resumable_rows(partial_file, identity, failed_before)
         with opened as kept:
             if len(kept.kept) != before:
                 raise CheckpointError("another process has written these rows", where=str(partial_file))
-            failed, first_error = _write(itertools.chain([first], chunks), kept)
-            if output != "-":
-                kept.finish(Path(output))
+            failed, first_error = _write(itertools.chain([first], chunks), kept, before - skip)
+            if stream is None:
+                kept.finish(path)
+    if stream is not None and stream is not sys.stdout:
+        stream.close()
     if failed:
         what = "score" if section.shaping is None else "reward"
         summary = "%d rows have no %s for some conversation: it is null, and the row's `error` says why. The first: %s"
@@ -88,15 +107,20 @@ def run(
     return 1 if failed else 0
 
 
-def _write(chunks: Iterator[ScoredChunk], kept: ResumableRows[bool]) -> tuple[int, str | None]:
-    """How many rows have failed, those kept before among them, and why the first one did."""
+def _write(chunks: Iterator[ScoredChunk], kept: ResumableRows[bool], again: int) -> tuple[int, str | None]:
+    """How many rows have failed, those kept before among them, and why the first one did.
+
+    `again`: so many rows of the first chunk are kept already.
+    """
     done, failed, computed, plain = len(kept.kept), sum(kept.kept), 0, 0
     first_error: str | None = None
     if done:
         logger.info("%d rows were scored before.", done)
     with ShownProgress(unit="rows") as progress:
         for chunk in chunks:
-            for row in chunk.rows:
+            new_rows = chunk.rows[again:]
+            again = 0
+            for row in new_rows:
                 kept.add(row)
                 done += 1
                 failed += "error" in row

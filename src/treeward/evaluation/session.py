@@ -183,8 +183,18 @@ def score_rows(
             logger.info("%s: %d of %d examples were scored before.", what, len(scored_by_id), total)
         on_progress(what, len(scored_by_id), total)
         remaining = [example for example in examples if example.id not in scored_by_id]
+        if remaining and not isinstance(scorer, GroupScorer):
+            # A model's scores depend on the examples beside them, by rounding. The chunk that an earlier run began is
+            # scored whole, so that the rows are those of a run that was never interrupted. What an environment
+            # rewards is paid for, as a judge's requests, and is not asked for again.
+            num_begun = len(scored_by_id) % at_once
+            by_id = {example.id: example for example in examples}
+            kept_ids = list(scored_by_id)
+            remaining = [by_id[id] for id in kept_ids[len(kept_ids) - num_begun :]] + remaining
         for start in range(0, len(remaining), at_once):
             for scored in score_examples(scorer, remaining[start : start + at_once], at_once):
+                if scored.example.id in scored_by_id:
+                    continue
                 rows.add(to_row(scored))
                 scored_by_id[scored.example.id] = scored
             on_progress(what, len(scored_by_id), total)  # it may stop the evaluation: all that is scored is kept

@@ -8,9 +8,11 @@ for chunk in chunks_of(read_rows("in.jsonl")):
 from __future__ import annotations
 
 import functools
+import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treeward.config.data import DatasetConfig
@@ -20,6 +22,7 @@ from treeward.data.formats import conversations_of, is_single, scored_columns
 from treeward.data.preference import check_prompted
 from treeward.data.sources import Row
 from treeward.errors import DataError, TreewardError
+from treeward.resumable import as_line
 from treeward.scoring.score import Reward
 
 if TYPE_CHECKING:
@@ -30,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 _ROWS_AT_ONCE = 256
 _OURS = ("score", "scores", "spread", "spreads", "step_probabilities", "error", "truncated")
+_OF_SHAPER = ("reward", "rewards")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,40 @@ def chunks_of(rows: Iterable[Row], config: DatasetConfig | None = None) -> Itera
         yield Chunk(chunk, error)
     else:
         yield Chunk(chunk)
+
+
+def chunk_start(row: int) -> int:
+    """The first row of the chunk that a row is in.
+
+    Scores depend on the rows beside them, by rounding, so a scoring that goes on begins there.
+    """
+    return row - row % _ROWS_AT_ONCE
+
+
+def num_scored(path: Path, rows: Iterable[Row]) -> int:
+    """How many rows at the beginning of the file at `path` are these rows with their scores; 0 where it is not there.
+
+    A line that is twice in the file, is missing or is damaged ends the count.
+    """
+    if not path.exists():
+        return 0
+    number = 0
+    with path.open("rb") as lines:
+        for line, row in zip(lines, rows, strict=False):
+            try:
+                kept = json.loads(line)
+            except ValueError:
+                break
+            if not isinstance(kept, dict) or _text_without_scores(kept) != _text_without_scores(row.values):
+                break
+            number += 1
+    return number
+
+
+def _text_without_scores(values: Mapping[str, Any]) -> str:
+    # Values go through JSON twice, because dates become text, and keys that are numbers too.
+    read_back = json.loads(as_line(values))
+    return as_line({key: value for key, value in read_back.items() if key not in (*_OURS, *_OF_SHAPER)})
 
 
 def _request(row: Row, config: DatasetConfig | None) -> Request:
@@ -131,7 +169,7 @@ class ChunkScorer:
             scorer, shaper, identity = self._load()
         except TreewardError as error:
             return ScoredChunk([], error)
-        ours = _OURS if shaper is None else (*_OURS, "reward", "rewards")
+        ours = _OURS if shaper is None else (*_OURS, *_OF_SHAPER)
         taken = sorted({key for request in chunk.requests for key in ours if key in request.row.values})
         if taken and not self._warned:
             logger.warning("The rows already have %s, which this scoring replaces.", ", ".join(taken))
