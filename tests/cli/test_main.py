@@ -59,7 +59,9 @@ def test_an_output_that_cannot_be_is_refused_first(
     if words[0] == "score" and not below:
         where = str(tmp_path)  # a file may be replaced, a folder may not
     ended = treeward(*words, "--output", where)
-    assert ended.code == 2 and str(tmp_path) in ended.err and "nowhere" not in ended.err and "none.jsonl" not in ended.err
+    assert (
+        ended.code == 2 and str(tmp_path) in ended.err and "nowhere" not in ended.err and "none.jsonl" not in ended.err
+    )
     assert file.read_text() == "mine"
 
 

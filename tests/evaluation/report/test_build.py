@@ -7,17 +7,25 @@ import hashlib
 import html.parser
 import json
 import math
+import os
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import report_sample
 from report_sample import HOSTILE, sample_report
 
+from treeward.evaluation.report import build
 from treeward.evaluation.report.blocks import bars_block, plain
 from treeward.evaluation.report.build import build_report, write_report
 from treeward.formatting import format_number
+
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 class Page(html.parser.HTMLParser):
@@ -93,6 +101,31 @@ def test_no_text_escapes_its_place(text: str) -> None:
     assert {tag for tag, _ in told.tags} <= {tag for tag, _ in plain_one.tags} | {"code", "strong"}
     if text.isprintable():
         assert any(text in one for one in told.texts)
+
+
+def test_the_charts_script_is_that_of_the_pinned_vega() -> None:
+    sys.path.insert(0, str(DOCS))
+    import vega_bundle
+
+    embedded = Path(build.__file__).with_name("vega.js").read_text(encoding="utf-8")
+    assert embedded == vega_bundle.bundle(), "python docs/vega_bundle.py"
+
+
+def test_a_page_is_made_where_address_space_is_limited(tmp_path: Path) -> None:
+    """As batch systems limit it (`ulimit -v`): V8, which reserves gigabytes, would end the process."""
+    code = """
+import sys
+from report_sample import sample_report
+from treeward.evaluation.report.build import write_report
+print(write_report(sys.argv[1], **sample_report()))
+"""
+    command = (
+        f"ulimit -v 8000000; exec {shlex.quote(sys.executable)} -c {shlex.quote(code)} {shlex.quote(str(tmp_path))}"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(report_sample.__file__).parent)}
+    done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "vegaEmbed" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
 def test_the_policy_allows_these_scripts_and_nothing_else() -> None:

@@ -3,9 +3,9 @@
     write_report("out", "my-model", [{"kind": "headline", "items": [{"label": "accuracy", "value": 0.71}]}], {})
     # out/report.html (open it from the disk, send it by mail) and out/report.json with the same numbers
 
-`charts` makes figures of blocks, `page.html` is the page. Charts are drawn by Vega (from vl-convert), and the table of
-examples by DataTables (from itables), both embedded. The content security policy lets the page load nothing, and run
-only these.
+`charts` makes figures of blocks, `page.html` is the page. Charts are drawn by Vega (`vega.js`, which
+`docs/vega_bundle.py` makes), and the table of examples by DataTables (from itables), both embedded. The content
+security policy lets the page load nothing, and run only these.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import vl_convert
 from markdown_it import MarkdownIt
 from markupsafe import Markup
 
@@ -171,8 +170,7 @@ def _cell(value: Any, column: Block) -> Block:
 
 @cache
 def _vega() -> str:
-    bundle = vl_convert.javascript_bundle()  # type: ignore[call-arg]  # the default is missing in its stubs
-    return f'"use strict";{_safe_script(bundle)}'
+    return f'"use strict";{_safe_script(_resource("vega.js"))}'
 
 
 @cache
