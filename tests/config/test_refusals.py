@@ -29,6 +29,7 @@ SECTIONS = [
     (DataConfig, "validation: {data_path: v}", "train"),
     (DataConfig, "train: {}", "train[0].data_path"),
     (DataConfig, "train_data_path: t, validation: [{data_path: a}, {data_path: b}]", "validation[1].name"),
+    (DataConfig, "train_data_path: t, validation: [{data_path: a, weight: 3.0}]", "validation[0].weight"),
     (DataConfig, "train_data_path: t, val_split: v", "val_split"),
     (DataConfig, "dataset_name: Tulu3Preference, validation: {name: x}", "validation"),
     # prompts

@@ -104,6 +104,25 @@ def test_tree_tokens_is_the_number_of_distinct_prefixes(sequences: list[list[int
     assert count_tree_tokens([np.array(s, np.int32) for s in sequences]) == len(prefixes)
 
 
+def test_ranks_that_contradict_scores_and_completions_without_an_answer_are_told(
+    encode: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def scored(*scores: float | None) -> Preference:
+        completions = [
+            Completion(rank, (assistant(f"Text {rank}."),), score=score) for rank, score in enumerate(scores)
+        ]
+        return Preference((user("Capital?"),), tuple(completions))
+
+    caplog.set_level("INFO")
+    counts = encode(scored(5, 1), scored(1, 5), scored(3, 1, 2), scored(None, 5, 2)).counts
+    assert counts.contradicted == 2
+    assert "2 whose ranks contradict their scores" in caplog.text and "assistant" not in caplog.text
+    asked = Completion(0, (assistant("Paris."), user("Thanks.")))
+    counts = encode(Preference((user("Capital?"),), (asked, Completion(1, (assistant("Rome."),))))).counts
+    assert counts.unanswered == 1
+    assert "1 of 4 completions do not end with a message of the assistant" in caplog.text
+
+
 def test_ties(encode: Any) -> None:
     tied = preference("Paris.", "Lyon.", ranks=(1, 1))
     assert encode(tied).counts.dropped_ties == 1 and len(encode(tied)) == 1

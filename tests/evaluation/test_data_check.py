@@ -97,6 +97,11 @@ def swapped(row: Row) -> Row:
     return row | {"chosen": row["rejected"], "rejected": row["chosen"]}
 
 
+UNANSWERED = {
+    "prompt": text(900),
+    "chosen": [{"role": "assistant", "content": text(901)}, {"role": "user", "content": text(902, words=2)}],
+    "rejected": [{"role": "assistant", "content": text(903)}],
+}
 LONG = [row | {"chosen": f"{row['chosen']} {text(i)}"} for i, row in enumerate(clean())]
 MARKED = [row | {"chosen": f"**{row['chosen']}**"} for row in clean()]
 
@@ -107,6 +112,8 @@ MARKED = [row | {"chosen": f"**{row['chosen']}**"} for row in clean()]
         ([*clean(), *map(swapped, clean()[:3])], {}, {"contradictions": (6, 63)}),
         ([*clean(), *clean()[:4]], {}, {"duplicates": (4, 64)}),
         (edited((2, {"score_chosen": 1, "score_rejected": 1})), {}, {"ties": (1, 60)}),
+        (edited((2, {"score_chosen": 1, "score_rejected": 5})), {}, {"contradicted_scores": (1, 60)}),
+        ([*clean(59), UNANSWERED], {}, {"unanswered": (1, 120)}),
         (edited((2, {"chosen": "Yes.", "rejected": "Yes."})), {}, {"identical": (1, 120)}),
         (edited((2, {"rejected": ""}), (9, {"chosen": " \n"})), {}, {"empty": (2, 120)}),
         (LONG, {}, {"longer": (60, 60)}),

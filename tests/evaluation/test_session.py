@@ -110,6 +110,22 @@ def test_rows_of_an_evaluation_that_goes_on_within_a_chunk_are_the_same_to_the_b
         assert run() == whole
 
 
+def test_what_is_complete_is_written_where_a_later_model_fails(tmp_path: Path) -> None:
+    def no_model() -> tuple[RuleScorer, dict[str, Any]]:
+        raise ConfigError("there is no such folder", where="nowhere")
+
+    candidates = [candidate("x", note="mine"), Candidate("y", no_model), candidate("z")]
+    with pytest.raises(ConfigError, match="no such folder"):
+        run_evaluation(candidates, [(Questions(), "8")], tmp_path)
+    content = json.loads((tmp_path / "results.json").read_text())
+    assert [result["model"] for result in content["results"]] == ["x"]
+    assert content["notes"] == "x: mine; missing, after an error: y, z"
+    assert (tmp_path / "report.html").exists()
+    with pytest.raises(ConfigError, match="no such folder"):
+        run_evaluation(candidates[1:], [(Questions(), "8")], tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
 def test_names_that_would_share_a_folder(tmp_path: Path) -> None:
     for models, suites, words in (
         ([candidate("a"), candidate("a")], [(Questions(), None)], "no models, or two of one name"),

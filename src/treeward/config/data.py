@@ -292,6 +292,10 @@ class _Sets(Strict, Generic[_Set]):
             if dataset.name in names[:i]:
                 need, summary = "a name for each: it names their metrics", "two validation sets have the same name"
                 raise ConfigError(summary, field=f"validation[{i}].name", got=dataset.name, need=need)
+            if dataset.weight != 1.0:
+                summary = "a validation set has a weight, which would have no effect"
+                need = "no such key: each of its rows counts once"
+                raise ConfigError(summary, field=f"validation[{i}].weight", got=dataset.weight, need=need)
 
 
 class DataConfig(_Sets[DatasetConfig]):

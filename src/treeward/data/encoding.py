@@ -42,12 +42,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FORMAT_VERSION = 12  # raise it with the file's layout, the rules for keeping a comparison or the parsing of rows
+_FORMAT_VERSION = 13  # raise it with the file's layout, the rules for keeping a comparison or the parsing of rows
 _ROWS_AT_ONCE, _CHARACTERS_AT_ONCE = 128, 4_000_000  # enough for a fast tokenizer to use all cores
 _ROWS_IN_BATCH, _TOKENS_IN_BATCH = 4096, 4_000_000  # of the file: each batch costs its readers memory
 
 _MUCH = 0.1  # a warning says when a larger share is left out
-_SUMMED = ("tokens", "tree_tokens", "truncated", "deduplicated", "tied_pairs", "completions", "completions_too_long")
+_SUMMED = (
+    "tokens",
+    "tree_tokens",
+    "truncated",
+    "deduplicated",
+    "tied_pairs",
+    "completions",
+    "completions_too_long",
+    "contradicted",
+    "unanswered",
+)
 _SCHEMA = pa.schema(
     [
         ("where", pa.string()),
@@ -100,7 +110,8 @@ class EncodingCounts:
     (`too_long`), no pair of different completions is left (`identical`), none outranks another (`ties`), none has a
     grade to learn (`ungraded`). The others count kept comparisons, except `longest`: tokens of the longest conversation
     before truncation, kept or not. `truncated`: lost context. `deduplicated`: completions with the tokens of another.
-    `completions`, and left out of them `completions_too_long`."""
+    `completions`, and left out of them `completions_too_long`. `contradicted`: a completion outranks one with a higher
+    score. `unanswered`: completions that do not end with a message of the assistant."""
 
     read: int = 0
     kept: int = 0
@@ -116,6 +127,8 @@ class EncodingCounts:
     longest: int = 0
     completions: int = 0
     completions_too_long: int = 0
+    contradicted: int = 0
+    unanswered: int = 0
 
     def summary(self) -> str:
         """One line for a person."""
@@ -133,6 +146,7 @@ class EncodingCounts:
             "duplicate completions removed": self.deduplicated,
             "completions of kept comparisons too long": self.completions_too_long,
             "tied pairs within them": self.tied_pairs,
+            "whose ranks contradict their scores (the ranks count)": self.contradicted,
         }
         parts += [f"{number:,} {note}" for note, number in notes.items() if number]
         if self.tree_tokens:
@@ -301,6 +315,12 @@ def encode_dataset(
         remedy = "; a higher policy.max_total_sequence_length keeps more, data.truncation=truncate_left cuts prompts"
     level = logging.WARNING if counts.is_much_dropped else logging.INFO
     logger.log(level, "%s: %s%s", stream.name, summary, remedy)
+    if counts.unanswered:
+        logger.warning(
+            "%s: %s of %s completions do not end with a message of the assistant. Their score is read after the "
+            "message that they end with; end each with what is to be judged.",
+            stream.name, f"{counts.unanswered:,}", f"{counts.completions:,}",
+        )  # fmt: skip
     if not dataset:
         raise nothing_left_error(stream.name, counts, attributes)
     return dataset
@@ -421,6 +441,8 @@ def _encode_row(preference: Preference, fitted: Sequence[tuple[Fitted | None, in
         "tied_pairs": sum(a == b for a, b in itertools.combinations(ranks.values(), 2)),
         "completions": len(best),
         "completions_too_long": len(fitted) - len(kept),
+        "contradicted": int(contradicts_scores(list(best.values()))),
+        "unanswered": num_unanswered(list(best.values())),
         "token_ids": [np.array(ids, dtype=np.int32) for ids in ranks],
         "ranks": list(ranks.values()),
         "lengths": [len(last_text(completion.messages)) for completion in best.values()],
@@ -430,6 +452,21 @@ def _encode_row(preference: Preference, fitted: Sequence[tuple[Fitted | None, in
         "tree_tokens": count_tree_tokens(list(ranks)),
         "longest": longest,
     }
+
+
+def contradicts_scores(completions: Sequence[Completion]) -> bool:
+    """Whether a completion outranks one that has a higher score."""
+    for better, worse in itertools.permutations(completions, 2):
+        if better.score is None or worse.score is None:
+            continue
+        if better.rank < worse.rank and better.score < worse.score:
+            return True
+    return False
+
+
+def num_unanswered(completions: Sequence[Completion]) -> int:
+    """How many of the completions do not end with a message of the assistant."""
+    return sum(completion.messages[-1]["role"] != "assistant" for completion in completions)
 
 
 def _digest(text: str) -> int:

@@ -77,7 +77,8 @@ def run_evaluation(
     none.
 
     Raises `ConfigError` for two candidates or suites of one name, `DataError` for a suite that cannot be read or is
-    empty and for files that cannot be written, and `CheckpointError` for rows of another model or of other data.
+    empty and for files that cannot be written, and `CheckpointError` for rows of another model or of other data. An
+    error of a later candidate is raised after the results of those before it are written.
     """
     models = [candidate.name for candidate in candidates]
     suite_names = [suite.name for suite, _ in suites]
@@ -88,8 +89,17 @@ def run_evaluation(
     loaded = [_load_suite(suite, source, limit) for suite, source in suites]
     notes = [f"{candidate.name}: {candidate.note}" for candidate in candidates if candidate.note]
     summaries: list[Summary] = []
-    for candidate in candidates:
-        summaries += _evaluate(candidate, loaded, output, num_perturbations, on_progress)
+    for number, candidate in enumerate(candidates):
+        try:
+            summaries += _evaluate(candidate, loaded, output, num_perturbations, on_progress)
+        except Exception:
+            # Those before it may have taken hours, or a judge's requests: their results are written first.
+            if summaries and output is not None:
+                missing = ", ".join(models[number:])
+                notes.append(f"missing, after an error: {missing}")
+                path = write_results(output, summaries, subtitle="; ".join(notes))
+                logger.warning("%s has the complete results; it lacks %s.", path, missing)
+            raise
     if output is None:
         return summaries, None
     logger.info("Writing the report.")

@@ -20,7 +20,15 @@ from typing import Any, Literal
 from treeward.config.data import Ties
 from treeward.data.conversation import Message, Messages, last_text
 from treeward.data.datasets import RowDataset, UltraFeedback
-from treeward.data.encoding import EncodingCounts, Rules, encode_rows, nothing_left_error, portions
+from treeward.data.encoding import (
+    EncodingCounts,
+    Rules,
+    contradicts_scores,
+    encode_rows,
+    nothing_left_error,
+    num_unanswered,
+    portions,
+)
 from treeward.data.preference import Preference
 from treeward.data.rendering import Renderer
 from treeward.errors import DataError
@@ -191,6 +199,8 @@ def _add_row(data: DataRead, preference: Preference, where: str, record: Mapping
         "empty": sum(not text.strip() for text in texts),
         "identical": record["deduplicated"] or int(record["outcome"] == "dropped_identical"),
         "duplicates": int(comparison in data.comparisons),
+        "contradicted_scores": int(contradicts_scores(completions)),
+        "unanswered": num_unanswered(completions),
     }
     for name, count in counts.items():
         _note(data, name, [where] * count)
@@ -251,6 +261,14 @@ _ADVICE = {
     "contradictions": (
         "Both cannot be learnt: they pull the margin to 0 and cap the accuracy.",
         "Keep the label of the majority, or give both completions one rank and set data.ties=half.",
+    ),
+    "contradicted_scores": (
+        "The ranks count, and the scores do not, unless rm.loss.strength reads them.",
+        "Look at some: either the labels are turned round, or the scores are of something else.",
+    ),
+    "unanswered": (
+        "Its score is read after the message that it ends with.",
+        "End each completion with the assistant's message that is to be judged.",
     ),
     "validation_overlap": (_REMEMBERED, "Split by prompt, not by row; remove them on one side."),
     "benchmark_overlap": (_REMEMBERED, "Remove these prompts from the data."),
@@ -327,6 +345,8 @@ def numbers_of(data: DataRead) -> dict[str, Any]:
         "identical",
         "empty",
         "mistyped",
+        "contradicted_scores",
+        "unanswered",
     )
     return {name: data.sums[name] for name in (*names, "duplicates")} | {
         "prompts": num_prompts,
@@ -355,6 +375,22 @@ def findings_of(
         broken_rows(data, rows, "rows"),
         _finding(
             "contradictions", numbers["contradictions"], rows, "comparisons", ranked_both_ways, contradicting, "warning"
+        ),
+        _finding(
+            "contradicted_scores",
+            numbers["contradicted_scores"],
+            rows,
+            "comparisons",
+            "rank a completion above one with a higher score.",
+            severity="warning",
+        ),
+        _finding(
+            "unanswered",
+            numbers["unanswered"],
+            completions,
+            "completions",
+            "do not end with a message of the assistant.",
+            severity="warning",
         ),
         *(_of_overlap(overlap, is_benchmark=overlap.name in benchmarks) for overlap in overlaps),
         _finding("duplicates", numbers["duplicates"], rows, "comparisons", "are there before."),
