@@ -1,15 +1,20 @@
-"""`import_object`: classes and functions of the user, by their paths.
+"""`import_object`: classes and functions of the user, by their paths. `source_digest`: what their code is.
 
 import_object("my_module.MyDataset", field="dataset_name")
 import_object("rewards/brevity.py:brevity", field="function")
+source_digest(brevity)      # another one once rewards/brevity.py, or a module of its project, has changed
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import sys
+import sysconfig
+import uuid
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
 from treeward.errors import ConfigError, nearest_name
@@ -51,3 +56,39 @@ def _run_file(file: Path) -> Any:
     sys.modules[spec.name] = module  # dataclasses and pickle look it up there
     spec.loader.exec_module(module)
     return module
+
+
+def source_digest(code: Any) -> str:
+    """A digest of the source of a class or function, and of the modules of its project that it imports at their heads.
+
+    Empty for what is installed, treeward's own code too. Code without a file, as of a notebook, has another digest in
+    every process, so that nothing made with it is reused.
+    """
+    first = sys.modules.get(code.__module__)
+    waiting = [] if first is None else [first]
+    sources: dict[str, bytes] = {}
+    while waiting:
+        module = waiting.pop()
+        file = getattr(module, "__file__", None)
+        if file is None or file in sources or _is_installed(file):
+            continue
+        sources[file] = Path(file).read_bytes()
+        for value in list(vars(module).values()):
+            if isinstance(value, ModuleType):
+                waiting.append(value)
+            elif isinstance(value, type | FunctionType) and value.__module__ in sys.modules:
+                waiting.append(sys.modules[value.__module__])
+    if not sources:
+        has_file = first is not None and getattr(first, "__file__", None) is not None
+        return "" if has_file else uuid.uuid4().hex
+    digest = hashlib.sha256()
+    for content in sorted(sources.values()):  # not by their names: a project may move
+        digest.update(hashlib.sha256(content).digest())
+    return digest.hexdigest()
+
+
+def _is_installed(file: str) -> bool:
+    """Whether a file is of the standard library, of a package, or of treeward."""
+    folders = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    folders.add(str(Path(__file__).parent))
+    return any(Path(file).is_relative_to(folder) for folder in folders)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,6 +53,26 @@ def test_a_rule_sees_the_other_columns(treeward: Command, samples: Path, tmp_pat
     assert treeward(*words).code == 0
     expected = [[float(text in ("4.", "4")) for text in row["responses"]] for row in read_jsonl(samples)]
     assert [row["scores"] for row in read_jsonl(tmp_path / "rules" / "examples.jsonl")] == expected
+
+
+@pytest.mark.parametrize("changed", ["rewards_of_mine.py", "helpers_of_mine.py", None])
+def test_rewards_of_a_function_that_has_changed_are_not_mixed(
+    changed: str | None, treeward: Command, samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "helpers_of_mine.py").write_text("def size(text): return float(len(text))")
+    own = tmp_path / "rewards_of_mine.py"
+    own.write_text("from helpers_of_mine import size\ndef mine(prompt, response): return size(response)\n")
+    gold = f"{{type: custom, function: '{own}:mine', name: mine}}"
+    words = ("bon", "--proxy", "n", "--gold", gold, "--data", samples, "--output", tmp_path / "out")
+    assert treeward(*words).code == 0
+    if changed is not None:
+        with (tmp_path / changed).open("a") as file:
+            file.write("\n# another rule\n")
+    monkeypatch.delitem(sys.modules, "helpers_of_mine")
+    ended = treeward(*words)
+    assert ended.code == (0 if changed is None else 2)
+    assert ("another code" in ended.err) == (changed is not None)
 
 
 def test_what_has_no_score_is_counted_and_never_a_number(

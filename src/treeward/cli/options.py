@@ -209,7 +209,11 @@ def _environment(section: dict[str, Any], where: str) -> tuple[GroupScorer, Mapp
     from treeward.environments.registry import make_environment
     from treeward.environments.scorer import EnvironmentScorer
 
-    return EnvironmentScorer(make_environment("judge", section, where=where)), {"section": section}
+    environment = make_environment("judge", section, where=where)
+    identity: dict[str, Any] = {"section": section}
+    if environment.user_code:
+        identity["code"] = environment.user_code
+    return EnvironmentScorer(environment), identity
 
 
 def _rewards(section: ServedModelConfig, batch_tokens: int | None) -> tuple[ConversationScorer, Mapping[str, Any]]:

@@ -27,7 +27,7 @@ from treeward.environments.interface import WHERE, ConfiguredEnvironment, Conver
 from treeward.errors import ConfigError
 from treeward.http import run_async
 from treeward.scoring.score import NO_COMPLETION, completion_text, prompt_text
-from treeward.user_code import import_object
+from treeward.user_code import import_object, source_digest
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +83,7 @@ class CustomEnvironment(ConfiguredEnvironment[CustomEnvironmentConfig]):
     def __init__(self, env_config: Mapping[str, Any] | CustomEnvironmentConfig) -> None:
         super().__init__(env_config)
         self._function = import_object(self.config.function, field="function", where=WHERE)
+        self._source = source_digest(self._function)
         self._kwargs = dict(self.config.kwargs)
         if isinstance(self._function, type):
             self._function, self._kwargs = self._method(self._function), {}
@@ -103,6 +104,10 @@ class CustomEnvironment(ConfiguredEnvironment[CustomEnvironmentConfig]):
             bind(**self._accepted(self._convention.arguments(_Sample([], {}, ""))))
         except TypeError as error:
             raise ConfigError(f"the function cannot be called: {error}", field="kwargs", **at) from None
+
+    @property
+    def user_code(self) -> str:
+        return self._source
 
     def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
         texts = [completion_text(conversation) for conversation in conversations]

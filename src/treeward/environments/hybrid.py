@@ -48,6 +48,10 @@ class HybridEnvironment(ConfiguredEnvironment[HybridEnvironmentConfig]):
             self.shutdown()
             raise
 
+    @property
+    def user_code(self) -> str:
+        return " ".join(filter(None, (member.user_code for member in self.members.values())))
+
     def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
         if self.config.mode == "fallback":
             return self._fallback(conversations, env_infos)

@@ -37,6 +37,7 @@ from treeward.environments.actors import RayActor
 from treeward.errors import DataError
 from treeward.scoring.score import Reward as Reward
 from treeward.scoring.score import completion_text, reward_metrics
+from treeward.user_code import source_digest
 
 DETAILS = "reward_details"
 """The key of `EnvironmentReturn.metadata[i]` with the details of reward i."""
@@ -92,6 +93,11 @@ class Environment(RayActor, abc.ABC):
 
         The value is None for a conversation that cannot be rewarded; a fault of the environment raises.
         """
+
+    @property
+    def user_code(self) -> str:
+        """A digest of the code of the user that rewards depend on; empty where there is none."""
+        return source_digest(type(self))
 
     def reward(self, message_logs: Logs, env_infos: AnyInfos) -> list[Reward]:
         """One `Reward` per message log of a loop, in order; a batch may have any size.
