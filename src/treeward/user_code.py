@@ -64,7 +64,7 @@ def source_digest(code: Any) -> str:
     Empty for what is installed, treeward's own code too. Code without a file, as of a notebook, has another digest in
     every process, so that nothing made with it is reused.
     """
-    first = sys.modules.get(code.__module__)
+    first = sys.modules.get(getattr(code, "__module__", type(code).__module__))
     waiting = [] if first is None else [first]
     sources: dict[str, bytes] = {}
     while waiting:

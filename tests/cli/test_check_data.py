@@ -101,3 +101,8 @@ def test_checking_data_imports_nothing_heavy(tmp_path: Path) -> None:
     )
     ended = subprocess.run([sys.executable, "-c", STARTING, str(path)], capture_output=True, text=True, check=True)
     assert ended.stderr.splitlines()[-1] == "[]"
+
+
+def test_nothing_to_check_is_a_mistake(treeward: Command) -> None:
+    ended = treeward("check-data")
+    assert ended.code == 2 and "there is nothing to check" in ended.err and "--config" in ended.err

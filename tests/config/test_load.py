@@ -287,3 +287,11 @@ def test_yaml_that_cannot_be_read(text: str, reason: str, tmp_path: Path) -> Non
 def test_an_override_that_is_nested_too_deep() -> None:
     with pytest.raises(ConfigError, match="nested too deep"):
         load_config("rm", ["a=" + "[" * 2000 + "]" * 2000])
+
+
+def test_a_file_of_yaml_runs_nothing(mistake, tmp_path):
+    planted = tmp_path / "planted"
+    text = (
+        f"policy: {{model_name: !!python/object/apply:os.system ['touch {planted}']}}\ndata: {{train_data_path: t}}\n"
+    )
+    assert "python/object" in str(mistake(text)) and not planted.exists()

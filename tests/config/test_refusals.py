@@ -56,6 +56,7 @@ SECTIONS = [
     (CheckpointingConfig, "metric_name: val_loss, higher_is_better: true", "higher_is_better"),
     (CheckpointingConfig, "metric_name: val_chosen_rewards", "higher_is_better"),
     # GRPO
+    (GRPOConfig, "batch_multiplier: 2.0", "batch_multiplier"),
     (GRPOConfig, "val_num_generations_per_prompt: 2, num_val_generations: 3", "num_val_generations"),
     (PolicyLossConfig, "reference_policy_kl_type: k3_unweighted, use_on_policy_kl_approximation: true",
      "reference_policy_kl_type"),
@@ -149,6 +150,7 @@ RUNS = [
     ("grpo", ["grpo.advantage_clip_low=1", "grpo.advantage_clip_high=-1"], "grpo.advantage_clip_low"),
     ("grpo", ["policy.generation={vllm_cfg: {enforce_eager: true}, vllm_kwargs: {enforce_eager: false}}"],
      "policy.generation.vllm_cfg.enforce_eager"),
+    ("grpo", ["~env.math", "~env.shape", "env.reward_model.enabled=false"], "env"),
     ("grpo", [NO_REFERENCE], "grpo.skip_reference_policy_logprobs_calculation"),
     ("grpo", [NO_REFERENCE, NO_PENALTY, "grpo.watch.max_kl=10"], "grpo.skip_reference_policy_logprobs_calculation"),
     ("grpo", [*VLLM, CORRECTED, COOLER[1]], "loss_fn.use_importance_sampling_correction"),

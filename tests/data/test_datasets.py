@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from treeward.config.data import DataConfig, DatasetConfig
 from treeward.config.load import load_section
 from treeward.data.datasets import open_dataset, register_dataset
 from treeward.data.encoding import encode_dataset
-from treeward.data.preference import Preference, parse_transcript
+from treeward.data.preference import Preference, from_binary_row, parse_transcript
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, DataError
 
@@ -347,3 +348,28 @@ def test_a_mistyped_grade_of_ultrafeedback_is_left_out_counted_and_said_once(
     assert ranked == [(0, "4"), (1, "5")]
     assert caplog.text.count("2 completions have an overall_score of 10 beside a fine-grained_score of 2 or less") == 1
     assert [Path(where).name for where in stream.left_out] == ["rows.jsonl:1", "rows.jsonl:2"]
+
+
+def test_a_transcript_begins_with_a_turn() -> None:
+    with pytest.raises(DataError, match="transcript") as raised:
+        parse_transcript("x\n\nHuman: Hi\n\nAssistant: Hello", "t.jsonl:3")
+    assert raised.value.where == "t.jsonl:3"
+
+
+def test_the_probability_of_a_preference_is_its_log_odds() -> None:
+    def strength(probability: float) -> float | None:
+        row = {"prompt": "2 + 2?", "chosen": "4.", "rejected": "5.", "probability": probability}
+        return from_binary_row(row, "t.jsonl:1").strength
+
+    assert strength(0.8) == pytest.approx(math.log(4))
+    assert strength(0.5) == pytest.approx(0.0)
+    for certain in (0.0, 1.0):
+        assert math.isfinite(strength(certain) or 0.0)
+
+
+def test_a_class_of_ones_own_without_rows_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("class Mine:\n    formatted_ds = {'train': None}\n")
+    with pytest.raises(ConfigError, match="offers no rows for train") as raised:
+        open_dataset(DatasetConfig(dataset_name=f"{file}:Mine"))
+    assert raised.value.field == "dataset_name"

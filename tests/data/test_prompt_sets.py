@@ -11,6 +11,7 @@ from messages import assistant, read_jsonl, user, write_jsonl
 from treeward.config.data import PromptSetConfig
 from treeward.data.bundled import bundled_path
 from treeward.data.prompt_sets import PromptSet, open_prompts, prompts_summary
+from treeward.data.sources import PromptFiles
 from treeward.errors import ConfigError, DataError
 
 
@@ -194,3 +195,20 @@ def test_classes_by_dotted_path(tmp_path: Path) -> None:
     assert texts("Contract", data_path="p", input_key="q") == ["p q 0"]
     assert texts("Contract", name="own", kwargs={"data_path": "p"}) == ["held out"]
     assert texts("Rows", data_path=write_jsonl(tmp_path / "x.jsonl", {"x": "9?"})) == ["9?"]
+
+
+@pytest.mark.parametrize("text", ["{} and {}", "no place", "{name}", "{"])
+def test_a_prompt_file_has_one_place_for_the_question(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match="prompt_file") as raised:
+        PromptFiles.load(str(file), None)
+    assert "exactly one {}" in str(raised.value.need)
+
+
+def test_the_environment_of_a_row_is_a_name(write_rows: Any) -> None:
+    row = {"prompt": "2 + 2?", "environment": 3}
+    config = PromptSetConfig(dataset_name="PromptDataset", data_path=str(write_rows("p.jsonl", [row])))
+    with pytest.raises(DataError, match="environment") as raised:
+        list(open_prompts(config))
+    assert "p.jsonl:1" in str(raised.value.where)

@@ -16,8 +16,9 @@ from templates import CASES, CHATML, SENTENCES, TEMPLATES, byte_bpe, family_rend
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from treeward.data import rendering
 from treeward.data.rendering import DEFAULT_CHAT_TEMPLATE, Renderer
-from treeward.errors import ConfigError, DataError
+from treeward.errors import ConfigError, DataError, TreewardError
 
 # LLaVA writes a space after `</s>`, GLM-4 writes no end of turn.
 LAST_OTHER = {"llava_next", "llava_next_training", "glm4moe", "glm4moe_training"}
@@ -300,3 +301,33 @@ def test_fingerprint_follows_what_changes_the_ids() -> None:
     assert before.fingerprint != base.fingerprint
     padded(["a", "a b c"], padding=True, truncation=True, max_length=3)
     assert after.fingerprint == before.fingerprint
+
+
+class Counting:
+    """A tokenizer that counts the characters that it is given."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer, self.num_characters = tokenizer, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, texts: list[str], **options: Any) -> Any:
+        self.num_characters += sum(map(len, texts))
+        return self._tokenizer(texts, **options)
+
+
+def test_a_huge_text_never_reaches_the_tokenizer(tiny_tokenizer: Any) -> None:
+    counting = Counting(tiny_tokenizer)
+    renderer = Renderer(counting, max_length=64)
+    before = counting.num_characters
+    [(fitted, num_tokens)] = renderer.fit_many([[user("word " * 200_000)]], where=["t.jsonl:1"])
+    assert fitted is None and num_tokens > 64
+    assert counting.num_characters - before < 50_000
+
+
+def test_a_template_that_writes_too_much_is_an_error(tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendering, "MAX_CHARACTERS", 2**12)
+    doubling = "{% for message in messages %}{{ message['content'] * 9000 }}{% endfor %}"
+    with pytest.raises(TreewardError, match="more than 4,096 characters"):
+        Renderer(tiny_tokenizer, chat_template=doubling).render([user("Hi")])

@@ -14,6 +14,7 @@ from environments.conftest import chat, details
 
 from treeward.environments.custom import CustomEnvironment
 from treeward.environments.interface import EnvironmentReturn
+from treeward.environments.registry import make_environment
 from treeward.errors import ConfigError
 
 REWARDS = """
@@ -182,3 +183,24 @@ def test_async_functions_also_inside_a_running_loop(rewards_file: str, function:
 def test_faulty_paths_and_arguments(function: str, config: Any, message: str, rewards_file: str) -> None:
     with pytest.raises(ConfigError, match=message):
         CustomEnvironment({"function": function.format(file=rewards_file), **config})
+
+
+def test_a_function_cannot_change_the_loops_conversation_or_info(tmp_path: Path) -> None:
+    file = tmp_path / "greedy.py"
+    file.write_text(
+        "def clears(conversation, env_info):\n"
+        "    for message in conversation:\n"
+        "        message.clear()\n"
+        "    conversation.clear()\n"
+        "    env_info.clear()\n"
+        "    return 1.0\n"
+    )
+    log = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+    info = {"ground_truth": "4"}
+    environment = make_environment("mine", {"type": "custom", "function": f"{file}:clears"})
+    outcome = environment.step([log], [info])
+    assert [message["content"] for message in log] == ["2 + 2?", "4"] and info == {"ground_truth": "4"}
+    assert outcome.metadata[0]["ground_truth"] == "4"
+    [reward] = environment.rewards([log], [info])
+    assert reward.value == 1.0
+    assert [message["content"] for message in log] == ["2 + 2?", "4"] and info == {"ground_truth": "4"}

@@ -71,3 +71,13 @@ def test_fallback(functions: str) -> None:
     assert numbers(result) == [1, 0.2, 0.3, None, None]
     assert sys.modules["treeward_custom_members"].asked == ["b", "c", "d", "e"]
     assert details(result, "components")[0]["check"] == 1
+
+
+def test_the_score_of_a_weighted_sum_is_that_sum_before_shaping(functions: str) -> None:
+    members = {
+        "a": {"type": "custom", "function": f"{functions}:told", "weight": 2.0},
+        "b": {"type": "custom", "function": f"{functions}:second", "weight": 0.5},
+    }
+    environment = HybridEnvironment({"mode": "weighted", "members": members})
+    [reward] = environment.rewards([chat("2 + 2?", "4")], [{"told": 1.5, "second": 1.0}])
+    assert (reward.value, reward.raw) == (3.5, 3.5)

@@ -10,6 +10,7 @@ import torch
 from environments.conftest import Lengths, chat
 
 from treeward.environments.interface import DETAILS, EnvironmentReturn
+from treeward.environments.registry import make_environment
 from treeward.errors import DataError
 
 
@@ -35,3 +36,10 @@ def test_what_is_no_log_raises() -> None:
         with pytest.raises(DataError, match="sample 1: the message log is not a list of messages"):
             Lengths().step([chat("four"), log], [None, None])  # type: ignore[list-item]
     assert Lengths().step([np.array(chat("sixsix"), dtype=object)], []).rewards.tolist() == [6.0]
+
+
+def test_there_is_one_env_info_for_each_log() -> None:
+    logs = [[{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]] * 2
+    with pytest.raises(DataError, match="not one env_info for each") as raised:
+        make_environment("math", {}).reward(logs, [{"ground_truth": "4"}])
+    assert raised.value.got == "2 message logs and 1 env_infos"

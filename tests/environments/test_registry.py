@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,3 +78,21 @@ def test_a_step_that_goes_on_is_refused() -> None:
     environment = make_environment("mine", {"type": f"{__name__}.Two", "cost": 0.1, "goes_on": True})
     with pytest.raises(ConfigError, match="goes on after its first completion"):
         environment.step([chat("Hi", "Hello")], [{"gold": "Hello"}])
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"type": "builtins.str"}, "this is not an environment"),
+        ({"type": "custom", "function": "FILE:CONSTANT"}, "not a function or class"),
+    ],
+)
+def test_what_is_no_environment_or_function_is_refused_by_name(
+    section: dict[str, str], words: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("CONSTANT = 3\n")
+    values = {key: value.replace("FILE", str(file)) for key, value in section.items()}
+    with pytest.raises(ConfigError, match=words) as raised:
+        make_environment("mine", values)
+    assert list(values.values())[-1] in str(raised.value)

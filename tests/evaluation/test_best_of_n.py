@@ -163,3 +163,10 @@ def test_samples_and_the_columns_beside_them(row: dict[str, Any]) -> None:
     samples = found.example
     assert samples.conversations == [[USER, *completion] for completion in COMPLETIONS]
     assert samples.context == (USER,) and samples.info == {"ground_truth": "4"}
+
+
+def test_the_distance_of_best_of_n_from_sampling_in_closed_form() -> None:
+    """KL(n) = ln n - (n - 1) / n, of Stiennon et al. 2020, appendix G.3."""
+    result = analysed(*gaussian_prompts(np.random.default_rng(0), 12, 4))
+    assert result.sizes == (1, 2, 3, 4)
+    assert [result.kl[0], result.kl[1], result.kl[3]] == pytest.approx([0.0, math.log(2) - 0.5, math.log(4) - 0.75])

@@ -168,3 +168,12 @@ def test_a_line_that_is_no_example_is_named(line: str, tmp_path: Path) -> None:
 def test_a_line_that_is_no_example_is_named_when_an_evaluation_goes_on(line: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no row of an evaluation"):
         scored_from_row(json.loads(line), "examples.jsonl:1")
+
+
+def test_evaluations_without_a_common_example_are_an_error() -> None:
+    first, second = (
+        evaluation("m", rated(preference(id, "all", "2 + 2?", ["4.", "5."]), [1.0, 0.0])) for id in ("1", "2")
+    )
+    with pytest.raises(DataError, match="no example in common") as raised:
+        compare(first, second)
+    assert str(raised.value.got).startswith("0 examples with an id in common") and raised.value.fix

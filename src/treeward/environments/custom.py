@@ -82,13 +82,14 @@ class CustomEnvironment(ConfiguredEnvironment[CustomEnvironmentConfig]):
 
     def __init__(self, env_config: Mapping[str, Any] | CustomEnvironmentConfig) -> None:
         super().__init__(env_config)
-        self._function = import_object(self.config.function, field="function", where=WHERE)
-        self._source = source_digest(self._function)
+        function = import_object(self.config.function, field="function", where=WHERE)
+        self._function = function
         self._kwargs = dict(self.config.kwargs)
         if isinstance(self._function, type):
             self._function, self._kwargs = self._method(self._function), {}
         if not callable(self._function):
             raise ConfigError("not a function or class", where=WHERE, field="function", got=self.config.function)
+        self._source = source_digest(function)
         signature = inspect.signature(self._function)
         self._parameters = signature.parameters
         at: dict[str, Any] = {"where": WHERE, "got": f"{self.config.function}{signature}"}

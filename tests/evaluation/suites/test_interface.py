@@ -46,6 +46,9 @@ def test_the_interval_of_parts_by_hand() -> None:
     assert (metrics.value, metrics.count) == (0.875, 6) and combined("headline", []).value is None
     assert metrics.low == pytest.approx(0.875 - math.hypot(0.25 * 0.25, 0.75 * 0.5))
     assert metrics.high == pytest.approx(0.875 + 0.25 * 0.25)
+    for value, low, high in ((0.2, 0.1, 0.5), (0.8, 0.5, 0.9)):  # one part is itself, on both sides
+        alone = combined("headline", [Metric("a", value, low, high, 9)])
+        assert (alone.low, alone.high) == (pytest.approx(low), pytest.approx(high))
 
 
 # --- preference data of one's own -------------------------------------------------------------------------------------
