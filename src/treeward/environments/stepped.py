@@ -18,6 +18,7 @@ import torch
 from treeward.environments.interface import WHERE, Conversations, Environment, Infos, Reward
 from treeward.errors import ConfigError
 from treeward.parallel.ray_cluster import start_ray
+from treeward.user_code import source_digest
 
 _PREFIX = "reward/"
 
@@ -31,8 +32,13 @@ class SteppedEnvironment(Environment):
 
     def __init__(self, cls: Any, section: Mapping[str, Any]) -> None:
         self._path = f"{cls.__module__}.{getattr(cls, '__qualname__', '')}"
+        self._source = source_digest(cls)
         self._ray = None if isinstance(cls, type) else start_ray()
         self._object = cls(dict(section)) if self._ray is None else cls.remote(dict(section))
+
+    @property
+    def user_code(self) -> str:
+        return self._source
 
     def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
         logs = [[dict(message) for message in conversation] for conversation in conversations]
