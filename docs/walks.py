@@ -126,7 +126,7 @@ def _request(walk: Walk, folder: Path) -> list[str]:
     model = {"model": str(folder / "rm" / "final"), "device": "cpu"}
     service = Service.load(ServerConfig.model_validate({"models": [model]}))
     chat = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "It is 4."}]
-    with TestClient(create_app(service)) as client:
+    with TestClient(create_app(service), base_url="http://localhost") as client:
         assert client.get("/health").is_success  # the stack of the application is built at the first request
         with walk.traced():
             assert client.post("/classify", json={"messages": chat}).is_success
