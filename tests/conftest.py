@@ -24,6 +24,8 @@ settings.load_profile("untimed")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a script; treeward then ignores it too
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as under nohup
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 WORDS = ("sun", "moon", "rain", "wind", "snow", "leaf", "root", "seed", "tree", "bark", "moss", "fern", "bird", "nest")
 REPOSITORY = Path(__file__).parent.parent
