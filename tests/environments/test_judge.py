@@ -47,6 +47,21 @@ def test_a_rating_becomes_a_reward_from_0_to_1(endpoint: FakeJudge) -> None:
     assert judge(endpoint).step([], []).rewards.shape == (0,)
 
 
+def test_a_judge_sees_tools_and_calls(endpoint: FakeJudge) -> None:
+    call = {"type": "function", "function": {"name": "rain", "arguments": {"city": "Rome"}}}
+    log = [
+        {"role": "user", "content": "Rain?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "No."},
+        {"role": "assistant", "content": "It is dry."},
+    ]
+    endpoint.answer = lambda request: "Rating: [[9]]"
+    judge(endpoint).step([log], [{"tools": [{"type": "function", "function": {"name": "rain"}}]}])
+    shown = between_tags(endpoint.requests[0], "conversation")
+    assert shown.startswith('tools: [{"type": "function", "function": {"name": "rain"}}]\n\nuser: Rain?')
+    assert 'assistant: \ntool_calls: [{"type": "function"' in shown and '"Rome"' in shown
+
+
 def test_what_is_not_to_be_sent_is_not_sent(endpoint: FakeJudge, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "k-1")
     changes = {"temperature": None, "max_tokens": None, "extra_body": {"max_completion_tokens": 9}}

@@ -29,7 +29,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from treeward.config.reward_environments import JudgeEnvironmentConfig
-from treeward.data.conversation import Message
+from treeward.data.conversation import Message, template_kwargs_of
 from treeward.environments.interface import GROUP, ConfiguredEnvironment, Conversations, Infos, Reward
 from treeward.environments.judge_endpoint import EndpointJudge
 from treeward.errors import ModelError
@@ -69,7 +69,9 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
         questions = []
         for match in matches:
             sample = next(i for i in match.places if i is not None)
-            questions.append(make_question(self.config, transcript(conversations[sample][:-1]), match.texts))
+            conversation = conversations[sample]
+            shown = transcript(conversation[:-1], template_kwargs_of(conversation).get("tools"))
+            questions.append(make_question(self.config, shown, match.texts))
         answers: dict[int, list[tuple[int, Verdict | NoVerdict]]] = {i: [] for i in texts}  # with the sample's place
         for match, answer in zip(matches, self._answers(questions), strict=True):
             for place, i in enumerate(match.places):

@@ -65,7 +65,8 @@ def open_questions(config: PromptSetConfig, section: JudgePromptConfig) -> Promp
             both_orders = {"A": texts, "B": texts[::-1]}
             asked = {"better": texts[:1], "worse": texts[1:]} if section.mode == "rating" else both_orders
             for label, shown in asked.items():
-                messages = make_question(section, transcript(preference.context), shown)
+                context = transcript(preference.context, preference.template_kwargs.get("tools"))
+                messages = make_question(section, context, shown)
                 questions.append(Prompt(messages, {**info, LABEL: label}, where))
     if not questions:
         got, need = f"{num_tied // 2} pairs of equal rank", "two completions of different rank"

@@ -7,6 +7,7 @@ completion_text(conversation)   # what a rule or a judge reads; None unless it e
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
@@ -165,9 +166,22 @@ def message_text(message: Mapping[str, Any]) -> str | None:
     return "".join(texts) if texts and len(texts) == len(parts) else None
 
 
-def transcript(messages: Sequence[Message]) -> str:
-    """`role: text` of each message, with an empty line between them."""
-    return "\n\n".join(f"{message.get('role')}: {message_text(message) or ''}" for message in messages)
+def transcript(messages: Sequence[Message], tools: Any = None) -> str:
+    """`role: text` of each message, with an empty line between them; before them the `tools`, if there are any.
+
+    Tools, and the calls of a message, are JSON on a line.
+    """
+    parts = [f"tools: {_json(tools)}"] if tools else []
+    for message in messages:
+        text = f"{message.get('role')}: {message_text(message) or ''}"
+        if message.get("tool_calls"):
+            text += f"\ntool_calls: {_json(message['tool_calls'])}"
+        parts.append(text)
+    return "\n\n".join(parts)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def prompt_text(messages: Sequence[Message]) -> str:
