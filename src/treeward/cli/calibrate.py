@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from treeward.cli.comparisons import DataOptions, DatasetName, Split, choosing_split, dataset_config, split_option
-from treeward.cli.options import Model, ModelOptions, checked_model, load, with_model_options
+from treeward.cli.options import ModelOptions, checked_model, load, with_model_options
 from treeward.errors import ConfigError
 from treeward.formatting import format_number
 from treeward.progress import ShownProgress
@@ -38,7 +38,9 @@ _NOT_SHOWN: Any = {"length_curve": {"lengths", "values"}, "provenance": {"finger
 @with_model_options
 @choosing_split(split_option)
 def run(
-    model: Model,
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A model folder with its contract, which is written to.")
+    ],
     data: Annotated[str | None, typer.Option(metavar="FILE", help="Comparisons: a file, folder or hub name.")] = None,
     dataset_name: DatasetName = None,
     split: Split = None,

@@ -304,7 +304,8 @@ class DataConfig(_Sets[DatasetConfig]):
     other_forms: ClassVar[tuple[str, ...]] = keys_of_forms([*DatasetConfig.model_fields])
 
     truncation: Truncation = "drop"
-    """Too long completions are left out and counted (`drop`), cut from the left (`truncate_left`), or an `error`."""
+    """Too long completions are left out and counted (`drop`), lose their oldest messages and then their
+    oldest tokens (`truncate_left`), or are an `error`."""
     ties: Ties = "drop"
     """Pairs of equal rank: left out and counted (`drop`), or half a win for each side (`half`)."""
     cache_dir: str | None = None

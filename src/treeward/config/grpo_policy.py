@@ -32,7 +32,7 @@ class VllmConfig(Strict):
     """The vLLM engines that the run starts; a server at `url` has settings of its own."""
 
     tensor_parallel_size: PositiveInt = 1
-    """GPUs of one engine, all of one node. Colocated: 1."""
+    """GPUs of one engine, all of one node. Colocated: it divides the number of processes."""
     precision: Precision | None = None
     """`bfloat16` or `float32`, of weights and arithmetic, in which the policy sends them. None: `bfloat16`."""
     gpu_memory_utilization: float = Field(default=0.6, gt=0.0, le=1.0)
@@ -144,6 +144,8 @@ class GRPOPolicyConfig(TrainedModelConfig):
 
     other_forms: ClassVar[tuple[str, ...]] = (*TrainedModelConfig.other_forms, "generation_batch_size")
 
+    model_name: str | None = None
+    """Hub name or folder of a causal language model."""
     train_global_batch_size: PositiveInt | None = None
     """Completions per optimiser step, in whole groups that divide a step. None: all of a step."""
     hf_config_overrides: dict[str, Any] = {}

@@ -120,7 +120,8 @@ class ScoringConfig(Strict):
     max_length: PositiveInt | None = None
     """Longest conversation, in tokens. None: as in the model's scoring contract, otherwise all of its positions."""
     truncation: Truncation | None = None
-    """Longer conversations: no reward (`drop`), oldest tokens cut (`truncate_left`), `error`. None: as in training."""
+    """Longer conversations: no reward (`drop`), without their oldest messages and then their oldest tokens
+    (`truncate_left`), `error`. None: as in training."""
     head_weights: HeadWeights | None = None
     """Weight of each head in the score, for a model with several: numbers in order or by the names of its labels (those
     not named have none), or `mean`. None: as in its scoring contract. Of a process reward model: the `product` of the
