@@ -23,7 +23,7 @@ import torch
 import yaml
 from messages import chat, write_jsonl
 
-from treeward.compat.open_instruct import NO_COUNTERPART, overrides
+from treeward.cli.open_instruct import NO_COUNTERPART, overrides
 from treeward.config.load import load_config
 from treeward.errors import ConfigError
 from treeward.model.loading import build_reward_model

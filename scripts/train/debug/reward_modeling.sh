@@ -4,5 +4,5 @@
 # as rm.max_num_steps=50.
 cd "$(dirname "$0")/../../.." || exit
 PATH="$PATH:$PWD/.venv/bin"  # where `make` and uv put it
-exec python -m treeward.compat.open_instruct --config quickstart rm.max_num_steps=20 \
+exec python -m treeward.cli.open_instruct --config quickstart rm.max_num_steps=20 \
     checkpointing.checkpoint_dir=results/debug logger.log_dir=logs/debug "$@"

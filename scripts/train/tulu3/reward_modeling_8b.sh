@@ -8,4 +8,4 @@
 # model is uploaded, as open-instruct does by default.
 cd "$(dirname "$0")/../../.." || exit
 PATH="$PATH:$PWD/.venv/bin"  # where `make` and uv put it
-exec python -m treeward.compat.open_instruct --config rm_tulu3_8b "$@"
+exec python -m treeward.cli.open_instruct --config rm_tulu3_8b "$@"
