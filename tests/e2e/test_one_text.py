@@ -101,6 +101,15 @@ KINDS: dict[str, tuple[list[Row], list[list[Conversation]]]] = {
         [{"conversations": [{"from": "human", "value": "2 + 2?"}], **TEXTS}],
         [two([user("2 + 2?")], *TEXTS.values())],
     ),
+    "ShareGPT's pairs": (
+        [
+            {
+                "conversations": [{"from": "human", "value": "2 + 2?"}],
+                **{key: {"from": "gpt", "value": text} for key, text in TEXTS.items()},
+            }
+        ],
+        [two([user("2 + 2?")], *TEXTS.values())],
+    ),
 }
 
 

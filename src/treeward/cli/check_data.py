@@ -91,9 +91,8 @@ def run(
             on_progress=lambda what, done: progress.show(what, done, 0),
         )
     if checked.errors and not checked.numbers["rows"]:
-        fix = "name its columns, as --data-option prompt_key=question; the others are chosen_key and rejected_key"
         first = checked.errors[0]
-        raise first.but(summary=f"no row can be read; the first: {first.summary}", fix=first.fix or fix)
+        raise first.but(summary=f"no row can be read; the first: {first.summary}")
     _tell(checked)
     if folder is not None:
         sys.stdout.write(f"\nEvery number is in {write_check(folder, checked)}\n")

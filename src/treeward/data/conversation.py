@@ -193,7 +193,7 @@ def canonical_call(call: Any) -> Any:
 
 
 def as_messages(value: Any, key: str, role: str, where: str | None) -> Messages:
-    """Text as one message of `role`, else a checked list of messages, which may be JSON text, as in a CSV cell.
+    """Text as one message of `role`, else a checked message or list of them, which may be JSON text, as in a CSV cell.
 
     Raises `DataError` for the text of Python's messages, which would be read as the literal text of one message.
     """
@@ -203,14 +203,20 @@ def as_messages(value: Any, key: str, role: str, where: str | None) -> Messages:
             raise DataError(
                 f"{key} is Python's text of messages", where=where, field=key, got=value, need=need, fix=fix
             )
-        parsed = _parsed_json(value) if value.lstrip().startswith("[") else value
-        if not _looks_like_messages(parsed):
+        parsed = _parsed_json(value) if value.lstrip().startswith(("[", "{")) else value
+        if not _looks_like_messages(_listed(parsed)):
             return ({"role": role, "content": value},)  # also "[1, 2]"
         value = parsed
+    value = _listed(value)
     if is_list(value):
         return check_messages(value, key, where)
     need = '"..." or [{"role": ..., "content": ...}, ...]'
     raise DataError(f"{key} is neither text nor a list of messages", where=where, field=key, got=value, need=need)
+
+
+def _listed(value: Any) -> Any:
+    """A single message as a list, as which ShareGPT's preference data have a completion; other values as they are."""
+    return [value] if _looks_like_messages([value]) else value
 
 
 def _looks_like_messages(value: Any) -> bool:
