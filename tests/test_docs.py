@@ -101,9 +101,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shorter = f"defaults: {RECIPES / 'quickstart.yaml'}\nrm: {{max_num_steps: 3, val_batches: 1}}\n"
     (folder / "quickstart").write_text(shorter, encoding="utf-8")
     pairs = [{"chosen": f"It is {n + 1}.", "rejected": "No idea."} for n in range(8)]
-    rows = [{"prompt": f"{n} + 1?", "question": f"{n} + 1?", **pair} for n, pair in enumerate(pairs)]
+    rows = [{"prompt": f"{n} + 1?", **pair} for n, pair in enumerate(pairs)]
     for name in ("train", "val", "hard", "conversations"):
         write_jsonl(folder / f"{name}.jsonl", *rows)
+    write_jsonl(folder / "questions.jsonl", *({"question": row.pop("prompt"), **row} for row in rows))
     return folder
 
 
