@@ -329,6 +329,8 @@ class Mine(RawDataset):
     want = "['data_path', 'dataset_name', 'flavour', 'strength', 'system_prompt_file'] sweet"
     assert preference.completions[0].messages[0]["content"] == want
     assert preference.context[0] == {"role": "system", "content": "Be kind."} and preference.task_name == "mine"
+    with pytest.raises(ConfigError, match="did you mean train.0..split_validation_size"):
+        load_section(DataConfig, {"train": {**default, "split_validation_sise": 0.1}}, where="data")
 
 
 def test_a_mistyped_grade_of_ultrafeedback_is_left_out_counted_and_said_once(

@@ -224,12 +224,21 @@ class SetConfig(Strict):
     @model_validator(mode="before")
     @classmethod
     def _take_keys_of_a_class(cls, raw: Any) -> Any:
-        """Keys of a section of a class by dotted path that are none of ours are arguments of the class."""
+        """Keys of a section of a class by dotted path that are none of ours are arguments of the class.
+
+        One that is nearly a key of ours stays, to be refused with its name: a class that takes any keyword would
+        swallow it. `kwargs` can hold such an argument.
+        """
         if not isinstance(raw, Mapping) or "." not in str(raw.get("dataset_name")):
             return raw
-        known = {key: value for key, value in raw.items() if key in cls.model_fields}
-        own = {key: value for key, value in raw.items() if key not in known}
-        return {**known, "kwargs": {**own, **(raw.get("kwargs") or {})}} if own else raw
+        own = {}
+        for key, value in raw.items():
+            if key not in cls.model_fields and nearest_name(key, cls.model_fields) is None:
+                own[key] = value
+        if not own:
+            return raw
+        others = {key: value for key, value in raw.items() if key not in own}
+        return {**others, "kwargs": {**own, **(raw.get("kwargs") or {})}}
 
     @property
     def section(self) -> dict[str, Any]:
