@@ -6,7 +6,7 @@ python docs/config_tables.py    # writes docs/config.md
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -15,14 +15,11 @@ import yaml
 from pydantic.fields import FieldInfo
 
 from treeward.config.base import Strict, meaning, sections
-from treeward.config.foreign import Only
 from treeward.config.grpo_run import GRPORunConfig
+from treeward.config.nemo_rl import SAMPLED_ALIKE, spellings
 from treeward.config.reward_environments import ENVIRONMENT_SECTIONS
 from treeward.config.run import RewardModelRunConfig
 from treeward.config.server import ServedModelConfig, ServerConfig
-
-_SAMPLED_ALIKE = ("val_temperature", "val_top_?")
-"""Keys of `GenerationConfig`, which refuses them where validation would sample in another way than training."""
 
 
 def config_reference(page: str) -> str:
@@ -54,21 +51,38 @@ def _section(path: str, of: str, section: type[Strict]) -> str:
     lines += ["| Key | Type | Default | Meaning |", "|---|---|---|---|"]
     for name, field in section.model_fields.items():
         doc = re.sub(r"\bNone\b", "`null`", meaning(field))
-        names = [field.alias or name, *(theirs for theirs, ours in section.other_names.items() if ours == name)]
+        names = [field.alias or name]
+        for spelling in spellings(section):
+            names += [theirs for theirs, ours in spelling.renamed.items() if ours == name]
         cells = (" or ".join(f"`{one}`" for one in names), _type_name(field.annotation), _default(field), doc)
         lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
-    foreign = section.foreign_keys()
-    ignored = [key for key, fix in foreign.items() if fix is None]
-    if keys := [f"`{key}`" for key in ignored if key not in _SAMPLED_ALIKE]:
-        lines.append(f"\nAccepted, without effect: {', '.join(keys)}.")
-    if keys := [f"`{key}`" for key in ignored if key in _SAMPLED_ALIKE]:
-        lines.append(f"\nAccepted only if equal to `temperature`, `top_p` and `top_k`: {', '.join(keys)}.")
-    if keys := [f"`{key}` ({fix})" for key, fix in foreign.items() if isinstance(fix, str)]:
-        lines.append(f"\nAccepted while switched off: {'; '.join(keys)}.")
-    for key, rule in foreign.items():
-        if isinstance(rule, Only):
-            lines.append(f"\nAccepted: `{key}` as {' or '.join(map(str, rule.values))} ({rule.fix}).")
-    return "\n".join([*lines, "", ""])
+    return "\n".join([*lines, *_other_keys(section), "", ""])
+
+
+def _other_keys(section: type[Strict]) -> Iterator[str]:
+    """Paragraphs on the keys that a file may have in a section and that the section does not read."""
+    unread = list[str]()
+    off = dict[str, str]()
+    fixed = dict[str, tuple[Sequence[Any], str]]()
+    forms = list[str]()
+    for spelling in spellings(section):
+        unread += [key for key in spelling.unread.split() if key not in section.model_fields]
+        off |= spelling.off
+        fixed |= spelling.fixed
+        forms += spelling.forms
+    if unread:
+        yield f"\nAccepted, without effect: {_quoted(unread)}."
+    if any(key in SAMPLED_ALIKE for key in forms):
+        yield f"\nAccepted only if equal to {_quoted(SAMPLED_ALIKE.values())}: {_quoted(SAMPLED_ALIKE)}."
+    if off:
+        remedies = [f"`{key}` ({remedy})" for key, remedy in off.items()]
+        yield f"\nAccepted while switched off: {'; '.join(remedies)}."
+    for key, (values, remedy) in fixed.items():
+        yield f"\nAccepted: `{key}` as {' or '.join(map(str, values))} ({remedy})."
+
+
+def _quoted(keys: Iterable[str]) -> str:
+    return ", ".join(f"`{key}`" for key in keys)
 
 
 def _type_name(annotation: Any) -> str:

@@ -16,13 +16,13 @@ from omegaconf import OmegaConf
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from treeward.compat.nemo_gym import (
+    OWN_KEYS,
     BaseResourcesServerConfig,
     BaseVerifyRequest,
     BaseVerifyResponse,
     SimpleResourcesServer,
     merged_config,
 )
-from treeward.config.foreign import FOREIGN_KEYS
 from treeward.data.reasoning import without_reasoning
 from treeward.data.responses_items import conversation_of
 from treeward.environments.registry import make_environment
@@ -51,7 +51,7 @@ class MathWithJudgeConfig(BaseResourcesServerConfig):
 
     @model_validator(mode="after")
     def _check_keys(self) -> Self:
-        for key in (self.model_extra or {}).keys() - FOREIGN_KEYS["NemoGymConfig"].keys():
+        for key in (self.model_extra or {}).keys() - set(OWN_KEYS):
             need = f"one of {', '.join(MathWithJudgeConfig.__annotations__)}"
             raise ConfigError("there is no such key", field=key, need=need)
         return self

@@ -20,18 +20,26 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt
 
-from treeward.compat.nemo_gym import handed_over
+from treeward.compat.nemo_gym import OWN_KEYS, handed_over
 from treeward.config.load import load_section
-from treeward.config.scoring import RewardShapingConfig
 from treeward.config.server import ServedModelConfig, ServerConfig
 from treeward.errors import ConfigError, TreewardError
 from treeward.progress import configure_logging
 from treeward.serving.run import serve
 
+_NAMES_OF_MODELS = ("models", "model", "model_name", "model_path")
+_SHAPING_KEYS = (
+    "normalize_rewards",
+    "reward_mean",
+    "reward_std",
+    "reward_clip",
+    "length_penalty",
+    "preference_score",
+)
 _DEADLINE_SECONDS = 600  # NeMo Gym waits without a limit, and repeats a rollout that is given up
 _MAX_LENGTH = 2048  # of NeMo Gym's page, for a model whose scoring contract does not say
 _CONSTANTS = {"reward_mean": 0.0, "reward_std": 1.0}
@@ -42,11 +50,6 @@ logger = logging.getLogger("treeward.reward_model")
 
 class NemoGymConfig(ServedModelConfig):
     """The configuration of a reward model resources server. Several models without an `ensemble` are averaged."""
-
-    other_forms: ClassVar[tuple[str, ...]] = (
-        *("normalize_rewards", "reward_mean", "reward_std", "reward_clip", "length_penalty"),
-        "preference_score",
-    )
 
     name: str = "reward_model"
     """Name of the model in requests."""
@@ -60,25 +63,6 @@ class NemoGymConfig(ServedModelConfig):
     """Normalise by the mean and standard deviation of all rewards so far."""
     server: dict[str, Any] = Field(default_factory=dict)
     """Other keys of the server's configuration, as `{max_queued: 1000}`; `deadline_seconds` is 600 by default."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _gather_shaping(cls, raw: Any) -> Any:
-        if not isinstance(raw, Mapping):
-            return raw
-        models = next((raw[key] for key in ("models", "model", "model_name", "model_path") if key in raw), ())
-        if isinstance(models, Sequence) and not isinstance(models, str) and len(models) > 1:
-            raw = {"ensemble": _PLAIN_MEAN, **raw}
-        forms = {key: raw[key] for key in cls.other_forms if key in raw}
-        shaping, others = raw.get("shaping"), {key: value for key, value in raw.items() if key not in forms}
-        if forms and shaping is not None:
-            need = "all of it in the shaping section"
-            raise ConfigError("rewards are shaped in two ways", field=next(iter(forms)), got=forms, need=need)
-        if not forms:
-            return raw
-        section = RewardShapingConfig.model_validate({**_CONSTANTS, **forms})
-        is_on = section.normalize_rewards or section.preference_score or section.length_penalty
-        return {**others, "shaping": section if is_on else None}
 
     @property
     def server_config(self) -> ServerConfig:
@@ -111,7 +95,7 @@ def main() -> int:
 def gym_config() -> NemoGymConfig:
     """This server's section of the configuration that NeMo Gym hands over in the environment. Raises `ConfigError`."""
     where, section = handed_over()
-    config = load_section(NemoGymConfig, section, where=where)
+    config = checked(section, where)
     if len(config.models) > 1 and "ensemble" not in section:
         logger.warning(
             "The scores of %d models are averaged as they are, so a model with a wider scale counts for more. "
@@ -119,6 +103,33 @@ def gym_config() -> NemoGymConfig:
             len(config.models),
         )
     return config
+
+
+def checked(section: Mapping[str, Any], where: str) -> NemoGymConfig:
+    """NeMo Gym's section, checked. Raises `ConfigError`, its place `where`."""
+    return load_section(NemoGymConfig, _native(section, where), where=where)
+
+
+def _native(section: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """NeMo Gym's section in our form: without its own keys, and with the flat keys of `shaping` in their section.
+
+    Raises `ConfigError`, its place `where`, for rewards that are shaped in two ways.
+    """
+    values = {key: value for key, value in section.items() if key not in OWN_KEYS}
+    models = next((values[key] for key in _NAMES_OF_MODELS if key in values), ())
+    if isinstance(models, Sequence) and not isinstance(models, str) and len(models) > 1:
+        values = {"ensemble": _PLAIN_MEAN, **values}
+    flat = {key: values.pop(key) for key in _SHAPING_KEYS if key in values}
+    if not flat:
+        return values
+    if values.get("shaping") is not None:
+        need = "all of it in the shaping section"
+        summary = "rewards are shaped in two ways"
+        raise ConfigError(summary, where=where, field=next(iter(flat)), got=flat, need=need)
+    shaping = {**_CONSTANTS, **flat}
+    is_on = any(shaping.get(key) for key in ("normalize_rewards", "preference_score", "length_penalty"))
+    values["shaping"] = shaping if is_on else None
+    return values
 
 
 if __name__ == "__main__":

@@ -3,12 +3,17 @@
 import pytest
 
 from treeward.config.data import DataConfig, PromptDataConfig
+from treeward.config.load import load_section
 
 BINARY = {"dataset_name": "BinaryPreferenceDataset", "prompt_key": "q"}
 VALIDATION = [{"data_path": "a", "name": "A", "split": "v"}, {"data_path": "b", "name": "B", "split": "v"}]
 PAIRS = DataConfig.model_validate(
     {"train": [BINARY | {"data_path": "t", "split": "s"}], "validation": [BINARY | one for one in VALIDATION]}
 )
+
+
+def comparisons(**raw):
+    return load_section(DataConfig, raw, where="data")
 
 
 @pytest.mark.parametrize(
@@ -36,7 +41,7 @@ PAIRS = DataConfig.model_validate(
     ],
 )  # fmt: skip
 def test_every_form_means_the_same(form):
-    assert DataConfig.model_validate(form) == PAIRS
+    assert comparisons(**form) == PAIRS
 
 
 @pytest.mark.parametrize(
@@ -48,20 +53,20 @@ def test_every_form_means_the_same(form):
 )
 def test_sets_that_bring_their_own_data(name, validation):
     for raw in ({"dataset_name": name}, {"default": {"dataset_name": name}}):
-        config = DataConfig.model_validate(raw)
+        config = comparisons(**raw)
         assert [(d.dataset_name, d.data_path, d.split) for d in config.train] == [(name, None, "train")]
         assert [(d.name, d.split) for d in config.validation] == validation
 
 
 def test_own_splits_are_filled_into_blocks():
     blocks = {"train": {"dataset_name": "HelpSteer3"}}
-    assert DataConfig.model_validate(blocks).validation == ()
-    config = DataConfig(**blocks, validation={"dataset_name": "Bundled", "name": "length_controlled"})
+    assert comparisons(**blocks).validation == ()
+    config = comparisons(**blocks, validation={"dataset_name": "Bundled", "name": "length_controlled"})
     assert (config.train[0].split, config.validation[0].split) == ("train", "length_controlled")
 
 
 def sets(**raw):
-    return PromptDataConfig.model_validate(raw)
+    return load_section(PromptDataConfig, raw, where="data")
 
 
 def test_the_forms_of_prompts_mean_the_same():
@@ -96,17 +101,17 @@ def test_held_out_rows_are_one_set_each_and_only_once():
         ("held_out_2", "c", "validation", 1.0, 7),
     ]
     assert [d.part for d in config.train] == ["train", None, "train"]
-    assert PromptDataConfig.model_validate(config.model_dump()) == config
+    assert sets(**config.model_dump(mode="json")) == config
 
 
 def test_comparisons_may_be_held_out() -> None:
     """In both forms; the held-out rows are the unnamed validation set, if there is no other."""
     keys = {"prompt_key": "question", "split_validation_size": 0.1}
     blocks = {"train": {"data_path": "own.csv", **keys}}
-    for config in (DataConfig(train_data_path="own.csv", **keys), DataConfig(**blocks)):
+    for config in (comparisons(train_data_path="own.csv", **keys), comparisons(**blocks)):
         (train,), (held_out,) = config.train, config.validation
         assert (train.part, held_out.part, held_out.name) == ("train", "validation", "default")
         assert (held_out.data_path, held_out.prompt_key) == ("own.csv", "question")
-        assert DataConfig(**config.model_dump()) == config, "it is saved and read again"
-    both = DataConfig(**blocks, validation={"data_path": "val.csv"})
+        assert comparisons(**config.model_dump(mode="json")) == config, "it is saved and read again"
+    both = comparisons(**blocks, validation={"data_path": "val.csv"})
     assert [one.name for one in both.validation] == ["default", "held_out"]

@@ -71,8 +71,8 @@ def test_the_reward_model_example_means_what_it_meant(tmp_path, caplog):
     assert config.ranking_metric == ("default", "loss")
     sets = [(d.split, d.name) for d in (*config.data.train, *config.data.validation)]
     assert sets == [("train", None), ("validation", "default")]
-    assert "These keys have no effect in dtensor_cfg here: " in caplog.text
-    assert "monitor_gpus" in caplog.text and "_v2" in caplog.text
+    assert "These keys have no effect here: " in caplog.text
+    assert "logger.monitor_gpus" in caplog.text and "policy.dtensor_cfg._v2" in caplog.text
     save_config(config, tmp_path / "resolved.yaml")
     assert load_config(tmp_path / "resolved.yaml") == config
 
@@ -91,7 +91,7 @@ def test_the_first_file_means_what_it_meant(caplog):
     assert parts(config.data.train) == [("OpenMathInstruct-2", "train", 0.05)]
     assert parts(config.data.validation) == [("OpenMathInstruct-2", "validation", 0.05)]
     assert {one.prompt_file for one in (*config.data.train, *config.data.validation)} == {"examples/prompts/cot.txt"}
-    assert "These keys have no effect in reward_model here: logprob_batch_size, max_grad_norm" in caplog.text
+    assert "env.reward_model.logprob_batch_size, env.reward_model.max_grad_norm" in caplog.text
     warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1 and "the policy itself samples" in warnings[0]
 

@@ -94,7 +94,7 @@ SECTIONS = [
      "dtensor_cfg.cpu_offload"),
     (RewardModelEnvironmentConfig, "model_name: m, dtensor_cfg: {lora_cfg: {enabled: true}}",
      "dtensor_cfg.lora_cfg.enabled"),
-    (RewardModelEnvironmentConfig, "model_name: [a, b]", "models"),
+    (RewardModelEnvironmentConfig, "model_name: [a, b]", "model_name"),
     (RewardModelEnvironmentConfig, "model_name: [a, b], ensemble: {}, tokenizer: {name: a}", "tokenizer"),
     (RewardShapingConfig, "reward_mean: 1.0", "reward_std"),
     (RewardShapingConfig, "preference_score: true, reference: par", "reference"),

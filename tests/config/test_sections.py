@@ -12,7 +12,7 @@ from treeward.config.reward_environments import RewardModelEnvironmentConfig
 
 
 def policy(**keys):
-    return PolicyConfig.model_validate({"model_name": "m"} | keys)
+    return load_section(PolicyConfig, {"model_name": "m"} | keys, where="policy")
 
 
 def model(**keys):
@@ -70,7 +70,7 @@ def test_a_deadline_in_days_hours_minutes_seconds(days, hours, minutes, seconds)
     ],
 )  # fmt: skip
 def test_keys_of_the_estimator_stand_in_either_place(keys, want):
-    config = GRPOConfig(**keys)
+    config = load_section(GRPOConfig, keys, where="grpo")
     assert (config.adv_estimator.name, config.use_leave_one_out_baseline, config.normalize_rewards) == want
 
 

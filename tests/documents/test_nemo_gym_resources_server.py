@@ -38,7 +38,7 @@ from treeward.serving.service import Service
 
 REPOSITORY = Path(__file__).parent.parent.parent
 APP = runpy.run_path(str(REPOSITORY / "resources_servers" / "reward_model" / "app.py"))
-NemoGymConfig = APP["NemoGymConfig"]
+checked = APP["checked"]
 PROMPT = "Explain quantum computing simply."
 RESPONSE = "It computes with waves of chance."
 CHAT = chat(PROMPT, RESPONSE)
@@ -308,7 +308,7 @@ def make_client(request: pytest.FixtureRequest) -> Callable[..., TestClient]:
     """A function: a client of the server with these keys of the page's configuration."""
 
     def make(**section: Any) -> TestClient:
-        config = NemoGymConfig.model_validate({"entrypoint": "app.py", "device": "cpu", **section}).server_config
+        config = checked({"entrypoint": "app.py", "device": "cpu", **section}, "Gym").server_config
         service = Service.load(config)
         request.addfinalizer(service.close)
         return TestClient(create_app(service), base_url="http://localhost")
@@ -344,7 +344,7 @@ def test_the_first_yaml_starts(model_path: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_options_have_the_pages_defaults(model_path: str, five_attributes: str, make_client: Any) -> None:
-    config = NemoGymConfig(model_path=(model_path,))
+    config = checked({"model_path": [model_path]}, "Gym")
     assert config.batch_size == 8 and config.server_config.batch_tokens == 8 * 2048
     assert config.server_config.models[0].default_max_length == 2048
     assert config.server_config.models[0].shaping is None  # normalize_rewards: false

@@ -222,4 +222,4 @@ def test_the_section_in_a_configuration_of_grpo(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(f"defaults: {REPOSITORY}/examples/configs/grpo_rm_1B.yaml\n{ENV}", encoding="utf-8")
     section = load_grpo_config(file).env["reward_model"]
-    assert section["model_name"] == "path/to/your/trained/reward/model" and section["precision"] == "bfloat16"
+    assert section["models"] == "path/to/your/trained/reward/model" and section["dtype"] == "bfloat16"

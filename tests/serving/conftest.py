@@ -33,7 +33,7 @@ def served_folder(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory)
 @pytest.fixture(scope="session")
 def served(served_folder: Path) -> tuple[ServedModel, Scorer]:
     """The model of `served_folder`, under the name `tiny`, and its scorer; tests do not change them."""
-    section = ServedModelConfig(model=str(served_folder), name="tiny", device="cpu")
+    section = ServedModelConfig(models=(str(served_folder),), name="tiny", device="cpu")
     model, scorer = load_served(section, ServerConfig(models=(section,)))
     assert isinstance(scorer, Scorer)
     return model, scorer
@@ -53,7 +53,7 @@ def make_service(served_folder: Path, served: tuple[ServedModel, Scorer]) -> Ite
 
     def make(**settings: Any) -> Service:
         given = settings.pop("models", None)
-        tiny = ServedModelConfig(model=str(served_folder), name="tiny", device="cpu")
+        tiny = ServedModelConfig(models=(str(served_folder),), name="tiny", device="cpu")
         config = ServerConfig.model_validate({"models": given or (tiny,), **settings})
         services.append(Service.load(config) if given else Service.of([served], config))
         return services[-1]
@@ -102,7 +102,7 @@ def client(served: tuple[ServedModel, Scorer]) -> Iterator[Any]:
 
     from treeward.serving.app import create_app
 
-    service = Service.of([served], ServerConfig(models=(ServedModelConfig(model="tiny"),)))
+    service = Service.of([served], ServerConfig(models=(ServedModelConfig(models=("tiny",)),)))
     with TestClient(create_app(service), base_url="http://localhost", raise_server_exceptions=False) as shared:
         yield shared
     service.close()

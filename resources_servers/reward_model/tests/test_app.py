@@ -19,7 +19,7 @@ def test_the_configuration_is_the_servers() -> None:
     merged = yaml.safe_load((FOLDER / "configs" / "reward_model.yaml").read_text(encoding="utf-8"))
     section = merged["reward_model_server"]["resources_servers"]["reward_model"]
     assert (FOLDER / section["entrypoint"]).is_file()
-    config = APP["NemoGymConfig"].model_validate(section | {"model_path": "a/model"}).server_config
+    config = APP["checked"](section | {"model_path": "a/model"}, "Gym").server_config
     assert config.models[0].models == ("a/model",)
 
 

@@ -147,7 +147,7 @@ class SimpleResourcesServer(_Open):
         configure_logging()
         try:
             where, section = handed_over()
-            settings: Any = {"name": where.split(".")[0]} | OmegaConf.to_container(section, resolve=True)  # type: ignore
+            settings: Any = {"name": where.split(".")[0], **section}
             server = cls(config=settings)  # nothing listens before the model is loaded
             app = server.setup_webserver()
         except (TreewardError, ValidationError) as error:  # pydantic's holds what model_post_init raises
@@ -157,14 +157,31 @@ class SimpleResourcesServer(_Open):
         uvicorn.run(app, host=config.host, port=config.port, log_level="warning")
 
 
-def handed_over() -> tuple[str, DictConfig]:
-    """What NeMo Gym gives a server in the environment: the name of its section, and the section in the merged whole.
+OWN_KEYS = (
+    "entrypoint",
+    "domain",
+    "verified",
+    "verified_url",
+    "description",
+    "value",
+    "datasets",
+    "expose_tools_over_mcp",
+    "license",
+    "skills",
+    "num_workers",
+)
+"""Keys of a server's section that NeMo Gym itself reads."""
 
-    Raises `ConfigError`.
+
+def handed_over() -> tuple[str, dict[str, Any]]:
+    """What NeMo Gym gives a server in the environment: the name of its section in the merged whole, and the section.
+
+    References within the whole are resolved. Raises `ConfigError`.
     """
     name = os.environ.get("NEMO_GYM_CONFIG_PATH", "")
     try:
         [(implementation, section)] = OmegaConf.select(merged_config(), f"{name}.resources_servers").items()
+        values = cast(dict[str, Any], OmegaConf.to_container(section, resolve=True))
     except (OmegaConfBaseException, YAMLError, ValueError, AttributeError) as error:
         raise ConfigError(
             "NeMo Gym has given no configuration of this server",
@@ -173,7 +190,7 @@ def handed_over() -> tuple[str, DictConfig]:
             need=f"YAML with one server in {name or 'NAME'}.resources_servers",
             fix="use gym env start, or treeward serve MODEL without NeMo Gym",
         ) from error
-    return f"{name}.resources_servers.{implementation}", section
+    return f"{name}.resources_servers.{implementation}", values
 
 
 def merged_config() -> DictConfig:

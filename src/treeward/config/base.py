@@ -15,19 +15,17 @@ appears in `docs/config.md` and in error messages:
 
 from __future__ import annotations
 
-import fnmatch
 import functools
-import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, Union, cast, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Self, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PositiveInt, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from treeward.config.foreign import COMMANDS, FOREIGN_KEYS, KEY_NOTES, KEYS_ELSEWHERE, VALUES_ELSEWHERE, Only, Rule
+from treeward.config.hints import COMMANDS, KEY_NOTES, KEYS_ELSEWHERE, VALUES_ELSEWHERE
 from treeward.errors import ConfigError, nearest_name
 
 if TYPE_CHECKING:
@@ -35,8 +33,6 @@ if TYPE_CHECKING:
 else:
     ModelMetaclass = type(BaseModel)  # it has no public name
 
-
-logger = logging.getLogger(__name__)
 
 Location = tuple[str, ...]
 """The keys that lead to a value, as ("policy", "optimizer", "kwargs")."""
@@ -57,7 +53,8 @@ class _ReadableErrors(ModelMetaclass):
         try:
             return super().__call__(*args, **values)
         except ValidationError as error:
-            raise config_error(error, cast(type[Strict], cls), where=cls.__name__) from None
+            problems = problems_of(error, cast(type[Strict], cls))
+            raise one_error([problem.but(where=cls.__name__) for problem in problems], cls.__name__) from None
 
 
 class Strict(BaseModel, metaclass=_ReadableErrors):
@@ -71,66 +68,6 @@ class Strict(BaseModel, metaclass=_ReadableErrors):
         protected_namespaces=(),
         validate_default=True,
     )
-
-    other_names: ClassVar[Mapping[str, str]] = {}
-    """Other names of keys -> the key. Two names with different values are an error."""
-
-    other_forms: ClassVar[tuple[str, ...]] = ()
-    """Keys that the section's own validators turn into its fields."""
-
-    section_key: ClassVar[str] = ""
-    """The key under which a file has the section: that of the field that holds it, unless the class says another."""
-
-    @classmethod
-    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """Tell the sections that this one holds under which key they stand."""
-        super().__pydantic_init_subclass__(**kwargs)
-        for name, field in cls.model_fields.items():
-            section = field.annotation
-            if isinstance(section, type) and issubclass(section, Strict) and not section.section_key:
-                section.section_key = name
-
-    @classmethod
-    def foreign_keys(cls) -> dict[str, Rule]:
-        """Keys of NeMo RL that are accepted, each with its rule in `FOREIGN_KEYS`.
-
-        A key may be a pattern, as `refit_*`.
-        """
-        entries = [FOREIGN_KEYS.get(base.__name__, {}).items() for base in reversed(cls.__mro__)]
-        return {key: fix for entry in entries for key, fix in entry if key not in cls.model_fields}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _accept_keys_of_other_toolkits(cls, raw: Any) -> Any:
-        if not isinstance(raw, Mapping):
-            return raw
-        accepted, ignored, rules = dict(raw), list[str](), cls.foreign_keys()
-        for key in raw:
-            pattern = next((pattern for pattern in rules if fnmatch.fnmatchcase(str(key), pattern)), None)
-            if pattern is None or key in cls.model_fields:
-                continue
-            value, rule = accepted.pop(key), rules[pattern]
-            if rule is None:
-                ignored.append(str(key))
-            values, fix = rule if isinstance(rule, Only) else ((), rule)
-            if fix is None or _is_off(value) or value in values:
-                continue
-            is_section, need = isinstance(value, Mapping) and "enabled" in value, "null, false or no such key"
-            need = f"{' or '.join(map(str, values))}, or no such key" if values else need
-            field, got = (f"{key}.enabled", "true") if is_section else (key, _shown(value))
-            raise ConfigError(f"{key} is not supported", field=field, got=got, need=need, fix=fix)
-        if ignored:
-            place = f"in {cls.section_key} " if cls.section_key else ""
-            logger.info("These keys have no effect %shere: %s", place, ", ".join(ignored))
-        for alias, name in cls.other_names.items():
-            if alias in accepted and accepted.setdefault(name, accepted[alias]) != accepted[alias]:
-                summary, got = f"{name} and {alias} contradict each other", f"{accepted[name]} and {accepted[alias]}"
-                raise ConfigError(summary, field=name, got=got, need="one of the two", fix=f"remove {alias}")
-            accepted.pop(alias, None)
-            # Of a required key null is no value: it is missing, by all its names.
-            if name in accepted and accepted[name] is None and cls.model_fields[name].is_required():
-                del accepted[name]
-        return accepted
 
     @model_validator(mode="after")
     def _keys_fit_together(self) -> Self:
@@ -146,24 +83,24 @@ class Strict(BaseModel, metaclass=_ReadableErrors):
         `watch.max_kl` is a key of an inner section.
         """
         spelt = {name: field.alias or name for name, field in type(self).model_fields.items()}
-        values = {spelt.get(key, key): _shown(functools.reduce(getattr, key.split("."), self)) for key in keys.split()}
+        values = {spelt.get(key, key): shown(functools.reduce(getattr, key.split("."), self)) for key in keys.split()}
         first, *others = values
         summary = f"{' and '.join(values)} do not fit together" if others else f"{first} cannot be {values[first]}"
         got = ", ".join(f"{key}: {value}" for key, value in values.items())
         return ConfigError(summary, field=first, got=got, need=need, fix=fix)
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """A value as YAML spells it."""
-    value = value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value
-    value = list(value) if isinstance(value, tuple) else value
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _is_off(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return _is_off(value["enabled"]) if "enabled" in value else all(map(_is_off, value.values()))
-    return value in (None, False, 0, -1, "", [], ())
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, BaseModel):
+        value = value.model_dump(exclude_unset=True)
+    elif isinstance(value, tuple):
+        value = list(value)
+    return str(value)
 
 
 def sections(annotation: Any) -> Iterator[type[Strict]]:
@@ -182,14 +119,16 @@ def meaning(field: FieldInfo) -> str:
     return " ".join((field.description or next(sections(field.annotation)).__doc__ or "").split())
 
 
-def config_error(
-    error: ValidationError, root: type[Strict], *, where: str, origin: Callable[[Location], str] | None = None
-) -> ConfigError:
-    """Turn every problem of `error`, found for the section `root`, into one `ConfigError`.
+def problems_of(
+    error: ValidationError,
+    root: type[Strict],
+    further_keys: Callable[[type[Strict]], Iterable[str]] = lambda section: (),
+) -> list[ConfigError]:
+    """Every problem of `error`, found for the section `root`, as an error of its own; `field` begins at the section.
 
-    `origin` says where the value at a key comes from, if that is not always `where`.
+    `further_keys`: keys that a file may have in a section beside the section's own.
     """
-    problems = []
+    problems = list[ConfigError]()
     needs = set[str | None]()
     for details in error.errors(include_url=False):
         if details["type"] == "too_short" and details["input"]:
@@ -198,37 +137,47 @@ def config_error(
         location = tuple(str(part) for part in details["loc"] if not str(part).startswith("<"))
         problem = details.get("ctx", {}).get("error")
         if not isinstance(problem, ConfigError):
-            problem = _problem(details, location, root)
+            problem = _problem(details, location, root, further_keys)
         elif problem.field:
-            location = (*location, *problem.field.replace("[", ".").replace("]", "").split("."))
-        problem = problem.but(field=_joined(location) or None, where=origin(location) if origin else where)
-        # The names of a section's keys are said once, at its first unknown one.
-        problems.append(problem.but(need=None) if problem.need in needs else problem)
-        needs |= {problem.need} if details["type"] == "extra_forbidden" else set()
+            location = (*location, *located(problem.field))
+        problem = problem.but(field=joined(location) or None)
+        if details["type"] == "extra_forbidden":
+            # The names of a section's keys are said once, at its first unknown one.
+            is_said = problem.need in needs
+            needs.add(problem.need)
+            problem = problem.but(need=None) if is_said else problem
+        problems.append(problem)
+    return problems
+
+
+def one_error(problems: Sequence[ConfigError], where: str) -> ConfigError:
+    """The only problem, or an error that lists all of them."""
     if len(problems) == 1:
         return problems[0]
     listed = "\n".join(f"  {line}" for problem in problems for line in str(problem).splitlines())
     return ConfigError(f"the configuration has {len(problems)} mistakes\n{listed}", where=where)
 
 
-def _problem(details: ErrorDetails, location: Location, root: type[Strict]) -> ConfigError:
-    got, keys = details["input"], dict(_keys(root))
+def _problem(
+    details: ErrorDetails,
+    location: Location,
+    root: type[Strict],
+    further_keys: Callable[[type[Strict]], Iterable[str]],
+) -> ConfigError:
+    got = details["input"]
+    keys = dict(_keys(root, further_keys))
     if details["type"] == "extra_forbidden":
         return _unknown_key(location, root, keys, got)
     meaning = re.split(r"(?<!\bet al)\. ", keys.get(without_numbers(location), ""))[0].rstrip(".")
-    aliases = [alias for path, alias in _aliases(root) if path == without_numbers(location)]
-    called = f", also called {', '.join(aliases)}" if aliases else ""
     if details["type"] == "missing":
-        return ConfigError("a key is missing", need=f"{location[-1]}{called}: {meaning}")
-    # The file may have the key under another name, which the location has not.
-    meaning = f"{location[-1]}{called}: {meaning}" if called else meaning
+        return ConfigError("a key is missing", need=f"{location[-1]}: {meaning}")
     need = re.sub(r"^\w+ should (be|have) |, unable to parse.*", "", details["msg"])
     options = re.findall(r"'([^']*)'", str(details.get("ctx", {}).get("expected", "")))
     near = VALUES_ELSEWHERE.get(got, got) if isinstance(got, str) else ""
     near = near if near in options else nearest_name(near, options) or ""
     return ConfigError(
         "the value is not valid",
-        got=_shown(got) if got is None or isinstance(got, bool) else got,
+        got=shown(got) if got is None or isinstance(got, bool) else got,
         need=f"{need} ({meaning})" if meaning else need,
         fix=f"did you mean {near}?" if near else None,
     )
@@ -239,7 +188,7 @@ def _unknown_key(location: Location, root: type[Strict], keys: Mapping[Location,
     command = COMMANDS.get(".".join(location)) if "policy" in root.model_fields else None
     if command is not None:
         need = "a configuration of this command's run"
-        fix = f"run `{command}`, or remove the key: ~{_joined(location)} on the command line"
+        fix = f"run `{command}`, or remove the key: ~{joined(location)} on the command line"
         return ConfigError(f"{key} belongs to `{command}`", got=got, need=need, fix=fix)
     siblings = [path[-1] for path in keys if path[:-1] == without_numbers(parents)]
     # The names of TRL and verl that mean keys of this run; a misspelt one is known in the section of ours.
@@ -252,33 +201,26 @@ def _unknown_key(location: Location, root: type[Strict], keys: Mapping[Location,
     if not meant:
         section_names = [alias for alias, paths in run_paths.items() if any(path.startswith(within) for path in paths)]
         near = nearest_name(key, [*siblings, *section_names])
-        meant = [_joined((*parents, near))] if near in siblings else run_paths.get(near or "", [])
-    meant = meant or [_joined(path) for path in keys if path[-1] == key][:1]
+        meant = [joined((*parents, near))] if near in siblings else run_paths.get(near or "", [])
+    meant = meant or [joined(path) for path in keys if path[-1] == key][:1]
     need, fix = f"one of {', '.join(siblings)}", f"did you mean {' and '.join(meant)}?"
     if key in KEY_NOTES:
         fix = f"{fix} {KEY_NOTES[key]}"
     return ConfigError("there is no such key", got=got, need=None if meant else need, fix=fix if meant else None)
 
 
-def _keys(section: type[Strict]) -> Iterator[tuple[Location, str]]:
+def _keys(
+    section: type[Strict], further_keys: Callable[[type[Strict]], Iterable[str]]
+) -> Iterator[tuple[Location, str]]:
     """Every key that a file may have, with its documentation; keys of a list's elements have the path of the list."""
     for name, field in section.model_fields.items():
         key = field.alias or name
         yield (key,), meaning(field)
         for inner in sections(field.annotation):
-            yield from (((key, *path), doc) for path, doc in _keys(inner))
-    for other in (*section.other_forms, *section.other_names):
-        yield (other,), ""
-
-
-def _aliases(section: type[Strict]) -> Iterator[tuple[Location, str]]:
-    """The path of each key that has other names, with each of these."""
-    for alias, name in section.other_names.items():
-        yield (section.model_fields[name].alias or name,), alias
-    for name, field in section.model_fields.items():
-        for inner in sections(field.annotation):
-            for path, alias in _aliases(inner):
-                yield (field.alias or name, *path), alias
+            for path, documentation in _keys(inner, further_keys):
+                yield (key, *path), documentation
+    for further in further_keys(section):
+        yield (further,), ""
 
 
 def without_numbers(location: Iterable[str]) -> Location:
@@ -286,8 +228,17 @@ def without_numbers(location: Iterable[str]) -> Location:
     return tuple(part for part in location if not part.isdecimal())
 
 
-def _joined(location: Iterable[str]) -> str:
+def joined(location: Iterable[str]) -> str:
+    """A location as text: `train[0].data_path`."""
     text = ""
     for part in location:
-        text += f"[{part}]" if part.isdecimal() else f".{part}" if text else part
+        if part.isdecimal():
+            text += f"[{part}]"
+        else:
+            text += f".{part}" if text else part
     return text
+
+
+def located(field: str) -> Location:
+    """The location that `joined` has made a text."""
+    return tuple(field.replace("[", ".").replace("]", "").split("."))

@@ -8,10 +8,9 @@ A step samples `num_prompts_per_step` groups of completions, and learns from eac
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from treeward.config.base import Limit, Period, Strict
 from treeward.config.run import ScheduleConfig
@@ -25,8 +24,6 @@ Share = Annotated[float, Field(gt=0.0, le=1.0)]
 
 class PolicyLossConfig(Strict):
     """The clipped surrogate, and the penalty on leaving the reference policy."""
-
-    other_names: ClassVar[Mapping[str, str]] = {"use_kl_in_reward": "kl_in_reward"}
 
     reference_policy_kl_penalty: NonNegativeFloat = 0.01
     """Weight of KL(policy || reference). 0: no penalty; the KL is still measured."""
@@ -109,9 +106,6 @@ class PolicyLossConfig(Strict):
 class AdvantageEstimatorConfig(Strict):
     """How rewards become advantages."""
 
-    other_forms: ClassVar[tuple[str, ...]] = ("normalize_rewards", "use_leave_one_out_baseline")
-    """NeMo RL's places of keys of `grpo`."""
-
     name: Estimator = "grpo"
     """`grpo`: (reward - mean) / std of the group (Shao et al. 2024); `leave_one_out`: reward - mean of the others
     (Ahmadian et al. 2024); `reinforce_plus_plus`: (reward - mean) / std of the batch (Hu et al. 2025)."""
@@ -168,8 +162,6 @@ class WatchConfig(Strict):
 
 class GRPOConfig(ScheduleConfig):
     """The length of the run, its groups, their rewards and advantages, and its validations."""
-
-    other_names: ClassVar[Mapping[str, str]] = {"val_num_generations_per_prompt": "num_val_generations"}
 
     num_prompts_per_step: PositiveInt = 32
     """Groups in a step: prompts that are completed and learnt from."""
@@ -235,18 +227,6 @@ class GRPOConfig(ScheduleConfig):
 
     def is_validated(self, step: int) -> bool:
         return super().is_validated(step) and step >= (self.val_start_at or 0)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _take_keys_of_the_estimator(cls, raw: Any) -> Any:
-        section = raw.get("adv_estimator") if isinstance(raw, Mapping) else None
-        if not isinstance(section, Mapping):
-            return raw
-        keys = {key: section[key] for key in AdvantageEstimatorConfig.other_forms if section.get(key) is not None}
-        if section.get("name") == "leave_one_out":
-            keys = {"normalize_rewards": False} | keys
-        kept = {key: value for key, value in section.items() if key not in AdvantageEstimatorConfig.other_forms}
-        return {**raw, **keys, "adv_estimator": kept}
 
     def check(self) -> None:
         if self.batch_multiplier != 1.0 and not self.use_dynamic_sampling:

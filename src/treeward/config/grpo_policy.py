@@ -9,14 +9,12 @@ With `backend: vllm` or `sglang` and a `url`, a server samples, and gets the wei
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from treeward.config.base import Period, Strict, TextOrTexts
 from treeward.config.policy import Precision, ResourcesConfig, TrainedModelConfig
-from treeward.errors import ConfigError
 
 
 class ColocatedConfig(Strict):
@@ -88,17 +86,6 @@ class GenerationConfig(Strict):
     """Further arguments of `vllm.LLM`, passed on as they are, as `{enable_expert_parallel: true}`."""
     colocated: ColocatedConfig = ColocatedConfig()
 
-    @model_validator(mode="before")
-    @classmethod
-    def _samples_alike(cls, raw: Any) -> Any:
-        """Accept NeMo RL's settings of the validation's sampling where they are those of the training's."""
-        for key in ("temperature", "top_p", "top_k") if isinstance(raw, Mapping) else ():
-            value = raw.get(key, cls.model_fields[key].default)
-            if (other := raw.get(f"val_{key}", value)) != value:
-                summary, need = "validation samples as training does", f"the value of {key}, or no such key"
-                raise ConfigError(summary, field=f"val_{key}", got=other, need=need)
-        return raw
-
     @property
     def starts_engines(self) -> bool:
         """Whether the run starts engines of vLLM; colocated ones only where vLLM is installed."""
@@ -142,8 +129,6 @@ class GenerationConfig(Strict):
 class GRPOPolicyConfig(TrainedModelConfig):
     """The policy, its batches, its numerics, its optimiser and its generation."""
 
-    other_forms: ClassVar[tuple[str, ...]] = (*TrainedModelConfig.other_forms, "generation_batch_size")
-
     model_name: str | None = None
     """Hub name or folder of a causal language model."""
     train_global_batch_size: PositiveInt | None = None
@@ -151,15 +136,6 @@ class GRPOPolicyConfig(TrainedModelConfig):
     hf_config_overrides: dict[str, Any] = {}
     """Keys of the loaded model's configuration to change, as `{rope_parameters: {rope_theta: 500000.0}}`."""
     generation: GenerationConfig = GenerationConfig()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _take_generation_batch_size(cls, raw: Any) -> Any:
-        if not isinstance(raw, Mapping) or "generation_batch_size" not in raw:
-            return raw
-        values, generation = dict(raw), raw.get("generation", {})
-        size = {"batch_size": values.pop("generation_batch_size")}
-        return {**values, "generation": size | generation if isinstance(generation, dict) else generation}
 
     @property
     def micro_batch_tokens(self) -> int:

@@ -26,8 +26,9 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from treeward.config.base import Location, Strict, config_error, without_numbers
+from treeward.config.base import Location, Strict, joined, located, one_error, problems_of, without_numbers
 from treeward.config.grpo_run import GRPORunConfig
+from treeward.config.nemo_rl import further_keys, to_native
 from treeward.config.run import RewardModelRunConfig
 from treeward.errors import ConfigError, nearest_name, nearest_path
 
@@ -305,10 +306,26 @@ def _checked(section: type[_Section], config: DictConfig, where: str, origin: Ca
         summary = f"a value cannot be resolved: {(error.msg or str(error)).splitlines()[0]}"
         need = "a value, or a ${reference} to a key or function that exists"
         raise ConfigError(summary, where=place, field=field or None, need=need) from None
+    native = to_native(section, resolved)
+    if native.no_effect:
+        logger.info("These keys have no effect here: %s", ", ".join(native.no_effect))
+    problems = list(native.mistakes)
     try:
-        return section.model_validate(resolved)
+        checked = section.model_validate(native.tree)
     except ValidationError as error:
-        raise config_error(error, section, where=where, origin=origin) from None
+        for problem in problems_of(error, section, further_keys):
+            location = native.spelt(_location(problem))
+            is_read = not any(location[: len(place)] == place for place in native.untranslated)
+            if is_read:
+                problems.append(problem.but(field=joined(location) or None))
+    if problems:
+        placed = [problem.but(where=origin(_location(problem))) for problem in problems]
+        raise one_error(placed, where)
+    return checked
+
+
+def _location(problem: ConfigError) -> Location:
+    return located(problem.field) if problem.field else ()
 
 
 def _escape(value: Any) -> Any:

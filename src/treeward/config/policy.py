@@ -11,7 +11,7 @@ A schedule may also be a list of PyTorch schedulers, with the steps at which one
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -20,7 +20,6 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     field_validator,
-    model_validator,
 )
 
 from treeward.config.base import Strict
@@ -182,36 +181,6 @@ class PolicyDTensorConfig(ShardingConfig):
             raise self.error("tensor_parallel_size lora_cfg.enabled", "1 with adapters, which are not cut", fix)
 
 
-BATCHING_SECTIONS = ("dynamic_batching", "sequence_packing")
-"""NeMo RL's sections on batching. One that is enabled sets the token budget of a forward pass by `train_mb_tokens`."""
-
-
-_BATCHING_KEYS = (
-    *("enabled", "train_mb_tokens"),
-    # without effect here
-    *("algorithm", "fuse_loss", "logprob_mb_tokens", "max_sequences_per_bin", "microbatch_order"),
-    "sequence_length_round",
-)
-
-
-def take_batching_budget(raw: Any, tokens_key: str, size_key: str) -> Any:
-    """Replace the batching sections by `tokens_key`, unless it is given, and drop `size_key` where they set it."""
-    if not isinstance(raw, Mapping):
-        return raw
-    values = {key: value for key, value in raw.items() if key not in BATCHING_SECTIONS}
-    for name in BATCHING_SECTIONS:
-        section = raw.get(name) or {}
-        if not isinstance(section, Mapping):
-            raise ConfigError("this is not a section", field=name, got=section, need="its keys, as enabled: false")
-        for key in section.keys() - set(_BATCHING_KEYS):
-            raise ConfigError.unknown("there is no such key", str(key), _BATCHING_KEYS, field=f"{name}.{key}")
-        if not section.get("enabled"):
-            continue
-        if section.get("train_mb_tokens") is not None and raw.get(tokens_key) is None:
-            values |= {tokens_key: section["train_mb_tokens"], size_key: None}
-    return values
-
-
 class ScoringTokenizerConfig(Strict):
     """The tokenizer, and how conversations are rendered. By default as the model was trained."""
 
@@ -273,9 +242,6 @@ class RewardModelConfig(Strict):
 class TrainedModelConfig(Strict):
     """What a model that is trained needs, whatever it is trained for."""
 
-    other_forms: ClassVar[tuple[str, ...]] = ("activation_checkpointing_enabled", *BATCHING_SECTIONS)
-    """Of NeMo RL: the older spelling of `dtensor_cfg.activation_checkpointing`, and sections that set a budget."""
-
     model_name: str | None = None
     """Hub name or folder of a causal language model or a sequence classifier."""
     architecture: dict[str, Any] | None = Field(default=None, alias="model_config")
@@ -336,15 +302,6 @@ class TrainedModelConfig(Strict):
         if self.architecture is None or self.tokenizer.name is not None:
             return None
         return self.tokenizer.vocab_size or self.architecture.get("vocab_size") or _VOCAB_SIZE
-
-    @model_validator(mode="before")
-    @classmethod
-    def _take_keys_of_nemo_rl(cls, raw: Any) -> Any:
-        if isinstance(raw, Mapping) and "activation_checkpointing_enabled" in raw:
-            raw, section = dict(raw), dict(raw.get("dtensor_cfg") or {})
-            if raw.pop("activation_checkpointing_enabled") and not section.get("activation_checkpointing"):
-                raw["dtensor_cfg"] = section | {"activation_checkpointing": True}
-        return take_batching_budget(raw, "train_micro_batch_tokens", "train_micro_batch_size")
 
     def check(self) -> None:
         trained, rows = self.trained_vocab_size, (self.architecture or {}).get("vocab_size")

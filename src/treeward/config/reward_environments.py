@@ -15,7 +15,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     ConfigDict,
@@ -28,15 +28,8 @@ from pydantic import (
     model_validator,
 )
 
-from treeward.config.base import Strict, TextOrTexts, config_error
-from treeward.config.policy import (
-    BATCHING_SECTIONS,
-    ResourcesConfig,
-    RewardModelConfig,
-    ScoringPrecision,
-    ShardingConfig,
-    take_batching_budget,
-)
+from treeward.config.base import Strict, TextOrTexts, one_error, problems_of
+from treeward.config.policy import ResourcesConfig, RewardModelConfig, ScoringPrecision, ShardingConfig
 from treeward.config.scoring import ScoringConfig
 from treeward.errors import ConfigError
 
@@ -58,9 +51,6 @@ class ScoringDTensorConfig(ShardingConfig):
 class RewardModelEnvironmentConfig(ScoringConfig):
     """A reward model as the environment of an RL loop. Its model may also be the address of a `treeward serve`, as
     `http://host:8000`."""
-
-    other_forms: ClassVar[tuple[str, ...]] = BATCHING_SECTIONS
-    section_key: ClassVar[str] = "reward_model"
 
     served_model: str | None = None
     """Which model of the server at `model_name`, by its name there. None: its first."""
@@ -98,11 +88,6 @@ class RewardModelEnvironmentConfig(ScoringConfig):
     def needs_ray(self) -> bool:
         """Whether the replicas are more than one process can be."""
         return self.num_workers > 1 or (not self.url and self.dtensor_cfg.tensor_parallel_size > 1)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _take_budget(cls, raw: Any) -> Any:
-        return take_batching_budget(raw, "batch_tokens", "batch_size")
 
     def check(self) -> None:
         super().check()
@@ -159,28 +144,8 @@ class RuleEnvironmentConfig(Strict):
 class MathEnvironmentConfig(RuleEnvironmentConfig):
     """The rule math under the keys of NeMo RL: `env.math: {num_workers: 8, math_verify_impl: hf_math_verify}`."""
 
-    other_names: ClassVar[Mapping[str, str]] = {"num_workers": "workers"}
-    other_forms: ClassVar[tuple[str, ...]] = ("math_verify_impl",)
-    """`hf_math_verify` is the rule `math`, `dapo_math_verify` the rule `dapo`."""
-
     rule: Literal["math", "dapo"] = "math"
     """Mathematical equality with the ground truth (`math`), or the text behind the last `Answer:` (`dapo`)."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _take_the_verifier(cls, raw: Any) -> Any:
-        verifier = raw.get("math_verify_impl") if isinstance(raw, Mapping) else None
-        if verifier is None:
-            return raw
-        if verifier not in _VERIFIERS:
-            need = f"one of {', '.join(_VERIFIERS)}"
-            raise ConfigError("there is no such verifier", field="math_verify_impl", got=verifier, need=need)
-        others = {key: value for key, value in raw.items() if key != "math_verify_impl"}
-        return {"rule": _VERIFIERS[verifier], **others}
-
-
-_VERIFIERS = {"hf_math_verify": "math", "dapo_math_verify": "dapo"}
-"""A verifier of NeMo RL -> the rule that it is here."""
 
 
 JUDGE_FILE = "judge_contract.json"
@@ -381,8 +346,10 @@ def check_environments(env: Mapping[str, Any]) -> None:
             try:
                 schema.model_validate(keys)
             except ValidationError as error:
-                detailed = config_error(error, schema, where=name)
-                raise detailed.but(field=".".join(part for part in (name, detailed.field) if part)) from None
+                problems = []
+                for problem in problems_of(error, schema):
+                    problems.append(problem.but(where=name, field=f"{name}.{problem.field}" if problem.field else name))
+                raise one_error(problems, name) from None
         elif "." not in kind:
             field = name if name.split(".")[-1] == kind else f"{name}.type"
             need = (

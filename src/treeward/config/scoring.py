@@ -12,8 +12,7 @@ shaping: {normalize_rewards: true}                                # by the const
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, NonNegativeFloat, PositiveFloat, PositiveInt, Tag
 
@@ -99,15 +98,8 @@ _Ensemble = Annotated[
 class ScoringConfig(Strict):
     """A reward model, or several as one, and how they score."""
 
-    other_names: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(("model", "model_name", "model_path"), "models"),
-        "precision": "dtype",
-        "max_model_len": "max_length",
-        "reward_shaping": "shaping",
-    }
-
     models: Annotated[TextOrTexts, Field(min_length=1)]
-    """Folder or hub name of a reward model; several models need `ensemble`."""
+    """Folder or hub name of a reward model (also called model, model_name or model_path); several need `ensemble`."""
     ensemble: _Ensemble | None = None
     tokenizer: ScoringTokenizerConfig = ScoringTokenizerConfig()
     trust_remote_code: bool = False

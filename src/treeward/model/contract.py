@@ -206,13 +206,18 @@ class RewardCalibration(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_curve_in_tokens(cls, raw: Any) -> Any:
-        """A contract without the curve that an earlier version fitted to lengths in tokens."""
-        curve = raw.get("length_curve") if isinstance(raw, Mapping) else None
-        if not isinstance(curve, Mapping) or curve.get("unit") != "tokens":
+    def _read_earlier_versions(cls, raw: Any) -> Any:
+        """Leave out what an earlier version wrote beside the constants, and a curve over lengths in tokens."""
+        if not isinstance(raw, Mapping):
             return raw
-        logger.warning("A length curve over tokens is not read: `treeward calibrate` fits one over characters.")
-        return {**raw, "length_curve": None}
+        values = {key: value for key, value in raw.items() if key != "heads"}
+        curve = values.get("length_curve")
+        if isinstance(curve, Mapping):
+            values["length_curve"] = {key: value for key, value in curve.items() if key != "unit"}
+            if curve.get("unit") == "tokens":
+                logger.warning("A length curve over tokens is not read: `treeward calibrate` fits one over characters.")
+                values["length_curve"] = None
+        return values
 
 
 class ScoringContract(Strict):

@@ -344,7 +344,6 @@ def _section(name: str, section: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "reward_model":
         keys = {key: value for key, value in section.items() if key not in ("type", "weight")}
         config = RewardModelEnvironmentConfig.model_validate(keys)
-        kept = {key: value for key, value in kept.items() if config.other_names.get(key) != "models"}
         kept["models"] = [_at_server(config)] if config.url else list(map(with_weights, config.models))
     elif isinstance(kept.get("model_name"), str):
         kept["model_name"] = with_weights(kept["model_name"])

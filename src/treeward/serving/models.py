@@ -1,7 +1,7 @@
 """`ServedModel`: the description of a served reward model, without its weights: with replicas it comes from another
 process.
 
-    model, scorer = load_served(ServedModelConfig(model="results/rm/final"), server_config)
+    model, scorer = load_served(ServedModelConfig(models=("results/rm/final",)), server_config)
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ def test_calls_belong_to_the_message_before_them() -> None:
 
 
 def config_of(**section: Any) -> Any:
-    return APP["NemoGymConfig"].model_validate({"device": "cpu", **section}).server_config
+    return APP["checked"]({"device": "cpu", **section}, "Gym").server_config
 
 
 def test_the_seeds_options() -> None:

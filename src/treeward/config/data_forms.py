@@ -1,0 +1,226 @@
+"""The forms of `data` in a file, turned into one: `train` and `validation` as lists of blocks, each whole.
+
+    train: [{dataset_name: PreferenceDataset, data_path: train.jsonl}]            # the form that the sections read
+    validation: [{dataset_name: PreferenceDataset, data_path: plain.jsonl, name: plain}]
+
+    dataset_name: PreferenceDataset                                               # flat keys, NeMo RL's first form
+    train_data_path: train.jsonl
+    val_data_paths: {plain: plain.jsonl}
+
+    train: {data_path: train.jsonl}                                               # blocks with shared values, its newer
+    validation: {plain: {data_path: plain.jsonl}}
+    default: {dataset_name: PreferenceDataset}
+
+A set that brings its own data needs no paths. A training set that holds rows out gets a validation set of these rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from treeward.config.data import COMPARISON_SETS, PROMPT_SETS, Splits
+from treeward.errors import ConfigError, nearest_name
+
+Block = dict[str, Any]
+
+_SHARED_KEYS = (
+    "dataset_name",
+    "subset",
+    "prompt_file",
+    "system_prompt_file",
+    "kwargs",
+    "prompt_key",
+    "chosen_key",
+    "rejected_key",
+    "input_key",
+    "output_key",
+    "processor",
+    "env_name",
+    "max_samples",
+)
+"""Keys of a block that may stand beside the blocks, for all of them."""
+_TRAINING_KEYS = ("split_validation_size",)
+"""The same, for the training sets alone."""
+_PATH_KEYS = ("train_data_path", "train_split", "val_data_path", "val_data_paths", "val_split", "default")
+
+_OPEN_MATH_VALIDATION = 0.05
+"""The share of OpenMathInstruct-2 that NeMo RL holds out where a file names no validation set."""
+
+
+def further_keys(block_keys: Sequence[str]) -> list[str]:
+    """The keys of `data` that only the other forms have; `block_keys`: those that a block may have."""
+    keys = [key for key in _SHARED_KEYS if key in block_keys]
+    if _are_comparisons(block_keys):
+        keys += _TRAINING_KEYS
+    return [*keys, *_PATH_KEYS]
+
+
+def as_blocks(raw: Mapping[str, Any], block_keys: Sequence[str], is_valid: Callable[[Block], bool]) -> dict[str, Any]:
+    """`data` with `train` and `validation` as lists of whole blocks, without the keys of the other forms.
+
+    `block_keys`: those that a block may have. `is_valid`: whether a block makes a set. Unknown keys stay, for the
+    section to refuse. Raises `ConfigError`, its `field` relative to `data`, for keys that contradict each other and for
+    validation sets that cannot be told apart.
+    """
+    own_splits = dict(COMPARISON_SETS)
+    if not _are_comparisons(block_keys):
+        own_splits |= PROMPT_SETS  # a judge's prompts are comparisons
+    form_keys = further_keys(block_keys)
+    flat = {key: value for key, value in raw.items() if key in form_keys and value is not None}
+    shared = _shared_values(flat, block_keys)
+    train = _training_blocks(raw.get("train"), flat, shared)
+    validation = _validation_blocks(raw.get("validation"), flat, shared, block_keys)
+
+    name = str(shared.get("dataset_name", ""))
+    brings_data = bool(own_splits.get(name))
+    is_a_class = "." in name
+    if not train and (brings_data or is_a_class):
+        train = [dict(shared)]
+    if brings_data and raw.get("train") is None and not validation and train[0].get("data_path") is None:
+        for validation_name, split in own_splits[name].items():
+            if validation_name is not None:
+                block = {**shared, "name": validation_name, "split": flat.get("val_split") or split}
+                validation.append(block)
+    if flat.get("val_split") is not None and not validation:
+        need = "data.val_data_path too, or no val_split"
+        raise ConfigError("val_split is given, but there is no validation set", field="val_split", need=need)
+
+    for_training = {key: flat[key] for key in _TRAINING_KEYS if key in flat}
+    train = [{**for_training, **_with_own_split(block, own_splits, is_train=True)} for block in train]
+    validation = [_with_own_split(block, own_splits, is_train=False) for block in validation]
+    validation = _with_names(validation)
+    if not _are_comparisons(block_keys) and raw.get("train") is None and not validation:
+        _add_validation_of_nemo_rl(train, validation)
+    _add_held_out(train, validation, is_valid, are_comparisons=_are_comparisons(block_keys))
+    others = {key: value for key, value in raw.items() if key not in form_keys}
+    return {**others, "train": train, "validation": validation}
+
+
+def _are_comparisons(block_keys: Sequence[str]) -> bool:
+    return "chosen_key" in block_keys
+
+
+def _shared_values(flat: Block, block_keys: Sequence[str]) -> Block:
+    """The flat keys and those of the `default` block: the values of every block that does not give its own."""
+    shared = {key: flat[key] for key in _SHARED_KEYS if key in flat}
+    default = _mapping(flat.get("default", {}), "default", "{dataset_name: ...}")
+    is_a_class = "." in str(default.get("dataset_name") or shared.get("dataset_name"))
+    if not is_a_class:  # a class may have keys of its own
+        for key in default.keys() - set(block_keys):
+            near = nearest_name(key, block_keys)
+            fix = f"did you mean data.default.{near}?" if near else None
+            need = f"one of {', '.join(block_keys)}"
+            raise ConfigError("there is no such key", field=f"default.{key}", got=default[key], need=need, fix=fix)
+    return _combined(shared, {key: value for key, value in default.items() if value is not None}, "default.")
+
+
+def _training_blocks(value: Any, flat: Block, shared: Block) -> list[Block]:
+    train = _list_of_blocks(value, "train", shared)
+    flat_train = {key: flat[f"train_{key}"] for key in ("data_path", "split") if f"train_{key}" in flat}
+    if not flat_train:
+        return train
+    if len(train) > 1:
+        got = next(iter(flat_train.values()))
+        need = "only the list data.train"
+        raise ConfigError("training data is given in two forms", field="train_data_path", got=got, need=need)
+    return [_combined(train[0] if train else shared, flat_train, "train_")]
+
+
+def _validation_blocks(value: Any, flat: Block, shared: Block, block_keys: Sequence[str]) -> list[Block]:
+    """The validation sets; `val_split` is that of the flat ones, or of all blocks."""
+    are_named = isinstance(value, Mapping) and all(isinstance(block, Mapping) for block in value.values())
+    if value and are_named and not set(value) & set(block_keys):
+        value = [{"name": str(name), **block} for name, block in value.items()]
+    validation = _list_of_blocks(value, "validation", shared)
+    flat_validation: list[Block] = []
+    if "val_data_path" in flat:
+        flat_validation.append({**shared, "data_path": flat["val_data_path"]})
+    need = "{name: path, ...}; for one unnamed set use data.val_data_path"
+    for name, path in _mapping(flat.get("val_data_paths", {}), "val_data_paths", need).items():
+        flat_validation.append({**shared, "data_path": path, "name": str(name)})
+    split = {"split": flat["val_split"]} if "val_split" in flat else {}
+    if flat_validation:
+        return validation + [_combined(block, split, "val_") for block in flat_validation]
+    return [_combined(block, split, "val_") for block in validation]
+
+
+def _list_of_blocks(value: Any, where: str, shared: Block) -> list[Block]:
+    """One block or a list of blocks, completed by the shared values."""
+    if value is None:
+        return []
+    items = list(value) if isinstance(value, list | tuple) else [value]
+    return [{**shared, **_mapping(item, where, "{data_path: ..., ...} or a list of blocks")} for item in items]
+
+
+def _with_own_split(block: Block, own_splits: Mapping[str, Splits], *, is_train: bool) -> Block:
+    """The block with the split of a set that brings its own data, unless it says which data."""
+    set_splits = own_splits.get(str(block.get("dataset_name")))
+    says_which = block.get("data_path") is not None or block.get("split") is not None
+    if not set_splits or says_which or block.get("split_validation_size"):  # both parts of a set are of one split
+        return block
+    if is_train:
+        return {**block, "split": set_splits[None]}
+    splits = {str(name): split for name, split in set_splits.items() if name is not None}
+    if not splits:
+        summary = f"{block['dataset_name']} has no validation split"
+        raise ConfigError(summary, field="validation", need="a split, or another set to validate on")
+    first_split = next(iter(splits.values()))
+    return {**block, "split": splits.get(str(block.get("name")), first_split)}
+
+
+def _with_names(validation: list[Block]) -> list[Block]:
+    """A set without a name is called `default`; several are called by their datasets."""
+    unnamed = [i for i, block in enumerate(validation) if block.get("name") is None]
+    names = {i: "default" for i in unnamed}
+    if len(unnamed) > 1:
+        names = {i: validation[i].get("dataset_name") or "default" for i in unnamed}
+    if len(set(names.values())) < len(names):
+        field = f"validation[{unnamed[1]}].name"
+        need = "a name for each of those with the same dataset_name"
+        raise ConfigError("several validation sets have no name", field=field, got="no name", need=need)
+    return [{**block, "name": names[i]} if i in names else block for i, block in enumerate(validation)]
+
+
+def _add_validation_of_nemo_rl(train: list[Block], validation: list[Block]) -> None:
+    """What NeMo RL validates on for these sets in the flat form."""
+    for block in train:
+        if block.get("dataset_name") == "OpenMathInstruct-2":
+            block["split_validation_size"] = _OPEN_MATH_VALIDATION
+        elif block.get("dataset_name") == "DeepScaler":
+            shared = {key: value for key, value in block.items() if key not in ("data_path", "split")}
+            validation[:] = [{**shared, "dataset_name": "AIME2024", "name": "default"}]
+
+
+def _add_held_out(
+    train: list[Block], validation: list[Block], is_valid: Callable[[Block], bool], *, are_comparisons: bool
+) -> None:
+    """Make the rows that training sets hold out validation sets, unless they are ones already."""
+    for block in validation:
+        if block.get("split_validation_size"):
+            block.setdefault("part", "validation")
+    name = "default" if are_comparisons and not validation else "held_out"
+    for i, block in enumerate(train):
+        if not block.get("split_validation_size") or block.get("part") is not None:
+            continue
+        if not is_valid(block):
+            continue  # the training set reports its own mistake
+        block["part"] = "train"
+        # These are not for validation, and several sets may hold rows out under names of their own.
+        shared = {key: block[key] for key in block.keys() - {"weight", "name"}}
+        validation.append({**shared, "part": "validation", "name": f"{name}_{i}" if i else name})
+
+
+def _mapping(value: Any, field: str, need: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{field} is not a mapping", field=field, got=value, need=need)
+    return value
+
+
+def _combined(block: Block, values: Block, prefix: str) -> Block:
+    """The block with further values; `prefix` and a key are the name under which they were given."""
+    for key, value in values.items():
+        if block.get(key) not in (None, value):
+            got = f"{value!r} and {block[key]!r}"
+            raise ConfigError(f"data has two values of {key}", field=f"{prefix}{key}", got=got, need="one of them")
+    return {**block, **values}
