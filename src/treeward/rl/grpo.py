@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from treeward import processes
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.preflight import check_packages
@@ -26,9 +28,11 @@ from treeward.formatting import metric_text
 from treeward.model.export import export_model
 from treeward.rl.advantages import advantages
 from treeward.rl.generation import completion_lengths
+from treeward.rl.policy_loss import UpdateMetrics
 from treeward.rl.report import SAMPLES_FILE, RLRun, write_rl_report
-from treeward.rl.rollouts import collect, validate
+from treeward.rl.rollouts import Rollouts, collect, validate
 from treeward.rl.setup import GRPOSetup, set_up
+from treeward.rl.update import Evaluated
 from treeward.rl.watch import ALARMS_FILE, Alarm, write_alarms
 from treeward.scoring.trained_judge import write_judge_contract
 from treeward.training.loop import Outcome, Run, StepMetrics, Validation, start
@@ -147,60 +151,87 @@ class GRPORun(Run):
             self._samples.close()
 
     def step(self, number: int) -> StepMetrics:
-        setup, loss_fn = self.setup, self.config.loss_fn
-        most_error = self.config.grpo.seq_logprob_error_threshold
+        setup = self.setup
         started = time.monotonic()
         self._sync_weights()
         synced = time.monotonic()
+
         rollouts = collect(setup, step=number - 1, drawn=self.prompts_drawn)
         sampled = time.monotonic()
         evaluated = setup.updater.evaluate(
-            rollouts.groups, for_reward=loss_fn.kl_in_reward, with_errors=most_error is not None
+            rollouts.groups,
+            for_reward=self.config.loss_fn.kl_in_reward,
+            with_errors=self.config.grpo.seq_logprob_error_threshold is not None,
         )
-        rewards_PG, used_PG, logged = rollouts.rewards_PG, rollouts.used_PG, dict(rollouts.metrics)
-        if most_error is not None and evaluated.error_PG is not None:
-            is_off_PG = used_PG & (evaluated.error_PG > most_error)
-            used_PG = used_PG & ~is_off_PG
-            logged["train/num_masked_seqs_by_logprob_error"] = float(is_off_PG.sum())
-        if loss_fn.kl_in_reward and evaluated.kl_PG is not None:
-            penalty_PG = loss_fn.reference_policy_kl_penalty * evaluated.kl_PG
-            rewards_PG = rewards_PG - penalty_PG
-            logged["train/kl_penalty"] = float(penalty_PG.nanmean())
+        penalty_PG = self._kl_penalty(evaluated)
+        rewards_PG = rollouts.rewards_PG if penalty_PG is None else rollouts.rewards_PG - penalty_PG
+        used_PG = self._without_mismatched(rollouts.used_PG, evaluated)
         advantages_PG = advantages(rewards_PG, self.config.grpo)
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         drawn = self.prompts_drawn + rollouts.prompts_drawn
         is_logged = number % self.config.grpo.log_period == 0 or self._is_through(number, drawn)
-        metrics = setup.updater.update(evaluated, advantages_PG, used_PG, entropies=is_logged)
+        update = setup.updater.update(evaluated, advantages_PG, used_PG, entropies=is_logged)
         self.prompts_drawn, self.version = drawn, self.version + 1
-        is_kept = number == 1 or number % (self.config.grpo.val_period or 1) == 0
-        if is_kept and not setup.validation:
-            self._write_samples(number, rollouts.samples)
+
+        self._keep_for_validation(rollouts, number)
+        logged = dict(rollouts.metrics)
+        if used_PG is not rollouts.used_PG:
+            logged["train/num_masked_seqs_by_logprob_error"] = float((rollouts.used_PG & ~used_PG).sum())
+        if penalty_PG is not None:
+            logged["train/kl_penalty"] = float(penalty_PG.nanmean())
+        logged |= self._logged(update, rollouts, advantages_PG[used_PG], used_PG)
+        logged["train/lr"] = learning_rate
+        logged["timing/train/policy_training"] = time.monotonic() - sampled
+        logged["timing/train/weight_sync"] = synced - started
+        return StepMetrics(logged, _progress(logged), sum(group.num_row_tokens for group in rollouts.groups))
+
+    def _kl_penalty(self, evaluated: Evaluated) -> Tensor | None:
+        """What the KL to the reference costs each completion, (P, G); None unless `loss_fn.kl_in_reward`."""
+        loss_fn = self.config.loss_fn
+        if not loss_fn.kl_in_reward or evaluated.kl_PG is None:
+            return None
+        return loss_fn.reference_policy_kl_penalty * evaluated.kl_PG
+
+    def _without_mismatched(self, used_PG: Tensor, evaluated: Evaluated) -> Tensor:
+        """The completions to learn from without those of `grpo.seq_logprob_error_threshold`."""
+        most_error = self.config.grpo.seq_logprob_error_threshold
+        if most_error is None or evaluated.error_PG is None:
+            return used_PG
+        return used_PG & ~(evaluated.error_PG > most_error)  # an error that is not a number masks nothing
+
+    def _keep_for_validation(self, rollouts: Rollouts, number: int) -> None:
+        """What the next validation reads of this step, and without validations the samples for the report."""
         for name in ("groups_without_signal", "length_correlation"):
-            if (value := rollouts.watched[name]) is not None:
+            value = rollouts.watched[name]
+            if value is not None:
                 self.since.setdefault(name, []).append(value)
-        means = metrics.means()
+        is_kept = number == 1 or number % (self.config.grpo.val_period or 1) == 0
+        if is_kept and not self.setup.validation:
+            self._write_samples(number, rollouts.samples)
+
+    def _logged(
+        self, update: UpdateMetrics, rollouts: Rollouts, advantages_N: Tensor, used_PG: Tensor
+    ) -> dict[str, float]:
+        """The metrics of an update; `advantages_N`: of the completions that were learnt from."""
+        means = update.means()
         self._warn_of_mismatch(means.get("token_mult_prob_error", 1.0))
-        if (per_token := means.pop("kl", None)) is not None and setup.updater.reference is not None:
+        per_token = means.pop("kl", None)
+        if per_token is not None and self.setup.updater.reference is not None:
             # `kl` is per completion, as in validations.
-            lengths = completion_lengths(rollouts.groups)
-            length = float(lengths[used_PG & (lengths > 0)].float().mean())
-            means |= {"kl_per_token": per_token, "kl": per_token * length}
-        used = advantages_PG[used_PG]
-        logged |= {f"train/{name}": value for name, value in means.items()} | {
-            "train/lr": learning_rate,
-            "train/advantages_mean": float(used.mean()) if len(used) else 0.0,
-            "train/advantages_std": float(used.std(unbiased=False)) if len(used) else 0.0,
-            "train/skipped_steps": setup.updater.skipped.total,
+            lengths_PG = completion_lengths(rollouts.groups)
+            mean_length = float(lengths_PG[used_PG & (lengths_PG > 0)].float().mean())
+            means["kl_per_token"] = per_token
+            means["kl"] = per_token * mean_length
+        has_advantages = len(advantages_N) > 0
+        return {f"train/{name}": value for name, value in means.items()} | {
+            "train/advantages_mean": float(advantages_N.mean()) if has_advantages else 0.0,
+            "train/advantages_std": float(advantages_N.std(unbiased=False)) if has_advantages else 0.0,
+            "train/skipped_steps": self.setup.updater.skipped.total,
             "train/prompts_drawn": self.prompts_drawn,
-            "train/computed_tokens": metrics.computed_tokens,
-            "train/row_tokens": metrics.row_tokens,
-            "epoch": self.prompts_drawn / setup.order.rows_per_epoch,
-            "timing/train/policy_training": time.monotonic() - sampled,
-            "timing/train/weight_sync": synced - started,
+            "train/computed_tokens": update.computed_tokens,
+            "train/row_tokens": update.row_tokens,
+            "epoch": self.prompts_drawn / self.setup.order.rows_per_epoch,
         }
-        names = {"reward": "reward", "length": "mean_gen_tokens_per_sample", "kl": "kl"}
-        shown = {name: logged[f"train/{key}"] for name, key in names.items() if f"train/{key}" in logged}
-        return StepMetrics(logged, shown, sum(group.num_row_tokens for group in rollouts.groups))
 
     def _warn_of_mismatch(self, error: float) -> None:
         if error > _MUCH_MISMATCH and not self._warned_of_mismatch and processes.is_main():
@@ -269,6 +300,12 @@ class GRPORun(Run):
             stopped_by=self.stopped_by,
         )
         return _with_report(ended, self.config) if processes.is_main() else ended
+
+
+def _progress(logged: Mapping[str, float]) -> dict[str, float]:
+    """What the line of progress shows of the logged metrics."""
+    names = {"reward": "train/reward", "length": "train/mean_gen_tokens_per_sample", "kl": "train/kl"}
+    return {name: logged[key] for name, key in names.items() if key in logged}
 
 
 def _with_report(outcome: GRPOOutcome, config: GRPORunConfig) -> GRPOOutcome:

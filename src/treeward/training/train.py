@@ -43,7 +43,7 @@ from treeward.training.features import with_features
 from treeward.training.loop import Outcome, Run, StepMetrics, Validation, start
 from treeward.training.models import save_adapted
 from treeward.training.optimisation import SkippedSteps, advance
-from treeward.training.prefetch import BatchPreparer, MicroBatch, Prefetcher
+from treeward.training.prefetch import BatchPreparer, MicroBatch, Prefetcher, StepBatches
 from treeward.training.setup import RewardModelSetup, set_up
 from treeward.training.state import RunState
 from treeward.training.tracking import METRICS_FILE, TrackerGroup, read_metrics
@@ -133,33 +133,37 @@ class RewardModelRun(Run):
         return {"skipped_steps": asdict(self.skipped)}
 
     def step(self, number: int) -> StepMetrics:
-        setup, started = self.setup, time.monotonic()
+        started = time.monotonic()
         batches = self._prefetcher.get(number)
         sums = RewardSums()
         for micro_batch in batches.micro_batches:
             sum_over_copies(self.model, micro_batch is batches.micro_batches[-1])
             self.backward(micro_batch, batches.num_units, sums)
         # Only here, and for the gradients' norm, the host waits for a GPU.
-        total = sums.read(setup.mesh.data_group)
-        counts_2 = torch.tensor([batches.num_computed_tokens, batches.num_row_tokens])
-        computed_tokens, row_tokens = processes.summed(counts_2, setup.mesh.data_group).tolist()
+        total = sums.read(self.setup.mesh.data_group)
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         grad_norm = self._update_weights(number, total)
-        means = total.means()
+
+        logged = self._logged(number, batches, total)
+        logged["train/rm/lr"] = learning_rate
+        logged["train/rm/grad_norm"] = grad_norm
+        row_tokens = int(logged["train/rm/row_tokens"])
+        logged["timing/train/row_tokens_per_second"] = row_tokens / (time.monotonic() - started)
+        return StepMetrics(logged, _progress(total), row_tokens)
+
+    def _logged(self, number: int, batches: StepBatches, total: RewardMetrics) -> dict[str, float]:
+        """The metrics of a step over all processes."""
+        setup = self.setup
+        counts_2 = torch.tensor([batches.num_computed_tokens, batches.num_row_tokens])
+        computed_tokens, row_tokens = processes.summed(counts_2, setup.mesh.data_group).tolist()
         episodes = setup.order.num_seen(number, self.config.policy.train_global_batch_size)
-        logged = {f"train/rm/{name}": value for name, value in means.items()} | {
-            "train/rm/lr": learning_rate,
-            "train/rm/grad_norm": grad_norm,
+        return {f"train/rm/{name}": value for name, value in total.means().items()} | {
             "train/rm/skipped_steps": self.skipped.total,
-            "episode": episodes,
-            "epoch": episodes / setup.order.rows_per_epoch,
             "train/rm/computed_tokens": computed_tokens,
             "train/rm/row_tokens": row_tokens,
-            "timing/train/row_tokens_per_second": row_tokens / (time.monotonic() - started),
+            "episode": episodes,
+            "epoch": episodes / setup.order.rows_per_epoch,
         }
-        shown = {"loss": means["loss"], "accuracy": means["accuracy"], "margin": means["reward_margin"]}
-        progress = {name: value for name, value in shown.items() if name == "loss" or total.num_pairs}
-        return StepMetrics(logged, progress, row_tokens)
 
     def backward(self, micro_batch: MicroBatch, num_units: int, sums: RewardSums) -> None:
         """Add the gradient of one micro-batch, for a step of `num_units`, and its metrics to `sums`. The host never
@@ -307,6 +311,14 @@ class RewardModelRun(Run):
         if outcome.model_folder is not None and processes.is_main() and self.config.hub.push_to_hub:
             return _uploaded(ended, self.config, outcome.model_folder)
         return ended
+
+
+def _progress(total: RewardMetrics) -> dict[str, float]:
+    """What the line of progress shows; without pairs only the loss means anything."""
+    means = total.means()
+    if not total.num_pairs:
+        return {"loss": means["loss"]}
+    return {"loss": means["loss"], "accuracy": means["accuracy"], "margin": means["reward_margin"]}
 
 
 def _scored(set_name: str, comparisons: Mapping[int, Comparison], scores: Sequence[float]) -> dict[int, ScoredExample]:
