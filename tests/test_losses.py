@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from treeward.config.loss import LEARNS, READ_BY, LabelConfig, LossConfig
+from treeward.config.loss import LOSSES, LabelConfig, LossConfig
 from treeward.losses import (
-    LOSSES,
     METRIC_NAMES,
     GradeSums,
     RewardMetrics,
     RewardSums,
     bradley_terry,
+    function_of,
     grade_metrics,
     graded,
     plackett_luce,
@@ -195,24 +195,24 @@ def test_squared_error_skips_what_has_no_grade() -> None:
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_an_option_of_a_loss_is_a_key_and_reaches_it(name: str) -> None:
-    parameters = inspect.signature(LOSSES[name]).parameters.values()
+    parameters = inspect.signature(function_of(name)).parameters.values()
     options = {one.name: one.default for one in parameters if one.kind is one.KEYWORD_ONLY}
     options.pop("ties", None)  # `data.ties` chooses the model of ties
     assert LossConfig().arguments(name) == options
 
 
-@pytest.mark.parametrize("name", [name for name, learns in LEARNS.items() if learns == "pairs"])
+@pytest.mark.parametrize("name", [name for name, loss in LOSSES.items() if loss.learns == "pairs"])
 def test_of_a_tied_pair_no_completion_is_the_better_one(name: str) -> None:
     scores = torch.tensor([0.3, 2.0], requires_grad=True)
     pairs = ranked_pairs([(0, 0)], ties="half")
-    gradient = torch.autograd.grad(LOSSES[name](scores, pairs), scores)[0]
-    swapped = torch.autograd.grad(LOSSES[name](scores.flip(0), pairs), scores)[0]
+    gradient = torch.autograd.grad(function_of(name)(scores, pairs), scores)[0]
+    swapped = torch.autograd.grad(function_of(name)(scores.flip(0), pairs), scores)[0]
     assert torch.equal(gradient, swapped)
 
 
 def test_every_loss_of_the_configuration_is_there() -> None:
-    assert READ_BY.keys() == LossConfig.model_fields.keys()
-    assert {loss for losses in READ_BY.values() for loss in losses} <= LOSSES.keys()
+    read = {option for loss in LOSSES.values() for option in loss.options}
+    assert read == LossConfig.model_fields.keys()
     assert LabelConfig.model_fields.keys() <= inspect.signature(ranked_pairs).parameters.keys()
 
 

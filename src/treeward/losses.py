@@ -32,7 +32,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from treeward import processes
-from treeward.config.loss import LEARNS
+from treeward.config.loss import LOSSES
 from treeward.config.run import RewardModelRunConfig
 from treeward.data.encoding import Comparison
 from treeward.model.contract import ESTIMATE_MEANING, HeadContract
@@ -196,15 +196,10 @@ def squared_error(values_SH: Tensor, targets: Targets) -> Tensor:
     return (targets.weight_SH * (values_SH.float() - targets.values_SH).square()).sum()
 
 
-LOSSES: Mapping[str, Callable[..., Tensor]] = {
-    "bradley_terry": bradley_terry,
-    "plackett_luce": plackett_luce,
-    "regression": squared_error,
-    "attributes": squared_error,
-}
-"""By `policy.reward_model_cfg.reward_model_type`, as in `LEARNS` of `config/loss.py`. Each
-takes scores (S,) with `Pairs`, or values (S, H) with `Targets`, and its options, keys of `LossConfig` of the same names
-and defaults; and gives a sum."""
+def function_of(name: str) -> Callable[..., Tensor]:
+    """The function of this module that computes a loss of `config.loss.LOSSES`."""
+    function: Callable[..., Tensor] = globals()[LOSSES[name].function]
+    return function
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +221,7 @@ class Heads:
 
     `attributes`: the grades that are learnt; none where the score learns an order. `weights`: of each head in the
     score; `stds`: the standard deviations of its grades in the training data, 1 without. `are_estimates`: several heads
-    of one score, each from other initial weights. `function`: of `LOSSES`, with its options. `pair_options`: of
+    of one score, each from other initial weights. `function`: of the loss, with its options. `pair_options`: of
     `ranked_pairs`.
     """
 
@@ -300,7 +295,7 @@ def heads_of(config: RewardModelRunConfig, grades_NH: npt.NDArray[np.floating[An
     pair_options: dict[str, Any] = {
         "ties": config.data.ties,
         "weight": loss.weight,
-        "unit": "choice" if LEARNS[section.reward_model_type] == "choices" else "pair",
+        "unit": "choice" if LOSSES[section.reward_model_type].learns == "choices" else "pair",
     }
     if loss.strength is not None:
         pair_options |= {"strength": loss.strength, "strength_scale": loss.strength_scale}
@@ -309,7 +304,7 @@ def heads_of(config: RewardModelRunConfig, grades_NH: npt.NDArray[np.floating[An
         weights=weights,
         stds=stds,
         are_estimates=num_estimates > 1,
-        function=partial(LOSSES[section.reward_model_type], **loss.arguments(section.reward_model_type)),
+        function=partial(function_of(section.reward_model_type), **loss.arguments(section.reward_model_type)),
         pair_options=pair_options,
     )
 

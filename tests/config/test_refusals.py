@@ -1,7 +1,5 @@
 """What each section and each kind of run refuses: the error is at the key, and says what is needed."""
 
-from typing import get_args
-
 import pytest
 from omegaconf import OmegaConf
 
@@ -10,7 +8,7 @@ from treeward.config.data import DataConfig, PromptDataConfig
 from treeward.config.grpo import GRPOConfig, PolicyLossConfig
 from treeward.config.grpo_policy import GRPOPolicyConfig
 from treeward.config.load import load_section
-from treeward.config.loss import READ_BY, LabelConfig, RewardModelType
+from treeward.config.loss import LOSSES, LabelConfig
 from treeward.config.policy import OptimizerConfig, PolicyConfig
 from treeward.config.reward_environments import (
     HybridEnvironmentConfig,
@@ -193,7 +191,7 @@ def test_environments_are_checked_by_their_kinds(mistake, override, field, words
     assert (error.field, error.where) == (field, f"command line, {override}") and words in str(error)
 
 
-LOSSES = [
+REFUSED_LOSSES = [
     (["rm.loss=hinge"], "rm.loss"),
     (["rm.loss.strength=scores"], "rm.loss.strength"),
     ([OF_TYPE + "plackett_luce", "data.ties=half"], "data.ties"),
@@ -205,13 +203,13 @@ LOSSES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("overrides", "field"), LOSSES)
+@pytest.mark.parametrize(("overrides", "field"), REFUSED_LOSSES)
 def test_a_loss_that_does_not_fit_is_refused(mistake, overrides, field):
     error = mistake("rm", *overrides)
     assert error.field == field and (error.need or error.fix)
 
 
-@pytest.mark.parametrize("loss", get_args(RewardModelType))
+@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize(
     ("option", "value"),
     [
@@ -224,7 +222,7 @@ def test_a_loss_that_does_not_fit_is_refused(mistake, overrides, field):
 def test_an_option_reaches_its_losses_and_is_refused_with_others(load, mistake, loss, option, value):
     attributes = "[help]" if loss == "attributes" else "[]"
     overrides = (OF_TYPE + loss, f"policy.reward_model_cfg.attributes={attributes}", f"rm.loss.{option}={value}")
-    if loss not in READ_BY[option]:
+    if option not in LOSSES[loss].options:
         assert mistake("rm", *overrides).field == f"rm.loss.{option}"
         return
     config = load("rm", *overrides)

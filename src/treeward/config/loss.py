@@ -1,43 +1,64 @@
-"""`rm.loss`: the options of a reward model's loss, each with the losses that read it.
+"""`LOSSES`: every loss of a reward model, one entry each; and `rm.loss`, the options of all of them.
 
-    "hinge": "pairs",                   # in LEARNS, and its name in RewardModelType
-    "margin": ("hinge",),               # in READ_BY
-    margin: NonNegativeFloat = 1.0      # in LossConfig, with a docstring that documents it
+    "hinge": Loss(
+        function="hinge",                                   # of `treeward.losses`
+        learns="pairs",
+        options=("weight", "margin"),                       # keys of `rm.loss` that it reads
+        meaning="a is preferred to b where score(a) > score(b) + margin",
+    ),
 
-makes `rm.loss.margin` an argument of `hinge` in `losses.py`, and an error with every other loss.
-`policy.reward_model_cfg.reward_model_type` names the loss.
+    margin: NonNegativeFloat = 1.0                          # a new option, in `LossConfig`, with a docstring
+
+`policy.reward_model_cfg.reward_model_type` names the loss. With any other loss the option is an error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from treeward.config.base import Strict
 
-RewardModelType = Literal["bradley_terry", "plackett_luce", "regression", "attributes"]
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """`function`: its name in `treeward.losses`. It takes scores (S,) with `Pairs`, or where grades are learnt values
+    (S, H) with `Targets`, and its options by name; it gives a sum.
+
+    `learns`: pairs of completions, choices of the best one, or grades. `options`: the keys of `LossConfig` that count:
+    those of `LabelConfig` are read before the function, the others are its arguments. `meaning`: what a score means,
+    for the card of a trained model; `{grades}` are the names of the grades.
+    """
+
+    function: str
+    learns: Literal["pairs", "choices", "grades"]
+    options: tuple[str, ...]
+    meaning: str
 
 
-LEARNS: Mapping[RewardModelType, Literal["pairs", "choices", "grades"]] = {
-    "bradley_terry": "pairs",
-    "plackett_luce": "choices",
-    "regression": "grades",
-    "attributes": "grades",
+_DIFFERENCES = "Only differences of scores of completions of the same prompt have a meaning"
+_LOG_ODDS = f"{_DIFFERENCES}: P(a is preferred to b) = sigmoid(score(a) - score(b))."
+_GRADES = "It is a weighted sum of predicted grades, as reward_contract.json says: {grades}."
+
+LOSSES: Mapping[str, Loss] = {
+    "bradley_terry": Loss(
+        function="bradley_terry",
+        learns="pairs",
+        options=("weight", "strength", "strength_scale", "label_smoothing", "center_rewards_coefficient"),
+        meaning=_LOG_ODDS,
+    ),
+    "plackett_luce": Loss(function="plackett_luce", learns="choices", options=("weight",), meaning=_LOG_ODDS),
+    "regression": Loss(function="squared_error", learns="grades", options=(), meaning=_GRADES),
+    "attributes": Loss(function="squared_error", learns="grades", options=(), meaning=_GRADES),
 }
-"""What a loss learns: pairs of completions, choices of the best one, or grades. The functions are in `LOSSES` of
-`losses.py`, by the same names."""
 
-
-READ_BY: Mapping[str, tuple[RewardModelType, ...]] = {
-    "weight": ("bradley_terry", "plackett_luce"),
-    "strength": ("bradley_terry",),
-    "strength_scale": ("bradley_terry",),
-    "label_smoothing": ("bradley_terry",),
-    "center_rewards_coefficient": ("bradley_terry",),
-}
-"""The losses that read an option of `LossConfig`, by their names in `losses.LOSSES`."""
+if TYPE_CHECKING:
+    RewardModelType = str
+else:
+    RewardModelType = Literal[tuple(LOSSES)]  # a name of no loss is an error, with the nearest one
 
 
 class LabelConfig(Strict):
@@ -60,7 +81,12 @@ class LossConfig(LabelConfig):
     center_rewards_coefficient: NonNegativeFloat = 0.0
     """Weight of the mean square of score(chosen) + score(rejected), which keeps scores near zero. 0: off."""
 
-    def arguments(self, loss: RewardModelType) -> dict[str, Any]:
+    def arguments(self, loss: str) -> dict[str, Any]:
         """The options that the function of this loss gets, by name."""
-        names = LossConfig.model_fields.keys() - LabelConfig.model_fields.keys()
-        return {name: getattr(self, name) for name in names if loss in READ_BY[name]}
+        names = [name for name in LOSSES[loss].options if name not in LabelConfig.model_fields]
+        return {name: getattr(self, name) for name in names}
+
+
+def readers(option: str) -> list[str]:
+    """The losses that read an option of `LossConfig`."""
+    return [name for name, loss in LOSSES.items() if option in loss.options]

@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from treeward.config.base import Strict
-from treeward.config.loss import LEARNS, RewardModelType
+from treeward.config.loss import LOSSES, RewardModelType
 from treeward.errors import ConfigError
 
 DottedPath = Annotated[str, Field(pattern=r"\w\.\w")]
@@ -231,7 +231,9 @@ class RewardModelConfig(Strict):
     @property
     def labels(self) -> tuple[str, ...]:
         """The grades that are learnt, one by each head; none where the data's order is."""
-        return (self.attributes or ("score",)) if LEARNS[self.reward_model_type] == "grades" else ()
+        if LOSSES[self.reward_model_type].learns != "grades":
+            return ()
+        return self.attributes or ("score",)
 
     @property
     def head_names(self) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from treeward.config.base import Limit, Period, Strict
 from treeward.config.checkpointing import CheckpointingConfig, MetricKey, parse_metric_name
 from treeward.config.data import DataConfig, DatasetConfig
-from treeward.config.loss import LEARNS, READ_BY, LossConfig
+from treeward.config.loss import LOSSES, LossConfig, readers
 from treeward.config.policy import PolicyConfig
 from treeward.errors import ConfigError
 
@@ -221,11 +221,11 @@ class RewardModelRunConfig(Strict):
         """Whether the type of the reward model reads the options of the loss, and the data has what it learns from."""
         kind, key = self.policy.reward_model_cfg.reward_model_type, "policy.reward_model_cfg.reward_model_type"
         for name, option in LossConfig.model_fields.items():
-            if kind not in READ_BY[name] and getattr(self.rm.loss, name) != option.default:
-                need = f"no such key, or the type {' or '.join(READ_BY[name])}"
+            if name not in LOSSES[kind].options and getattr(self.rm.loss, name) != option.default:
+                need = f"no such key, or the type {' or '.join(readers(name))}"
                 raise self.error(f"rm.loss.{name} {key}", need)
-        if self.data.ties == "half" and LEARNS[kind] != "pairs":
-            types = [name for name, learns in LEARNS.items() if learns == "pairs"]
+        if self.data.ties == "half" and LOSSES[kind].learns != "pairs":
+            types = [name for name, loss in LOSSES.items() if loss.learns == "pairs"]
             raise self.error(f"data.ties {key}", f"drop, or the type {' or '.join(types)}")
 
     def _check_ranking_metric(self, given: str, names: list[str]) -> None:

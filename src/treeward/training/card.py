@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from treeward.config.loss import LOSSES
 from treeward.config.run import RewardModelRunConfig
 from treeward.formatting import metric_format
 from treeward.tables import Column, markdown_table
@@ -51,15 +52,14 @@ def model_card(setup: RewardModelSetup, step: int, validation: Mapping[str, Mapp
     rows = result_rows({name: len(dataset) for name, dataset in setup.validation_sets.items()}, validation)
     table = markdown_table(rows, result_columns(setup.config))
     loss = policy.reward_model_cfg.reward_model_type
-    if setup.heads.attributes:
-        meaning = _GRADES.format(", ".join(setup.heads.attributes))
-    else:
-        meaning = _ORDER + (_LOG_ODDS if loss in ("bradley_terry", "plackett_luce") else ".")
+    meaning = LOSSES[loss].meaning.format(grades=", ".join(setup.heads.attributes))
+    if setup.heads.are_estimates:
+        meaning += _ESTIMATES.format(len(setup.heads.weights))
     return _CARD.format(
         base_line=f"base_model: {base}\n" if on_hub else "",
         base=base or "a model trained from scratch",
         loss=loss,
-        meaning=meaning + (_ESTIMATES.format(len(setup.heads.weights)) if setup.heads.are_estimates else ""),
+        meaning=meaning,
         step=step,
         batch_size=policy.train_global_batch_size,
         precision=policy.precision,
@@ -68,9 +68,6 @@ def model_card(setup: RewardModelSetup, step: int, validation: Mapping[str, Mapp
     )
 
 
-_ORDER = "Only differences of scores of completions of the same prompt have a meaning"
-_LOG_ODDS = ": P(a is preferred to b) = sigmoid(score(a) - score(b))."
-_GRADES = "It is a weighted sum of predicted grades, as reward_contract.json says: {}."
 _ESTIMATES = " It is the mean of {} heads that began with different weights; their spread is its uncertainty."
 _CARD = """---
 library_name: transformers
