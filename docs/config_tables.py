@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from treeward.config.base import Strict, meaning, sections
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.nemo_rl import SAMPLED_ALIKE, spellings
-from treeward.config.reward_environments import ENVIRONMENT_SECTIONS
+from treeward.config.reward_environments import ENVIRONMENTS
 from treeward.config.run import RewardModelRunConfig
 from treeward.config.server import ServedModelConfig, ServerConfig
 
@@ -25,7 +25,7 @@ from treeward.config.server import ServedModelConfig, ServerConfig
 def config_reference(page: str) -> str:
     """The page with its tables, between `<!-- begin NAME -->` and `<!-- end NAME -->`, generated anew."""
     train, grpo = list(_tables(RewardModelRunConfig, "")), list(_tables(GRPORunConfig, ""))
-    kinds = [table for kind, section in ENVIRONMENT_SECTIONS.items() for table in _tables(section, f"env.{kind}")]
+    kinds = [table for name, kind in ENVIRONMENTS.items() for table in _tables(kind.section, f"env.{name}")]
     parts = {"train": train, "grpo": [table for table in grpo if table not in train], "environments": kinds}
     parts["server"] = [("", ServerConfig), ("models[]", ServedModelConfig)]  # their sections are those of environments
     for part, tables in parts.items():

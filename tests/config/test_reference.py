@@ -3,7 +3,7 @@ from pathlib import Path
 
 from treeward.config.base import Strict, meaning, sections
 from treeward.config.grpo_run import GRPORunConfig
-from treeward.config.reward_environments import ENVIRONMENT_SECTIONS
+from treeward.config.reward_environments import ENVIRONMENTS
 from treeward.config.run import RewardModelRunConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
@@ -16,7 +16,7 @@ def all_sections(section: type[Strict]):
             yield from all_sections(child)
 
 
-ROOTS = (RewardModelRunConfig, GRPORunConfig, *ENVIRONMENT_SECTIONS.values())
+ROOTS = (RewardModelRunConfig, GRPORunConfig, *(kind.section for kind in ENVIRONMENTS.values()))
 
 
 def test_the_page_is_what_the_schema_says():

@@ -188,12 +188,12 @@ class _Translation:
             if not isinstance(values, Mapping) or not reward_environments.is_enabled(values):
                 continue  # one that is switched off may hold anything
             kind = str(values.get("type") or name)
-            section = reward_environments.ENVIRONMENT_SECTIONS.get(kind)
-            if section is not None:
+            known = reward_environments.ENVIRONMENTS.get(kind)
+            if known is not None:
                 # Keys of the place where it stands: its kind, and its weight in a hybrid.
                 place = {key: values[key] for key in ("type", "weight") if key in values}
                 others = {key: value for key, value in values.items() if key not in (*place, "enabled")}
-                translated[name] = {**place, **self.section(section, others, (*path, str(name)))}
+                translated[name] = {**place, **self.section(known.section, others, (*path, str(name)))}
         return translated
 
     def _add_mistake(self, error: ConfigError, path: Location) -> None:

@@ -15,7 +15,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
     ConfigDict,
@@ -294,16 +294,26 @@ class HybridEnvironmentConfig(Strict):
                 raise ConfigError("this weight cannot be", field=f"members.{name}.weight", got=member.weight, need=need)
 
 
-ENVIRONMENT_SECTIONS: Mapping[str, type[Strict]] = {
-    "reward_model": RewardModelEnvironmentConfig,
-    "rules": RuleEnvironmentConfig,
-    "math": MathEnvironmentConfig,
-    "judge": JudgeEnvironmentConfig,
-    "preference_verdict": PreferenceVerdictConfig,
-    "custom": CustomEnvironmentConfig,
-    "hybrid": HybridEnvironmentConfig,
+class EnvironmentKind(NamedTuple):
+    """A kind of environment: the schema of its section, and the path of its class, imported when one is made."""
+
+    section: type[Strict]
+    path: str
+
+
+_HERE = "treeward.environments"
+ENVIRONMENTS: Mapping[str, EnvironmentKind] = {
+    "reward_model": EnvironmentKind(RewardModelEnvironmentConfig, f"{_HERE}.reward_model.RewardModelEnvironment"),
+    "rules": EnvironmentKind(RuleEnvironmentConfig, f"{_HERE}.rules.RuleEnvironment"),
+    "math": EnvironmentKind(MathEnvironmentConfig, f"{_HERE}.rules.MathEnvironment"),
+    "judge": EnvironmentKind(JudgeEnvironmentConfig, f"{_HERE}.judge.JudgeEnvironment"),
+    "preference_verdict": EnvironmentKind(
+        PreferenceVerdictConfig, f"{_HERE}.preference_verdict.PreferenceVerdictEnvironment"
+    ),
+    "custom": EnvironmentKind(CustomEnvironmentConfig, f"{_HERE}.custom.CustomEnvironment"),
+    "hybrid": EnvironmentKind(HybridEnvironmentConfig, f"{_HERE}.hybrid.HybridEnvironment"),
 }
-"""The kinds of environments -> the schema of their sections."""
+"""The kinds of environments by name."""
 
 
 def server_address(model: str) -> str | None:
@@ -341,20 +351,18 @@ def check_environments(env: Mapping[str, Any]) -> None:
     A section with `enabled: false` may hold anything, and so may one whose kind is the dotted path of a class.
     """
     for name, kind, keys in environment_sections(env):
-        schema = ENVIRONMENT_SECTIONS.get(kind)
-        if schema is not None:
+        known = ENVIRONMENTS.get(kind)
+        if known is not None:
             try:
-                schema.model_validate(keys)
+                known.section.model_validate(keys)
             except ValidationError as error:
                 problems = []
-                for problem in problems_of(error, schema):
+                for problem in problems_of(error, known.section):
                     problems.append(problem.but(where=name, field=f"{name}.{problem.field}" if problem.field else name))
                 raise one_error(problems, name) from None
         elif "." not in kind:
             field = name if name.split(".")[-1] == kind else f"{name}.type"
-            need = (
-                f"one of {', '.join(ENVIRONMENT_SECTIONS)}, or the dotted path of a class; as `type` under another name"
-            )
+            need = f"one of {', '.join(ENVIRONMENTS)}, or the dotted path of a class; as `type` under another name"
             raise ConfigError.unknown(
-                "there is no such kind of environment", kind, ENVIRONMENT_SECTIONS, field=field, need=need
+                "there is no such kind of environment", kind, ENVIRONMENTS, field=field, need=need
             )

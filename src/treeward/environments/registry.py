@@ -4,8 +4,7 @@
     make_environments({"reward_model": {...}, "format": {"type": "rules", "rule": "regex", "pattern": "</think>"}})
     make_environment("mine", {"type": "my_package.MyEnvironment"})
 
-A new kind of environment is one file with its class, and a line in `_CLASSES`. The class is imported with its first
-environment.
+The kinds are `ENVIRONMENTS` of `config/reward_environments.py`. A class is imported with its first environment.
 """
 
 from __future__ import annotations
@@ -17,30 +16,20 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from treeward.config.reward_environments import is_enabled
+from treeward.config.reward_environments import ENVIRONMENTS, is_enabled
 from treeward.environments.interface import WHERE, Environment
 from treeward.environments.stepped import SteppedEnvironment
 from treeward.errors import ConfigError
 from treeward.user_code import import_object
 
-_CLASSES: Mapping[str, str] = {
-    "reward_model": "treeward.environments.reward_model.RewardModelEnvironment",
-    "rules": "treeward.environments.rules.RuleEnvironment",
-    "math": "treeward.environments.rules.MathEnvironment",
-    "judge": "treeward.environments.judge.JudgeEnvironment",
-    "preference_verdict": "treeward.environments.preference_verdict.PreferenceVerdictEnvironment",
-    "custom": "treeward.environments.custom.CustomEnvironment",
-    "hybrid": "treeward.environments.hybrid.HybridEnvironment",
-}
-
 
 def environment_class(kind: str) -> Callable[[Mapping[str, Any]], Environment]:
-    """What makes an environment of a kind from its section: a class of `_CLASSES` or at a dotted path, which has our
-    `rewards` or NeMo RL's `step`. Raises `ConfigError` with the nearest name."""
-    path = _CLASSES.get(kind, kind)
+    """What makes an environment of a kind from its section: a class of `ENVIRONMENTS` or at a dotted path, which has
+    our `rewards` or NeMo RL's `step`. Raises `ConfigError` with the nearest name."""
+    path = ENVIRONMENTS[kind].path if kind in ENVIRONMENTS else kind
     if "." not in path:
-        need = f"one of {', '.join(_CLASSES)}, or the dotted path of a class"
-        raise ConfigError.unknown("there is no such kind of environment", kind, _CLASSES, field="type", need=need)
+        need = f"one of {', '.join(ENVIRONMENTS)}, or the dotted path of a class"
+        raise ConfigError.unknown("there is no such kind of environment", kind, ENVIRONMENTS, field="type", need=need)
     cls = import_object(path, field="type")
     if inspect.isabstract(cls):
         need = f"a class that implements {', '.join(sorted(cls.__abstractmethods__))}"
@@ -90,7 +79,7 @@ def make_environments(env_section: Mapping[str, Any]) -> dict[str, Environment]:
                 continue
             keys = {key: value for key, value in section.items() if key != "enabled"}
             environments[name] = make_environment(name, keys, where=f"env.{name}")
-            if name not in _CLASSES:
+            if name not in ENVIRONMENTS:
                 environments[name].name = f"{name}_env"
     except BaseException:
         for environment in environments.values():
