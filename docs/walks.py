@@ -19,7 +19,7 @@ from typing import Any
 from starlette.testclient import TestClient
 
 import treeward
-from treeward.config.load import load_config, load_grpo_config
+from treeward.config.load import load_config, load_grpo_config, load_section
 from treeward.config.server import ServerConfig
 from treeward.data.datasets import open_dataset
 from treeward.data.encoding import Rules, encode_rows
@@ -124,7 +124,7 @@ def _row(walk: Walk, folder: Path) -> list[str]:
 def _request(walk: Walk, folder: Path) -> list[str]:
 
     model = {"model": str(folder / "rm" / "final"), "device": "cpu"}
-    service = Service.load(ServerConfig.model_validate({"models": [model]}))
+    service = Service.load(load_section(ServerConfig, {"models": [model]}, where="server"))
     chat = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "It is 4."}]
     with TestClient(create_app(service), base_url="http://localhost") as client:
         assert client.get("/health").is_success  # the stack of the application is built at the first request

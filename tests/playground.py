@@ -16,6 +16,7 @@ import pytest
 from chromium import Pages
 from loopback import serving_on_loopback
 
+from treeward.config.load import load_section
 from treeward.config.server import ServerConfig
 from treeward.scoring.scorer import PreparedScorer
 from treeward.serving.models import ServedModel
@@ -31,7 +32,7 @@ COMPLETIONS = ["Boil it for six minutes, then cool it.", "I do not know \U0001f6
 @contextmanager
 def serving(pairs: list[tuple[ServedModel, PreparedScorer]], *, token: str | None = None) -> Iterator[str]:
     sections = [{"model": "x", "name": model.name} for model, _ in pairs]
-    service = Service.of(pairs, ServerConfig.model_validate({"models": sections}))
+    service = Service.of(pairs, load_section(ServerConfig, {"models": sections}, where="server"))
     with serving_on_loopback(service, token=token) as address:
         yield f"{address}/"
 

@@ -23,6 +23,7 @@ from verbs import Command, Ended
 
 from treeward.client.dialects import DIALECTS
 from treeward.client.verification import verify_server
+from treeward.config.load import load_section
 from treeward.data.rendering import Renderer
 from treeward.model.contract import CONTRACT_FILE, HeadContract, write_contract
 from treeward.model.export import export_model
@@ -174,7 +175,7 @@ def our_server(served: Served) -> Iterator[str]:
         {"model": str(served.folder), "name": "rm", "device": "cpu"},
         {"model": str(served.folder), "name": "shaped", "device": "cpu", "shaping": shaped},
     ]
-    with serving_on_loopback(Service.load(ServerConfig.model_validate({"models": sections}))) as url:
+    with serving_on_loopback(Service.load(load_section(ServerConfig, {"models": sections}, where="server"))) as url:
         yield url
 
 
@@ -213,3 +214,8 @@ def test_our_server_says_whose_contract_it_keeps(
     assert treeward(*own, "--model", "shaped").code == 0  # raw scores are asked for
     ended = treeward(*own, "--model", "shaped", "--dialect", "vllm")
     assert ended.code == 1 and "scaled and shifted: 0.5 x score -0.5" in ended.out
+
+
+def test_a_dialect_that_is_not_known_has_the_nearest_name(served: Served, treeward: Command) -> None:
+    ended = treeward("verify", served.folder, "--against", "http://127.0.0.1:9", "--dialect", "vlm")
+    assert ended.code == 2 and "did you mean vllm" in ended.err

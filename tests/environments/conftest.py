@@ -12,6 +12,7 @@ import pytest
 from families import tiny_model
 from loopback import serving_on_loopback
 
+from treeward.config.load import load_section
 from treeward.data.conversation import Message
 from treeward.data.rendering import Renderer
 from treeward.environments.interface import DETAILS, Environment, EnvironmentReturn, Reward
@@ -90,7 +91,7 @@ def served(signed_folder: Path) -> Iterator[str]:
     shapings = {"rm": None, "shaped": constants}
     one = {"model": str(signed_folder), "device": "cpu"}
     models = [{**one, "name": name, "shaping": shaping} for name, shaping in shapings.items()]
-    service = Service.load(ServerConfig.model_validate({"models": models}))
+    service = Service.load(load_section(ServerConfig, {"models": models}, where="server"))
     with serving_on_loopback(service, token="a-token") as url:
         yield url
     service.close()

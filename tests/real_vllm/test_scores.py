@@ -13,6 +13,7 @@ from loopback import serving_on_loopback
 from messages import chat
 
 from treeward.client.verification import verify_server
+from treeward.config.load import load_section
 from treeward.config.server import ServerConfig
 from treeward.serving.service import Service
 
@@ -30,7 +31,7 @@ def vllm(vllm_serve: Callable[..., Any], export: Path) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def ours(export: Path) -> Iterator[str]:
     model = {"model": str(export), "name": "model", "device": "cpu", "max_length": 512}
-    loaded = Service.load(ServerConfig.model_validate({"models": [model]}))
+    loaded = Service.load(load_section(ServerConfig, {"models": [model]}, where="server"))
     with contextlib.closing(loaded) as service, serving_on_loopback(service) as url:
         yield url
 

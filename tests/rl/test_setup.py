@@ -12,6 +12,7 @@ import pytest
 from loopback import serving_on_loopback
 from signed import write_signed_model
 
+from treeward.config.load import load_section
 from treeward.config.preflight import check_inputs
 from treeward.config.server import ServerConfig
 from treeward.data.rendering import Renderer
@@ -139,7 +140,7 @@ def test_a_reward_model_at_a_server_is_known_by_its_contract(
     weighted = {"model": one, "head_weights": [2.0]}
     identities = []
     for served in ({"model": one}, {"model": one}, shaped, {"model": other}, mean, least, weighted):
-        service = Service.load(ServerConfig.model_validate({"models": [served]}))
+        service = Service.load(load_section(ServerConfig, {"models": [served]}, where="server"))
         with serving_on_loopback(service) as url:
             config = tiny_grpo(f"env={{reward_model: {{model_name: '{url}/v1'}}}}")
             check_inputs(config)

@@ -17,6 +17,7 @@ from loopback import serving_on_loopback
 from messages import chat
 from signed import write_signed_model
 
+from treeward.config.load import load_section
 from treeward.config.server import ServedModelConfig, ServerConfig
 from treeward.scoring.score import Score
 from treeward.scoring.scorer import Scorer
@@ -53,8 +54,11 @@ def make_service(served_folder: Path, served: tuple[ServedModel, Scorer]) -> Ite
 
     def make(**settings: Any) -> Service:
         given = settings.pop("models", None)
-        tiny = ServedModelConfig(models=(str(served_folder),), name="tiny", device="cpu")
-        config = ServerConfig.model_validate({"models": given or (tiny,), **settings})
+        models = given or (ServedModelConfig(models=(str(served_folder),), name="tiny", device="cpu"),)
+        if all(isinstance(model, ServedModelConfig) for model in models):
+            config = ServerConfig(models=tuple(models), **settings)
+        else:
+            config = load_section(ServerConfig, {"models": models, **settings}, where="server")
         services.append(Service.load(config) if given else Service.of([served], config))
         return services[-1]
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from messages import chat
 
+from treeward.config.load import load_section
 from treeward.config.server import ServerConfig
 from treeward.scoring.score import Score
 from treeward.scoring.scorer import Prepared, Scorer
@@ -87,7 +88,7 @@ class FakeModel:
 
 
 def make_batcher(scorers: Any, **settings: Any) -> Batcher:
-    config = ServerConfig.model_validate({"models": [{"model": "x"}], "batch_tokens": BATCH, **settings})
+    config = load_section(ServerConfig, {"models": [{"model": "x"}], "batch_tokens": BATCH, **settings}, where="server")
     return Batcher(scorers, config, ServerMetrics())
 
 

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Dialect = Literal["treeward", "vllm", "sglang", "openrlhf", "tei"]
 Form = Literal["text", "bare", "tokens", "messages"]
 
 
@@ -45,7 +44,7 @@ def run(
     dtype: Dtype = "float32",
     trust_remote_code: TrustRemoteCode = False,
     against: Annotated[str | None, typer.Option(metavar="URL", help="Replay on this server.")] = None,
-    dialect: Annotated[Dialect | None, typer.Option(help="How the server is asked; default: treeward.")] = None,
+    dialect: Annotated[str | None, typer.Option(help="vllm, sglang, openrlhf or tei; default: treeward.")] = None,
     served_model: Annotated[str | None, typer.Option("--model", help="Its name of the model; default: first.")] = None,
     send: Annotated[Form | None, typer.Option(help="What it is sent; bare: text without BOS, CLS and SEP.")] = None,
     token_env: Annotated[str | None, typer.Option(help="The environment variable with its bearer token.")] = None,

@@ -51,6 +51,8 @@ def verify_server(
     Raises `RewardServerError` for a server that gives no scores, `ModelError` for a model without a contract or whose
     tokenizer does not give the contract's tokens, `ConfigError` for impossible arguments.
     """
+    if dialect not in DIALECTS:
+        raise ConfigError.unknown("there is no such dialect", dialect, DIALECTS, field="dialect")
     forms = DIALECTS[dialect].forms
     if form is not None and form not in forms:
         need = f"one of {', '.join(forms)}"

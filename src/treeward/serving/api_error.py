@@ -2,10 +2,14 @@
 
     raise APIError(429, "queue_full", "20000 conversations are waiting", retry_after=3)
 
-The application writes it as JSON in the form that OpenAI's clients read; `code` is the same in every dialect.
+The application writes it as JSON in the form that OpenAI's clients read, or in that of a dialect that has its own.
+`code` is the same in every dialect.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
 
 ERRORS = (401, 403, 404, 413, 421, 422, 429, 500, 503, 504)
 """The statuses of errors."""
@@ -22,3 +26,14 @@ class APIError(Exception):
     ) -> None:
         super().__init__(message)
         self.status, self.code, self.message, self.param, self.retry_after = status, code, message, param, retry_after
+
+
+ErrorBody = Callable[[APIError, Mapping[str, Any]], dict[str, Any]]
+"""From an error and facts for programs (its `code`, its `param`, the `request_id`) to the body of the response."""
+
+
+def openai_error(error: APIError, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The body that OpenAI's clients read."""
+    is_clients_fault = error.status < 500 and error.status != 429
+    kind = "invalid_request_error" if is_clients_fault else "server_error"
+    return {"error": {"message": error.message, "type": kind, **facts}}

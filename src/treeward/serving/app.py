@@ -66,6 +66,7 @@ def create_app(service: Service, *, token: str | None = None) -> FastAPI:
         },
     )  # fmt: skip
     app.state.service = service
+    app.state.error_bodies = dialects.error_bodies
     app.include_router(_operations(service))
     app.include_router(dialects.router)
     app.mount("/playground", _Pages(directory=_PLAYGROUND))

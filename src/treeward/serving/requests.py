@@ -39,7 +39,7 @@ from typing_extensions import TypedDict
 from treeward.data.conversation import AnyConversation, Conversation
 from treeward.errors import shown
 from treeward.scoring.score import Reward
-from treeward.serving.api_error import APIError
+from treeward.serving.api_error import APIError, ErrorBody, openai_error
 from treeward.serving.arrivals import Arrivals, too_large
 from treeward.serving.models import ServedModel
 from treeward.serving.rendered_text import RenderedText
@@ -49,7 +49,6 @@ _OPEN_PATHS = {"/", "/health", "/ready", "/ping"}
 """Paths that need no token, besides the playground's files."""
 _LONG_BODY = 2**16
 """Bytes of a body from which on its Python work is done in a thread."""
-_TEI_KINDS = {429: "Overloaded", 500: "Backend", 503: "Unhealthy", 504: "Overloaded"}
 
 
 class JSON(JSONResponse):
@@ -61,14 +60,11 @@ class JSON(JSONResponse):
 
 
 def error_response(error: APIError, scope: Scope, service: Service) -> JSON:
-    """The response to a failed request, in the form of OpenAI or TEI. Counts the error."""
+    """The response to a failed request, in the form of its dialect. Counts the error."""
     service.metrics.errors.labels(error.code).inc()
     request_id = scope["state"]["request_id"]
-    kind = "invalid_request_error" if error.status < 500 and error.status != 429 else "server_error"
-    facts = {"code": error.code, "param": error.param, "request_id": request_id}
-    body: dict[str, Any] = {"error": {"message": error.message, "type": kind, **facts}}
-    if scope["path"] == "/predict":
-        body = {"error": error.message, "error_type": _TEI_KINDS.get(error.status, "Validation"), **facts}
+    error_body: ErrorBody = scope["app"].state.error_bodies.get(scope["path"], openai_error)
+    body = error_body(error, {"code": error.code, "param": error.param, "request_id": request_id})
     headers = {"X-Request-ID": request_id} | ({"WWW-Authenticate": "Bearer"} if error.status == 401 else {})
     if error.retry_after is not None:
         headers["Retry-After"] = str(error.retry_after)

@@ -17,6 +17,7 @@ from templates import PROMPTING_CHATML, byte_bpe
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
+from treeward.config.load import load_section
 from treeward.config.server import ServerConfig
 from treeward.data.rendering import Renderer
 from treeward.model.reward_model import RewardModel
@@ -109,7 +110,7 @@ def make_served(
     """`others`: how many models there are besides. `settings`: of `ServerConfig`."""
     scorer = scorers[kind]
     sections = [{"model": f"models/{name}", "name": name} for name in ("rm", *(f"other{i}" for i in range(others)))]
-    config = ServerConfig.model_validate({"models": sections, **settings})
+    config = load_section(ServerConfig, {"models": sections, **settings}, where="server")
     of_sections = [scorer, *[scorers["plain"]] * others]
     pairs = [(ServedModel.of(section, one), one) for section, one in zip(config.models, of_sections, strict=True)]
     service = Service.of(pairs, config)

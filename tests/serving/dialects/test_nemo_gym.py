@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from messages import chat
-from pydantic import ValidationError
 
 from treeward.data.responses_items import conversation_of
+from treeward.errors import ConfigError
 from treeward.scoring.scorer import Scorer
 
 APP = runpy.run_path(str(Path(__file__).parents[3] / "resources_servers" / "reward_model" / "app.py"))
@@ -189,7 +189,7 @@ def test_the_seeds_options() -> None:
     shaping = model.shaping
     assert (shaping.reward_mean, shaping.reward_std, shaping.length_penalty.coefficient) == (0.5, 2.0, 0.01)
     assert model.ensemble.method == "mean"
-    with pytest.raises(ValidationError, match="running"):
+    with pytest.raises(ConfigError, match="running"):
         config_of(model_path="m", running=True, normalize_rewards=True)
 
 

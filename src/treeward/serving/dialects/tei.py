@@ -12,7 +12,7 @@ cut: `truncate` is ignored, and a text that is too long is an error. The model i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
@@ -20,7 +20,7 @@ from pydantic import Field
 from scipy.special import expit
 
 from treeward.scoring.score import Reward
-from treeward.serving.api_error import ERRORS
+from treeward.serving.api_error import ERRORS, APIError
 from treeward.serving.rendered_text import RenderedText
 from treeward.serving.requests import JSON, Body, Items, JSONRoute, ModelName, Server, described
 
@@ -72,6 +72,17 @@ def to_json(body: PredictBody, rewards: Sequence[Reward]) -> list[Any]:
     values = [reward.value for reward in rewards if reward.value is not None]
     rows = [[{"score": float(expit(value)) if is_sigmoid else value, "label": "LABEL_0"}] for value in values]
     return list(rows) if _is_batch(body) else rows[0]
+
+
+_ERROR_TYPES = {429: "Overloaded", 500: "Backend", 503: "Unhealthy", 504: "Overloaded"}
+
+
+def error_body(error: APIError, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """An error as the clients of TEI read it."""
+    return {"error": error.message, "error_type": _ERROR_TYPES.get(error.status, "Validation"), **facts}
+
+
+ERROR_BODIES = {"/predict": error_body}
 
 
 def _is_batch(body: PredictBody) -> bool:
