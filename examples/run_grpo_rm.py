@@ -1,16 +1,11 @@
-"""Optimise a policy against a reward model: `treeward grpo` as NeMo RL users know it.
+"""Optimise a policy against a reward model: NeMo RL's older command, which is `run_grpo.py` with another recipe.
 
 python examples/run_grpo_rm.py --config grpo_rm_1B env.reward_model.model_name=results/rm/final
 """
 
 import sys
-from pathlib import Path
 
 from treeward.cli.main import main
 
-DEFAULT_CONFIG = Path(__file__).parent / "configs" / "grpo_rm_1B.yaml"
-
 if __name__ == "__main__":
-    arguments = sys.argv[1:]
-    named = any(argument.split("=")[0] == "--config" for argument in arguments)
-    sys.exit(main(["grpo", *([] if named else ["--config", str(DEFAULT_CONFIG)]), *arguments]))
+    sys.exit(main(["grpo", "--config", "grpo_rm_1B", *sys.argv[1:]]))
