@@ -1,7 +1,9 @@
+import re
 import runpy
 from pathlib import Path
 
 from treeward.config.base import Strict, meaning, sections
+from treeward.config.data import DataConfig, PromptDataConfig
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.reward_environments import ENVIRONMENTS
 from treeward.config.run import RewardModelRunConfig
@@ -32,3 +34,12 @@ def test_every_key_and_section_is_documented():
         assert section.__doc__, section
         for name, field in section.model_fields.items():
             assert meaning(field), f"{section.__name__}.{name}"
+
+
+def test_every_short_form_of_the_data_is_in_its_table():
+    page = PAGE.read_text(encoding="utf-8")
+    table = page.partition("| Short form |")[2].partition("<!-- begin train -->")[0]
+    left = "".join(line.split(" | ")[0] for line in table.splitlines())
+    named = set(re.findall(r"`(\w+)`", left))
+    forms = {*DataConfig.other_forms, *PromptDataConfig.other_forms}
+    assert len(forms) > 15 and forms <= named, forms - named

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 @with_model_options
 def run(
     proxy: Annotated[str, typer.Option(metavar="MODEL|YAML|FIELD", help="What chooses.")],
-    data: Annotated[str, typer.Option(metavar="FILE", help="jsonl, json, csv, parquet or arrow.")],
+    data: Annotated[str, typer.Option(metavar="FILE", help="jsonl, json, csv, tsv, parquet or arrow.")],
     gold: Annotated[str, typer.Option(metavar="MODEL|YAML|FIELD", help="What is right.")] = "gold_scores",
     output: Annotated[str | None, typer.Option(metavar="DIR", help="Where scores, bon.json and a report go.")] = None,
     data_option: DataOptions = None,

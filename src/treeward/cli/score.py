@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 @with_model_options
 def run(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, a hub name, or a section.")],
-    data: Annotated[str, typer.Option(metavar="FILE", help="jsonl, json, csv, parquet or arrow; - is stdin.")],
+    data: Annotated[str, typer.Option(metavar="FILE", help="jsonl, json, csv, tsv, parquet or arrow; - is stdin.")],
     output: Annotated[str, typer.Option(metavar="FILE", help="Where rows go as JSON lines; - is stdout.")] = "-",
     data_option: DataOptions = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes of Ray Data, each with a GPU if any.")] = None,

@@ -172,7 +172,8 @@ class PolicyDTensorConfig(ShardingConfig):
     """How the model is sharded over processes, what is recomputed to save memory, and its adapters."""
 
     cpu_offload: bool = False
-    """Keep the optimiser's states and float32 weights in the host's memory: 12 bytes a parameter less on the GPU."""
+    """Keep the optimiser's states and float32 weights in the host's memory: 12 bytes a parameter less on the GPU. With
+    several processes also the weights and gradients, each of which is on the GPU only while a layer is computed."""
     lora_cfg: LoraConfig = LoraConfig()
 
     def check(self) -> None:
