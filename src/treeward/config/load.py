@@ -21,6 +21,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
 
+import omegaconf
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -295,9 +296,15 @@ def _overriding_value(overrides: Sequence[str], key: str) -> Any:
 
 def _checked(section: type[_Section], config: DictConfig, where: str, origin: Callable[[Location], str]) -> _Section:
     """Resolve references and validate."""
+    # hydra-core 1.3, and so verl and NeMo RL, cannot have more than OmegaConf 2.3. There
+    # `register_resolver` is an older function, which passes texts instead of numbers. 2.4 warns
+    # at the name that 2.3 has for ours.
+    register: Callable[..., None] = OmegaConf.register_resolver
+    if omegaconf.__version__.startswith("2.3."):
+        register = OmegaConf.register_new_resolver
     for name, function in _FUNCTIONS.items():
         if not OmegaConf.has_resolver(name):  # resolvers belong to the whole process
-            OmegaConf.register_resolver(name, function, replace=True)  # another thread may have just done it
+            register(name, function, replace=True)  # another thread may have just done it
     try:
         resolved: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
