@@ -89,9 +89,25 @@ def shared_data() -> Path | None:
     return folder if folder.is_dir() else None
 
 
+def real_data(size: str) -> Path | None:
+    """The folder of real data for random weights of a size, which do without, or for a model in a folder.
+
+    A pretrained model is not measured on the bundled data: its figures would pass for those of real comparisons.
+    """
+    folder = shared_data()
+    if folder is None and size not in SIZES:
+        raise SystemExit(
+            "--model is measured on real data, which is not here\n"
+            f"  got:   --model {size}, and no folder {os.environ.get('TREEWARD_SHARED_DATA', 'shared/data')}\n"
+            "  need:  a folder with hh_harmless/train.jsonl.gz and alpaca_eval/train.jsonl.gz\n"
+            "  fix:   name it as TREEWARD_SHARED_DATA, or take random weights with --size"
+        )
+    return folder
+
+
 def load_pairs(longest: int, size: str = "xs") -> tuple[str, PreTrainedTokenizerBase, list[tuple[Ids, Ids]]]:
     """(name of the data, tokenizer, (chosen, rejected) token ids) of HH harmless, or of the bundled data without it."""
-    folder = shared_data()
+    folder = real_data(size)
     if folder is None:
         config = DatasetConfig(dataset_name="Bundled")
     else:

@@ -86,7 +86,7 @@ def letters(completions: Sequence[Any], **_: Any) -> list[float | None]:
 def main() -> None:
     arguments = _parse()
     device = use_device(arguments.device)
-    data, found = load_prompts()
+    data, found = load_prompts(arguments.size)
     texts = (text for prompt, completions in found for text in (prompt, *completions))
     tokenizer = tokenizer_of(arguments.size, texts)
     with tempfile.TemporaryDirectory() as name:

@@ -143,7 +143,7 @@ class PackedRows(PolicyModel):
 def main() -> None:
     arguments = _parse()
     device = use_device(arguments.device)
-    data, prompts = load_prompts()
+    data, prompts = load_prompts(arguments.size)
     texts = (text for prompt, completions in prompts for text in (prompt, *completions))
     tokenizer = tokenizer_of(arguments.size, texts, arguments.vocabulary)
     print(f"{data}, {model_name(arguments.size)}, {len(tokenizer)} tokens, {describe(device)}")

@@ -29,7 +29,7 @@ from common import (
     median_ratio,
     model_name,
     print_profile,
-    shared_data,
+    real_data,
     tokenizer_of,
     use_device,
 )
@@ -61,7 +61,7 @@ COLUMNS = [
 def main() -> None:
     arguments = _parse()
     device = use_device(arguments.device)
-    data, prompts = load_prompts()
+    data, prompts = load_prompts(arguments.size)
     tokenizer = tokenizer_of(arguments.size, (text for prompt, answers in prompts for text in (prompt, *answers)))
     model = build(arguments.size, tokenizer, device, torch.bfloat16 if device.type == "cuda" else None).eval()
     print(f"{data}, {model_name(arguments.size)}, {describe(device)}, {arguments.prompts} prompts\n")
@@ -161,8 +161,9 @@ def make_groups(
     return groups
 
 
-def load_prompts() -> tuple[str, list[Prompt]]:
-    folder = shared_data()
+def load_prompts(size: str = "xs") -> tuple[str, list[Prompt]]:
+    """(name of the data, prompts) of alpaca_eval, or of the bundled data without it; `size` as for `real_data`."""
+    folder = real_data(size)
     if folder is not None:
         with gzip.open(folder / "alpaca_eval" / "train.jsonl.gz", "rt", encoding="utf-8") as lines:
             rows = [json.loads(line) for line in lines]

@@ -63,7 +63,7 @@ def main() -> None:
         _serve_peer(Path(arguments.peer))
         return
     use_device("cpu")
-    data, prompts = load_prompts()
+    data, prompts = load_prompts(str(arguments.model or arguments.size))
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.model or _export(Path(temporary) / arguments.size, arguments.size, prompts)
         scorer = Scorer.load(folder)
