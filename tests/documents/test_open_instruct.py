@@ -207,6 +207,15 @@ def test_every_row_is_an_override_that_is_heeded(section: str, number: int, tmp_
             assert has(value, yaml.safe_load(text)), (theirs, value)
 
 
+def test_every_field_that_trl_adds_is_named() -> None:
+    reward_config = pytest.importorskip("trl").RewardConfig
+    section = PAGE.partition("\n### From TRL\n")[2].partition("\n### From OpenRLHF")[0]
+    named = set(re.findall(r"`([a-z_]+)`", section))
+    added = set(reward_config.__annotations__) - {"_VALID_DICT_FIELDS"}
+    assert "center_rewards_coefficient" in added
+    assert added <= named, added - named
+
+
 @pytest.mark.slow
 def test_the_options_of_openrlhf_are_those_of_its_parser(tmp_path: Path) -> None:
     """The wheel is downloaded; its command line is read from the source, as the package needs DeepSpeed to be run."""
