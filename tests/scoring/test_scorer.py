@@ -13,9 +13,11 @@ import torch
 from families import plain_scores, tiny_model
 from messages import assistant, replace_text, user
 from safetensors.torch import load_file, save_file
+from signed import contract_of
 
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, DataError, ModelError
+from treeward.model.contract import NormalizationConstants, RewardCalibration, write_contract
 from treeward.model.reward_model import RewardModel
 from treeward.scoring.score import Score
 from treeward.scoring.scorer import Scorer
@@ -157,6 +159,38 @@ def test_several_heads(tiny_tokenizer: Any, tmp_path: Path) -> None:
         assert values(loaded.score(CHATS)) == pytest.approx(values(scorer.score(CHATS)), abs=CLOSE)
     with pytest.raises(ConfigError, match="each of the labels LABEL_0, LABEL_1, LABEL_2"):
         Scorer(model, renderer, head_weights={"helpful": 1.0})
+
+
+def test_other_head_weights_drop_the_calibration(model_folder: Path, tmp_path: Path) -> None:
+    """Its constants are of another score."""
+    folder = Path(shutil.copytree(model_folder, tmp_path / "calibrated"))
+    constants = RewardCalibration(normalization=NormalizationConstants(mean=3.0, std=2.0))
+    write_contract(contract_of(folder).model_copy(update={"calibration": constants}), folder)
+    same, other = (Scorer.load(folder, device="cpu", head_weights=weights) for weights in (None, [2.0]))
+    assert same.contract is not None and same.contract.calibration == constants
+    assert other.contract is not None and other.contract.calibration is None
+    assert values(other.score(CHATS)) == pytest.approx([2.0 * score for score in values(same.score(CHATS))], abs=CLOSE)
+
+
+def test_the_positions_of_a_model_without_a_contract_are_its_limit(tiny_tokenizer: Any, tmp_path: Path) -> None:
+    tiny_model("llama", max_position_embeddings=64).save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    question = [user("Short question?"), assistant("Short answer.")]
+    long = [user("word " * 60), assistant("Yes."), *question]
+    score = Scorer.load(tmp_path, device="cpu").score([long])[0]
+    assert score.score is None and str(score.error).endswith("at most 64") and score.num_tokens > 64
+    cut = Scorer.load(tmp_path, device="cpu", truncation="truncate_left").score([long])[0]
+    assert cut.score is not None and cut.truncated and cut.num_tokens <= 64
+
+
+def test_text_that_is_no_unicode_has_no_score(make_scorer: Any) -> None:
+    """A lone surrogate, as JSON may hold it."""
+    scorer = make_scorer()
+    with pytest.raises(DataError, match="not valid Unicode") as raised:
+        scorer.score([CHATS[0], [user("Hi \ud800"), assistant("Hello!")]], where=["c.jsonl:2", "c.jsonl:3"])
+    assert raised.value.where == "c.jsonl:3"
+    sound, broken = scorer.prepare_texts(["Hi", "Hi \ud800"])
+    assert sound.error is None and broken.ids is None and "not valid Unicode" in str(broken.error)
 
 
 def test_what_lies_on_the_disk_must_keep_the_contract(model_folder: Path, tmp_path: Path) -> None:

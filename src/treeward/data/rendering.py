@@ -144,12 +144,7 @@ class Renderer:
                 need="messages in the order and form that the model's chat template accepts",
                 fix=f"change or remove the row, or set {SETTING} to a template that accepts it",
             ) from error
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            summary, need = "the conversation has text that is not valid Unicode", "text without lone surrogates"
-            fix = 'remove the row, or mend its text: text.encode("utf-8", "replace").decode()'
-            raise DataError(summary, where=where, got=ascii(text[error.start]), need=need, fix=fix) from error
+        check_unicode(text, where)
         if not text.strip():
             summary, need = "the chat template rendered nothing", f"text to tokenize; see {SETTING}"
             raise DataError(summary, where=where, got=list(messages), need=need)
@@ -574,6 +569,16 @@ def find_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None)
         need = "a file that exists, a Jinja template, or null for the tokenizer's own"
         raise ConfigError(summary, field=SETTING, got=chat_template, need=need)
     return path.read_text(encoding="utf-8"), str(path)
+
+
+def check_unicode(text: str, where: str | None) -> None:
+    """Raise `DataError` for a lone surrogate, which JSON can hold: tokenizers fail at it, each in its own way."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        summary, need = "the conversation has text that is not valid Unicode", "text without lone surrogates"
+        fix = 'remove the row, or mend its text: text.encode("utf-8", "replace").decode()'
+        raise DataError(summary, where=where, got=ascii(text[error.start]), need=need, fix=fix) from error
 
 
 def without_clock(template: str, variables: Mapping[str, Any]) -> str:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from treeward.config.scoring import HeadWeights, ScoringConfig
 from treeward.data.conversation import AnyConversation, Conversation, as_conversations, check_messages, with_messages
-from treeward.data.rendering import Renderer
+from treeward.data.rendering import Renderer, check_unicode
 from treeward.data.responses_items import as_conversation
 from treeward.errors import DataError, ModelError, TreewardError
 from treeward.model import loading
@@ -350,11 +350,10 @@ class Scorer(PreparedScorer):
         ids: list[int] | None
         if isinstance(text, str):
             try:
+                check_unicode(text, name)
                 ids, num_tokens = self.renderer.encode_short([text], limit, where=[name])[0]
             except DataError as error:
                 return Prepared(name, None, error=error.in_one_line)
-            except UnicodeError as error:
-                return Prepared(name, None, error=f"the text is not valid Unicode: {error}")
         else:
             ids, num_tokens = list(text), len(text)
         if ids is None or (limit is not None and num_tokens > limit):
