@@ -165,6 +165,8 @@ RUNS = [
     ("grpo", ["checkpointing.metric_name=val_gold_reward"], "checkpointing.metric_name"),
     ("grpo", ["checkpointing.metric_name=validation-math/reward"], "checkpointing.metric_name"),
     ("grpo", ["checkpointing.metric_name=val:kl", NO_REFERENCE, NO_PENALTY], "checkpointing.metric_name"),
+    ("grpo", ["+env.preference_verdict={}", "data.env_name=preference_verdict",
+              "policy.trust_remote_code=true"], "policy.trust_remote_code"),
 ]  # fmt: skip
 
 

@@ -168,7 +168,8 @@ class GRPORunConfig(Strict):
         self._check_watch_and_metric()
         if self.policy.trust_remote_code and any(map(self.judged_by, self.data.train)):
             need = "false with preference_verdict: whoever loads the judge could not ask its golden questions"
-            raise self.error("policy.trust_remote_code", need)
+            fix = "set policy.trust_remote_code=false, with a model whose code transformers has"
+            raise self.error("policy.trust_remote_code", need, fix)
         skip = "grpo.skip_reference_policy_logprobs_calculation"
         needs_reference = {
             "loss_fn.reference_policy_kl_penalty": self.loss_fn.reference_policy_kl_penalty > 0,
