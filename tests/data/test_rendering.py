@@ -303,6 +303,13 @@ def test_fingerprint_follows_what_changes_the_ids() -> None:
     assert after.fingerprint == before.fingerprint
 
 
+def test_fingerprint_follows_the_number_of_bos_where_the_template_does_not_show_it() -> None:
+    tokenizer = byte_bpe(("<|im_start|>", "<|im_end|>"), "<s>", "<|im_end|>", True)
+    none, one = (Renderer(tokenizer, chat_template="<s>" + CHATML, num_bos=number) for number in (0, 1))
+    assert none.chat_template == one.chat_template and none.encode(CHAT) != one.encode(CHAT)
+    assert none.fingerprint != one.fingerprint
+
+
 class Counting:
     """A tokenizer that counts the characters that it is given."""
 

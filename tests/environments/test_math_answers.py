@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -40,6 +44,18 @@ def test_no_answer_is_wrong_and_no_ground_truth_is_undecided(checker: MathChecke
     assert no_answer == MathVerdict(False, parsed=False)
     assert no_gold.correct is None and no_gold.error == "the ground truth is not mathematics that can be parsed"
     assert other_gold.correct is True
+
+
+def test_a_process_whose_parent_was_killed_ends() -> None:
+    """Its own alarm ends it: nobody is left who could wait for it."""
+    code = "from treeward.environments.math_answers import serve; serve()"
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin is not None and process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    process.stdin.write(json.dumps([0.2, ["7"], r"\boxed{(10^9)!}"]).encode() + b"\n")
+    process.stdin.close()
+    process.stdout.close()
+    assert process.wait(timeout=60) == -signal.SIGALRM
 
 
 @pytest.mark.slow

@@ -198,7 +198,7 @@ def test_a_score_that_is_not_read_from_the_last_token_is_refused() -> None:
 
     def first_token(*args: Any, **kwargs: Any) -> Any:
         out = original(*args, **kwargs)
-        out.logits = out.logits + 1
+        out.logits = out.logits + 1e-2  # ten times what is accepted in float32, as the scores are about 1
         return out
 
     hf.forward = first_token

@@ -13,12 +13,12 @@ from families import tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 from messages import chat
-from signed import signed
+from signed import contract_of, signed
 
 from treeward.config.scoring import EnsembleConfig, ScoringConfig
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError
-from treeward.model.contract import NormalizationConstants, RewardCalibration, write_contract
+from treeward.model.contract import CalibrationProvenance, NormalizationConstants, RewardCalibration, write_contract
 from treeward.model.reward_model import RewardModel
 from treeward.scoring.ensemble import EnsembleScorer, combine, load_scorer
 from treeward.scoring.score import Score
@@ -153,6 +153,30 @@ def test_each_folder_is_standardized_by_its_own_calibration(folders: list[Path])
     want = [((a - 3.0) / 2.0 + (b + 1.0) / 0.25) / 2 for a, b in zip(*raw, strict=True)]
     assert values(ensemble.score(CHATS)) == pytest.approx(want, abs=CLOSE)
     assert ensemble.contract is None and ensemble.renderer is ensemble.members[0].renderer
+
+
+def test_members_calibrated_on_different_data_are_not_standardized(folders: list[Path], tmp_path: Path) -> None:
+    """Their means and standard deviations do not compare. The files decide, before any weights are loaded."""
+    members = []
+    for number, folder in enumerate(folders):
+        member = tmp_path / f"member-{number}"
+        member.mkdir()
+        contract = contract_of(folder)
+        fitted_on = CalibrationProvenance(
+            data="d.jsonl",
+            fingerprint=f"{number}" * 64,
+            num_comparisons=9,
+            num_conversations=18,
+            num_failed=0,
+            treeward_version="0.1.0",
+            date="2025-01-31",
+        )
+        assert contract.calibration is not None
+        calibration = contract.calibration.model_copy(update={"provenance": fitted_on})
+        write_contract(contract.model_copy(update={"calibration": calibration}), member)
+        members.append(str(member))
+    with pytest.raises(ConfigError, match="cannot be standardized(?s:.*)2 of 2 models(?s:.*)on 2 data sets"):
+        load_scorer(ScoringConfig(models=tuple(members), ensemble=EnsembleConfig()), device="cpu")
 
 
 def test_a_score_is_truncated_if_it_is_for_one_member(scorer: Callable[..., Scorer]) -> None:
