@@ -172,7 +172,8 @@ def test_impossible_arguments_are_refused_at_once(options: dict[str, Any]) -> No
 
 
 def test_it_waits_as_long_as_the_server_asks(serve: Callable[..., Loopback]) -> None:
-    busy = 429, {"error": {"message": "many wait", "code": "queue_full"}}, {"retry-after": "2"}
+    headers = {"retry-after": "0.6"}  # longer than the client's own first pause
+    busy = 429, {"error": {"message": "many wait", "code": "queue_full"}}, headers
     times: list[float] = []
 
     def answer(asked: Asked) -> Any:
@@ -180,4 +181,4 @@ def test_it_waits_as_long_as_the_server_asks(serve: Callable[..., Loopback]) -> 
         return busy if len(times) == 1 else scored(asked)
 
     assert RewardClient(serve(answer).url, timeout_seconds=60).score([chat(4)])[0].score == 4.0
-    assert times[1] - times[0] > 1.9  # a lower bound alone: it may take longer
+    assert times[1] - times[0] > 0.5  # a lower bound alone: it may take longer

@@ -37,7 +37,7 @@ def test_a_process_that_waits_says_for_what_and_why(
 ) -> None:
     """Long before it gives up, which is after half an hour."""
     monkeypatch.setattr(processes, "SILENT_SECONDS", 0.1)
-    with pytest.raises(LostProcessError), joined(timeout=timedelta(seconds=2)):
+    with pytest.raises(LostProcessError), joined(timeout=timedelta(seconds=1)):
         pass
     said = capsys.readouterr().err
     assert f"Waiting for the other processes of this run at {variables} (RANK=0 WORLD_SIZE=2 " in said

@@ -34,10 +34,11 @@ def test_a_script_beside_the_clone_imports_the_package(tmp_path: Path) -> None:
     """A folder `treeward` beside a script is a namespace package that wins over an editable install's import hook. The
     install must therefore be a path (`src/`), and the clone itself must not look like the package."""
     (tmp_path / "treeward").symlink_to(REPOSITORY, target_is_directory=True)
-    (tmp_path / "script.py").write_text("from treeward import Scorer\nprint(Scorer.__module__)\n", encoding="utf-8")
-    for command in (["script.py"], ["-c", "from treeward import Scorer; print(Scorer.__module__)"]):
+    code = "from treeward import RewardClient\nprint(RewardClient.__module__)\n"  # a name that imports nothing heavy
+    (tmp_path / "script.py").write_text(code, encoding="utf-8")
+    for command in (["script.py"], ["-c", code]):
         ended = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True)
-        assert ended.stdout.strip() == "treeward.scoring.scorer", ended.stderr
+        assert ended.stdout.strip() == "treeward.client.rewards", ended.stderr
 
 
 CLIENT = "treeward; from treeward import RewardClient; RewardClient('http://localhost:1')"

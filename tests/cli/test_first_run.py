@@ -61,7 +61,7 @@ def test_it_trains_as_it_says_and_overrides_win(first_run: Callable[..., Ended])
 
 
 def test_both_are_laid_over_a_configuration(first_run: Callable[..., Ended]) -> None:
-    ended = first_run("--config", "small", "--dry-run", "policy.max_total_sequence_length=128")
+    ended = first_run("--config", "small", "policy.max_total_sequence_length=128", "rm.max_num_steps=1")
     assert ended.code == 0, ended.err
     assert "policy.optimizer.kwargs.lr=1.0e-04 " in ended.out, "that of small.yaml is for a model from scratch"
     assert "batch_size" not in ended.out, "it is that of small.yaml"

@@ -78,25 +78,28 @@ def test_the_help_of_a_verb_shows_examples_that_parse(verb: str, treeward: Comma
         assert all(getattr(parameter, "help", None) for parameter in command.params)
 
 
-def test_a_reader_that_has_enough_is_no_error(model_folder: Path, tmp_path: Path) -> None:
+def test_a_reader_that_has_enough_is_no_error(
+    treeward: Command, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As in `treeward score ... | head`: the pipe closes before the rows are written."""
     row = {"prompt": "2 + 2?", "responses": ["4", "5"], "note": "x" * 70_000}  # more than a pipe's buffer holds
     data = tmp_path / "in.jsonl"
     data.write_text(f"{json.dumps(row)}\n" * 3)
-    words = [sys.executable, "-m", "treeward", "score", str(model_folder), "--data", str(data)]
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
-    os.close(writer)
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
+    with open(writer, "w", encoding="utf-8") as pipe:  # closing it flushes it, as the end of Python does
+        monkeypatch.setattr(sys, "stdout", pipe)
+        ended = treeward("score", model_folder, "--data", data)
+    assert ended.code == 0, ended.err
+    assert "Traceback" not in ended.err and "BrokenPipe" not in ended.err
 
 
-def test_of_several_processes_one_shows_its_log(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "treeward", "check-data", str(tmp_path / "none.jsonl")]
-
+def test_of_several_processes_one_shows_its_log(
+    treeward: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def said(rank: int) -> str:
-        environment = os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "1"}
-        return subprocess.run(words, env=environment, capture_output=True, text=True, check=False).stderr
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        return treeward("check-data", tmp_path / "none.jsonl").err
 
     assert "none.jsonl" in said(0) and said(1) == ""

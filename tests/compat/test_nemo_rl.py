@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 from messages import assistant, user
 
+from treeward.compat import nemo_rl
 from treeward.compat.nemo_rl import (
     BinaryPreferenceDataset,
     PreferenceDataset,
@@ -84,16 +84,15 @@ from nemo_rl.environments.utils import create_env, register_env
 
 
 def test_its_imports_run_as_they_are_printed() -> None:
-    script = f"""
-from treeward.compat import nemo_rl
-nemo_rl.install()
-{IMPORTS}
-{IMPORTS.replace("nemo_rl", "treeward.compat.nemo_rl")}
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    without = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True)
-    assert "No module named 'nemo_rl'" in without.stderr, "it has to be asked for"
+    with pytest.raises(ModuleNotFoundError, match="nemo_rl"):  # it has to be asked for
+        exec(IMPORTS, {})
+    exec(IMPORTS.replace("nemo_rl", "treeward.compat.nemo_rl"), {})
+    nemo_rl.install()
+    try:
+        exec(IMPORTS, {})
+    finally:  # the other tests of this process have none
+        for name in [name for name in sys.modules if name.split(".")[0] == "nemo_rl"]:
+            del sys.modules[name]
 
 
 def test_the_attributes_of_the_environment(policy_folder: Path, model_folder: Path) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import stat
 from pathlib import Path
-from typing import Any
 
 import pytest
-from signed import contract_of, write_signed_model
+from signed import contract_of
 
 from treeward.errors import ModelError
 from treeward.model.contract import CONTRACT_FILE, RewardCalibration, read_contract, write_contract
@@ -46,11 +45,10 @@ def test_files_that_are_no_contract(text: str, message: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("damage", ["[" * 100_000, "negative", "huge", "many"])
-def test_a_contract_that_others_wrote_is_bounded(damage: str, tiny_tokenizer: Any, tmp_path: Path) -> None:
+def test_a_contract_that_others_wrote_is_bounded(damage: str, model_folder: Path, tmp_path: Path) -> None:
     """Each is an error that names the file."""
-    folder = write_signed_model(tmp_path / "m", tiny_tokenizer, seed=1, max_length=160)
-    file = folder / CONTRACT_FILE
-    content = json.loads(file.read_text())
+    file = tmp_path / CONTRACT_FILE
+    content = json.loads((model_folder / CONTRACT_FILE).read_text())
     if damage == "negative":
         content["golden"][0]["token_ids"] = [-1]
     elif damage == "huge":
@@ -59,12 +57,12 @@ def test_a_contract_that_others_wrote_is_bounded(damage: str, tiny_tokenizer: An
         content["golden"] *= 9000
     file.write_text(damage if damage.startswith("[") else json.dumps(content))
     with pytest.raises(ModelError, match="damaged") as caught:
-        read_contract(folder)
+        read_contract(tmp_path)
     assert str(file) in str(caught.value) and len(str(caught.value)) < 2000
 
 
-def test_a_calibration_does_not_change_the_hash_of_scores(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    contract = contract_of(write_signed_model(tmp_path / "m", tiny_tokenizer, seed=1, max_length=160))
+def test_a_calibration_does_not_change_the_hash_of_scores(model_folder: Path) -> None:
+    contract = contract_of(model_folder)
     assert contract.calibration is None
     calibrated = contract.model_copy(update={"calibration": RewardCalibration()})
     assert calibrated.scores_sha256 == contract.scores_sha256

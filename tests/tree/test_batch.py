@@ -182,7 +182,10 @@ def test_a_plan_has_every_sequence_once_and_keeps_to_the_budget(
 
 
 def test_the_gradient_of_parts_is_that_of_the_whole() -> None:
-    sequences = [[1, 2, 3], [1, 2], [4, 5, 6, 7], [1, 9]]
+    sequences = [[4, 5, 6, 7], [1, 2, 3], [1, 2], [1, 9]]
+    order_S = order_of_parts([part.members for part in split_group(sequences, max_tokens=4)])
+    assert order_S is not None
+    assert not torch.equal(order_S[order_S], torch.arange(4)), "else an inverse order would pass"
     table = torch.nn.Embedding(10, 1)
 
     def gradient(max_tokens: int, scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:

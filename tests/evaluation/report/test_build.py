@@ -111,8 +111,16 @@ def test_the_charts_script_is_that_of_the_pinned_vega() -> None:
     assert embedded == vega_bundle.bundle(), "python docs/vega_bundle.py"
 
 
+def test_no_page_needs_v8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reserves gigabytes, which batch systems do not allow: the process would end by a signal."""
+    monkeypatch.setitem(sys.modules, "vl_convert", None)  # an import raises
+    page = write_report(tmp_path, **sample_report())
+    assert "vegaEmbed" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
 def test_a_page_is_made_where_address_space_is_limited(tmp_path: Path) -> None:
-    """As batch systems limit it (`ulimit -v`): V8, which reserves gigabytes, would end the process."""
+    """As batch systems limit it (`ulimit -v`)."""
     code = """
 import sys
 from report_sample import sample_report
