@@ -51,11 +51,14 @@ def test_a_process_whose_parent_was_killed_ends() -> None:
     code = "from treeward.environments.math_answers import serve; serve()"
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None and process.stdout is not None
-    assert process.stdout.readline() == b"ready\n"
-    process.stdin.write(json.dumps([0.2, ["7"], r"\boxed{(10^9)!}"]).encode() + b"\n")
-    process.stdin.close()
-    process.stdout.close()
-    assert process.wait(timeout=60) == -signal.SIGALRM
+    try:
+        assert process.stdout.readline() == b"ready\n"
+        process.stdin.write(json.dumps([0.2, ["7"], r"\boxed{(10^9)!}"]).encode() + b"\n")
+        process.stdin.close()
+        process.stdout.close()
+        assert process.wait(timeout=60) == -signal.SIGALRM
+    finally:
+        process.kill()
 
 
 @pytest.mark.slow

@@ -129,6 +129,8 @@ def test_without_a_spare_one_the_vocabulary_grows(save: Callable[..., Path], tin
     loaded = load_reward_model(files, head_seed=4)
     assert loaded.tokenizer.pad_token == "<|treeward_pad|>" and loaded.tokenizer.pad_token_id == 600
     assert loaded.model.num_embeddings == 601 == loaded.model.hf.config.vocab_size
+    with pytest.raises(ModelError, match="token 600(?s:.*)0 to 599"):  # nobody has trained this row
+        loaded.model.score_tokens([[5, 600]])
     torch.manual_seed(2)
     again = load_reward_model(files, head_seed=4)
     assert torch.equal(loaded.model.hf.get_input_embeddings().weight, again.model.hf.get_input_embeddings().weight)

@@ -107,16 +107,17 @@ def test_a_frame_and_its_mistakes(tiny_tokenizer: Any, tmp_path: Path) -> None:
         assert got == pytest.approx(want, abs=1e-5)
 
 
-def test_golden_conversations_that_the_template_refuses_are_left_out_and_said(
+def test_golden_conversations_that_the_template_refuses_are_left_out(tiny_tokenizer: Any, tmp_path: Path) -> None:
+    refusing = "{% if messages[0].role != 'user' %}{{ raise_exception('no system') }}{% endif %}" + BOS_TEMPLATE
+    _, _, contract = signed(tmp_path, tiny_tokenizer, tiny_model("llama"), chat_template=refusing)
+    assert {example.messages[0]["role"] for example in contract.golden} == {"user"}
+
+
+def test_a_template_that_refuses_every_golden_conversation_is_told(
     tiny_tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    hf = tiny_model("llama")
-    alternating = "{% if messages[0].role != 'user' %}{{ raise_exception('no system') }}{% endif %}" + BOS_TEMPLATE
-    _, _, contract = signed(tmp_path / "some", tiny_tokenizer, hf, chat_template=alternating)
-    first_roles = {example.messages[0]["role"] for example in contract.golden}
-    assert first_roles == {"user"} and "refuses every golden conversation" not in caplog.text
     refusing = "{{ raise_exception('nothing fits') }}"
-    _, _, contract = signed(tmp_path / "none", tiny_tokenizer, hf, chat_template=refusing)
+    _, _, contract = signed(tmp_path, tiny_tokenizer, tiny_model("llama"), chat_template=refusing)
     assert contract.golden == [] and "refuses every golden conversation" in caplog.text
 
 
