@@ -206,5 +206,7 @@ def test_the_gradient_of_parts_is_that_of_the_whole() -> None:
 
     whole, several = gradient(100, 1.0), gradient(4, 0.25)
     assert whole[3] == 1 and several[3] > 1
+    in_order = [table(torch.tensor(sequence)).exp().sum().item() for sequence in sequences]
+    assert whole[0].tolist() == pytest.approx(in_order, rel=1e-6)
     for ours, theirs in zip(several[:3], whole[:3], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
