@@ -5,6 +5,7 @@ from pathlib import Path
 from treeward.config.base import Strict, meaning, sections
 from treeward.config.data import DataConfig, PromptDataConfig
 from treeward.config.grpo_run import GRPORunConfig
+from treeward.config.nemo_rl import further_keys
 from treeward.config.reward_environments import ENVIRONMENTS
 from treeward.config.run import RewardModelRunConfig
 
@@ -41,5 +42,5 @@ def test_every_short_form_of_the_data_is_in_its_table():
     table = page.partition("| Short form |")[2].partition("<!-- begin train -->")[0]
     left = "".join(line.split(" | ")[0] for line in table.splitlines())
     named = set(re.findall(r"`(\w+)`", left))
-    forms = {*DataConfig.other_forms, *PromptDataConfig.other_forms}
+    forms = {*further_keys(DataConfig), *further_keys(PromptDataConfig)}
     assert len(forms) > 15 and forms <= named, forms - named
