@@ -16,7 +16,7 @@ from templates import CASES, CHATML, SENTENCES, TEMPLATES, byte_bpe, family_rend
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from treeward.data import rendering
+from treeward.data import template_bounds
 from treeward.data.rendering import DEFAULT_CHAT_TEMPLATE, Renderer
 from treeward.errors import ConfigError, DataError, TreewardError
 
@@ -334,7 +334,7 @@ def test_a_huge_text_never_reaches_the_tokenizer(tiny_tokenizer: Any) -> None:
 
 
 def test_a_template_that_writes_too_much_is_an_error(tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendering, "MAX_CHARACTERS", 2**12)
+    monkeypatch.setattr(template_bounds, "MAX_CHARACTERS", 2**12)
     doubling = "{% for message in messages %}{{ message['content'] * 9000 }}{% endfor %}"
     with pytest.raises(TreewardError, match="more than 4,096 characters"):
         Renderer(tiny_tokenizer, chat_template=doubling).render([user("Hi")])

@@ -38,6 +38,7 @@ from treeward.data.conversation import (
     with_messages,
 )
 from treeward.data.reasoning import REASONING_END, REASONING_START, split_reasoning
+from treeward.data.template_bounds import bounded
 from treeward.errors import ConfigError, DataError, ModelError
 
 if TYPE_CHECKING:
@@ -487,15 +488,14 @@ class Renderer:
     def _apply(
         self, messages: Sequence[Message], generation_prompt: bool, variables: Mapping[str, Any] | None = None
     ) -> str:
-        """The text that transformers renders, at most `MAX_CHARACTERS`. `variables` win over those of the renderer.
-        Passes on the template's errors."""
+        """The text that transformers renders, within the bounds of `template_bounds`. `variables` win over those of
+        the renderer. Passes on the template's errors."""
         all_variables = {**self.chat_template_kwargs, **(variables or {}), "add_generation_prompt": generation_prompt}
-        text = self.tokenizer.apply_chat_template(
-            list(messages), chat_template=self.chat_template, tokenize=False, **all_variables
-        )
+        with bounded():
+            text = self.tokenizer.apply_chat_template(
+                list(messages), chat_template=self.chat_template, tokenize=False, **all_variables
+            )
         assert isinstance(text, str)
-        if len(text) > MAX_CHARACTERS:
-            raise jinja2.TemplateRuntimeError(f"it writes a text of more than {MAX_CHARACTERS:,} characters")
         return text
 
 
@@ -527,9 +527,6 @@ each assistant message, and nothing after the last, so that a score is read at E
 
 FIXED_DATE = "26 Jul 2024"
 """The date of `strftime_now`, in the template's format: the default date of Llama 3's templates."""
-
-MAX_CHARACTERS = 2**28
-"""The longest text that a template may write."""
 
 _NO_VARIABLE = "an argument of transformers is no variable of the template"
 
