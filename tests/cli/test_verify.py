@@ -110,6 +110,23 @@ def test_json_and_nothing_to_compare(own_model: Path, treeward: Command) -> None
     assert ended.code == 2 and "what differs first is the contract" in ended.out and "not checked" in ended.out
 
 
+def test_another_readme_is_told_and_harmless(own_model: Path, treeward: Command) -> None:
+    readme = own_model / "README.md"
+    readme.write_text("# A model\n", encoding="utf-8")
+    assert treeward("verify", own_model, "--write", "--force").code == 0
+    before = contract_of(own_model)
+    ended = treeward("verify", own_model)
+    assert ended.code == 0 and "README.md" not in ended.out
+    readme.write_text("# B model\n", encoding="utf-8")
+    ended = treeward("verify", own_model, "--json")
+    [files] = [check for check in json.loads(ended.out)["checks"] if check["part"] == "files"]
+    assert ended.code == 0 and files["state"] == "equal"
+    assert "README.md is not the one that was signed, which no score depends on" in files["summary"]
+    assert treeward("verify", own_model, "--write", "--force").code == 0
+    assert contract_of(own_model).readme_sha256 != before.readme_sha256
+    assert contract_of(own_model).scores_sha256 == before.scores_sha256, "rows that were kept stay usable"
+
+
 def test_a_contract_is_not_replaced_by_accident(own_model: Path, treeward: Command) -> None:
     before = (own_model / CONTRACT_FILE).read_bytes()
     damage(own_model)

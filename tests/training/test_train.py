@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -72,6 +73,8 @@ def test_metrics_have_the_names_that_are_promised_and_come_when_they_should(plai
     assert column(lines, "train/rm/lr") == [1e-3] * 4
     assert outcome.validation_sizes == {"held_out": 16}
     card = (outcome.model_folder / "README.md").read_text()
+    contract = read_contract(outcome.model_folder)
+    assert contract is not None and contract.readme_sha256 == hashlib.sha256(card.encode()).hexdigest()
     assert "| held_out | 16 |" in card and "a meaning: P(a is preferred to b) = sigmoid(" in card
 
 

@@ -225,6 +225,8 @@ class ScoringContract(Strict):
 
     `activation`: some servers apply a sigmoid to models with one label, and pipelines of transformers do unless
     `problem_type` is "regression". `golden`: conversations to replay, empty if the model refuses all of them.
+    `readme_sha256`: of README.md, the model card, as it was exported; null for a folder without one. No score depends
+    on it.
     """
 
     version: Literal[2] = 2
@@ -239,6 +241,7 @@ class ScoringContract(Strict):
     weights: WeightsContract
     golden: list[GoldenExample] = Field(max_length=MOST_GOLDEN)
     tolerance: ToleranceContract
+    readme_sha256: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -255,9 +258,10 @@ class ScoringContract(Strict):
 
     @property
     def scores_sha256(self) -> str:
-        """Identifies everything that a score depends on; the calibration does not change it."""
+        """Identifies everything that a score depends on; calibration and README.md do not change it."""
         # With a key that contracts had when the first hashes were taken.
-        decisive = self.model_dump(mode="json") | {"calibration": None, "reward_shaping": None}
+        decisive = self.model_dump(mode="json", exclude={"readme_sha256"})
+        decisive |= {"calibration": None, "reward_shaping": None}
         return text_sha256(json.dumps(decisive, sort_keys=True))
 
 
@@ -305,6 +309,14 @@ def write_contract(contract: ScoringContract, folder: str | Path) -> Path:
     write_text(path, json.dumps(contract.model_dump(mode="json"), indent=2, ensure_ascii=False) + "\n")
     reseal(path)
     return path
+
+
+def readme_sha256(folder: Path) -> str | None:
+    """SHA-256 of a folder's README.md, in hexadecimal; None where there is none."""
+    path = folder / "README.md"
+    if not path.is_file():
+        return None
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def text_sha256(text: str) -> str:

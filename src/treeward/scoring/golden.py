@@ -40,6 +40,7 @@ from treeward.model.contract import (
     WeightsContract,
     keeps_padding,
     read_contract,
+    readme_sha256,
     text_sha256,
     write_contract,
 )
@@ -231,6 +232,7 @@ def sign_exported(
             ),
             golden=golden,
             tolerance=_tolerance(golden, scores),
+            readme_sha256=readme_sha256(folder),
         )
         write_contract(contract, folder)
         return contract
@@ -248,7 +250,8 @@ def hash_all(folder: Path, renderer: Renderer, max_positions: int | None) -> Non
         summary, fix = "the model gives no finite score to golden conversations", "export an earlier checkpoint"
         raise ModelError(summary, where=str(folder), got=", ".join(sorted(broken)), fix=fix)
     weights = contract.weights.model_copy(update=_hashes(StoredModel(folder)))
-    write_contract(contract.model_copy(update={"weights": weights}), folder)
+    changes = {"weights": weights, "readme_sha256": readme_sha256(folder)}
+    write_contract(contract.model_copy(update=changes), folder)
 
 
 def _hashes(stored: StoredModel) -> dict[str, Any]:

@@ -24,7 +24,14 @@ from transformers import PreTrainedTokenizerBase
 
 from treeward.data.rendering import Renderer
 from treeward.errors import ModelError, TreewardError
-from treeward.model.contract import CONTRACT_FILE, Dtype, ScoringContract, keeps_padding, read_contract
+from treeward.model.contract import (
+    CONTRACT_FILE,
+    Dtype,
+    ScoringContract,
+    keeps_padding,
+    read_contract,
+    readme_sha256,
+)
 from treeward.model.export import HTTP_ERROR
 from treeward.model.loading import load_reward_model
 from treeward.model.pretrained import check_local, choose_device, load_tokenizer
@@ -71,6 +78,8 @@ def verify(
         part = "files"
         stored = StoredModel(folder)
         about = f"{len(stored.tensors)} tensors, {stored.num_parameters:,} numbers"
+        if contract.readme_sha256 not in (None, readme_sha256(folder)):
+            about += "; README.md is not the one that was signed, which no score depends on"
         tokenizer = load_tokenizer(str(folder), trust_remote_code=trust_remote_code)
         checks.append(compare(part, _files(contract, stored), about))
         part = "template"
