@@ -15,6 +15,7 @@ processes would write every row twice. `rows.finish(path)` gives the file its fi
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -24,6 +25,8 @@ from typing import IO, Any, Generic, TypeVar
 
 from treeward.errors import CheckpointError, DataError
 from treeward.storage import folder_lock, sync_folder, write_text
+
+logger = logging.getLogger(__name__)
 
 Row = TypeVar("Row")
 _LONGEST_VALUE = 24
@@ -70,12 +73,14 @@ def resumable_rows(
     parse: Callable[[Any, str], Row | None],
     *,
     identity_path: Path | None = None,
+    can_resume: bool = True,
 ) -> Iterator[ResumableRows[Row]]:
     """Open a file of JSON lines to go on with. A path of None keeps nothing.
 
     `identity`: JSON values by name; the error names those that differ. `parse(row, "file:line")` makes a row of JSON
     values into what `kept` holds; None for a row that is not to be kept, and then it and all after it are cut
-    off. A last line that a killed process left incomplete is cut off too.
+    off. A last line that a killed process left incomplete is cut off too. `can_resume`: whether the next run can read
+    the same items, which an interrupted one then tells.
 
     Raises `CheckpointError` for rows of another identity and where another process writes the file, `DataError` for a
     line that is no JSON and for a file that cannot be written.
@@ -104,6 +109,10 @@ def resumable_rows(
             raise _unwritable(path, error) from error
         try:
             yield ResumableRows(kept, stream, path)
+        except KeyboardInterrupt:
+            if can_resume:
+                logger.info("The rows that are done are kept in %s: the same command goes on from there.", path)
+            raise
         finally:
             with suppress(OSError):  # a full disk refuses once more what `add` has raised for
                 stream.close()

@@ -15,9 +15,12 @@ import importlib
 import io
 import logging
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Annotated, Any
 
 import typer
@@ -115,7 +118,8 @@ def _reporting(verb: str, run: Callable[..., int]) -> Callable[..., None]:
     @functools.wraps(run)
     def reporting(**options: Any) -> None:
         try:
-            code = run(**options)
+            with _interrupted_by_signals():
+                code = run(**options)
         except (TreewardError, OSError, KeyboardInterrupt) as error:
             if isinstance(error, BrokenPipeError) and _stdout_closed():
                 raise typer.Exit(0) from None
@@ -125,13 +129,52 @@ def _reporting(verb: str, run: Callable[..., int]) -> Callable[..., None]:
                 traceback.print_exc()
             code, text = 2, f"treeward {verb}: {error}\n"
             if isinstance(error, KeyboardInterrupt):
-                code, text = 130, f"\ntreeward {verb}: interrupted\n"
+                number = error.number if isinstance(error, _Interrupted) else signal.SIGINT
+                code, text = 128 + number, f"\ntreeward {verb}: interrupted\n"
             elif isinstance(error, OSError):
                 text += f"  fix:   treeward --debug {verb} ... shows where it comes from\n"
-            sys.stderr.write(text)
+            with suppress(OSError):  # a terminal that was closed
+                sys.stderr.write(text)
         raise typer.Exit(code)
 
     return reporting
+
+
+class _Interrupted(KeyboardInterrupt):
+    """SIGTERM or SIGHUP, which end a verb as Ctrl-C does: files are closed, and what is done is told."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
+@contextmanager
+def _interrupted_by_signals() -> Iterator[None]:
+    """Within the block SIGTERM and SIGHUP raise `_Interrupted`. A run has a gentler `StopRequest` within it, and the
+    server its own handlers."""
+    own_process = os.getpid()
+
+    def interrupt(number: int, frame: object) -> None:
+        if os.getpid() == own_process:
+            raise _Interrupted(number)
+        # A worker that was forked here: whoever ends it expects that it ends by the signal.
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    numbers: list[signal.Signals] = []
+    # A process of torchrun may wait for others within a call that no exception leaves.
+    is_alone = "LOCAL_RANK" not in os.environ
+    if is_alone and threading.current_thread() is threading.main_thread():
+        # What was ignored at the start, as by nohup, stays ignored.
+        signals = (signal.SIGTERM, signal.SIGHUP)
+        numbers = [number for number in signals if signal.getsignal(number) == signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _stdout_closed() -> bool:

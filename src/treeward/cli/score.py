@@ -91,7 +91,7 @@ def run(
 
         opened: AbstractContextManager[ResumableRows[bool]] = nullcontext(ResumableRows([], stream, path))
         if stream is None:  # the file gets its name when it is complete
-            opened = resumable_rows(partial_file, identity, failed_before)
+            opened = resumable_rows(partial_file, identity, failed_before, can_resume=data != "-")
         with opened as kept:
             if len(kept.kept) != before:
                 raise CheckpointError("another process has written these rows", where=str(partial_file))
