@@ -301,6 +301,31 @@ def test_a_resumed_run_keeps_the_log_of_another_that_has_used_its_folder(
     assert [line["step"] for line in read_metrics(logs / "metrics.jsonl")] == steps
 
 
+def test_a_copy_of_a_run_leaves_the_log_of_its_original_whole(
+    tiny_run: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    original, copied, moved = (tmp_path / name for name in ("original", "copied", "moved"))
+    logs = tmp_path / "logs"
+
+    def steps(folder: Path, number: int) -> None:
+        overrides = [f"checkpointing.checkpoint_dir={folder}", f"logger.log_dir={logs}"]
+        train(tiny_run(f"rm.max_num_steps={number}", *overrides), show_progress=False)
+
+    steps(original, 2)
+    shutil.copytree(original, copied)
+    steps(original, 4)
+    log = (logs / "metrics.jsonl").read_bytes()
+    steps(copied, 3)
+    assert "has the log of another run" in caplog.text
+    assert (logs / "metrics.1.jsonl").read_bytes() == log
+    caplog.clear()
+    copied.rename(moved)  # that is no copy: the run and its log go on
+    steps(moved, 4)
+    assert "another run" not in caplog.text
+    lines = read_metrics(logs / "metrics.jsonl")
+    assert {line["step"] for line in lines} == {3, 4}
+
+
 def test_the_log_may_lie_in_the_folder_of_the_checkpoints(tiny_run: Callable[..., Any], tmp_path: Path) -> None:
     config = tiny_run("rm.max_num_steps=2", f"logger.log_dir={tmp_path}/checkpoints")
     train(config, show_progress=False)

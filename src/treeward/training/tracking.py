@@ -221,14 +221,30 @@ def log_folder(config: LoggerConfig) -> Iterator[None]:
 
 
 def id_of_run(checkpoints: Path | None, *, is_new: bool) -> str:
-    """The name of a run, which lies in its folder of checkpoints; a new one for a new run, or one without a folder."""
-    file = None if checkpoints is None else checkpoints / f".{_RUN_ID}"
-    if file is not None and file.exists() and not is_new:
-        return file.read_text(encoding="utf-8")
+    """The name of a run, which lies in its folder of checkpoints with the folder's path; a new one for a new run, for
+    one without a folder, and for a folder that was copied, whose original may go on too: its later lines of the log
+    would be cut. A folder that was moved keeps it."""
+    if checkpoints is None:
+        return uuid.uuid4().hex
+    file = checkpoints / f".{_RUN_ID}"
+    if file.exists() and not is_new:
+        run_id, _, original = file.read_text(encoding="utf-8").partition("\n")
+        if not _has_run(Path(original), run_id, besides=checkpoints):
+            write_text(file, f"{run_id}\n{checkpoints.resolve()}")
+            return run_id
     run_id = uuid.uuid4().hex
-    if file is not None:
-        write_text(file, run_id)
+    write_text(file, f"{run_id}\n{checkpoints.resolve()}")
     return run_id
+
+
+def _has_run(folder: Path, run_id: str, *, besides: Path) -> bool:
+    """Whether a folder of checkpoints, other than `besides`, is still there and of this run."""
+    file = folder / f".{_RUN_ID}"
+    try:
+        is_of_run = file.read_text(encoding="utf-8").partition("\n")[0] == run_id
+        return is_of_run and not folder.samefile(besides)
+    except OSError:
+        return False
 
 
 def logs_run(config: LoggerConfig, run_id: str) -> bool:
