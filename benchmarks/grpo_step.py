@@ -46,7 +46,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from treeward.config.load import load_grpo_config
 from treeward.rl.generation import LocalGenerator
 from treeward.rl.grpo import GRPORun
-from treeward.rl.setup import set_up
+from treeward.rl.setup import set_up_grpo
 from treeward.tables import Column, results_table
 
 GOAL = 4.0
@@ -152,7 +152,7 @@ def _ours(folder: Path, arguments: argparse.Namespace, precision: str) -> GRPORu
     longest = max(len(line) for line in (folder / "prompts.jsonl").read_text(encoding="utf-8").splitlines())
     values = {**vars(arguments), "folder": folder, "precision": precision, "beta": BETA, "rate": LEARNING_RATE}
     file.write_text(CONFIG.format(**values, length=min(8192, longest + arguments.new_tokens)), encoding="utf-8")
-    setup = set_up(load_grpo_config(file, ()))
+    setup = set_up_grpo(load_grpo_config(file, ()))
     cut = tuple(ids[-arguments.prompt_tokens :] for ids in setup.prompts.token_ids)
     generation = setup.config.policy.generation
     generator = LocalGenerator(setup.policy, setup.tokenizer, generation, end_ids=[])

@@ -137,7 +137,7 @@ def _request(walk: Walk, folder: Path) -> list[str]:
 def _prompt(walk: Walk, folder: Path) -> list[str]:
     file = folder / "grpo.yaml"
     file.write_text(_GRPO.format(model=_MODEL, folder=folder), "utf-8")
-    run = GRPORun(rl_setup.set_up(load_grpo_config(file)))
+    run = GRPORun(rl_setup.set_up_grpo(load_grpo_config(file)))
     with walk.traced():
         run.step(1)
     run.close()

@@ -25,7 +25,7 @@ from treeward.data.tokenizers import train_tokenizer
 from treeward.model.loading import build_policy
 from treeward.rl.advantages import advantages
 from treeward.rl.policy_loss import policy_loss
-from treeward.rl.sampling import Row, sample, uniforms
+from treeward.rl.sampling import SampledRow, sample, uniforms
 
 PROMPTS_PER_STEP = 16
 COMPLETIONS_PER_PROMPT = 8
@@ -62,11 +62,11 @@ for step in range(NUM_STEPS):
 
     # Sample. The rows of a prompt share its keys and values.
     policy.eval()
-    samples: list[list[Row]] = []
+    samples: list[list[SampledRow]] = []
     for p, context in enumerate(chosen):
         prompt_ids = tuple(renderer.encode_prompt(context))
         random_numbers = [uniforms(step, p, g, MAX_NEW_TOKENS) for g in range(COMPLETIONS_PER_PROMPT)]
-        samples.append([Row(prompt_ids, MAX_NEW_TOKENS, numbers) for numbers in random_numbers])
+        samples.append([SampledRow(prompt_ids, MAX_NEW_TOKENS, numbers) for numbers in random_numbers])
     sample(
         policy,
         [row for group in samples for row in group],

@@ -19,7 +19,7 @@ from loopback import Asked
 from transformers import AutoModelForCausalLM
 
 from treeward.model.policy_model import PolicyModel
-from treeward.rl.sampling import Row, sample, uniforms
+from treeward.rl.sampling import SampledRow, sample, uniforms
 
 __all__ = ["ServedPolicy"]
 
@@ -77,14 +77,14 @@ class ServedPolicy:
             self.policy.hf.lm_head = before.hf.lm_head
         self.loaded.append(self.policy.hf.state_dict())
 
-    def _sampled(self, ids: list[int], most: int, seed: int, sampling: dict[str, Any]) -> tuple[Row, str, str]:
+    def _sampled(self, ids: list[int], most: int, seed: int, sampling: dict[str, Any]) -> tuple[SampledRow, str, str]:
         ends, stops = set(sampling.get("stop_token_ids", [])) | {0}, sampling.get("stop", [])
 
         def ended(tokens: list[int]) -> bool:
             return tokens[-1] in ends or any(stop in self.tokenizer.decode(tokens) for stop in stops)
 
         assert self.policy is not None, "asked before it had weights"
-        found = Row(tuple(ids), most, uniforms(seed, 0, 0, most))
+        found = SampledRow(tuple(ids), most, uniforms(seed, 0, 0, most))
         sample(self.policy, [found], ended=ended, temperature=sampling["temperature"], top_p=sampling["top_p"])
         if self.raw:
             with torch.no_grad():

@@ -72,10 +72,10 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         return signed_model(seed=7, max_length=200)
     if "TREEWARD_MODELS" not in os.environ:
         pytest.skip("TREEWARD_MODELS names no folder of real models: examples/real_models.py makes one")
-    from treeward.model.loading import load_reward_model
+    from treeward.model.loading import load_classifier
 
     smollm2 = Path(os.environ["TREEWARD_MODELS"]) / "smollm2-135m-instruct"
-    loaded = load_reward_model(smollm2, head_seed=3)
+    loaded = load_classifier(smollm2, head_seed=3)
     folder = tmp_path_factory.mktemp("smollm2") / "final"
     signed(folder, loaded.tokenizer, loaded.model.hf, max_length=512)
     return folder

@@ -11,7 +11,7 @@ from evaluated import preference, rated
 from messages import write_jsonl
 
 from treeward.errors import DataError
-from treeward.evaluation.comparison import Comparison, Evaluation, compare, read_evaluation
+from treeward.evaluation.comparison import Evaluation, ModelComparison, compare, read_evaluation
 from treeward.evaluation.results import ScoredExample, scored_from_row, to_row
 from treeward.evaluation.statistics import paired_bootstrap, paired_test
 
@@ -34,7 +34,7 @@ def evaluation(name: str, *examples: ScoredExample, **suites: Sequence[ScoredExa
     return Evaluation(name, f"eval/{name}", suites or {"suite": examples})
 
 
-def of_margins(first: Sequence[float | None], second: Sequence[float | None]) -> Comparison:
+def of_margins(first: Sequence[float | None], second: Sequence[float | None]) -> ModelComparison:
     return compare(
         evaluation("a", *(scored(i, m) for i, m in enumerate(first))),
         evaluation("b", *(scored(i, m) for i, m in enumerate(second))),

@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 
 from treeward.data.rendering import Renderer
 from treeward.model.export import export_model
-from treeward.model.loading import ensure_pad_token, load_reward_model
+from treeward.model.loading import ensure_pad_token, load_classifier
 from treeward.model.reward_model import RewardModel
 from treeward.scoring.scorer import Scorer
 
@@ -118,7 +118,7 @@ def test_bfloat16_export(conversations: Any, tiny_tokenizer: Any, tmp_path: Path
     # Rounding the weights is the only difference when the arithmetic is float32; bfloat16 arithmetic rounds more.
     assert score_error(plain_code(tmp_path / "out", conversations, batch=True, dtype=torch.float32), want) <= 2e-2
     assert score_error(plain_code(tmp_path / "out", conversations, batch=True), want) <= 5e-2
-    ours = load_reward_model(tmp_path / "out", dtype=torch.bfloat16).model
+    ours = load_classifier(tmp_path / "out", dtype=torch.bfloat16).model
     assert score_error(our_scores(ours, renderer, conversations), want) <= 5e-2
 
 

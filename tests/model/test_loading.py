@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, ModelError
 from treeward.model.export import export_model
-from treeward.model.loading import build_reward_model, load_policy, load_reward_model
+from treeward.model.loading import build_reward_model, load_classifier, load_policy
 from treeward.model.policy_model import PolicyModel
 from treeward.model.pretrained import load_tokenizer, read_config
 from treeward.model.reward_model import head_name
@@ -36,9 +36,9 @@ def test_a_causal_lm_gets_one_label_and_a_head_drawn_from_the_seed(family: str, 
     lm = causal_lm(family)
     folder = save(lm)
     torch.manual_seed(1)
-    loaded = load_reward_model(folder, head_seed=5)
+    loaded = load_classifier(folder, head_seed=5)
     torch.manual_seed(2)
-    again, other = load_reward_model(folder, head_seed=5), load_reward_model(folder, head_seed=6)
+    again, other = load_classifier(folder, head_seed=5), load_classifier(folder, head_seed=6)
     head = loaded.model.head.weight
     assert head.shape == (1, 32) and head.dtype == torch.float32
     drawn = torch.randn(1, 32, generator=torch.Generator().manual_seed(5))
@@ -57,11 +57,11 @@ def test_missing_weights_and_nan_are_refused(save: Callable[..., Path]) -> None:
     broken = weights.pop(name)
     save_file(weights, file, metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"weights are missing(?s:.*)up_proj"):
-        load_reward_model(folder)
+        load_classifier(folder)
     broken[0, 0] = torch.nan
     save_file({**weights, name: broken}, file, metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"NaN or infinity(?s:.*)up_proj"):
-        load_reward_model(folder)
+        load_classifier(folder)
 
 
 def test_broken_files_are_refused(save: Callable[..., Path]) -> None:
@@ -71,15 +71,15 @@ def test_broken_files_are_refused(save: Callable[..., Path]) -> None:
     for wrong, message in ((text.replace('"hidden_size": 32', '"hidden_size": "wide"'), "expected int"), ("{", "")):
         config.write_text(wrong, encoding="utf-8")
         with pytest.raises(ModelError, match=rf"cannot be loaded(?s:.*){message}"):
-            load_reward_model(folder)
+            load_classifier(folder)
     config.write_text(text, encoding="utf-8")
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(ModelError, match="cannot be loaded"):
-        load_reward_model(folder)
+        load_classifier(folder)
     weights.unlink()
     torch.save(tiny_model("llama").state_dict(), folder / "pytorch_model.bin")  # it is never unpickled
     with pytest.raises(ModelError, match=r"cannot be loaded(?s:.*)safetensors"):
-        load_reward_model(folder)
+        load_classifier(folder)
 
 
 def tokenizer_with(tiny_tokenizer: Any, **special: Any) -> Any:
@@ -95,7 +95,7 @@ def test_padding_that_is_the_end_of_text_gets_a_token_of_its_own(
 ) -> None:
     """A spare padding token of the vocabulary is taken (here `<|pad|>`)."""
     folder = save(tiny_model("llama"), tokenizer_with(tiny_tokenizer, pad_token=pad))
-    loaded = load_reward_model(folder)
+    loaded = load_classifier(folder)
     assert loaded.tokenizer.pad_token == "<|pad|>" and loaded.model.num_embeddings == 600
     assert loaded.model.hf.config.pad_token_id == loaded.tokenizer.pad_token_id != loaded.tokenizer.eos_token_id
 
@@ -106,10 +106,10 @@ def test_the_end_of_turn_is_trained_where_it_was_the_padding_token(
     """PyTorch gives an embedding's `padding_idx` no gradient; fresh and loaded again, the two models train alike."""
     tokenizer = tokenizer_with(tiny_tokenizer, pad_token="<|endoftext|>")
     end = tokenizer.eos_token_id
-    fresh = load_reward_model(save(tiny_model("llama", pad_token_id=end, eos_token_id=end), tokenizer))
+    fresh = load_classifier(save(tiny_model("llama", pad_token_id=end, eos_token_id=end), tokenizer))
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     export_model(fresh.model, fresh.tokenizer, tmp_path / "resumed", chat_template=template)
-    resumed = load_reward_model(tmp_path / "resumed")
+    resumed = load_classifier(tmp_path / "resumed")
     for layout in ("tree", "rows"):
         gradients = []
         for model in (fresh.model, resumed.model):
@@ -126,13 +126,13 @@ def test_without_a_spare_one_the_vocabulary_grows(save: Callable[..., Path], tin
     files = save(tiny_model("llama"), tokenizer)
     replace_text(files / "tokenizer.json", "<|pad|>", "<|other|>")
     torch.manual_seed(1)
-    loaded = load_reward_model(files, head_seed=4)
+    loaded = load_classifier(files, head_seed=4)
     assert loaded.tokenizer.pad_token == "<|treeward_pad|>" and loaded.tokenizer.pad_token_id == 600
     assert loaded.model.num_embeddings == 601 == loaded.model.hf.config.vocab_size
     with pytest.raises(ModelError, match="token 600(?s:.*)0 to 599"):  # nobody has trained this row
         loaded.model.score_tokens([[5, 600]])
     torch.manual_seed(2)
-    again = load_reward_model(files, head_seed=4)
+    again = load_classifier(files, head_seed=4)
     assert torch.equal(loaded.model.hf.get_input_embeddings().weight, again.model.hf.get_input_embeddings().weight)
 
 
@@ -140,9 +140,9 @@ def test_several_ends_of_text(save: Callable[..., Path], tiny_tokenizer: Any) ->
     """Llama 3 has three; none of them may pad."""
     pad = tiny_tokenizer.pad_token_id
     folder = save(tiny_model("llama", eos_token_id=[0, pad, 5]))
-    loaded = load_reward_model(folder)
+    loaded = load_classifier(folder)
     assert loaded.tokenizer.pad_token == "<|treeward_pad|>"
-    assert load_reward_model(save(tiny_model("llama", eos_token_id=[0, 5]))).tokenizer.pad_token == "<|pad|>"
+    assert load_classifier(save(tiny_model("llama", eos_token_id=[0, 5]))).tokenizer.pad_token == "<|pad|>"
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_families_without_a_sequence_classifier(
     with torch.no_grad():
         want = model(model.make_batch(forest()))
     export_model(model, loaded.tokenizer, tmp_path / "out", chat_template=Renderer(loaded.tokenizer).chat_template)
-    reloaded = load_reward_model(tmp_path / "out").model
+    reloaded = load_classifier(tmp_path / "out").model
     with torch.no_grad():
         assert score_error(reloaded(reloaded.make_batch(forest())), want) <= 1e-5
 
@@ -187,18 +187,18 @@ def test_remote_code_is_not_run(save: Callable[..., Path], tmp_path: Path) -> No
     marker = tmp_path / "ran"
     (folder / "mine.py").write_text(f"open({str(marker)!r}, 'w').close()\nclass MyConfig: pass\n", encoding="utf-8")
     with pytest.raises(ModelError):
-        load_reward_model(folder)
+        load_classifier(folder)
     assert not marker.exists()
 
 
 @pytest.mark.parametrize("family", ["distilbert", "bert", "qwen3"])
 def test_bfloat16_keeps_the_head_alone_in_float32(family: str, save: Any) -> None:
     folder = save(tiny_model(family))
-    loaded = load_reward_model(folder, dtype=torch.bfloat16)
+    loaded = load_classifier(folder, dtype=torch.bfloat16)
     head = head_name(loaded.model.hf)
     for name, parameter in loaded.model.hf.named_parameters():
         assert parameter.dtype == (torch.float32 if name.split(".")[0] == head else torch.bfloat16), name
-    exact = load_reward_model(folder).model
+    exact = load_classifier(folder).model
     ids = [[5, 6, 7, 8], [9, 6, 7, 0]]
     assert loaded.model.score_tokens(ids) == pytest.approx(exact.score_tokens(ids).numpy(), abs=0.2)
 

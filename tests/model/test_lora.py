@@ -29,7 +29,7 @@ from treeward.config.policy import LoraConfig
 from treeward.errors import CheckpointError, ConfigError, ModelError
 from treeward.model.checks import check_policy
 from treeward.model.export import export_model, exported_weights
-from treeward.model.loading import load_policy, load_reward_model
+from treeward.model.loading import load_classifier, load_policy
 from treeward.model.lora import (
     AdapterReference,
     adapter_state,
@@ -276,10 +276,10 @@ def test_a_folder_of_adapters_is_a_reward_model(adapters: Any, write_rows: Calla
     assert main(["score", str(folder), "--data", str(rows), "--output", str(output)]) == 0
     ids = Scorer.load(folder).renderer.encode(CONVERSATION)
     assert json.loads(output.read_text())["score"] == pytest.approx(float(logits(model, ids)), abs=1e-5)
-    trained = load_reward_model(folder, head_seed=1).model  # its head is not drawn anew
+    trained = load_classifier(folder, head_seed=1).model  # its head is not drawn anew
     saved = load_file(folder / "adapter_model.safetensors")["base_model.model.score.weight"]
     assert torch.equal(trained.head.weight, saved) and all(one.requires_grad for one in trained.parameters())
-    half = load_reward_model(folder, dtype=torch.bfloat16).model
+    half = load_classifier(folder, dtype=torch.bfloat16).model
     assert half.head.weight.dtype == torch.float32 and half.hf.dtype == torch.bfloat16
     with pytest.raises(ModelError, match="cannot write completions"):
         load_policy(folder)
@@ -291,8 +291,8 @@ def test_a_folder_of_adapters_is_a_policy(adapters: Any, tmp_path: Path) -> None
     ids = loaded.tokenizer.encode("Two words.")
     assert float((logits(loaded.model.hf, ids) - logits(model, ids)).abs().max()) < 1e-4
     with pytest.raises(ModelError, match="no reward head"):
-        load_reward_model(folder)
-    assert load_reward_model(folder, head_seed=1).model.num_heads == 1
+        load_classifier(folder)
+    assert load_classifier(folder, head_seed=1).model.num_heads == 1
     add_adapters(loaded.model, LoraConfig(enabled=True), seed=1)  # their base is that policy, not its base
     save_adapters(loaded.model, tmp_path / "next")
     again = load_policy(tmp_path / "next").model.hf

@@ -28,7 +28,7 @@ from treeward.errors import DataError, ModelError
 from treeward.model import published as published_module
 from treeward.model.contract import CONTRACT_FILE
 from treeward.model.export import export_model
-from treeward.model.loading import load_reward_model
+from treeward.model.loading import load_classifier
 from treeward.model.pretrained import load_tokenizer
 from treeward.model.published import ARMORM, HELPSTEER2, set_template
 from treeward.model.reward_model import FeatureBatch
@@ -363,10 +363,10 @@ def wanted(name: str, folder: Path, sequences: list[list[int]]) -> Tensor:
 def test_scores_are_those_of_the_authors_arithmetic(name: str, loaded: Any, save: Save) -> None:
     folder = save(name)
     if loaded == "filled":
-        model = load_reward_model(folder, on_meta=True).model
+        model = load_classifier(folder, on_meta=True).model
         model.fill("cpu")
     else:
-        model = load_reward_model(folder, attention=loaded).model
+        model = load_classifier(folder, attention=loaded).model
     assert model.layout == ("rows" if loaded == "rows" else "tree") and model.num_heads == MODELS[name].parts
     want = wanted(name, folder, SEQUENCES)
     assert want.std() > 0.01
@@ -391,13 +391,13 @@ def test_a_head_without_its_tensor_is_refused_by_its_name(name: str, save: Save)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     for head_seed in (None, 3):
         with pytest.raises(ModelError, match=f"without {lost}"):
-            load_reward_model(folder, head_seed=head_seed)
+            load_classifier(folder, head_seed=head_seed)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_training_goes_on_and_the_export_scores_the_same(name: str, save: Save, tmp_path: Path) -> None:
     folder, exported = save(name), tmp_path / "exported"
-    model, tokenizer = load_reward_model(folder, head_seed=5)
+    model, tokenizer = load_classifier(folder, head_seed=5)
     renderer = Renderer(tokenizer)
     optimiser = torch.optim.SGD((one for one in model.parameters() if one.requires_grad), lr=0.01)
     before = model.train()(model.make_batch([SEQUENCES]))
@@ -449,7 +449,7 @@ def test_openrlhf_reads_at_the_end_of_the_text(save: Save) -> None:
     folder = save("OpenRLHF")
     for turn, end in ("message['content'] + eos_token + '\\n'", ""), ("message['content'] + '\\n'", " "):
         (folder / "chat_template.jinja").write_text(f"{{% for message in messages %}}{{{{ {turn} }}}}{{% endfor %}}\n")
-        tokenizer = load_reward_model(folder).tokenizer
+        tokenizer = load_classifier(folder).tokenizer
         first, last = (message["content"] for message in CHATS[0])
         between = tokenizer.eos_token if end == "" else ""
         assert Renderer(tokenizer).render(CHATS[0]) == f"{first}{between}\n{last}{end}{tokenizer.eos_token}"
@@ -478,7 +478,7 @@ TEXTS = {
 @pytest.mark.parametrize("name", TEXTS)
 def test_a_tokenizer_without_a_template_gets_that_of_the_authors(name: str, save: Save, tmp_path: Path) -> None:
     folder, (first, between, second, end) = save(name), TEXTS[name]
-    owned = load_reward_model(folder).tokenizer
+    owned = load_classifier(folder).tokenizer
     assert owned.chat_template == DEFAULT_CHAT_TEMPLATE
     (folder / "chat_template.jinja").unlink()
     scorer = Scorer.load(folder)
@@ -511,7 +511,7 @@ def test_a_known_class_with_another_head_is_refused(name: str, changes: Any, mes
     save_file({**load_file(file), **changes}, file, metadata={"format": "pt"})
     for options in ({}, {"head_seed": 3, "on_meta": True}):
         with pytest.raises(ModelError, match=message):
-            load_reward_model(file.parent, **options).model.fill("cpu")
+            load_classifier(file.parent, **options).model.fill("cpu")
 
 
 def test_the_newer_grm_are_plain_classifiers(tiny_tokenizer: Any, tmp_path: Path) -> None:
@@ -519,7 +519,7 @@ def test_the_newer_grm_are_plain_classifiers(tiny_tokenizer: Any, tmp_path: Path
     vars(model.config).update(GRM)
     model.save_pretrained(folder)
     tiny_tokenizer.save_pretrained(folder)
-    loaded = load_reward_model(folder).model
+    loaded = load_classifier(folder).model
     assert torch.equal(loaded.head.weight, model.score.weight)
 
 

@@ -13,7 +13,7 @@ from messages import chat
 from treeward.data.rendering import Renderer
 from treeward.errors import ModelError
 from treeward.model.export import export_model
-from treeward.model.loading import load_reward_model
+from treeward.model.loading import load_classifier
 from treeward.scoring.golden import sign_folder
 from treeward.scoring.scorer import Scorer
 
@@ -46,7 +46,7 @@ def test_a_token_of_a_language_model_is_a_score(name: str, tied: bool, tiny_toke
     assert sign_folder(tmp_path / "plain").read.plain_transformers
     again = Scorer.load(tmp_path / "plain")
     assert [one.score for one in again.score(CHATS)] == pytest.approx(want, abs=1e-5)
-    filled = load_reward_model(folder, on_meta=True).model
+    filled = load_classifier(folder, on_meta=True).model
     filled.fill("cpu")
     assert torch.equal(filled.head.weight, scorer.model.head.weight)
 
@@ -56,4 +56,4 @@ def test_logits_that_are_not_linear_and_unknown_tokens_are_refused(tiny_tokenize
     for tokens, message in (("no", "yes"), "these are no tokens"), ([70, 71], "not linear"):
         lm.config.classifier_from_token = tokens
         with pytest.raises(ModelError, match=message):
-            load_reward_model(save(lm))
+            load_classifier(save(lm))

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForMaskedLM
 
 from treeward.errors import ModelError
-from treeward.model.loading import load_policy, load_reward_model
+from treeward.model.loading import load_classifier, load_policy
 
 ROW, SQUARE = torch.ones(1, 32), torch.ones(32, 32)
 HEADS: Mapping[str, tuple[str, dict[str, torch.Tensor]]] = {
@@ -51,7 +51,7 @@ def test_a_head_that_nobody_reads_is_named(kind: str, save: Save) -> None:
     first = sorted(head)[0]
     for options in ({}, {"head_seed": 3}, {"head_seed": 3, "on_meta": True}):
         with pytest.raises(ModelError, match=rf"does not use(?s:.*){first}.* like a head"):
-            load_reward_model(folder, **options).model.fill("cpu")
+            load_classifier(folder, **options).model.fill("cpu")
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_a_model_without_a_score_is_refused_by_name(architecture: str, name: str
     folder = shutil.copytree(saved, saved / name)
     for options in ({}, {"head_seed": 3}, {"head_seed": 3, "on_meta": True}):
         with pytest.raises(ModelError, match=rf"{reason}(?s:.*)docs/reward_models\.md"):
-            load_reward_model(folder, **options)
+            load_classifier(folder, **options)
 
 
 @pytest.mark.parametrize("file", ["value_head.safetensors", "value_head.bin"])
@@ -78,14 +78,14 @@ def test_a_head_in_a_file_of_its_own_is_named(file: str, save: Save) -> None:
     (folder / file).touch()
     for options in ({}, {"head_seed": 3}, {"head_seed": 3, "on_meta": True}):
         with pytest.raises(ModelError, match=rf"does not use(?s:.*){file}.* like a head"):
-            load_reward_model(folder, **options).model.fill("cpu")
+            load_classifier(folder, **options).model.fill("cpu")
     load_policy(folder)
 
 
 def test_another_tensor_is_named_too(save: Save) -> None:
     folder = save(tiny_model("llama"), {"model.layers.1.self_attn.q_proj.bias": ROW[0]})
     with pytest.raises(ModelError, match=r"does not use(?s:.*)layers\.1\.self_attn\.q_proj\.bias") as raised:
-        load_reward_model(folder)
+        load_classifier(folder)
     assert "head" not in str(raised.value.got)
     folder = save(causal_model("llama"), HEADS["TRL"][1])
     for on_meta in (False, True):
@@ -108,4 +108,4 @@ def test_another_tensor_is_named_too(save: Save) -> None:
 def test_what_the_family_knows_may_be_left(
     model: Callable[[], Any], more: Mapping[str, torch.Tensor], architecture: str | None, on_meta: bool, save: Save
 ) -> None:
-    load_reward_model(save(model(), more, architecture), head_seed=3, on_meta=on_meta).model.fill("cpu")
+    load_classifier(save(model(), more, architecture), head_seed=3, on_meta=on_meta).model.fill("cpu")

@@ -24,7 +24,7 @@ from treeward.errors import CheckpointError, ConfigError
 from treeward.model import export as of_export
 from treeward.model import shards
 from treeward.model.export import export_model
-from treeward.model.loading import load_reward_model
+from treeward.model.loading import load_classifier
 from treeward.model.lora import add_adapters
 from treeward.model.policy_model import PolicyModel
 from treeward.model.pretrained import load_tokenizer
@@ -164,7 +164,7 @@ DTYPE = {"llama": torch.bfloat16, "mixtral": torch.float32, "tied": torch.bfloat
 
 def adapted(folder: Path) -> RewardModel:
     """Adapters beside weights of four bits, which are whole on each process."""
-    model = load_reward_model(folder, dtype=torch.bfloat16, load_in_4bit=True).model
+    model = load_classifier(folder, dtype=torch.bfloat16, load_in_4bit=True).model
     add_adapters(model, LoraConfig(enabled=True, dim=4), seed=1)
     for name, weight in model.named_parameters():
         if "lora_B" in name:

@@ -9,7 +9,7 @@ import pytest
 from families import tiny_model
 
 from treeward.errors import ModelError
-from treeward.model.loading import load_reward_model
+from treeward.model.loading import load_classifier
 
 
 @pytest.mark.parametrize("labels", [(), ("helpful", "brief"), ("a", "b", "c", "d")])
@@ -21,4 +21,4 @@ def test_a_head_of_another_shape_is_refused_and_not_drawn_anew(
     tiny_tokenizer.save_pretrained(tmp_path)
     for on_meta in (False, True):
         with pytest.raises(ModelError, match="the weights do not have the shapes"):
-            load_reward_model(tmp_path, head_seed=3, labels=labels, on_meta=on_meta).model.fill("cpu")
+            load_classifier(tmp_path, head_seed=3, labels=labels, on_meta=on_meta).model.fill("cpu")

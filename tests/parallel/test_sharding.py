@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from treeward.config.policy import LoraConfig, OptimizerConfig, ShardingConfig
 from treeward.errors import ConfigError
 from treeward.model.checks import check_before_training
-from treeward.model.loading import load_reward_model
+from treeward.model.loading import load_classifier
 from treeward.model.lora import add_adapters
 from treeward.model.policy_model import PolicyModel
 from treeward.model.pretrained import load_tokenizer
@@ -220,10 +220,10 @@ def refusals() -> list[str]:
 def read_in_parts(folder: str) -> list[list[float]]:
     """Scores of a model on the disk: in one process, and of its parts, each of which reads its own."""
     tokenizer, sequences = load_tokenizer(folder), [[5, 6, 7, 8, 9], [5, 6, 10]]
-    whole = load_reward_model(folder, tokenizer=tokenizer).model
+    whole = load_classifier(folder, tokenizer=tokenizer).model
     found = [whole.score_tokens(sequences)]
     mesh = make_mesh(ShardingConfig(tensor_parallel_size=2))
-    part = load_reward_model(folder, tokenizer=tokenizer, on_meta=True).model
+    part = load_classifier(folder, tokenizer=tokenizer, on_meta=True).model
     cut(part, mesh)
     shard(part, mesh, dtype=torch.float32)
     part.fill("cpu")

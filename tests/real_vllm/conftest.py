@@ -21,7 +21,7 @@ from loopback import wait_until
 from signed import signed
 from transformers import AutoModelForCausalLM
 
-from treeward.model.loading import load_reward_model
+from treeward.model.loading import load_classifier
 from treeward.parallel.ray_cluster import free_port
 
 
@@ -41,7 +41,7 @@ def smollm2() -> Path:
 @pytest.fixture(scope="session")
 def export(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A reward model of SmolLM2 with a random head, as `treeward train` exports it, for conversations of 512 tokens."""
-    loaded = load_reward_model(smollm2, head_seed=3)
+    loaded = load_classifier(smollm2, head_seed=3)
     folder = tmp_path_factory.mktemp("rm") / "final"
     signed(folder, loaded.tokenizer, loaded.model.hf, max_length=512)
     return folder

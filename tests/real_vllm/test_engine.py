@@ -16,7 +16,7 @@ SCRIPT = """
 import json, sys
 from pathlib import Path
 from treeward.config.grpo_policy import GenerationConfig
-from treeward.rl.served_generation import Request
+from treeward.rl.served_generation import CompletionRequest
 from treeward.rl.vllm_engine import VllmEngine, engine_options, sampling_parameters
 
 def main():
@@ -27,7 +27,7 @@ def main():
     options |= {"enable_sleep_mode": False, "enforce_eager": True, "load_format": "auto"}
     engine = VllmEngine()
     engine.start({path.name: path.read_bytes() for path in first.iterdir()}, "nccl", options)
-    request = Request([504, 6330, 314], 3, 8, 11, "the test")
+    request = CompletionRequest([504, 6330, 314], 3, 8, 11, "the test")
     rows = []
     for folder in (None, moved):
         if folder is not None:

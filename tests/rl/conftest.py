@@ -19,12 +19,12 @@ def policy() -> Any:
 @pytest.fixture
 def opened(tiny_grpo: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
     """Sets up runs of the tiny configuration, with overrides, and closes them at the end."""
-    from treeward.rl.setup import GRPOSetup, set_up
+    from treeward.rl.setup import GRPOSetup, set_up_grpo
 
     runs: list[GRPOSetup] = []
 
     def make(*options: str) -> GRPOSetup:
-        runs.append(set_up(tiny_grpo("checkpointing.enabled=false", *options)))
+        runs.append(set_up_grpo(tiny_grpo("checkpointing.enabled=false", *options)))
         return runs[-1]
 
     yield make

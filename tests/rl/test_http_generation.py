@@ -19,8 +19,8 @@ from treeward.config.grpo_policy import GenerationConfig
 from treeward.model.policy_model import PolicyModel
 from treeward.rl.generation import GenerationError
 from treeward.rl.http_generation import HttpGenerator
-from treeward.rl.sampling import Row, sample, uniforms
-from treeward.rl.served_generation import Request, Served, ServedGenerator
+from treeward.rl.sampling import SampledRow, sample, uniforms
+from treeward.rl.served_generation import CompletionRequest, Served, ServedGenerator
 
 
 @contextmanager
@@ -230,8 +230,10 @@ class Samplers(ServedGenerator):
 
     policies: Sequence[PolicyModel]
 
-    def ask(self, requests: Sequence[Request], sampling: GenerationConfig, *, log_probs: bool) -> list[list[Served]]:
-        rows = [Row(tuple(one.prompt_ids), one.most, uniforms(one.seed, 0, 0, one.most)) for one in requests]
+    def ask(
+        self, requests: Sequence[CompletionRequest], sampling: GenerationConfig, *, log_probs: bool
+    ) -> list[list[Served]]:
+        rows = [SampledRow(tuple(one.prompt_ids), one.most, uniforms(one.seed, 0, 0, one.most)) for one in requests]
         for number, policy in enumerate(self.policies):
             sample(policy, rows[number :: len(self.policies)], ended=self.reader.has_ended, temperature=1.0)
         return [[Served(token_ids=row.token_ids, log_probs=row.log_probs, finish_reason="length")] for row in rows]

@@ -13,7 +13,7 @@ from templates import PROMPTING_CHATML
 
 from treeward.environments.interface import Reward
 from treeward.errors import ModelError
-from treeward.rl.rollouts import Rollouts, Validation, collect, sampling_seed, validate
+from treeward.rl.rollouts import PolicyValidation, Rollouts, collect, sampling_seed, validate
 from treeward.rl.setup import GRPOSetup
 
 GOLD = (
@@ -22,7 +22,7 @@ GOLD = (
 )
 
 
-def measured(run: GRPOSetup) -> Validation:
+def measured(run: GRPOSetup) -> PolicyValidation:
     found = validate(run)
     assert found is not None
     return found

@@ -21,7 +21,7 @@ from treeward.http import RewardServerError
 from treeward.model.export import export_model
 from treeward.model.loading import build_policy
 from treeward.rl import setup as rl_setup
-from treeward.rl.setup import set_up
+from treeward.rl.setup import set_up_grpo
 from treeward.serving.service import Service
 
 Make = Callable[..., Any]
@@ -33,13 +33,13 @@ def test_validation_prompts_are_spread_over_the_sets(tiny_grpo: Make, write_prom
     second = write_prompts("b.jsonl", [f"Count from {n}." for n in range(10)])
     form = "{{dataset_name: PromptDataset, data_path: {}, name: {}}}"
     sets = f"data.validation=[{form.format(first, 'to')}, {form.format(second, 'from')}]"
-    with contextlib.closing(set_up(tiny_grpo(sets, "grpo.max_val_samples=12"))) as run:
+    with contextlib.closing(set_up_grpo(tiny_grpo(sets, "grpo.max_val_samples=12"))) as run:
         assert len(run.validation) == 12 and list(run.validation_sets) == ["to"] * 9 + ["from"] * 3
         asked = [prompt.messages[-1]["content"] for prompt, _ in run.validation]
         assert len(set(asked)) == 12 and asked[0] == "Count to 0." and asked[-1] == "Count from 9."
-    with contextlib.closing(set_up(tiny_grpo(sets, "grpo.max_val_samples=null"))) as run:
+    with contextlib.closing(set_up_grpo(tiny_grpo(sets, "grpo.max_val_samples=null"))) as run:
         assert len(run.validation) == 40
-    with contextlib.closing(set_up(tiny_grpo(sets, "grpo.max_val_samples=12", "grpo.val_batch_size=5"))) as run:
+    with contextlib.closing(set_up_grpo(tiny_grpo(sets, "grpo.max_val_samples=12", "grpo.val_batch_size=5"))) as run:
         assert len(run.validation) == 10, "whole batches, as in NeMo RL"
 
 
@@ -48,7 +48,7 @@ def test_validation_prompts_that_are_trained_on_are_told(
 ) -> None:
     path = write_prompts("both.jsonl", ["Count to 3.", "Count to 4."])
     same = [f"data.{role}={{dataset_name: PromptDataset, data_path: {path}}}" for role in ("train", "validation")]
-    with contextlib.closing(set_up(tiny_grpo(*same))):
+    with contextlib.closing(set_up_grpo(tiny_grpo(*same))):
         assert "2 of 2 validation prompts are also training prompts" in caplog.text
 
 
@@ -82,12 +82,12 @@ def test_a_run_that_cannot_be_set_up_closes_its_environments(tiny_grpo: Make, mo
     closed: list[Any] = []
     monkeypatch.setattr(rl_setup.EnvironmentRunner, "shutdown", lambda self: closed.append(self))
     with pytest.raises(TreewardError):
-        set_up(tiny_grpo("policy.optimizer.kwargs.unheard_of=3"))
+        set_up_grpo(tiny_grpo("policy.optimizer.kwargs.unheard_of=3"))
     assert len(closed) == 1
 
 
 def identity_now(config: Any) -> dict[str, Any]:
-    with contextlib.closing(set_up(config)) as run:
+    with contextlib.closing(set_up_grpo(config)) as run:
         return run.identity
 
 
@@ -149,4 +149,4 @@ def test_a_reward_model_at_a_server_is_known_by_its_contract(
     assert identities[0] == identities[1]
     assert len({str(identity) for identity in identities}) == 6
     with pytest.raises(RewardServerError, match="cannot be reached"):
-        set_up(config)
+        set_up_grpo(config)

@@ -18,7 +18,7 @@ from treeward.model.lora import add_adapters
 from treeward.model.policy_model import PolicyModel
 from treeward.rl import vllm_generation
 from treeward.rl.generation import CompletionGroup, GenerationError
-from treeward.rl.served_generation import Request
+from treeward.rl.served_generation import CompletionRequest
 from treeward.rl.vllm_generation import VllmGenerator
 
 Make = Callable[..., VllmGenerator]
@@ -109,4 +109,4 @@ def test_what_goes_wrong_is_said(
     hang.touch()
     generator.config = generator.config.model_copy(update={"timeout_seconds": 1.0})
     with pytest.raises(GenerationError, match=r"failed(?s:.*)timed out(?s:.*)timeout_seconds"):
-        generator.ask([Request(IDS[0], 1, 4, 0, "a test")], generator.config, log_probs=True)
+        generator.ask([CompletionRequest(IDS[0], 1, 4, 0, "a test")], generator.config, log_probs=True)

@@ -16,7 +16,7 @@ from templates import byte_bpe, template_source
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from treeward.model.export import export_model
-from treeward.model.loading import load_reward_model
+from treeward.model.loading import load_classifier
 from treeward.scoring.diagnosis import diagnose
 from treeward.scoring.golden import sign_exported, sign_folder
 from treeward.scoring.scorer import Scorer
@@ -73,7 +73,7 @@ def test_every_route_gives_the_logits_of_plain_transformers(foreign: Path) -> No
     ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
     padded = {"input_ids": ids, "input_lengths": torch.tensor([len(row) for row in rows])}
     assert scorer.model.score(padded)["scores"].tolist() == pytest.approx(want, abs=1e-5)
-    read = load_reward_model(foreign).model.score_tokens(rows)[:, 0].tolist()  # as training reads it
+    read = load_classifier(foreign).model.score_tokens(rows)[:, 0].tolist()  # as training reads it
     if (pad := scorer.model.padding_token) is not None:  # nothing but padding is read at its first token
         hf = AutoModelForSequenceClassification.from_pretrained(foreign, dtype="float32", num_labels=1)
         nothing_else = torch.tensor([[pad] * 3])
@@ -109,7 +109,7 @@ def test_its_contract_says_where_it_is_read(foreign: Path, tmp_path: Path) -> No
 def test_training_goes_on_at_the_last_token_and_says_so(
     foreign: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loaded = load_reward_model(foreign, head_seed=3)
+    loaded = load_classifier(foreign, head_seed=3)
     is_end = copy.deepcopy(AutoTokenizer.from_pretrained(foreign)).pad_token == "<|eot_id|>"
     assert ("before its padding token, '<|eot_id|>'" in caplog.text) == is_end
     assert loaded.model.padding_token is None and loaded.tokenizer.pad_token not in (None, "<|eot_id|>")

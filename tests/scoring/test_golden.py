@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from treeward.errors import ModelError
 from treeward.model.contract import CONTRACT_FILE, read_contract, text_sha256
-from treeward.model.loading import load_reward_model
+from treeward.model.loading import load_classifier
 from treeward.model.reward_model import RewardModel
 from treeward.model.stored import StoredModel, sha256_of
 from treeward.scoring.golden import GOLDEN_CONVERSATIONS, hash_all, sign_exported, sign_folder, tokenizer_sha256
@@ -134,13 +134,13 @@ def test_the_tolerances_hold_for_every_way_to_compute(family: str, tiny_tokenize
     model.tree_attention = attention.TREE
     for scores in (alone, dense):
         assert float((scores - golden).abs().max()) <= contract.tolerance.float32 / 4
-    rounded = load_reward_model(tmp_path, dtype=torch.bfloat16).model.score_tokens(rows)[:, 0]
+    rounded = load_classifier(tmp_path, dtype=torch.bfloat16).model.score_tokens(rows)[:, 0]
     off = float((rounded - golden).abs().max())
     assert 20 * contract.tolerance.float32 < off <= contract.tolerance.bfloat16
 
     _, _, small = signed(tmp_path / "small", renderer.tokenizer, model.hf, dtype=torch.bfloat16)
     assert (small.dtypes.weights, small.dtypes.head) == ("bfloat16", "float32")
-    of_rounded = load_reward_model(tmp_path / "small", dtype=torch.float32).model.score_tokens(rows)[:, 0]
+    of_rounded = load_classifier(tmp_path / "small", dtype=torch.float32).model.score_tokens(rows)[:, 0]
     in_file = torch.tensor([example.score for example in small.golden])
     assert torch.allclose(in_file, of_rounded, atol=1e-6)
     assert small.tolerance.bfloat16 > float((in_file - golden).abs().max()) > 10 * small.tolerance.float32

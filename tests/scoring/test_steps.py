@@ -18,7 +18,7 @@ from transformers import AutoModel
 from treeward.cli.main import main
 from treeward.environments.reward_model import RewardModelEnvironment
 from treeward.errors import ConfigError, DataError, ModelError
-from treeward.model.loading import load_reward_model
+from treeward.model.loading import load_classifier
 from treeward.scoring.scorer import Scorer
 
 MARK, SIZE = "<extra_0>", 32
@@ -111,6 +111,6 @@ def test_what_has_no_steps_is_refused(
     with pytest.raises(ConfigError, match="no model with a value"):
         _ = environment.reward_model_policy
     with pytest.raises(ModelError, match="no contract and no training"):
-        load_reward_model(published[0], head_seed=0)
+        load_classifier(published[0], head_seed=0)
     assert main(["verify", str(published[0]), "--write"]) == 2
     assert "no contract and no training" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from transformers import AutoModelForSequenceClassification
 from treeward import Scorer
 from treeward.cli.main import main
 from treeward.errors import CheckpointError
-from treeward.model.loading import load_reward_model
+from treeward.model.loading import load_classifier
 from treeward.model.lora import add_adapters, is_quantized, load_adapters
 from treeward.training.train import train
 
@@ -87,7 +87,7 @@ def test_a_run_learns_goes_on_exactly_and_exports_what_it_has_trained(
     merged = AutoModelForSequenceClassification.from_pretrained(final)
     assert float((plain_scores(merged, sequences) - want).abs().max()) < 1e-5
     # What was trained, as it computed: adapters beside the base, of four bits or not.
-    trained = load_reward_model(policy_folder, head_seed=1, load_in_4bit=load_in_4bit).model
+    trained = load_classifier(policy_folder, head_seed=1, load_in_4bit=load_in_4bit).model
     config = tiny_runs(tmp_path)(*options)
     adapter = tmp_path / "whole" / "checkpoints" / "step_24" / "adapter"
     add_adapters(trained, config.policy.dtensor_cfg.lora_cfg, seed=1)

@@ -14,7 +14,7 @@ from treeward.rl.grpo import grpo
 from treeward.training.loop import Loop
 from treeward.training.setup import set_up
 from treeward.training.train import RewardModelRun, train
-from treeward.training.validation import values_of
+from treeward.training.validation import metric_values
 
 RUNS: list[tuple[str, Callable[..., Any]]] = [("tiny_run", train), ("tiny_grpo", grpo)]
 
@@ -69,7 +69,7 @@ def test_the_metrics_do_not_depend_on_the_batches(tiny_run: Callable[..., Any]) 
     few, other = (RewardModelRun(setup).validate_set("held_out") for setup in setups)
     assert few is not None and other is not None
     assert few.sums.num_units == len(few.scored) == 24
-    assert values_of(few.metrics()) == pytest.approx(values_of(other.metrics()), abs=1e-5)
+    assert metric_values(few.metrics()) == pytest.approx(metric_values(other.metrics()), abs=1e-5)
     dataset = setups[0].validation_sets["held_out"]
     for one, same, comparison in zip(few.scored, other.scored, dataset[:24], strict=True):
         assert one.scores == pytest.approx(same.scores, abs=1e-5)

@@ -23,7 +23,7 @@ from treeward.errors import ConfigError
 from treeward.tables import Column, results_table
 
 if TYPE_CHECKING:
-    from treeward.evaluation.comparison import Comparison
+    from treeward.evaluation.comparison import ModelComparison
 
 
 def run(
@@ -51,7 +51,7 @@ def run(
     return 0
 
 
-def _table(comparison: Comparison) -> str:
+def _table(comparison: ModelComparison) -> str:
     a, b = comparison.names
     columns = [
         Column("name", "set"),

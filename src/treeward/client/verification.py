@@ -24,7 +24,16 @@ from treeward.errors import ConfigError, ModelError
 from treeward.http import Connection, RewardServerError
 from treeward.model.contract import CONTRACT_FILE, Dtype, ScoringContract, read_contract
 from treeward.model.pretrained import load_tokenizer
-from treeward.scoring.diagnosis import PARTS, Check, Part, Row, Verification, compare, diagnose, verification
+from treeward.scoring.diagnosis import (
+    PARTS,
+    Check,
+    DiagnosisRow,
+    Part,
+    Verification,
+    compare_rows,
+    diagnose,
+    verification,
+)
 from treeward.scoring.golden import combined_heads
 
 _SECONDS = 60.0
@@ -202,9 +211,9 @@ class _Replay:
         served = next((answer.contract for answer in self.answers if answer.contract), None)
         hashes = "+".join(digest[:12] for digest in (served or expected).split("+"))
         fix = "name another of the server's models (--model), or verify against the folder that is served"
-        row = Row("sha256", expected[:12], hashes, "the server's model has another scoring contract", fix)
+        row = DiagnosisRow("sha256", expected[:12], hashes, "the server's model has another scoring contract", fix)
         also = ", and so says the server" if served else ""
-        yield compare("contract", [row], f"version {self.contract.version}, sha256 {expected[:12]}{also}")
+        yield compare_rows("contract", [row], f"version {self.contract.version}, sha256 {expected[:12]}{also}")
         yield Check("files", "not checked", "they are on the server's machine")
         yield verdict
         if verdict.state == "differs":

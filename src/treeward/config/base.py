@@ -83,14 +83,14 @@ class Strict(BaseModel, metaclass=_ReadableErrors):
         `watch.max_kl` is a key of an inner section.
         """
         spelt = {name: field.alias or name for name, field in type(self).model_fields.items()}
-        values = {spelt.get(key, key): shown(functools.reduce(getattr, key.split("."), self)) for key in keys.split()}
+        values = {spelt.get(key, key): as_yaml(functools.reduce(getattr, key.split("."), self)) for key in keys.split()}
         first, *others = values
         summary = f"{' and '.join(values)} do not fit together" if others else f"{first} cannot be {values[first]}"
         got = ", ".join(f"{key}: {value}" for key, value in values.items())
         return ConfigError(summary, field=first, got=got, need=need, fix=fix)
 
 
-def shown(value: Any) -> str:
+def as_yaml(value: Any) -> str:
     """A value as YAML spells it."""
     if value is None:
         return "null"
@@ -140,7 +140,7 @@ def problems_of(
             problem = _problem(details, location, root, further_keys)
         elif problem.field:
             location = (*location, *located(problem.field))
-        problem = problem.but(field=joined(location) or None)
+        problem = problem.but(field=key_path(location) or None)
         if details["type"] == "extra_forbidden":
             # The names of a section's keys are said once, at its first unknown one.
             is_said = problem.need in needs
@@ -177,7 +177,7 @@ def _problem(
     near = near if near in options else nearest_name(near, options) or ""
     return ConfigError(
         "the value is not valid",
-        got=shown(got) if got is None or isinstance(got, bool) else got,
+        got=as_yaml(got) if got is None or isinstance(got, bool) else got,
         need=f"{need} ({meaning})" if meaning else need,
         fix=f"did you mean {near}?" if near else None,
     )
@@ -188,7 +188,7 @@ def _unknown_key(location: Location, root: type[Strict], keys: Mapping[Location,
     command = COMMANDS.get(".".join(location)) if "policy" in root.model_fields else None
     if command is not None:
         need = "a configuration of this command's run"
-        fix = f"run `{command}`, or remove the key: ~{joined(location)} on the command line"
+        fix = f"run `{command}`, or remove the key: ~{key_path(location)} on the command line"
         return ConfigError(f"{key} belongs to `{command}`", got=got, need=need, fix=fix)
     siblings = [path[-1] for path in keys if path[:-1] == without_numbers(parents)]
     # The names of TRL and verl that mean keys of this run; a misspelt one is known in the section of ours.
@@ -201,8 +201,8 @@ def _unknown_key(location: Location, root: type[Strict], keys: Mapping[Location,
     if not meant:
         section_names = [alias for alias, paths in run_paths.items() if any(path.startswith(within) for path in paths)]
         near = nearest_name(key, [*siblings, *section_names])
-        meant = [joined((*parents, near))] if near in siblings else run_paths.get(near or "", [])
-    meant = meant or [joined(path) for path in keys if path[-1] == key][:1]
+        meant = [key_path((*parents, near))] if near in siblings else run_paths.get(near or "", [])
+    meant = meant or [key_path(path) for path in keys if path[-1] == key][:1]
     need, fix = f"one of {', '.join(siblings)}", f"did you mean {' and '.join(meant)}?"
     if key in KEY_NOTES:
         fix = f"{fix} {KEY_NOTES[key]}"
@@ -228,7 +228,7 @@ def without_numbers(location: Iterable[str]) -> Location:
     return tuple(part for part in location if not part.isdecimal())
 
 
-def joined(location: Iterable[str]) -> str:
+def key_path(location: Iterable[str]) -> str:
     """A location as text: `train[0].data_path`."""
     text = ""
     for part in location:

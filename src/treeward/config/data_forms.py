@@ -48,7 +48,7 @@ _OPEN_MATH_VALIDATION = 0.05
 """The share of OpenMathInstruct-2 that NeMo RL holds out where a file names no validation set."""
 
 
-def further_keys(block_keys: Sequence[str]) -> list[str]:
+def form_keys(block_keys: Sequence[str]) -> list[str]:
     """The keys of `data` that only the other forms have; `block_keys`: those that a block may have."""
     keys = [key for key in _SHARED_KEYS if key in block_keys]
     if _are_comparisons(block_keys):
@@ -66,8 +66,8 @@ def as_blocks(raw: Mapping[str, Any], block_keys: Sequence[str], is_valid: Calla
     own_splits = dict(COMPARISON_SETS)
     if not _are_comparisons(block_keys):
         own_splits |= PROMPT_SETS  # a judge's prompts are comparisons
-    form_keys = further_keys(block_keys)
-    flat = {key: value for key, value in raw.items() if key in form_keys and value is not None}
+    other_keys = form_keys(block_keys)
+    flat = {key: value for key, value in raw.items() if key in other_keys and value is not None}
     shared = _shared_values(flat, block_keys)
     train = _training_blocks(raw.get("train"), flat, shared)
     validation = _validation_blocks(raw.get("validation"), flat, shared, block_keys)
@@ -93,7 +93,7 @@ def as_blocks(raw: Mapping[str, Any], block_keys: Sequence[str], is_valid: Calla
     if not _are_comparisons(block_keys) and raw.get("train") is None and not validation:
         _add_validation_of_nemo_rl(train, validation)
     _add_held_out(train, validation, is_valid, are_comparisons=_are_comparisons(block_keys))
-    others = {key: value for key, value in raw.items() if key not in form_keys}
+    others = {key: value for key, value in raw.items() if key not in other_keys}
     return {**others, "train": train, "validation": validation}
 
 

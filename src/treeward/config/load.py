@@ -27,7 +27,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from treeward.config.base import Location, Strict, joined, located, one_error, problems_of, without_numbers
+from treeward.config.base import Location, Strict, key_path, located, one_error, problems_of, without_numbers
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.nemo_rl import further_keys, to_native
 from treeward.config.run import RewardModelRunConfig
@@ -324,7 +324,7 @@ def _checked(section: type[_Section], config: DictConfig, where: str, origin: Ca
             location = native.spelt(_location(problem))
             is_read = not any(location[: len(place)] == place for place in native.untranslated)
             if is_read:
-                problems.append(problem.but(field=joined(location) or None))
+                problems.append(problem.but(field=key_path(location) or None))
     if problems:
         placed = [problem.but(where=origin(_location(problem))) for problem in problems]
         raise one_error(placed, where)

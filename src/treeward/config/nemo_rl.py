@@ -31,7 +31,7 @@ from treeward.config import (
     run,
     scoring,
 )
-from treeward.config.base import Location, Strict, joined, sections, shown
+from treeward.config.base import Location, Strict, as_yaml, key_path, sections
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.errors import ConfigError, nearest_name
 
@@ -100,9 +100,9 @@ def further_keys(section: type[Strict]) -> list[str]:
     for spelling in spellings(section):
         keys += [*spelling.forms, *spelling.renamed]
     if issubclass(section, data.DataConfig):
-        keys += data_forms.further_keys(_keys_of_a_set(data.DatasetConfig))
+        keys += data_forms.form_keys(_keys_of_a_set(data.DatasetConfig))
     elif issubclass(section, data.PromptDataConfig):
-        keys += data_forms.further_keys(_keys_of_a_set(data.PromptSetConfig))
+        keys += data_forms.form_keys(_keys_of_a_set(data.PromptSetConfig))
     return keys
 
 
@@ -137,7 +137,7 @@ class _Translation:
             if rule is None:
                 kept[key] = value
             elif rule.remedy is None:
-                self.native.no_effect.append(joined((*path, key)))
+                self.native.no_effect.append(key_path((*path, key)))
             elif not _is_off(value) and value not in rule.values:
                 self._add_mistake(_not_supported(key, value, rule), path)
         return kept
@@ -149,7 +149,7 @@ class _Translation:
                 continue
             value = renamed.pop(alias)
             if name in renamed and renamed[name] != value:
-                got = f"{shown(renamed[name])} and {shown(value)}"
+                got = f"{as_yaml(renamed[name])} and {as_yaml(value)}"
                 summary = f"{name} and {alias} contradict each other"
                 error = ConfigError(summary, field=name, got=got, need="one of the two", fix=f"remove {alias}")
                 self._add_mistake(error, path)
@@ -197,7 +197,7 @@ class _Translation:
         return translated
 
     def _add_mistake(self, error: ConfigError, path: Location) -> None:
-        place = joined(path)
+        place = key_path(path)
         if error.field is not None:
             place = f"{place}.{error.field}" if place else error.field
         self.native.mistakes.append(error.but(field=place or None))
@@ -241,7 +241,7 @@ def _not_supported(key: str, value: Any, rule: _Rule) -> ConfigError:
     need = "null, false or no such key"
     if rule.values:
         need = f"{' or '.join(map(str, rule.values))}, or no such key"
-    place, got = key, shown(value)
+    place, got = key, as_yaml(value)
     if isinstance(value, Mapping) and "enabled" in value:
         place, got = f"{key}.enabled", "true"
     return ConfigError(f"{key} is not supported", field=place, got=got, need=need, fix=rule.remedy)

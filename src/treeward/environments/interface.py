@@ -114,7 +114,7 @@ class Environment(RayActor, abc.ABC):
         for i, (log, info) in enumerate(zip(message_logs, env_infos, strict=True)):
             if not isinstance(info, Mapping | None):
                 raise DataError("the env_info is not a mapping", where=f"{self.name}, sample {i}", got=info)
-            messages = conversation_of(log, where=f"sample {i}")
+            messages = conversation_of_log(log, where=f"sample {i}")
             variables = {**template_kwargs_of(messages), **read_template_kwargs(info or {}, f"sample {i}")}
             conversations.append(Conversation(messages, chat_template_kwargs=variables))
         rewards = self.rewards(conversations, [dict(info or {}) for info in env_infos])
@@ -136,7 +136,7 @@ class Environment(RayActor, abc.ABC):
             next_stop_strings=[None] * len(rewards),
             rewards=torch.tensor([math.nan if r.value is None else r.value for r in rewards], dtype=torch.float32),
             terminateds=torch.ones(len(rewards), dtype=torch.bool),
-            answers=[completion_text(conversation_of(log)) for log in message_logs],
+            answers=[completion_text(conversation_of_log(log)) for log in message_logs],
         )
 
     def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, float]]:
@@ -179,7 +179,7 @@ class ConfiguredEnvironment(Environment, Generic[_Section]):
         self.config = cast(_Section, section)
 
 
-def conversation_of(log: Any, where: str | None = None) -> Conversation:
+def conversation_of_log(log: Any, where: str | None = None) -> Conversation:
     """The messages of a log, without the loop's own keys. Raises `DataError` unless it is a list of messages."""
     if isinstance(log, np.ndarray):
         log = log.tolist()  # parquet gives lists as arrays

@@ -30,7 +30,7 @@ from treeward.environments.interface import (
     Infos,
     Logs,
     Reward,
-    conversation_of,
+    conversation_of_log,
 )
 from treeward.environments.registry import make_environment
 from treeward.errors import ConfigError, ModelError
@@ -143,7 +143,7 @@ def _groups(message_logs: Logs) -> list[Hashable]:
     """
     groups: list[Hashable] = []
     for log in message_logs:
-        messages = conversation_of(log)
+        messages = conversation_of_log(log)
         is_completed = bool(messages) and messages[-1].get("role") == "assistant"
         before = [(message.get("role"), message.get("content")) for message in messages[:-1]]
         groups.append(json.dumps(before, default=str) if is_completed else None)

@@ -33,7 +33,7 @@ from treeward.environments.interface import (
     Conversations,
     Infos,
     Reward,
-    conversation_of,
+    conversation_of_log,
 )
 from treeward.environments.scoring_worker import ScoringWorker
 from treeward.errors import ConfigError, ModelError, pip_install
@@ -92,7 +92,7 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
         Raises `DataError` for a conversation that has no completion, cannot be rendered or is too long, and
         `ConfigError` if the model is not in this process.
         """
-        return self._here("preprocess_data").preprocess([conversation_of(log) for log in message_logs])
+        return self._here("preprocess_data").preprocess([conversation_of_log(log) for log in message_logs])
 
     @property
     def reward_model_policy(self) -> RewardModel:

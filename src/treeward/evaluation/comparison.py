@@ -81,7 +81,7 @@ class PairedResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class ModelComparison:
     """Two models, the first and the second. `parts`: the suites where there are several, and the subsets of each suite
     that has several. `notes`: what a reader must know, a sentence each.
     """
@@ -117,7 +117,7 @@ def read_evaluation(path: str | os.PathLike[str]) -> Evaluation:
     return Evaluation(files[0].parent.parent.name, str(path), suites)
 
 
-def compare(first: Evaluation, second: Evaluation) -> Comparison:
+def compare(first: Evaluation, second: Evaluation) -> ModelComparison:
     """Compare two models on the examples that both have.
 
     Where each evaluation has one suite, these are matched whatever they are called. Raises `DataError` if there is
@@ -129,7 +129,7 @@ def compare(first: Evaluation, second: Evaluation) -> Comparison:
     from statsmodels.stats.multitest import multipletests  # here: it imports pandas, which takes seconds
 
     p_values = multipletests([part.p_value for part in parts], method="holm")[1].tolist() if parts else []
-    return Comparison(
+    return ModelComparison(
         names=(first.name, second.name) if first.name != second.name else (first.path, second.path),
         overall=overall,
         parts=tuple(replace(part, adjusted_p_value=p_value) for part, p_value in zip(parts, p_values, strict=True)),

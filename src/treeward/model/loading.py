@@ -1,7 +1,7 @@
 """From a name to a `RewardModel` or a `PolicyModel`: a model on the hub or on disk, or a bare configuration.
 
-    loaded = load_reward_model("meta-llama/Llama-3.2-1B-Instruct", head_seed=42)   # a new head on a causal LM
-    loaded = load_reward_model("results/rm/final")                                  # a trained reward model
+    loaded = load_classifier("meta-llama/Llama-3.2-1B-Instruct", head_seed=42)   # a new head on a causal LM
+    loaded = load_classifier("results/rm/final")                                  # a trained reward model
     loaded = load_policy("Qwen/Qwen2.5-0.5B-Instruct")                              # to be optimised, or compared with
 
 A new head is drawn from N(0, 1 / (d + 1)) for hidden size d (Stiennon et al. 2020, arXiv 2009.01325, p. 11). Only
@@ -56,7 +56,7 @@ class Loaded(NamedTuple, Generic[_Model]):
     tokenizer: PreTrainedTokenizerBase
 
 
-def load_reward_model(
+def load_classifier(
     name: str | Path,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -112,7 +112,7 @@ def load_reward_model(
     if on_meta:
         same: dict[str, Any] = {"head_seed": head_seed, "labels": labels}
         same |= {"several_heads": several_heads, "tokenizer": tokenizer, "attention": "rows"}
-        load_whole = partial(load_reward_model, name, **same, **settings)
+        load_whole = partial(load_classifier, name, **same, **settings)
         model.unfilled.append(partial(fill, model, lambda: load_whole().model.hf))
     elif is_classifier and pad not in (None, tokenizer.pad_token_id) and not keep_padding:
         logger.warning("Plain transformers reads this classifier before its padding token, %r. Here it is read at the "
@@ -213,7 +213,7 @@ def load_policy(
     """Load a causal language model from a folder or the hub. Raises `ModelError` for a missing or unusable checkpoint.
 
     `config_overrides`: changed fields of its configuration. `load_in_4bit`: linear layers but the head as nf4. The
-    others: see `load_reward_model`.
+    others: see `load_classifier`.
     """
     config = read_config(str(name), trust_remote_code)
     if any("SequenceClassification" in text for text in config.architectures or ()):

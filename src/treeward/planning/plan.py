@@ -27,7 +27,7 @@ from treeward.config.run import RewardModelRunConfig
 from treeward.errors import ConfigError
 from treeward.parallel.mesh import Mesh, make_mesh
 from treeward.planning.runs import Filling, PlannedRun, grpo_run, reward_model_run
-from treeward.planning.tracker import UNCOUNTED, Tracker, no_storage
+from treeward.planning.tracker import UNCOUNTED, MemoryTracker, no_storage
 from treeward.tree import attention
 
 GPUS: Mapping[str, float] = {"a100": 80e9, "h100": 80e9, "h200": 141e9, "b200": 180e9, "l40s": 48e9}
@@ -106,7 +106,7 @@ def _measure(run: PlannedRun, policy: TrainedModelConfig) -> tuple[dict[str, int
     states = [value for state in run.optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     weights, optimizer = [*parameters, *run.model.buffers()], [*masters, *states]
     frozen = [] if run.frozen is None else [*run.frozen.parameters()]
-    tracker = Tracker()
+    tracker = MemoryTracker()
     tracker.track_external(*weights, *frozen, *(() if on_host else optimizer))
     if on_host or policy.optimizer.name.startswith("torchao."):
         # torchao compiles its step to a few kernels: what is between two operations is never held

@@ -1,8 +1,8 @@
-"""`Tracker`: the memory that a step takes of one device, counted operation by operation, on fake tensors or real ones.
+"""`MemoryTracker`: the memory that a step takes of one device, counted by operation, on fake tensors or real ones.
 
     with no_storage():                              # tensors have shapes and no storage from here on
         model = ...
-        (tracker := Tracker()).track_external(model)
+        (tracker := MemoryTracker()).track_external(model)
         with tracker:
             step()
     tracker.peak_bytes
@@ -46,7 +46,7 @@ class _Uncounted:
 UNCOUNTED = _Uncounted()
 
 
-class Tracker(MemTracker):
+class MemoryTracker(MemTracker):
     """PyTorch's, for models that are called twice, on fake tensors and real ones."""
 
     supports_higher_order_operators = True

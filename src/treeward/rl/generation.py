@@ -34,7 +34,7 @@ from treeward.errors import ConfigError, DataError, ModelError
 from treeward.model.policy_model import PolicyModel
 from treeward.parallel.mesh import Mesh
 from treeward.parallel.sharding import on_whole
-from treeward.rl.sampling import Row, sample, uniforms
+from treeward.rl.sampling import SampledRow, sample, uniforms
 
 logger = logging.getLogger(__name__)
 
@@ -181,7 +181,10 @@ class LocalGenerator(Generator):
         budgets = self.budgets(prompts, prompt_ids)
         prompts_by_length = sorted(range(len(prompts)), key=lambda p: len(prompt_ids[p]))
         rows_by_prompt = {
-            p: [Row(tuple(prompt_ids[p]), budgets[p], uniforms(seed, p, g, budgets[p])) for g in range(num_completions)]
+            p: [
+                SampledRow(tuple(prompt_ids[p]), budgets[p], uniforms(seed, p, g, budgets[p]))
+                for g in range(num_completions)
+            ]
             for p in prompts_by_length[self.mesh.data_rank :: self.mesh.data_size]
         }
         training = self.policy.training
@@ -206,7 +209,7 @@ class LocalGenerator(Generator):
             for p, (prompt, ids) in enumerate(zip(prompts, prompt_ids, strict=True))
         ]
 
-    def _sample(self, rows: Sequence[Row]) -> None:
+    def _sample(self, rows: Sequence[SampledRow]) -> None:
         size = self.config.batch_size
         for start in range(0, len(rows), size):
             sample(

@@ -31,7 +31,7 @@ from treeward.rl.generation import completion_lengths
 from treeward.rl.policy_loss import UpdateMetrics
 from treeward.rl.report import SAMPLES_FILE, RLRun, write_rl_report
 from treeward.rl.rollouts import Rollouts, collect, validate
-from treeward.rl.setup import GRPOSetup, set_up
+from treeward.rl.setup import GRPOSetup, set_up_grpo
 from treeward.rl.update import Evaluated
 from treeward.rl.watch import ALARMS_FILE, Alarm, write_alarms
 from treeward.scoring.trained_judge import write_judge_contract
@@ -72,7 +72,7 @@ def grpo(config: GRPORunConfig, *, show_progress: bool = True) -> GRPOOutcome:
     outcome = start(
         config,
         config.grpo,
-        lambda checkpoint, shown: GRPORun(set_up(config, checkpoint, shown)),
+        lambda checkpoint, shown: GRPORun(set_up_grpo(config, checkpoint, shown)),
         ranked_by=None if metric is None else f"validation/{metric}",
         show_progress=show_progress,
     )

@@ -31,7 +31,7 @@ from treeward.model.export import export_model
 from treeward.model.policy_model import PolicyModel
 from treeward.openai_client import check_openai, key_from, openai_client, post
 from treeward.rl.generation import GenerationError
-from treeward.rl.served_generation import Request, Served, ServedGenerator
+from treeward.rl.served_generation import CompletionRequest, Served, ServedGenerator
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -60,7 +60,9 @@ class HttpGenerator(ServedGenerator):
         self._folder = Path(server.weight_folder).resolve()
         self._weights: Path | None = None
 
-    def ask(self, requests: Sequence[Request], sampling: GenerationConfig, *, log_probs: bool) -> list[list[Served]]:
+    def ask(
+        self, requests: Sequence[CompletionRequest], sampling: GenerationConfig, *, log_probs: bool
+    ) -> list[list[Served]]:
         return run_async(self._all(requests, sampling, log_probs))
 
     def load_weights(self, policy: PolicyModel, version: int) -> None:
@@ -112,12 +114,12 @@ class HttpGenerator(ServedGenerator):
         return openai_client(self._url, api_key=self._key, timeout_seconds=seconds, max_retries=max_retries)
 
     async def _all(
-        self, requests: Sequence[Request], sampling: GenerationConfig, log_probs: bool
+        self, requests: Sequence[CompletionRequest], sampling: GenerationConfig, log_probs: bool
     ) -> list[list[Served]]:
         slots = asyncio.Semaphore(self.config.max_concurrency)
         async with self._client(self.config.max_retries) as client:
 
-            async def one(request: Request) -> list[Served]:
+            async def one(request: CompletionRequest) -> list[Served]:
                 async with slots:
                     path, body = _request_of(request, sampling, self.reader.end_ids, log_probs=log_probs)
                     return self._read(
@@ -152,7 +154,7 @@ class HttpGenerator(ServedGenerator):
                 fix=fixes.get(error.status, "check policy.generation.url, model and backend, and the server's log"),
             ) from error
 
-    def _read(self, reply: Any, path: str, request: Request, log_probs: bool) -> list[Served]:
+    def _read(self, reply: Any, path: str, request: CompletionRequest, log_probs: bool) -> list[Served]:
         """The completions, in the order of the request. Raises `GenerationError` for any other response."""
         try:
             if self.config.backend == "sglang":
@@ -181,7 +183,7 @@ class HttpGenerator(ServedGenerator):
 
 
 def _request_of(
-    request: Request, config: GenerationConfig, end_ids: Collection[int], *, log_probs: bool
+    request: CompletionRequest, config: GenerationConfig, end_ids: Collection[int], *, log_probs: bool
 ) -> tuple[str, dict[str, Any]]:
     """The path and the JSON of the request. It sets every parameter that has a default in a server."""
     common: dict[str, Any] = {"temperature": config.temperature, "top_p": config.top_p}

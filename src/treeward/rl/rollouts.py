@@ -51,7 +51,8 @@ _SAMPLED = ("reward", "raw_reward", "gold_reward", "kl")
 @dataclass(frozen=True, slots=True)
 class Rollouts:
     """The groups of a step. `rewards_PG`: the rewards to optimise, NaN for none; `used_PG`: which completions to learn
-    from. `metrics`: over all sampled completions, as logged; `watched`: for the watch. `samples`: as in `Validation`.
+    from. `metrics`: over all sampled completions, as logged; `watched`: for the watch. `samples`: as in
+    `PolicyValidation`.
     """
 
     groups: list[CompletionGroup]
@@ -63,7 +64,7 @@ class Rollouts:
     samples: Sequence[Mapping[str, Any]]
 
 
-class Validation(NamedTuple):
+class PolicyValidation(NamedTuple):
     """`watched`: the arguments of `OverOptimisationWatch.observe`. `samples`: lines of `samples.jsonl` without their
     step.
     """
@@ -173,7 +174,7 @@ def _check_signal(kept: Sequence[int], wanted: int, num_draws: int) -> None:
         )
 
 
-def validate(run: GRPOSetup, *, should_stop: Callable[[], str | None] = lambda: None) -> Validation | None:
+def validate(run: GRPOSetup, *, should_stop: Callable[[], str | None] = lambda: None) -> PolicyValidation | None:
     """Complete, reward and measure every validation prompt; None if `should_stop` gave a reason on the way."""
     grpo = run.config.grpo
     groups: list[CompletionGroup] = []
@@ -204,7 +205,7 @@ def validate(run: GRPOSetup, *, should_stop: Callable[[], str | None] = lambda: 
     return summary._replace(metrics={**summary.metrics, **{f"validation/{name}": v for name, v in parts.items()}})
 
 
-def _summary(run: GRPOSetup, groups: Sequence[CompletionGroup], values: Mapping[str, Tensor]) -> Validation:
+def _summary(run: GRPOSetup, groups: Sequence[CompletionGroup], values: Mapping[str, Tensor]) -> PolicyValidation:
     """`values`: by name, one number per completion, (P, G)."""
     lengths_PG = completion_lengths(groups)
     means = {name: _mean(values_PG) for name, values_PG in values.items()} | {
@@ -226,7 +227,7 @@ def _summary(run: GRPOSetup, groups: Sequence[CompletionGroup], values: Mapping[
         "length": means["mean_gen_tokens_per_sample"],
         "length_correlation": length_correlation(values["reward"], lengths_PG),
     } | {name: means.get(name) for name in ("kl", "entropy", "truncation_rate")}
-    return Validation(metrics, watched, _samples(groups, values))
+    return PolicyValidation(metrics, watched, _samples(groups, values))
 
 
 def _samples(groups: Sequence[CompletionGroup], values: Mapping[str, Tensor]) -> list[dict[str, Any]]:

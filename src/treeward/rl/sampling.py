@@ -1,6 +1,6 @@
 """`sample`: rows sampled token by token; a prompt is computed once for all its rows, and rows that have ended leave.
 
-    rows = [Row(prompt_ids, most=64, uniforms=uniforms(seed, p, g, 64)) for g in range(8)]
+    rows = [SampledRow(prompt_ids, most=64, uniforms=uniforms(seed, p, g, 64)) for g in range(8)]
     sample(policy, rows, temperature=1.0, ended=lambda tokens: tokens[-1] == end)
     rows[0].token_ids, rows[0].log_probs
 
@@ -55,7 +55,7 @@ _PROMPT_TOKENS = 8192
 
 
 @dataclass(slots=True)
-class Row:
+class SampledRow:
     """One completion: `most`: tokens it may have, at least 1; `uniforms`: `most` numbers in [0, 1).
 
     `sample` fills `token_ids`, with the token that ended it, and their `log_probs`, at the temperature, before top-k
@@ -77,7 +77,7 @@ def uniforms(seed: int, prompt: int, completion: int, count: int) -> np.ndarray:
 @torch.no_grad()
 def sample(
     policy: PolicyModel,
-    rows: Sequence[Row],
+    rows: Sequence[SampledRow],
     *,
     ended: Callable[[list[int]], bool],
     temperature: float = 1.0,
@@ -93,7 +93,7 @@ def sample(
     """
     most = max(row.most for row in rows)
     settings = DECODE_SETTINGS.get(policy.device.type, DECODE_SETTINGS["cpu"])
-    going: list[Row | None] = [*rows]  # None: ended, still computed until enough have ended
+    going: list[SampledRow | None] = [*rows]  # None: ended, still computed until enough have ended
     numbers = np.stack([np.pad(row.uniforms[: row.most], (0, most - row.most)) for row in rows])
     numbers_ST = torch.from_numpy(numbers).to(policy.device)
     tokens_S: Tensor | None = None
@@ -117,7 +117,9 @@ def sample(
             tokens_S, numbers_ST, going = tokens_S[kept], numbers_ST[kept], [going[s] for s in kept]
 
 
-def _extend(row: Row, tokens: Sequence[float], log_probs: Sequence[float], ended: Callable[[list[int]], bool]) -> bool:
+def _extend(
+    row: SampledRow, tokens: Sequence[float], log_probs: Sequence[float], ended: Callable[[list[int]], bool]
+) -> bool:
     """Append the next tokens to a row, up to its end; returns whether it has ended."""
     for token, log_prob in zip(tokens, log_probs, strict=True):
         if not math.isfinite(log_prob):
@@ -136,7 +138,7 @@ def _extend(row: Row, tokens: Sequence[float], log_probs: Sequence[float], ended
 class _TreeDecoder:
     """Computes each prompt once for all its rows, and samples them with tree attention."""
 
-    def __init__(self, policy: PolicyModel, rows: Sequence[Row], settings: DecodeSettings) -> None:
+    def __init__(self, policy: PolicyModel, rows: Sequence[SampledRow], settings: DecodeSettings) -> None:
         self.policy = policy
         self.kept_at_most, self._static = settings.kept_at_most, settings.static
         self._captures = policy.device.type == "cuda"
@@ -216,7 +218,7 @@ class _RowDecoder:
 
     kept_at_most = 1.0
 
-    def __init__(self, policy: PolicyModel, rows: Sequence[Row], _: DecodeSettings) -> None:
+    def __init__(self, policy: PolicyModel, rows: Sequence[SampledRow], _: DecodeSettings) -> None:
         self.policy = policy
         self._parameters = inspect.signature(policy.hf.forward).parameters
         self.cache = DynamicCache(config=policy.hf.config)

@@ -37,7 +37,7 @@ _FIX = (
 )
 
 
-class Request(NamedTuple):
+class CompletionRequest(NamedTuple):
     """`num_completions` completions of at most `most` tokens to one prompt. `description`: the request in errors.
 
     The seed of a completion is `seed` plus its index.
@@ -78,7 +78,9 @@ class ServedGenerator(Generator):
             )  # fmt: skip
 
     @abstractmethod
-    def ask(self, requests: Sequence[Request], sampling: GenerationConfig, *, log_probs: bool) -> list[list[Served]]:
+    def ask(
+        self, requests: Sequence[CompletionRequest], sampling: GenerationConfig, *, log_probs: bool
+    ) -> list[list[Served]]:
         """The completions of each request, in order. The main process alone calls it. Raises `GenerationError`."""
 
     def generate(
@@ -90,7 +92,7 @@ class ServedGenerator(Generator):
         states = [np.random.SeedSequence([seed % 2**64, p]).generate_state(1)[0] for p in range(len(prompts))]
         description = "{} completions of at most {} tokens to a prompt of {} ({})"
         requests = [
-            Request(list(ids), num_completions, most, int(state) >> 2,
+            CompletionRequest(list(ids), num_completions, most, int(state) >> 2,
                     description.format(num_completions, most, len(ids), prompt.where))
             for prompt, ids, most, state in zip(prompts, prompt_ids, budgets, states, strict=True)
         ]  # fmt: skip
@@ -101,7 +103,9 @@ class ServedGenerator(Generator):
             groups.append(CompletionGroup(prompt, tuple(ids), tuple(read)))
         return groups
 
-    def checked(self, responses: Sequence[Mapping[str, Any]], request: Request, *, log_probs: bool) -> list[Served]:
+    def checked(
+        self, responses: Sequence[Mapping[str, Any]], request: CompletionRequest, *, log_probs: bool
+    ) -> list[Served]:
         """The completions of a response, checked against the request. Raises `ValueError` where they do not fit."""
         completions = [Served.model_validate(response) for response in responses]
         if len(completions) != request.num_completions:
@@ -135,7 +139,7 @@ class ServedGenerator(Generator):
         prompts = [
             begin + ids for ids in random.choice(self._ordinary_tokens, (num_prompts, _PROBE_PROMPT_TOKENS)).tolist()
         ]
-        requests = [Request(ids, 1, _PROBE_TOKENS, 0, "the comparison of the weights") for ids in prompts]
+        requests = [CompletionRequest(ids, 1, _PROBE_TOKENS, 0, "the comparison of the weights") for ids in prompts]
         sampling = self.config.model_copy(update=_PROBE_SAMPLING)
         served = processes.on_main(lambda: self.ask(requests, sampling, log_probs=True))
         sampled = [torch.tensor(completion.log_probs) for [completion] in served]

@@ -1,4 +1,4 @@
-"""`set_up`: from a configuration to everything that policy optimisation needs, checked, in one frozen `GRPOSetup`.
+"""`set_up_grpo`: from a configuration to everything that policy optimisation needs, checked, in one frozen `GRPOSetup`.
 
 The cheap checks (names, files, rows, environments) come before the slow work, so that mistakes are reported early.
 """
@@ -103,7 +103,7 @@ class GRPOSetup:
         self.rewards.shutdown()
 
 
-def set_up(config: GRPORunConfig, checkpoint: Checkpoint | None = None, show_progress: bool = False) -> GRPOSetup:
+def set_up_grpo(config: GRPORunConfig, checkpoint: Checkpoint | None = None, show_progress: bool = False) -> GRPOSetup:
     """Build everything a run needs; policy and tokenizer are those of the checkpoint, where there is one.
 
     Raises a `TreewardError` for anything that the user can mend.

@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from treeward.config.grpo_policy import GenerationConfig
-from treeward.rl.served_generation import Request
+from treeward.rl.served_generation import CompletionRequest
 
 
 class VllmEngine:
@@ -93,7 +93,7 @@ def engine_options(server: GenerationConfig, *, max_model_len: int | None, dtype
 
 
 def sampling_parameters(
-    request: Request, config: GenerationConfig, end_ids: Sequence[int], *, log_probs: bool
+    request: CompletionRequest, config: GenerationConfig, end_ids: Sequence[int], *, log_probs: bool
 ) -> dict[str, Any]:
     """The arguments of `vllm.SamplingParams`; `logprobs: 0` asks for the sampled token's alone."""
     return {

@@ -34,7 +34,7 @@ from treeward.model.policy_model import PolicyModel
 from treeward.model.pretrained import DTYPES
 from treeward.parallel.ray_cluster import check_room, first_line, free_port, on_this_node, start_ray
 from treeward.rl.generation import CompletionGroup, GenerationError
-from treeward.rl.served_generation import Request, Served, ServedGenerator
+from treeward.rl.served_generation import CompletionRequest, Served, ServedGenerator
 from treeward.rl.vllm_engine import VllmEngine, engine_options, sampling_parameters
 
 logger = logging.getLogger(__name__)
@@ -129,7 +129,9 @@ class VllmGenerator(ServedGenerator):
         self._sleep()
         return groups
 
-    def ask(self, requests: Sequence[Request], sampling: GenerationConfig, *, log_probs: bool) -> list[list[Served]]:
+    def ask(
+        self, requests: Sequence[CompletionRequest], sampling: GenerationConfig, *, log_probs: bool
+    ) -> list[list[Served]]:
         count, ends = len(self._engines), sorted(self.reader.end_ids)
         prompts = [request.prompt_ids for request in requests]
         parameters = [sampling_parameters(request, sampling, ends, log_probs=log_probs) for request in requests]

@@ -51,7 +51,7 @@ _TELLING_SPREAD = 10
 """How many tolerances the scores on a line must spread over for the line to say something."""
 
 
-class Row(NamedTuple):
+class DiagnosisRow(NamedTuple):
     """One row of the table: a setting, what the contract expects and what is observed.
 
     `summary`: what it means that they differ; `fix`: the remedy.
@@ -101,7 +101,7 @@ class Verification:
         return self.first_difference is None and self.largest_difference is not None
 
 
-def compare(part: Part, rows: Iterable[Row], summary: str) -> Check:
+def compare_rows(part: Part, rows: Iterable[DiagnosisRow], summary: str) -> Check:
     """The check of a part by its rows: the first one that differs, or that all are equal, as `summary` puts it."""
     for name, expected, observed, meaning, fix in rows:
         if observed != expected:

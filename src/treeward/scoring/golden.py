@@ -44,7 +44,7 @@ from treeward.model.contract import (
     text_sha256,
     write_contract,
 )
-from treeward.model.loading import PAD_TOKEN, load_reward_model
+from treeward.model.loading import PAD_TOKEN, load_classifier
 from treeward.model.lora import has_adapters
 from treeward.model.pretrained import DTYPES, has_room, load_tokenizer
 from treeward.model.reward_model import RewardModel, check_finite, stored_heads
@@ -135,7 +135,7 @@ def sign_folder(
     tokenizer = load_tokenizer(str(folder), trust_remote_code=trust_remote_code)
     has_template = bool(tokenizer.chat_template)
     pads_alike = stored.pad_token_id == tokenizer.pad_token_id  # loading may change the tokenizer's
-    model = load_reward_model(
+    model = load_classifier(
         folder,
         tokenizer=tokenizer,
         device=device,

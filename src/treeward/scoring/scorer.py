@@ -207,7 +207,7 @@ class Scorer(PreparedScorer):
         [name], tokenizer, contract = config.models, config.tokenizer, read_contract(config.models[0])
         trusts = config.trust_remote_code
         has_other_tokenizer = tokenizer.name is not None and tokenizer.name != name
-        loaded = loading.load_reward_model(
+        loaded = loading.load_classifier(
             name,
             tokenizer=load_tokenizer(str(tokenizer.name), trust_remote_code=trusts) if has_other_tokenizer else None,
             dtype=DTYPES[config.dtype],

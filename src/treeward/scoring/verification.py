@@ -33,11 +33,21 @@ from treeward.model.contract import (
     readme_sha256,
 )
 from treeward.model.export import HTTP_ERROR
-from treeward.model.loading import load_reward_model
+from treeward.model.loading import load_classifier
 from treeward.model.pretrained import check_local, choose_device, load_tokenizer
 from treeward.model.reward_model import RewardModel, stored_heads
 from treeward.model.stored import StoredModel, architecture_of, dtype_of, sha256_of
-from treeward.scoring.diagnosis import Check, Part, Row, Verification, compare, diagnose, failed, restore, verification
+from treeward.scoring.diagnosis import (
+    Check,
+    DiagnosisRow,
+    Part,
+    Verification,
+    compare_rows,
+    diagnose,
+    failed,
+    restore,
+    verification,
+)
 from treeward.scoring.golden import HASH_DIGITS, combined_heads, exact_scoring, tokenizer_sha256
 
 _PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
@@ -74,27 +84,31 @@ def verify(
                 got=f"no {CONTRACT_FILE}",
                 fix=f"copy it from the export, or, if the folder is as it should be: treeward verify {name} --write",
             )
-        checks.append(compare(part, (), f"version {contract.version}, written by treeward {contract.treeward_version}"))
+        checks.append(
+            compare_rows(part, (), f"version {contract.version}, written by treeward {contract.treeward_version}")
+        )
         part = "files"
         stored = StoredModel(folder)
         about = f"{len(stored.tensors)} tensors, {stored.num_parameters:,} numbers"
         if contract.readme_sha256 not in (None, readme_sha256(folder)):
             about += "; README.md is not the one that was signed, which no score depends on"
         tokenizer = load_tokenizer(str(folder), trust_remote_code=trust_remote_code)
-        checks.append(compare(part, _files(contract, stored), about))
+        checks.append(compare_rows(part, _files(contract, stored), about))
         part = "template"
         renderer = Renderer(tokenizer, **contract.rendering.settings)
         about = f"sha256 {contract.rendering.chat_template_sha256[:12]}"
-        checks.append(compare(part, _template(contract, renderer), about))
+        checks.append(compare_rows(part, _template(contract, renderer), about))
         part = "tokens"
         num_tokens = sum(len(example.token_ids) for example in contract.golden)
         about = f"{len(contract.golden)} conversations, {num_tokens} tokens"
-        checks.append(compare(part, _tokens(contract, renderer), about))
+        checks.append(compare_rows(part, _tokens(contract, renderer), about))
         about = f"{contract.read.position}, {contract.read.token or 'whatever it is'}"
-        checks.append(compare("read position", _padding(contract, stored, tokenizer), about))
+        checks.append(compare_rows("read position", _padding(contract, stored, tokenizer), about))
         summary = "config.json has other programs apply another function to the score"
-        row = Row("problem_type", contract.problem_type, stored.config.get("problem_type"), summary, _RESTORE_CONFIG)
-        checks.append(compare("activation", [row], "none"))
+        row = DiagnosisRow(
+            "problem_type", contract.problem_type, stored.config.get("problem_type"), summary, _RESTORE_CONFIG
+        )
+        checks.append(compare_rows("activation", [row], "none"))
         part = "weights"
         model = _load(contract, stored, tokenizer, choose_device(device), dtype, trust_remote_code)
         with exact_scoring(model):
@@ -102,7 +116,7 @@ def verify(
         scores = [combined_heads(values, contract.heads) for values in values_SH]
         heads, dtypes = stored_heads(model.hf), contract.dtypes
         about = f"weights in {dtypes.weights}, head in {dtypes.head}, loaded in {dtypes.config}"
-        checks.append(compare("precision", _precision(contract, stored, heads), about))
+        checks.append(compare_rows("precision", _precision(contract, stored, heads), about))
         checks.append(_weights(contract, stored, heads, diagnose(contract, scores, dtype=computed)))
     except TreewardError as error:  # without this part the later ones cannot be compared
         checks.append(failed(part, error))
@@ -129,19 +143,19 @@ def _local_folder(name: str | Path, trust_remote_code: bool) -> Path:
         ) from error
 
 
-def _files(contract: ScoringContract, stored: StoredModel) -> Iterator[Row]:
+def _files(contract: ScoringContract, stored: StoredModel) -> Iterator[DiagnosisRow]:
     # Compared in the file: a limit or a window may change no conversation as short as the golden ones.
     observed, expected = architecture_of(stored.config), contract.weights.config
     for key in sorted(observed.keys() | expected.keys()):
         summary = f"config.json is of another architecture, by {key}"
-        yield Row(key, expected.get(key), observed.get(key), summary, _RESTORE_CONFIG)
+        yield DiagnosisRow(key, expected.get(key), observed.get(key), summary, _RESTORE_CONFIG)
 
 
-def _template(contract: ScoringContract, renderer: Renderer) -> Iterator[Row]:
+def _template(contract: ScoringContract, renderer: Renderer) -> Iterator[DiagnosisRow]:
     raw, expected = renderer.tokenizer.chat_template, contract.rendering.chat_template
     if contract.rendering.template_in_folder:
         summary = "the chat template is gone: treeward falls back to its own, other programs have none"
-        yield Row("", "a chat template", "a chat template" if raw else "none", summary, _RESTORE_TEMPLATE)
+        yield DiagnosisRow("", "a chat template", "a chat template" if raw else "none", summary, _RESTORE_TEMPLATE)
     # What the renderer adds to a template (a fixed date, a BOS) is in that of an export already.
     texts = [raw if isinstance(raw, str) else "", renderer.chat_template]
     observed_lines = (expected if expected in texts else texts[0] or texts[1]).split("\n")
@@ -150,14 +164,14 @@ def _template(contract: ScoringContract, renderer: Renderer) -> Iterator[Row]:
     observed, wanted = (
         json.dumps(lines[i]) if i < len(lines) else "(the text has ended)" for lines in (observed_lines, expected_lines)
     )
-    yield Row(f"line {i + 1}:", wanted, observed, "the chat template was changed", _RESTORE_TEMPLATE)
+    yield DiagnosisRow(f"line {i + 1}:", wanted, observed, "the chat template was changed", _RESTORE_TEMPLATE)
 
 
-def _tokens(contract: ScoringContract, renderer: Renderer) -> Iterator[Row]:
+def _tokens(contract: ScoringContract, renderer: Renderer) -> Iterator[DiagnosisRow]:
     tokenizer = renderer.tokenizer
     expected, observed = contract.rendering.tokenizer_sha256[:12], tokenizer_sha256(tokenizer)[:12]
     summary = "another tokenizer: vocabulary, merges or special tokens"
-    yield Row("sha256", expected, observed, summary, _RESTORE_TOKENIZER)
+    yield DiagnosisRow("sha256", expected, observed, summary, _RESTORE_TOKENIZER)
     for example in contract.golden:
         fitted = renderer.fit(example.conversation)
         ids = [] if fitted is None else list(fitted.token_ids)  # none: it is too long
@@ -167,10 +181,12 @@ def _tokens(contract: ScoringContract, renderer: Renderer) -> Iterator[Row]:
             for tokens in (ids, example.token_ids)
         )
         summary = f"the conversation {example.name!r} becomes other tokens"
-        yield Row("", expected, observed, summary, _RESTORE_TOKENIZER)
+        yield DiagnosisRow("", expected, observed, summary, _RESTORE_TOKENIZER)
 
 
-def _padding(contract: ScoringContract, stored: StoredModel, tokenizer: PreTrainedTokenizerBase) -> Iterator[Row]:
+def _padding(
+    contract: ScoringContract, stored: StoredModel, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[DiagnosisRow]:
     expected, is_plain = contract.rendering.pad_token_id, contract.read.plain_transformers
     for file, observed, matters in (
         ("config.json", stored.pad_token_id, is_plain or keeps_padding(contract)),
@@ -178,17 +194,17 @@ def _padding(contract: ScoringContract, stored: StoredModel, tokenizer: PreTrain
     ):
         if matters:
             summary = f"{file} pads with another token: transformers may read the score elsewhere"
-            yield Row("pad_token_id", expected, observed, summary, restore(file))
+            yield DiagnosisRow("pad_token_id", expected, observed, summary, restore(file))
 
 
-def _precision(contract: ScoringContract, stored: StoredModel, heads: Sequence[str]) -> Iterator[Row]:
+def _precision(contract: ScoringContract, stored: StoredModel, heads: Sequence[str]) -> Iterator[DiagnosisRow]:
     expected, (backbone, head) = contract.dtypes, stored.split(heads)
     summary = "the {}'s weights are stored in another number format"
-    yield Row("format", expected.weights, dtype_of(backbone), summary.format("backbone"), _RESTORE_WEIGHTS)
-    yield Row("format", expected.head, dtype_of(head), summary.format("head"), _RESTORE_WEIGHTS)
+    yield DiagnosisRow("format", expected.weights, dtype_of(backbone), summary.format("backbone"), _RESTORE_WEIGHTS)
+    yield DiagnosisRow("format", expected.head, dtype_of(head), summary.format("head"), _RESTORE_WEIGHTS)
     if (dtype := stored.config_dtype) is not None:
         summary = "config.json has transformers load the weights in another number format"
-        yield Row("dtype", expected.config, dtype, summary, _RESTORE_CONFIG)
+        yield DiagnosisRow("dtype", expected.config, dtype, summary, _RESTORE_CONFIG)
 
 
 def _load(
@@ -207,7 +223,7 @@ def _load(
             need=f"{expected.num_tensors} tensors, {expected.num_parameters:,} numbers of {expected.architecture}",
             fix=_RESTORE_WEIGHTS,
         )
-    return load_reward_model(
+    return load_classifier(
         stored.folder,
         tokenizer=copy.deepcopy(tokenizer),  # loading mends its padding
         dtype=dtype,

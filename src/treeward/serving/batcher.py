@@ -21,7 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from prometheus_client import (
@@ -119,6 +119,25 @@ class _Pending:
         return self.item.ids.tobytes()
 
 
+class AnyBatcher(Protocol):
+    """What a service needs of a batcher: `Batcher`, of models in this process, or one whose replicas score."""
+
+    @property
+    def num_queued(self) -> int:
+        """Accepted conversations without a score."""
+
+    async def check_alive(self) -> bool:
+        """Whether the models score."""
+
+    async def score(
+        self, model: str, conversations: Sequence[AnyConversation | RenderedText], *, deadline: float
+    ) -> list[Score]:
+        """One score for each conversation, in order. `deadline` and errors: as of `Batcher.score`."""
+
+    def close(self) -> None:
+        """Accept no more, and end what was accepted."""
+
+
 class Batcher:
     """Scores for coroutines, within the limits of the server's configuration."""
 
@@ -162,7 +181,7 @@ class Batcher:
         with self._lock:
             if self._closed:
                 raise _shut_down()
-            check_room(self.num_queued, number, self.config.max_queued)
+            check_queue(self.num_queued, number, self.config.max_queued)
             futures: list[Future[Score]] = [Future() for _ in conversations]
             self._open.update(futures)
         for future in futures:
@@ -271,7 +290,7 @@ class Batcher:
         return [pending for pending in batch if pending.future.set_running_or_notify_cancel()]
 
 
-def check_room(num_queued: int, number: int, limit: int) -> None:
+def check_queue(num_queued: int, number: int, limit: int) -> None:
     """Raise `APIError` for more conversations than may ever wait, 413, and for a queue that is too long, 429."""
     if number > limit:
         raise APIError(413, "too_many_conversations", f"{number} conversations in one request; at most {limit}")

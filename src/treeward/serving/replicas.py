@@ -31,7 +31,7 @@ from treeward.progress import configure_logging
 from treeward.scoring.replicas import running
 from treeward.scoring.score import Score
 from treeward.serving.api_error import APIError
-from treeward.serving.batcher import ServerMetrics, check_room, not_in_time
+from treeward.serving.batcher import ServerMetrics, check_queue, not_in_time
 from treeward.serving.models import ServedModel
 from treeward.serving.rendered_text import RenderedText, beginning_of
 from treeward.serving.service import SHUTDOWN_SECONDS, Service
@@ -88,7 +88,7 @@ class ReplicaBatcher:
     ) -> list[Score]:
         """One score for each conversation, in order. `deadline` and errors: as of `Batcher.score`."""
         number = len(conversations)
-        check_room(self.num_queued, number, self.config.max_queued)
+        check_queue(self.num_queued, number, self.config.max_queued)
         parts: dict[int, list[int]] = {}
         for i, conversation in enumerate(conversations):
             beginning = beginning_of(conversation, self._endings[model]).encode(errors="surrogatepass")

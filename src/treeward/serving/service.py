@@ -9,20 +9,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from treeward.config.server import ServerConfig
 from treeward.data.conversation import AnyConversation
 from treeward.scoring.score import Reward
 from treeward.scoring.scorer import PreparedScorer
 from treeward.serving.api_error import APIError
-from treeward.serving.batcher import Batcher, FailedScore, ServerMetrics
+from treeward.serving.batcher import AnyBatcher, Batcher, FailedScore, ServerMetrics
 from treeward.serving.models import ServedModel, load_served
 from treeward.serving.rendered_text import RenderedText
 from treeward.serving.running import RunningRewards
-
-if TYPE_CHECKING:
-    from treeward.serving.replicas import ReplicaBatcher
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +35,7 @@ class Service:
         models: Sequence[ServedModel],
         config: ServerConfig,
         metrics: ServerMetrics,
-        batcher: Batcher | ReplicaBatcher,
+        batcher: AnyBatcher,
     ) -> None:
         self.models = {model.name: model for model in models}
         self.config, self.metrics, self.batcher = config, metrics, batcher

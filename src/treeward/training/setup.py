@@ -30,7 +30,7 @@ from treeward.data.tokenizers import texts_of
 from treeward.errors import DataError
 from treeward.losses import Heads, heads_of
 from treeward.model.checks import check_before_training, check_positions
-from treeward.model.loading import build_reward_model, load_reward_model
+from treeward.model.loading import build_reward_model, load_classifier
 from treeward.model.reward_model import RewardModel
 from treeward.parallel.mesh import Mesh, make_mesh
 from treeward.training.checkpoints import Checkpoint
@@ -196,7 +196,7 @@ def _load_model(
 ) -> RewardModel:
     seed, labels = config.rm.seed, config.policy.reward_model_cfg.head_names
     build = partial(build_reward_model, seed=seed, labels=labels)
-    load = partial(load_reward_model, head_seed=seed, labels=labels)
+    load = partial(load_classifier, head_seed=seed, labels=labels)
     return load_model(config.policy, tokenizer, checkpoint, mesh, build=build, load=load)
 
 

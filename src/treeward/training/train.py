@@ -47,7 +47,7 @@ from treeward.training.prefetch import BatchPreparer, MicroBatch, Prefetcher, St
 from treeward.training.setup import RewardModelSetup, set_up
 from treeward.training.state import RunState
 from treeward.training.tracking import METRICS_FILE, TrackerGroup, read_metrics
-from treeward.training.validation import SetValidation, learnt, pooled, values_of
+from treeward.training.validation import SetValidation, learnt, metric_values, pooled
 from treeward.tree.batch import backward_in_parts
 
 logger = logging.getLogger(__name__)
@@ -206,14 +206,14 @@ class RewardModelRun(Run):
             seconds[f"timing/validation/{name}"] = time.monotonic() - started
         metrics = {name: result.metrics() for name, result in sets.items()}
         everything = pooled(list(sets.values()))
-        logged = {f"eval/rm/{key}": value for key, value in values_of(everything).items()}
+        logged = {f"eval/rm/{key}": value for key, value in metric_values(everything).items()}
         for name, means in metrics.items():
-            logged |= {f"validation-{name}/{key}": value for key, value in values_of(means).items()}
+            logged |= {f"validation-{name}/{key}": value for key, value in metric_values(means).items()}
         key = self.config.ranking_metric
         if key is not None:
             ranking = (everything if key.validation is None else metrics[key.validation]).get(key.metric)
             self._warn_of_ranking(step, ranking)
-        lines = [_line(name, step, values_of(means), key) for name, means in metrics.items()]
+        lines = [_line(name, step, metric_values(means), key) for name, means in metrics.items()]
         return Validation(logged, seconds, tuple(lines))
 
     @torch.no_grad()

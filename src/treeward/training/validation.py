@@ -65,7 +65,7 @@ def pooled(sets: Sequence[SetValidation]) -> dict[str, Metric]:
     return metrics
 
 
-def values_of(metrics: dict[str, Metric]) -> dict[str, float]:
+def metric_values(metrics: dict[str, Metric]) -> dict[str, float]:
     """The metrics that have a value, as numbers; the ends of an interval are called `accuracy_low`, `accuracy_high`."""
     values = dict[str, float]()
     for name, metric in metrics.items():

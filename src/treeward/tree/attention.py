@@ -395,7 +395,7 @@ class Part:
         return area // 2 if self.causal else area
 
 
-class Run(NamedTuple):
+class QueryRun(NamedTuple):
     """Keys [start, end) of the row, or of the tree's prefix; `position`: of the first, in the conversation."""
 
     start: int
@@ -408,11 +408,11 @@ class Run(NamedTuple):
         """The position after the last key."""
         return self.position + self.end - self.start
 
-    def clipped(self, low: int, stop: int) -> Run:
+    def clipped(self, low: int, stop: int) -> QueryRun:
         """The keys at the positions [low, stop); empty if `start` is not below `end`."""
         first, last = max(low, self.position), min(stop, self.stop)
         offset = self.start - self.position
-        return Run(first + offset, last + offset, first, self.in_prefix)
+        return QueryRun(first + offset, last + offset, first, self.in_prefix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,7 +426,7 @@ class Window:
     start: int
     low: int
     high: int
-    keys: tuple[Run, ...]
+    keys: tuple[QueryRun, ...]
 
 
 class PositionMask:
@@ -512,9 +512,9 @@ class PositionMask:
 
     def _cut(self, tree: TreeSpan) -> Iterator[Window]:
         for segment in tree.segments:
-            path = [Run(above.start, above.end, above.depth, False) for above in tree.path(segment)]
+            path = [QueryRun(above.start, above.end, above.depth, False) for above in tree.path(segment)]
             if tree.num_prefix_tokens:
-                path.insert(0, Run(0, tree.num_prefix_tokens, 0, True))
+                path.insert(0, QueryRun(0, tree.num_prefix_tokens, 0, True))
             for start in range(segment.depth, segment.depth + len(segment), BLOCK):
                 end = min(start + BLOCK, segment.depth + len(segment))
                 low, high = self.first_seen(start), self.first_seen(end - 1)

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from treeward.model.policy_model import PolicyModel
-from treeward.rl.sampling import Row, sample, uniforms
+from treeward.rl.sampling import SampledRow, sample, uniforms
 from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer import receive
 
@@ -192,7 +192,7 @@ class LLM:
             return tokens[-1] in ends or any(stop in self.tokenizer.decode(tokens) for stop in stops)
 
         assert one.seed is not None
-        row = Row(tuple(ids), one.max_tokens, uniforms(one.seed + index, 0, 0, one.max_tokens))
+        row = SampledRow(tuple(ids), one.max_tokens, uniforms(one.seed + index, 0, 0, one.max_tokens))
         top_k = one.top_k if one.top_k > 0 else None
         sample(policy, [row], ended=ended, temperature=one.temperature, top_k=top_k, top_p=one.top_p)
         said = row.log_probs

@@ -30,7 +30,7 @@ from treeward.evaluation.data_check.findings import (
     broken_rows,
     findings_of,
     numbers_of,
-    read_data,
+    read_comparisons,
     read_held_out,
     rows_of,
 )
@@ -86,7 +86,7 @@ def check_data(
     longest completion that training keeps.
     """
     progress_of_reading = partial(on_progress, "reading")
-    data = read_data(streams, renderer, ties=ties, max_length=max_length, on_progress=progress_of_reading)
+    data = read_comparisons(streams, renderer, ties=ties, max_length=max_length, on_progress=progress_of_reading)
     benchmarks, held_out = benchmarks or {}, DataRead()
     sets: list[tuple[str, list[Preference]]] = []
     for stream in validation:

@@ -1,6 +1,6 @@
 """`read_data`: one pass over preference data; `numbers_of`, `findings_of`: what it says, as numbers and as sentences.
 
-    data = read_data(streams, Renderer(tokenizer))
+    data = read_comparisons(streams, Renderer(tokenizer))
     for finding in findings_of(data, numbers_of(data)):          # the gravest first
         finding.text, finding.why, finding.fix, finding.rows
 
@@ -78,7 +78,7 @@ class DataRead:
             self.errors.append(error)
 
 
-def read_data(
+def read_comparisons(
     streams: Sequence[RowDataset],
     renderer: Renderer,
     *,
