@@ -65,6 +65,13 @@ SIZES: dict[str, dict[str, Any]] = {
 
 VOCAB_SIZE = 8192
 
+TRL_PENALTY: dict[str, Any] = {
+    "reference_policy_kl_type": "k3_unweighted",
+    "kl_input_clamp_value": None,
+    "kl_output_clamp_value": None,
+}
+"""Keys of `loss_fn` that make the penalty that of TRL. By default it is NeMo RL's, with another gradient."""
+
 PEAK_FLOPS = {
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,

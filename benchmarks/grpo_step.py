@@ -59,7 +59,7 @@ TREE, TREE_BF16, TRL, TRL_DEFAULT = "treeward", "treeward, bfloat16", "TRL, floa
 CONFIG = """
 grpo: {{num_prompts_per_step: {prompts}, num_generations_per_prompt: {completions}, max_num_epochs: 100000,
        max_num_steps: 100000, val_period: 0}}
-loss_fn: {{reference_policy_kl_penalty: {beta}}}
+loss_fn: {{reference_policy_kl_penalty: {beta}, reference_policy_kl_type: k3_unweighted}}
 policy:
   model_name: {folder}
   train_micro_batch_tokens: 4096

@@ -35,6 +35,7 @@ import numpy as np
 import torch
 from common import (
     SIZES,
+    TRL_PENALTY,
     VOCAB_SIZE,
     add_model,
     add_options,
@@ -79,7 +80,6 @@ at 8 completions."""
 
 EXACT, EXACT_PRETRAINED = 1e-5, 1e-4
 BETA = 0.05
-UNCLAMPED: dict[str, Any] = {"kl_input_clamp_value": None, "kl_output_clamp_value": None}  # as TRL's penalty
 MICRO_BATCH_TOKENS = 4096
 LEARNING_RATE = 1e-6
 
@@ -283,7 +283,7 @@ def _ours(
     frozen = kind(own, layout="tree")
     model.cast(dtype)
     frozen.cast(dtype)
-    loss = PolicyLossConfig(reference_policy_kl_penalty=BETA, **UNCLAMPED)
+    loss = PolicyLossConfig(reference_policy_kl_penalty=BETA, **TRL_PENALTY)
     used_PG = torch.ones_like(work.advantages_PG, dtype=torch.bool)
     sizes = [_tree_tokens(group) for group in work.groups]
     plan = plan_micro_batches(sizes, max_tokens=MICRO_BATCH_TOKENS)
@@ -325,7 +325,7 @@ def _ours(
 def _grouper(policy: PreTrainedModel, reference: PreTrainedModel, work: Work, *, all_logits: bool) -> Variant:
     model = GroupedPolicy(deepcopy(policy), all_logits=all_logits)
     frozen = GroupedPolicy(deepcopy(reference).requires_grad_(False), all_logits=all_logits)
-    loss = PolicyLossConfig(reference_policy_kl_penalty=BETA, **UNCLAMPED)
+    loss = PolicyLossConfig(reference_policy_kl_penalty=BETA, **TRL_PENALTY)
     plan = plan_micro_batches([_tree_tokens(group) for group in work.groups], max_tokens=MICRO_BATCH_TOKENS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     model.train()
