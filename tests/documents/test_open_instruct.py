@@ -90,7 +90,7 @@ def test_the_documented_metrics(tiny_run: Callable[..., Any], tmp_path: Path) ->
 
 def run_script(script: str, folder: Path, *overrides: str) -> list[dict[str, Any]]:
     """`bash SCRIPT` as quoted, from another folder, into `folder`; the lines of its metrics."""
-    assert f"bash {script}" in (REPOSITORY / "docs" / "integrations.md").read_text(encoding="utf-8")
+    assert f"bash {script}" in (REPOSITORY / "docs" / "coming_from.md").read_text(encoding="utf-8")
     folders = [f"checkpointing.checkpoint_dir={folder}/model", f"logger.log_dir={folder}/logs"]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     words = ["bash", str(REPOSITORY / script), *folders, *overrides]
@@ -169,7 +169,7 @@ def test_the_script_of_tulu_3_on_something_small(policy_folder: Path, tmp_path: 
 
 # --- The page for those who come from elsewhere ----------------------------------------------------------------------
 
-PAGE = (REPOSITORY / "docs" / "integrations.md").read_text(encoding="utf-8")
+PAGE = (REPOSITORY / "docs" / "coming_from.md").read_text(encoding="utf-8")
 BASE = f"""
 defaults: {REPOSITORY / "examples" / "configs" / "rm.yaml"}
 data: {{_override_: true, train: {{data_path: train.jsonl}}, validation: {{data_path: val.jsonl}}}}
@@ -178,8 +178,8 @@ data: {{_override_: true, train: {{data_path: train.jsonl}}, validation: {{data_
 
 def rows(section: str) -> list[tuple[str, str]]:
     """The rows of a section's table of options: theirs, ours."""
-    _, _, text = PAGE.partition(f"\n### From {section}\n")
-    lines = [line.strip("| ") for line in text.partition("\n### ")[0].splitlines() if line.startswith("| `")]
+    _, _, text = PAGE.partition(f"\n## From {section}\n")
+    lines = [line.strip("| ") for line in text.partition("\n## ")[0].splitlines() if line.startswith("| `")]
     return [(theirs, ours) for theirs, _, ours in (line.partition(" | ") for line in lines) if "=" in ours]
 
 
@@ -209,7 +209,7 @@ def test_every_row_is_an_override_that_is_heeded(section: str, number: int, tmp_
 
 def test_every_field_that_trl_adds_is_named() -> None:
     reward_config = pytest.importorskip("trl").RewardConfig
-    section = PAGE.partition("\n### From TRL\n")[2].partition("\n### From OpenRLHF")[0]
+    section = PAGE.partition("\n## From TRL\n")[2].partition("\n## From OpenRLHF")[0]
     named = set(re.findall(r"`([a-z_]+)`", section))
     added = set(reward_config.__annotations__) - {"_VALID_DICT_FIELDS"}
     assert "center_rewards_coefficient" in added
@@ -233,7 +233,7 @@ def test_the_options_of_openrlhf_are_those_of_its_parser(tmp_path: Path) -> None
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument"
         and isinstance(node.args[0], ast.Constant)
     }  # fmt: skip
-    section = PAGE.partition("\n### From OpenRLHF\n")[2].partition("OpenRLHF forces an end token")[0]
+    section = PAGE.partition("\n## From OpenRLHF\n")[2].partition("OpenRLHF forces an end token")[0]
     named = set(re.findall(r"--[a-z][\w.]+", section)) - {"--config"}
     assert len(known) > 70 and len(named) > 30
     assert named <= known, named - known

@@ -134,7 +134,7 @@ def wanted(model: Path) -> Any:
 def test_verl(ask: Callable[[str], Any], wanted: Any) -> None:
     """Its reward loop at our server as vLLM and as SGLang, and our functions under its manager `naive`."""
     rewards = ask("verl")
-    assert rewards.pop("known_managers") == ["naive"], "docs/integrations.md says that `batch` is refused"
+    assert rewards.pop("known_managers") == ["naive"], "docs/verl.md says that `batch` is refused"
     assert set(rewards) == {"vllm", "sglang", "compute_score", "compute_score_async"}
     for way, values in rewards.items():
         assert values == wanted, way

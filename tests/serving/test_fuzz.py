@@ -114,10 +114,10 @@ def test_every_route_is_tried_and_documented(app: Any) -> None:
         assert "{" not in path or any(one["in"] == "path" for one in document[path]["post"]["parameters"])
     assert document["/metrics"]["get"]["responses"]["200"]["content"].keys() == {"text/plain"}
     assert {path for path, routes in document.items() if "post" in routes and "{" not in path} == set(ROUTES)
-    pages = [Path(__file__).parents[2] / "docs" / name for name in ("serving.md", "integrations.md")]
+    pages = [Path(__file__).parents[2] / "docs" / name for name in ("serving.md", "nemo_gym.md", "openrlhf.md")]
     text = "".join(page.read_text(encoding="utf-8") for page in pages)
     for route in ROUTES:
-        assert route in text, f"{route} is not in docs/serving.md or docs/integrations.md"
+        assert route in text, f"{route} is not in docs/serving.md, docs/nemo_gym.md or docs/openrlhf.md"
         responses = document[route]["post"]["responses"]
         is_own = document[route]["post"]["tags"] in (["treeward"], ["NeMo Gym"])
         assert responses["200"]["content"]["application/json"]["schema"] or not is_own, f"{route} has no schema"
