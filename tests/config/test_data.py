@@ -44,6 +44,11 @@ def test_every_form_means_the_same(form):
     assert comparisons(**form) == PAIRS
 
 
+def test_the_column_of_a_rating_may_stand_beside_the_paths() -> None:
+    config = comparisons(train_data_path="rated.jsonl", val_data_path="held.jsonl", rating_key="stars")
+    assert [one.rating_key for one in (*config.train, *config.validation)] == ["stars", "stars"]
+
+
 @pytest.mark.parametrize(
     ("name", "validation"),
     [

@@ -33,6 +33,7 @@ _SHARED_KEYS = (
     "prompt_key",
     "chosen_key",
     "rejected_key",
+    "rating_key",
     "input_key",
     "output_key",
     "processor",
