@@ -9,6 +9,7 @@ import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+import pytest
 from conftest import REPOSITORY
 
 import treeward
@@ -19,6 +20,7 @@ MOST_FILES = {"A row becomes a gradient": 16, "A request becomes a score": 15, "
 """Each walk in docs/architecture.md is to be followed file by file; lower a number when a walk becomes shorter."""
 
 
+@pytest.mark.slow
 def test_walks_are_short() -> None:
     done = subprocess.run([sys.executable, WALKS], capture_output=True, text=True, check=True)
     titles = [line for line in done.stdout.splitlines() if not line.startswith(" ")]

@@ -30,6 +30,7 @@ def first_run(
     return lambda *words: treeward("train", "--model", policy_folder, "--data", "pairs.csv", *words)
 
 
+@pytest.mark.slow
 def test_a_dry_run_tells_what_was_chosen_and_trains_nothing(first_run: Callable[..., Ended]) -> None:
     ended = first_run("--dry-run")
     assert ended.code == 0, ended.err

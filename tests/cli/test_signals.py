@@ -41,8 +41,10 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-@pytest.mark.parametrize(("verb", "number"), [("score", signal.SIGTERM), ("eval", signal.SIGTERM),
-                                              ("eval", signal.SIGHUP), ("eval", signal.SIGINT)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("verb", "number"),
+    [("score", signal.SIGTERM), ("score", signal.SIGHUP), ("score", signal.SIGINT), ("eval", signal.SIGTERM)],
+)
 def test_a_signal_keeps_what_is_scored_and_says_how_to_go_on(
     verb: str, number: signal.Signals, treeward: Command, model_folder: Path, samples: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

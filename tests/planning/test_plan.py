@@ -163,6 +163,7 @@ def test_the_tables_of_the_guide_are_what_is_planned() -> None:
     assert tables.planned(page) == page
 
 
+@pytest.mark.slow
 def test_a_model_whose_padding_is_token_0_is_planned() -> None:
     """The probes of a model draw tokens other than the padding; on fake tensors all were 0."""
     config = load_run("quickstart", ["policy.model_config.pad_token_id=0"])

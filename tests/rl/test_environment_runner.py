@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from treeward.config.grpo_run import GRPORunConfig
+from treeward.config.load import load_section
 from treeward.data.conversation import Message
 from treeward.environments.interface import Environment, Reward
 from treeward.errors import ConfigError, DataError, ModelError
@@ -149,7 +150,8 @@ PATH = f"{__name__}.Lengths"
 def made(env: Mapping[str, Any], prompts: Sequence[CompletionGroup], **grpo: Any) -> EnvironmentRunner:
     """The runner of a run with this section `env` and these prompts."""
     data = {"train": {"dataset_name": "PromptDataset", "data_path": "prompts.jsonl"}}
-    config = GRPORunConfig(policy={"model_name": "m"}, data=data, env=env, grpo=grpo)
+    values = {"policy": {"model_name": "m"}, "data": data, "env": dict(env), "grpo": grpo}
+    config = load_section(GRPORunConfig, values, where="run")
     return make_environment_runner(config, [one.prompt for one in prompts])
 
 

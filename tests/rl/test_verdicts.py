@@ -125,6 +125,7 @@ def test_both_orders_share_a_tree_and_the_gradient_is_that_of_two(policy: Policy
     assert float((one - other).abs().max()) < 1e-6 * float(other.abs().max()) + 1e-7
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_is_the_run_that_was_not_stopped(tiny_grpo: Make, tmp_path: Path) -> None:
     for name, lengths in (("stopped", (2, 4)), ("whole", (4,))):
         folders = (
