@@ -3,9 +3,9 @@
     python examples/minimal.py
 
 This is the core of `treeward train` in one file, to be read and changed: no configuration, no checkpoints, no report.
-It trains a small model from scratch on the bundled data, in about half a minute on a laptop's CPU, and shows what that
-data plants: the model likes long completions too much. To start from a real model, replace the two lines of "The model"
-by `load_reward_model("HuggingFaceTB/SmolLM2-135M-Instruct", head_seed=0)` and lower the learning rate to 1e-5.
+It trains a small model from scratch on the bundled data, and shows what that data plants: the model likes long
+completions too much. To start from a real model, take model and tokenizer from `treeward.model.loading`:
+`load_classifier("HuggingFaceTB/SmolLM2-135M-Instruct", head_seed=0)`, with a learning rate of 1e-5.
 """
 
 from __future__ import annotations

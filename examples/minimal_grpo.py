@@ -5,8 +5,8 @@
 This is the core of `treeward grpo` in one file, to be read and changed: no configuration, no checkpoints, no report.
 A small policy first imitates the bundled data's completions, good and bad ones alike (supervised fine-tuning). Then it
 is optimised against a rule that knows the true quality of a completion: right or wrong, in the format that was asked
-for, courteous. To optimise against a reward model instead, score the conversations with
-`treeward.Scorer.load("results/quickstart/final").score_conversations(...)` in the place of `gold_quality`.
+for, courteous. To optimise against a reward model instead, put its scores in the place of `gold_quality`:
+`treeward.Scorer.load("results/quickstart/final").score_completions(context, completions)`.
 """
 
 from __future__ import annotations

@@ -166,7 +166,8 @@ class _Translation:
             key = model_field.alias or name
             value = tree.get(key)
             if (section, name) in _ENVIRONMENTS:
-                tree = tree if value is None else {**tree, key: self._environments(value, (*path, key))}
+                if value is not None:
+                    tree[key] = self._environments(value, (*path, key))
                 continue
             inner = next(sections(model_field.annotation), None)
             if inner is None or value is None:
@@ -375,7 +376,10 @@ def _with_keys_of_a_class(section: type[data.SetConfig], values: Values) -> Valu
     own, others = Values(), Values()
     for key, value in values.items():
         is_near = key in section.model_fields or nearest_name(key, section.model_fields) is not None
-        (others if is_near else own)[key] = value
+        if is_near:
+            others[key] = value
+        else:
+            own[key] = value
     if not own:
         return values
     return {**others, "kwargs": {**own, **(values.get("kwargs") or {})}}
