@@ -28,7 +28,7 @@ def test_the_reward_model_learns_the_data_and_its_bias(tmp_path: Path) -> None:
     shown = shown_by("minimal.py", tmp_path)
     plain, controlled = numbers(r"([\d.]+)%", shown)
     assert plain >= 90.0
-    assert controlled <= plain - 5.0
+    assert controlled <= plain - 3.0
     for computed, rows in re.findall(r"(\d+) tokens computed instead of (\d+)", shown):
         assert int(computed) < 0.7 * int(rows)
 
