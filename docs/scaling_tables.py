@@ -1,6 +1,6 @@
 """The tables of `treeward plan` in `docs/scaling.md`: planned anew, of the configurations that the page shows.
 
-CUDA_VISIBLE_DEVICES= python docs/scaling_tables.py       # writes docs/scaling.md; minutes
+CUDA_VISIBLE_DEVICES= python docs/scaling_tables.py       # writes docs/scaling.md
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from treeward.planning.plan import Plan, plan
 from treeward.tables import Column, markdown_table
 
 PAGE = Path(__file__).parent / "scaling.md"
-_SIZES = ("weights", "gradients", "optimizer", "activations", "peak")
+_SIZES = ("weights", "gradients", "optimizer", "activations", "exchanged", "peak")
 _COLUMNS = [
     Column("layout"),
     Column("change", "added to the command"),
@@ -51,7 +51,7 @@ def planned(page: str) -> str:
 
 def _row(found: Plan, overrides: Sequence[str]) -> dict[str, Any]:
     change = " ".join(f"`{one}`" for one in overrides if "cluster" not in one)
-    row = {"layout": found.layout, "change": change, "fits": found.fits}
+    row = {"layout": found.layout, "change": change, "exchanged": 0.0, "fits": found.fits}
     return row | {name: size / 1e9 for name, size in found.memory.items()}
 
 

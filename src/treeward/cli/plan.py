@@ -2,7 +2,7 @@
 
 examples:
   treeward plan --config rm cluster.gpus_per_node=8
-  treeward plan --config run.yaml --gpu a100 --mean-tokens 600 policy.dtensor_cfg.activation_checkpointing=true
+  treeward plan --config run.yaml --gpu a100 policy.dtensor_cfg.activation_checkpointing=true
   treeward plan --config run.yaml --json
 
 A run of `treeward train` or `treeward grpo`. No GPU, data or weights are needed: of a model the config.json alone.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -33,17 +32,14 @@ def run(
     config: ConfigFile,
     overrides: Overrides = None,
     gpu: Annotated[GpuName, typer.Option(help="What every device is.")] = "h100",
-    mean_tokens: Annotated[int | None, typer.Option(min=2, help="Of a conversation; a quarter of the longest.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Every number as JSON on standard output.")] = False,
 ) -> int:
     loaded = load_run(config, overrides or [])
-    for name in ("treeward", "torch"):  # what a run says of its models
-        logging.getLogger(name).setLevel(logging.ERROR)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tensors without storage are the CPU's, on a machine with GPUs too
+    logging.getLogger("treeward").setLevel(logging.ERROR)  # what a run says of its models
 
     from treeward.planning.plan import plan
 
-    planned = plan(loaded, gpu, mean_tokens=mean_tokens)
+    planned = plan(loaded, gpu)
     sys.stdout.write((json.dumps(asdict(planned), indent=2) if as_json else plan_text(planned)) + "\n")
     return 0 if planned.fits else 1
 

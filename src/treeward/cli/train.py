@@ -135,7 +135,6 @@ def _tell_dry_run(loaded: RewardModelRunConfig) -> int:
 
     has_gpu = torch.cuda.is_available()
     device = torch.cuda.get_device_properties(0) if has_gpu else None
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # as `treeward plan`: tensors without storage are the CPU's
     found = dry_run(loaded, "h100" if has_gpu else "cpu")
     first = found.first
     lines = [f"{name}: {summary}" for name, summary in found.rows.items()]

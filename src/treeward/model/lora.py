@@ -71,7 +71,7 @@ def add_adapters(model: WrappedModel, config: LoraConfig, *, seed: int) -> None:
     _settings(model).modules_to_save = _trained_whole(model) or None  # not before: peft would keep a copy of them
     for weight in _whole_weights(model).values():
         weight.requires_grad_(True)
-    for layer in _adapted_layers(model).values():
+    for layer in adapted_layers(model).values():
         for part in (layer.lora_A, layer.lora_B):
             part.to(torch.float32)  # peft gives them the dtype of the layer
     if model.unfilled:
@@ -93,7 +93,7 @@ def has_adapters(model: WrappedModel) -> bool:
 @contextlib.contextmanager
 def without_adapters(model: WrappedModel) -> Iterator[None]:
     """A context in which the frozen model computes alone. Contexts must not be nested."""
-    layers = _adapted_layers(model).values()
+    layers = adapted_layers(model).values()
     for layer in layers:
         layer.enable_adapters(False)
     try:
@@ -127,7 +127,7 @@ def adapter_state(model: WrappedModel) -> dict[str, Tensor]:
 def _matrices(model: WrappedModel) -> dict[str, Tensor]:
     return {
         f"base_model.model.{name}.{part}.weight": getattr(layer, part)[_NAME].weight
-        for name, layer in _adapted_layers(model).items()
+        for name, layer in adapted_layers(model).items()
         for part in ("lora_A", "lora_B")
     }
 
@@ -168,7 +168,7 @@ def load_adapters(model: WrappedModel, folder: Path) -> None:
 def plain_weights(model: WrappedModel) -> Iterator[tuple[str, Tensor, Callable[[torch.dtype | None], Tensor]]]:
     """Each weight and buffer by its name in the plain model, and a function that makes it plain, in a dtype: merged and
     dequantized."""
-    layers, matrices = _adapted_layers(model), {id(weight) for weight in _matrices(model).values()}
+    layers, matrices = adapted_layers(model), {id(weight) for weight in _matrices(model).values()}
     quantized = {name: module for name, module in model.hf.named_modules() if is_quantized(module)}
     for name, weight in model.hf.state_dict(keep_vars=True).items():
         if id(weight) in matrices or name.rpartition(".weight.")[0] in quantized:  # which are codes and scales
@@ -299,7 +299,7 @@ def _matches(name: str, pattern: str) -> bool:
 def _draw(model: WrappedModel, config: LoraConfig, seed: int) -> None:
     """Draw the adapters on the CPU and in the order of the layers, so that the seed alone determines them."""
     generator = torch.Generator().manual_seed(seed)
-    for layer in _adapted_layers(model).values():
+    for layer in adapted_layers(model).values():
         first, second = layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
         drawn = torch.empty(first.shape)
         nn.init.xavier_normal_(drawn, generator=generator)
@@ -307,7 +307,7 @@ def _draw(model: WrappedModel, config: LoraConfig, seed: int) -> None:
         second.zero_()
 
 
-def _adapted_layers(model: WrappedModel) -> dict[str, Any]:
+def adapted_layers(model: WrappedModel) -> dict[str, Any]:
     """peft's layers by the names of the layers that they wrap."""
     if not has_adapters(model):
         return {}

@@ -46,25 +46,35 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
 def cut(model: WrappedModel, mesh: Mesh) -> None:
     """Keep this process's part of the model, whose weights must be the same in all processes; sends nothing. Raises
     `ConfigError` for a model without a plan, with adapters or four-bit layers, or with sizes that cannot be divided."""
-    size = mesh.tensor_size
-    if size == 1:
+    if mesh.tensor_size == 1:
         return
     assert mesh.devices is not None
     devices = mesh.devices[TENSOR]
-    layers = {
-        name: module
-        for name, module in model.backbone.named_modules()
-        if isinstance(module, GradientCheckpointingLayer)
-    }
-    styles = [_styles(model, name, layer, size) for name, layer in layers.items()]
-    if not styles:
-        raise _refused("this model's layers are not known", type(model.hf).__name__, "a decoder of transformers")
+    styles = _styles_of_layers(model, mesh.tensor_size)
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-    for layer, styles_of_layer in zip(layers.values(), styles, strict=True):
+    for layer, styles_of_layer in styles.items():
         _cut_layer(layer, styles_of_layer, devices)
     _cut_vocabulary(model, devices)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in frozen)  # SequenceParallel has set it
+
+
+def check_cut(model: WrappedModel, size: int) -> None:
+    """Raise the `ConfigError` of `cut` for a model that `size` processes cannot compute together."""
+    if size > 1:
+        _styles_of_layers(model, size)
+
+
+def _styles_of_layers(model: WrappedModel, size: int) -> dict[nn.Module, dict[str, str]]:
+    """transformers' style for each module of each layer, by its name in the layer."""
+    styles: dict[nn.Module, dict[str, str]] = {
+        module: _styles(model, name, module, size)
+        for name, module in model.backbone.named_modules()
+        if isinstance(module, GradientCheckpointingLayer)
+    }
+    if not styles:
+        raise _refused("this model's layers are not known", type(model.hf).__name__, "a decoder of transformers")
+    return styles
 
 
 def _refused(summary: str, got: object, need: str) -> ConfigError:

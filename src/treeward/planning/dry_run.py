@@ -9,8 +9,6 @@ The data is read, tokenized and kept as in the run itself; no weights are loaded
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any, cast
 
 import torch
 
@@ -19,10 +17,9 @@ from treeward.config.run import RewardModelRunConfig
 from treeward.data.encoding import EncodedDataset
 from treeward.model.checks import check_positions
 from treeward.model.reward_model import RewardModel
-from treeward.parallel.mesh import Mesh
+from treeward.planning.bare_models import bare_reward_model
 from treeward.planning.plan import Plan, plan
-from treeward.planning.runs import bare_reward_model
-from treeward.training.prefetch import BatchPreparer
+from treeward.training.prefetch import plan_passes
 from treeward.training.setup import read_data
 
 
@@ -62,24 +59,25 @@ def dry_run(config: RewardModelRunConfig, gpu: str) -> DryRun:
         model = bare_reward_model(config.policy)
     check_positions(model, config.max_sequence_length)
     first_rows = data.order.batch(0, config.policy.train_global_batch_size)
-    tokens = sum(dataset.counts.tokens for dataset in training_sets)
-    completions = sum(dataset.counts.completions for dataset in training_sets)
-    mean_tokens = max(tokens // completions, 2)
     is_planned = not config.policy.load_in_4bit
     return DryRun(
         rows=rows,
         steps=data.total_steps,
         first=_first_batch(config, model, [(training_sets[which], row) for which, row in first_rows]),
-        memory=plan(config, gpu, mean_tokens=mean_tokens) if is_planned else None,
+        memory=plan(config, gpu) if is_planned else None,
     )
 
 
 def _first_batch(
     config: RewardModelRunConfig, model: RewardModel, rows: list[tuple[EncodedDataset, int]]
 ) -> FirstBatch:
-    """The plan of a step's rows; the run's own planner needs of the model how it reads them."""
-    setup = SimpleNamespace(config=config, model=model, mesh=Mesh(), heads=None, features={})
-    passes = BatchPreparer(cast(Any, setup)).plan(rows)
+    policy = config.policy
+    passes = plan_passes(
+        rows,
+        model.layout,
+        max_tokens=policy.micro_batch_tokens,
+        max_groups=policy.train_micro_batch_size,
+    )
     row_tokens = 0
     tree_tokens = 0
     for dataset, row in rows:

@@ -13,7 +13,7 @@ from treeward.config.first_run import RunFacts
 from treeward.config.run import RewardModelRunConfig
 from treeward.data.datasets import open_dataset, recognised
 from treeward.errors import DataError
-from treeward.planning.runs import bare_reward_model
+from treeward.planning.bare_models import bare_reward_model
 
 
 def facts_of(config: RewardModelRunConfig) -> RunFacts:

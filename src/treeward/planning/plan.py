@@ -1,49 +1,57 @@
-"""`plan`: the memory that a run takes of each device.
+"""`plan`: the memory that a run takes of each device, by arithmetic.
 
     planned = plan(load_run("rm.yaml", ["cluster.gpus_per_node=8"]), "h100")
     planned.memory["peak"], planned.fits
 
-A step of the run itself is taken on fake tensors and a fake process group, with two micro-batches a device that are as
-full as they get. Operations are taken one by one: compiled layers keep less, so the memory is an upper estimate.
+Of the model its config.json is read, and no weights. What its states take is counted weight by weight, what its layers
+keep of a micro-batch by the formula of `treeward.planning.memory`.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
-from torch import Tensor, distributed
-from torch.distributed._tools.common_utils import get_untyped_storages
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch import Tensor, nn
 
 import treeward.model  # noqa: F401 (it imports transformers quietly, and comes before what does not)
-from treeward import processes
 from treeward.config.grpo_run import GRPORunConfig
-from treeward.config.policy import ShardingConfig, TrainedModelConfig
+from treeward.config.policy import OptimizerConfig, TrainedModelConfig
 from treeward.config.run import RewardModelRunConfig
 from treeward.errors import ConfigError
-from treeward.parallel.mesh import Mesh, make_mesh
-from treeward.planning.runs import Filling, PlannedRun, grpo_run, reward_model_run
-from treeward.planning.tracker import UNCOUNTED, MemoryTracker, no_storage
-from treeward.tree import attention
+from treeward.model.policy_model import PolicyModel
+from treeward.model.pretrained import DTYPES, read_config
+from treeward.model.reward_model import RewardModel
+from treeward.parallel.mesh import mesh_shape
+from treeward.parallel.tensor import check_cut
+from treeward.planning.bare_models import bare_classifier, bare_policy, bare_reward_model
+from treeward.planning.memory import activation_bytes, layer_shapes
+from treeward.training.models import adapt
+from treeward.training.optimisation import build_optimizer, check_sharded_optimizer
 
-GPUS: Mapping[str, float] = {"a100": 80e9, "h100": 80e9, "h200": 141e9, "b200": 180e9, "l40s": 48e9}
+GPUS: Mapping[str, float] = {
+    "a100": 80e9,
+    "h100": 80e9,
+    "h200": 141e9,
+    "b200": 180e9,
+    "l40s": 48e9,
+}
 """Bytes of memory by name, of NVIDIA's data sheets: A100 80GB SXM, H100 SXM, H200, HGX B200, L40S."""
 
-_RESERVED = 0.05  # of the memory: for CUDA's context, libraries' workspaces and fragmentation
-_MEAN_SHARE = 4  # a conversation has a quarter of the longest's tokens, where nobody says
+_RESERVED = 0.05
+"""Of the memory: for CUDA's context, the workspaces of libraries and fragmentation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """`parameters`, `trained`: of the whole model, which is of the class `model`.
 
-    `memory`: bytes of one device, by what holds them: first what is there for the whole step; `activations`, and all
-    else that comes and goes; in sampling, when there are no gradients, `KV cache` and `whole policy`; `peak`, the most
-    at a time, of what is `usable`; `host`, in the memory of the host. A micro-batch has `micro_batch_tokens`.
+    `memory`: bytes of one device, by what holds them. `weights`, `gradients`, `optimizer` and `reference` are there for
+    the whole step; `activations` and `exchanged` weights come and go. `reward models`: beside a policy. `KV cache` and
+    `whole policy`: while completions are sampled, when there are no gradients. `peak`: the most at a time. `usable`: of
+    the device's memory. `host`: in the memory of the host, for each device. A micro-batch has `micro_batch_tokens`.
     """
 
     model: str
@@ -55,87 +63,248 @@ class Plan:
     micro_batch_tokens: int
 
 
-def plan(config: RewardModelRunConfig | GRPORunConfig, gpu: str, *, mean_tokens: int | None = None) -> Plan:
-    """The plan of a run on `gpu`, a name of `GPUS` or "cpu". `mean_tokens`: of a conversation, on average.
+@dataclass(frozen=True, slots=True)
+class _States:
+    """Bytes of one device that are there for the whole step."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Each weight is shared by `shards` processes, and cut into `tensor` parts before that."""
+
+    shards: int
+    tensor: int
+
+    @property
+    def parts(self) -> int:
+        return self.shards * self.tensor
+
+
+def plan(config: RewardModelRunConfig | GRPORunConfig, gpu: str) -> Plan:
+    """The plan of a run on `gpu`, a name of `GPUS` or "cpu".
 
     Raises a `TreewardError` for a layout or a model that the run would refuse.
     """
-    cluster, policy = config.training_cluster, config.policy
-    nodes, devices = cluster.num_nodes, cluster.num_processes
-    if isinstance(config, GRPORunConfig):
-        longest, group = policy.max_total_sequence_length, config.grpo.num_generations_per_prompt
-        make_run = partial(grpo_run, config)
-    else:
-        longest, group = config.max_sequence_length, 2
-        make_run = partial(reward_model_run, config)
+    cluster = config.training_cluster
+    policy = config.policy
     if policy.load_in_4bit:
-        raise ConfigError("weights of four bits are not planned: try the run itself", field="policy.load_in_4bit")
-    mean = mean_tokens or max(longest // _MEAN_SHARE, 2)
-    budget = max(policy.micro_batch_tokens or 3 * (policy.train_micro_batch_size or 1) * longest // 2, longest)
-    filling = Filling.of(budget, group, mean)
-    with _mesh_of(devices, policy.dtensor_cfg) as mesh, no_storage():
-        run = make_run(mesh, filling)
-        for model in filter(None, (run.model, run.frozen)):
-            model.tree_attention = None if gpu == "cpu" else attention.FLEX
-        memory, host = _measure(run, policy)
-    sampling = sum(memory.values()) - memory["activations"] - memory["gradients"] + sum(run.sampled.values())
-    peak = run.rewards + max(sum(memory.values()), sampling)
+        summary = "weights of four bits are not planned: try the run itself"
+        raise ConfigError(summary, field="policy.load_in_4bit")
+    _, shards, tensor = mesh_shape(policy.dtensor_cfg, cluster.num_processes)
+    layout = _Layout(shards, tensor)
+    is_sharded = cluster.num_processes > 1  # a run of several whole copies is built like a sharded one
+    if is_sharded:
+        check_sharded_optimizer(policy.optimizer)
+
+    model = _adapted_model(config, is_sharded, tensor)
+    tokens = _micro_batch_tokens(config)
+    states = _states(model, policy, layout, is_sharded)
+    memory = {
+        "weights": states.weights,
+        "gradients": states.gradients,
+        "optimizer": states.optimizer,
+    }
+    sampled: dict[str, int] = {}
+    rewards = 0
+    if isinstance(config, GRPORunConfig):
+        if config.needs_reference and not policy.dtensor_cfg.lora_cfg.enabled:
+            memory["reference"] = _frozen_bytes(model, policy) // layout.parts
+        sampled = _sampling_bytes(config, model, layout, is_sharded)
+        rewards = _reward_model_bytes(config)
+
+    host = 0
+    if policy.dtensor_cfg.cpu_offload:
+        # one process keeps masters and states of the optimizer there; several keep all their shards there
+        moved = [*memory] if is_sharded else ["optimizer"]
+        host = sum(memory[name] for name in moved)
+        memory |= dict.fromkeys(moved, 0)
+    while_sampling = sum(memory.values()) - memory["gradients"] + sum(sampled.values())
+    memory["activations"] = _activation_bytes(model, policy, tokens, tensor)
+    if is_sharded:
+        memory["exchanged"] = _exchanged_bytes(model, policy, tensor)
+    peak = rewards + max(sum(memory.values()), while_sampling)
     usable = 0 if gpu == "cpu" else int(GPUS[gpu] * (1 - _RESERVED))
-    others = {"reward models": run.rewards, **run.sampled, "peak": peak, "usable": usable, "host": host}
+    others = {
+        "reward models": rewards,
+        **sampled,
+        "peak": peak,
+        "usable": usable,
+        "host": host,
+    }
+    for name, size in others.items():
+        if size:
+            memory[name] = size
     return Plan(
-        model=type(run.model.hf).__name__,
-        layout=f"{nodes} nodes of " * (nodes > 1) + f"{devices // nodes} x {gpu}",
-        parameters=sum(weight.numel() for weight in run.model.parameters()),
-        trained=sum(weight.numel() for weight in run.model.parameters() if weight.requires_grad),
-        memory=memory | {name: size for name, size in others.items() if size},
+        model=type(model.hf).__name__,
+        layout=_layout_text(cluster.num_nodes, cluster.num_processes, gpu),
+        parameters=_count(model),
+        trained=_count(model, only_trained=True),
+        memory=memory,
         fits=gpu == "cpu" or peak <= usable,
-        micro_batch_tokens=filling.tokens,
+        micro_batch_tokens=tokens,
     )
 
 
-def _measure(run: PlannedRun, policy: TrainedModelConfig) -> tuple[dict[str, int], int]:
-    """What a device holds at the peak of a step, and what the host holds."""
-    offloads, alone = policy.dtensor_cfg.cpu_offload, processes.size() == 1
-    on_host = offloads and alone  # the host steps tensors of its own; else FSDP keeps the shards there
-    parameters, masters = [*run.model.parameters()], getattr(run.optimizer, "masters", [])
-    for weight in parameters:  # the first step of an optimiser makes its states
-        weight.grad = torch.zeros_like(weight, dtype=weight.grad_dtype) if weight.requires_grad else None
-    gradients = _num_bytes(weight.grad for weight in parameters)
-    run.optimizer.step()
-    run.optimizer.zero_grad()
-    states = [value for state in run.optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    weights, optimizer = [*parameters, *run.model.buffers()], [*masters, *states]
-    frozen = [] if run.frozen is None else [*run.frozen.parameters()]
-    tracker = MemoryTracker()
-    tracker.track_external(*weights, *frozen, *(() if on_host else optimizer))
-    if on_host or policy.optimizer.name.startswith("torchao."):
-        # torchao compiles its step to a few kernels: what is between two operations is never held
-        run.optimizer.register_step_pre_hook(lambda *_: UNCOUNTED.__enter__())
-        run.optimizer.register_step_post_hook(lambda *_: UNCOUNTED.__exit__())
-    with tracker:
-        run.step()
-    memory = {"weights": _num_bytes(weights), "gradients": gradients, "optimizer": _num_bytes(optimizer)}
-    memory |= {"reference": _num_bytes(frozen)} if frozen else {}
-    activations = tracker.peak_bytes - sum(memory.values()) + (memory["optimizer"] if on_host else 0)
-    moved = () if not offloads else ("optimizer",) if alone else tuple(memory)
-    host = sum(memory[name] for name in moved)
-    memory |= dict.fromkeys(moved, 0) | {"activations": activations}
-    return memory, host
+def _layout_text(num_nodes: int, num_processes: int, gpu: str) -> str:
+    of_node = f"{num_processes // num_nodes} x {gpu}"
+    return of_node if num_nodes == 1 else f"{num_nodes} nodes of {of_node}"
 
 
-def _num_bytes(tensors: Iterable[Tensor | None]) -> int:
-    storages = {storage for tensor in tensors if tensor is not None for storage in get_untyped_storages(tensor)}
-    return sum(storage.nbytes() for storage in storages)
+def _micro_batch_tokens(config: RewardModelRunConfig | GRPORunConfig) -> int:
+    """The tokens of a full micro-batch; a conversation of full length fits into every one."""
+    policy = config.policy
+    if isinstance(config, GRPORunConfig):
+        longest = policy.max_total_sequence_length
+    else:
+        longest = config.max_sequence_length
+    if policy.micro_batch_tokens is not None:
+        return max(policy.micro_batch_tokens, longest)
+    # a size in pairs: two completions with a common prompt of half their length
+    pairs = policy.train_micro_batch_size or 1
+    return max(3 * pairs * longest // 2, longest)
 
 
-@contextlib.contextmanager
-def _mesh_of(devices: int, config: ShardingConfig) -> Iterator[Mesh]:
-    """Within it this is the first of so many processes, whose collectives do nothing."""
-    if devices == 1:
-        yield make_mesh(config)
-        return
-    distributed.init_process_group("fake", rank=0, world_size=devices, store=FakeStore())
-    try:
-        yield make_mesh(config)
-    finally:
-        distributed.destroy_process_group()
+def _adapted_model(
+    config: RewardModelRunConfig | GRPORunConfig, is_sharded: bool, tensor: int
+) -> RewardModel | PolicyModel:
+    """The model without weights, whose parameters have the dtypes and the adapters of the run."""
+    policy = config.policy
+    model: RewardModel | PolicyModel
+    with torch.device("meta"):
+        if isinstance(config, GRPORunConfig):
+            model = bare_policy(config.policy)
+        else:
+            model = bare_reward_model(config.policy)
+        if not (is_sharded and policy.trains_backbone):  # trained shards are float32
+            model.cast(DTYPES[policy.precision])
+        adapt(model, policy, seed=0, checkpoint=None)
+    check_cut(model, tensor)
+    return model
+
+
+def _states(model: RewardModel | PolicyModel, policy: TrainedModelConfig, layout: _Layout, is_sharded: bool) -> _States:
+    steps_on_host = policy.dtensor_cfg.cpu_offload and not is_sharded
+    weights = 0
+    gradients = 0.0
+    optimizer = 0.0
+    of_dtype: dict[torch.dtype, tuple[float, float]] = {}
+    for weight in model.parameters():
+        weights += weight.nbytes
+        if not weight.requires_grad:
+            continue
+        if weight.dtype not in of_dtype:
+            of_dtype[weight.dtype] = _bytes_of_weight(policy.optimizer, weight.dtype, on_host=steps_on_host)
+        bytes_of_gradient, bytes_of_states = of_dtype[weight.dtype]
+        gradients += bytes_of_gradient * weight.numel()
+        optimizer += bytes_of_states * weight.numel()
+    parts = layout.parts
+    return _States(weights // parts, int(gradients) // parts, int(optimizer) // parts)
+
+
+def _bytes_of_weight(config: OptimizerConfig, dtype: torch.dtype, *, on_host: bool) -> tuple[float, float]:
+    """Bytes of the gradient of a weight, and of its master and the optimizer's states.
+
+    They are counted in a step of the optimizer itself over a small matrix: AdamW in float32 4 and 8, in bfloat16 4 and
+    12, torchao's AdamW8bit in bfloat16 2 and about 2.
+    """
+    layer = nn.Linear(256, 256, bias=False, dtype=dtype)
+    weight = layer.weight
+    optimizer = build_optimizer(layer, config, cpu_offload=on_host)
+    weight.grad = torch.zeros_like(weight, dtype=weight.grad_dtype)
+    bytes_of_gradient = weight.grad.nbytes
+    with torch.compiler.set_stance("force_eager"):  # torchao compiles its step, which takes minutes
+        optimizer.step()
+    held = list(getattr(optimizer, "masters", []))
+    for states in optimizer.state.values():
+        held += [value for value in states.values() if isinstance(value, Tensor)]
+    return bytes_of_gradient / weight.numel(), sum(map(_num_bytes, held)) / weight.numel()
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    """The bytes of a tensor, or of those that a quantized one consists of."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return tensor.nbytes
+    names, _ = tensor.__tensor_flatten__()
+    return sum(_num_bytes(getattr(tensor, name)) for name in names)
+
+
+def _frozen_bytes(model: RewardModel | PolicyModel, policy: TrainedModelConfig) -> int:
+    """A frozen copy of the model in the dtype of the computation."""
+    return model.hf.num_parameters() * DTYPES[policy.precision].itemsize
+
+
+def _activation_bytes(model: RewardModel | PolicyModel, policy: TrainedModelConfig, tokens: int, tensor: int) -> int:
+    head_bytes = 0
+    if isinstance(model, PolicyModel):
+        # the logits of a chunk with their softmax, and the gradient of the head in float32
+        head = model.head.weight
+        logits = 2 * 4 * min(model.chunk_tokens, tokens) * len(head)
+        gradient = 4 * head.numel() if head.requires_grad else 0
+        head_bytes = (logits + gradient) // tensor
+    return activation_bytes(
+        layer_shapes(model),
+        tokens,
+        itemsize=DTYPES[policy.precision].itemsize,
+        recomputes=policy.dtensor_cfg.activation_checkpointing,
+        tensor_size=tensor,
+        head_bytes=head_bytes,
+    )
+
+
+def _exchanged_bytes(model: RewardModel | PolicyModel, policy: TrainedModelConfig, tensor: int) -> int:
+    """What a sharded model has whole at a time: a layer and the one that is fetched meanwhile, the weights outside of
+    the layers, and the gradient of a layer in float32."""
+    itemsize = DTYPES[policy.precision].itemsize
+    sizes = [_count(layer) for layer in model.layers]
+    trained = [_count(layer, only_trained=True) for layer in model.layers]
+    outside = _count(model) - sum(sizes)
+    return (itemsize * (2 * max(sizes) + outside) + 4 * max(trained)) // tensor
+
+
+def _count(module: nn.Module, *, only_trained: bool = False) -> int:
+    """The number of weights of a module."""
+    weights = module.parameters()
+    return sum(weight.numel() for weight in weights if weight.requires_grad or not only_trained)
+
+
+def _sampling_bytes(
+    config: GRPORunConfig, model: RewardModel | PolicyModel, layout: _Layout, is_sharded: bool
+) -> dict[str, int]:
+    """The keys and values of all completions that a process samples at once, and its whole policy.
+
+    The keys and values of a prompt are there once.
+    """
+    generation = config.policy.generation
+    if generation.url is not None or generation.starts_engines:
+        return {}
+    itemsize = DTYPES[config.policy.precision].itemsize
+    shape = layer_shapes(model)[0]
+    longest = config.policy.max_total_sequence_length
+    new_tokens = min(config.max_new_tokens, longest)
+    rows = generation.batch_size
+    prompts = math.ceil(rows / config.grpo.num_generations_per_prompt)
+    tokens = rows * new_tokens + prompts * (longest - new_tokens)
+    keys_and_values = 2 * len(model.layers) * shape.key_value_heads * shape.head_size * tokens
+    sizes = {"KV cache": itemsize * keys_and_values // layout.tensor}
+    if is_sharded:
+        sizes["whole policy"] = _frozen_bytes(model, config.policy) // layout.tensor
+    return sizes
+
+
+def _reward_model_bytes(config: GRPORunConfig) -> int:
+    """Weights of the reward models on the policy's device."""
+    size = 0
+    for section in config.reward_models.values():
+        is_elsewhere = section.url is not None or section.needs_ray
+        is_on_host = section.dtensor_cfg.cpu_offload or not section.resources.gpus_per_node
+        if is_elsewhere or is_on_host:
+            continue
+        for name in section.models:
+            with torch.device("meta"):
+                model = bare_classifier(read_config(name, section.trust_remote_code))
+            size += model.num_parameters() * DTYPES[section.dtype].itemsize
+    return size

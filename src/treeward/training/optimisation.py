@@ -48,9 +48,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, *, cpu_offload: b
         kwargs["fused"] = len({getattr(parameter, "device_mesh", None) for parameter in parameters}) <= 1
     if config.name.startswith("torchao."):
         if any(isinstance(parameter, DTensor) for parameter in parameters):
-            need, fix = "one process", "set policy.optimizer.name=torch.optim.AdamW: processes share its states out"
-            summary = "quantised states are for one process"
-            raise ConfigError(summary, where="policy.optimizer", field="name", got=config.name, need=need, fix=fix)
+            check_sharded_optimizer(config)
         if is_low and config.name.startswith("torchao.optim.Adam"):
             kwargs.setdefault("bf16_stochastic_round", True)
 
@@ -75,6 +73,19 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, *, cpu_offload: b
         return make(parameters)
     logger.info("The optimiser keeps float32 masters of the bfloat16 weights.")
     return MasterWeights(parameters, make)
+
+
+def check_sharded_optimizer(config: OptimizerConfig) -> None:
+    """Raise `ConfigError` for an optimiser whose states cannot be shared out to several processes."""
+    if config.name.startswith("torchao."):
+        raise ConfigError(
+            "quantised states are for one process",
+            where="policy.optimizer",
+            field="name",
+            got=config.name,
+            need="one process",
+            fix="set policy.optimizer.name=torch.optim.AdamW: processes share its states out",
+        )
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, config: SchedulerConfig, *, total_steps: int) -> LRScheduler:

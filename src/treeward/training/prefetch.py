@@ -22,6 +22,7 @@ from torch import Tensor
 from treeward.data.encoding import Comparison, EncodedDataset
 from treeward.losses import Labels, ranked_pairs
 from treeward.model.reward_model import FeatureBatch
+from treeward.model.wrapped import Layout
 from treeward.training.setup import RewardModelSetup
 from treeward.tree.batch import Batch, Movable, plan_micro_batches, plan_padded, split_group
 
@@ -98,21 +99,21 @@ class BatchPreparer:
             yield RankBatch(rank_comparisons, packed)
 
     def plan(self, rows: Sequence[tuple[EncodedDataset, int]], *, validation: bool = False) -> list[list[int]]:
-        """Which comparisons share a forward pass: as many as the configured tokens and comparisons allow. The plan of
-        rank r is `plan[r::num_ranks]`, as in `plan_micro_batches`."""
+        """Which comparisons share a forward pass; see `plan_passes`."""
         max_groups = self.config.policy.train_micro_batch_size
         if validation:
             max_groups = self.config.rm.val_micro_batch_size or max_groups
-        limits = {"max_tokens": self.max_tokens, "max_groups": max_groups}
         num_ranks = self.mesh.data_size
         if self.setup.features:
             sizes = [int(dataset.shapes[row][0]) for dataset, row in rows]
             return plan_micro_batches(sizes, max_tokens=_MOST_FEATURES, num_ranks=num_ranks)
-        if self.model.layout == "tree":
-            sizes = [int(dataset.tree_tokens[row]) for dataset, row in rows]
-            return plan_micro_batches(sizes, **limits, num_ranks=num_ranks)
-        shapes = [(int(num), int(longest)) for dataset, row in rows for num, longest in [dataset.shapes[row]]]
-        return plan_padded(shapes, **limits, num_ranks=num_ranks)
+        return plan_passes(
+            rows,
+            self.model.layout,
+            max_tokens=self.max_tokens,
+            max_groups=max_groups,
+            num_ranks=num_ranks,
+        )
 
     def micro_batch(
         self,
@@ -154,6 +155,29 @@ class BatchPreparer:
         if (dataset.tree_tokens[row] if share else dataset.shapes[row].prod()) <= most:
             return 1
         return len(split_group(dataset[row].token_ids, max_tokens=most, share=share))
+
+
+def plan_passes(
+    rows: Sequence[tuple[EncodedDataset, int]],
+    layout: Layout,
+    *,
+    max_tokens: int | None,
+    max_groups: int | None,
+    num_ranks: int = 1,
+) -> list[list[int]]:
+    """Which comparisons share a forward pass: as many as the limits allow, by index into `rows`.
+
+    The plan of rank r is `plan[r::num_ranks]`, as in `plan_micro_batches`.
+    """
+    limits = {"max_tokens": max_tokens, "max_groups": max_groups}
+    if layout == "tree":
+        sizes = [int(dataset.tree_tokens[row]) for dataset, row in rows]
+        return plan_micro_batches(sizes, **limits, num_ranks=num_ranks)
+    shapes = []
+    for dataset, row in rows:
+        num_completions, longest = dataset.shapes[row]
+        shapes.append((int(num_completions), int(longest)))
+    return plan_padded(shapes, **limits, num_ranks=num_ranks)
 
 
 class Prefetcher(Generic[_T]):

@@ -1,0 +1,50 @@
+"""Models of a configuration before their weights are read: as large and as cut as in the run.
+
+with torch.device("meta"):
+    model = bare_reward_model(config.policy)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from treeward.config.grpo_policy import GRPOPolicyConfig
+from treeward.config.policy import PolicyConfig, TrainedModelConfig
+from treeward.model.checks import choose_layout, tree_or_rows
+from treeward.model.loading import classifier_class
+from treeward.model.policy_model import PolicyModel
+from treeward.model.pretrained import bare_config, read_config
+from treeward.model.reward_model import RewardModel
+
+
+def bare_reward_model(policy: PolicyConfig) -> RewardModel:
+    """The reward model of a run of `treeward train`."""
+    num_heads = len(policy.reward_model_cfg.head_names) or 1
+    hf = bare_classifier(_config_of(policy), policy.trust_remote_code, num_labels=num_heads)
+    return RewardModel(hf, layout=choose_layout(hf, policy.attention))
+
+
+def bare_policy(policy: GRPOPolicyConfig) -> PolicyModel:
+    """The policy of a run of `treeward grpo`."""
+    hf = AutoModelForCausalLM.from_config(_config_of(policy), dtype=torch.float32, attn_implementation="eager")
+    return PolicyModel(hf, layout=tree_or_rows(hf, policy.attention))
+
+
+def bare_classifier(config: PreTrainedConfig, trust_remote_code: bool = False, num_labels: int = 1) -> PreTrainedModel:
+    """A sequence classifier of transformers."""
+    config.num_labels = num_labels
+    family: Any = classifier_class(config, trust_remote_code)
+    model: PreTrainedModel = family._from_config(config, dtype=torch.float32, attn_implementation="eager")
+    return model
+
+
+def _config_of(policy: TrainedModelConfig) -> PreTrainedConfig:
+    if policy.architecture is None:
+        return read_config(str(policy.model_name), policy.trust_remote_code)
+    fields = dict(policy.architecture)
+    if policy.trained_vocab_size is not None:
+        fields.setdefault("vocab_size", policy.trained_vocab_size)
+    return bare_config(fields)
