@@ -136,7 +136,7 @@ class Variant:
 class PackedRows(PolicyModel):
     """Every completion is a tree of its own: what packing without sharing costs."""
 
-    def pack(self, groups: Sequence[Sequence[TokenIds]]) -> TreeBatch:
+    def pack(self, groups: Sequence[Sequence[TokenIds]], **_: object) -> TreeBatch:
         return TreeBatch.from_groups([[sequence] for group in groups for sequence in group], min_shared=1 << 30)
 
 

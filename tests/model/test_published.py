@@ -25,17 +25,19 @@ from transformers import AutoModel, AutoModelForSequenceClassification
 
 from treeward.data.rendering import DEFAULT_CHAT_TEMPLATE, Renderer
 from treeward.errors import DataError, ModelError
-from treeward.model import published as published_module
+from treeward.model import heads as heads_module
 from treeward.model.contract import CONTRACT_FILE
 from treeward.model.export import export_model
+from treeward.model.heads import ARMORM, HELPSTEER2
 from treeward.model.loading import load_classifier
 from treeward.model.pretrained import load_tokenizer
-from treeward.model.published import ARMORM, HELPSTEER2, set_template
+from treeward.model.published import set_template
 from treeward.model.reward_model import FeatureBatch
 from treeward.scoring.diagnosis import diagnose
 from treeward.scoring.golden import sign_folder
 from treeward.scoring.scorer import Scorer
 from treeward.training.train import train
+from treeward.tree.prefix import MIN_PREFIX_TOKENS, PrefixCache
 
 SIZE = 32
 GATE = [5 + sorted(pre_tokenizers.ByteLevel.alphabet()).index("Ċ"), 4]
@@ -323,7 +325,7 @@ def in_internlm2_names(backbone: Mapping[str, Tensor]) -> dict[str, Tensor]:
 @pytest.fixture
 def save(tmp_path: Path, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Save:
     """A model's folder as its authors have it, and its backbone in plain transformers."""
-    monkeypatch.setattr(published_module, "LDL_WIDTH", LDL_WIDTH)  # 4096, which no key of config.json says
+    monkeypatch.setattr(heads_module, "LDL_WIDTH", LDL_WIDTH)  # 4096, which no key of config.json says
 
     def to_folder(name: str) -> Path:
         published, folder = MODELS[name], tmp_path / MODELS[name].folder
@@ -378,8 +380,25 @@ def test_scores_are_those_of_the_authors_arithmetic(name: str, loaded: Any, save
     scored = model.score({"input_ids": ids, "input_lengths": torch.tensor([len(row) for row in SEQUENCES])})
     assert score_error(scored["scores"], want) < 1e-5
     features = model.features(model.make_batch([SEQUENCES]))
-    assert features.shape == (3, *model.feature_shape) == (3, 2 if model.gate_pattern else 1, SIZE)
+    assert features.shape == (3, *model.feature_shape) == (3, 2 if hasattr(model.head, "gate_pattern") else 1, SIZE)
     assert score_error(model.heads(FeatureBatch(features)).sum(dim=1), want) < 1e-5
+    assert model.heads(model.pack_one_token()).shape == (1, model.num_heads)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_cached_beginning_ends_before_what_the_head_reads(name: str, save: Save) -> None:
+    """A gate reads the end of the prompt, whose hidden state no cache of keys and values has."""
+    folder = save(name)
+    model = load_classifier(folder).model
+    long = [1 + i % 7 for i in range(MIN_PREFIX_TOKENS)]
+    sequences = [long + ids for ids in SEQUENCES]
+    want = wanted(name, folder, sequences)
+    cache = PrefixCache(max_bytes=10**8)
+    lengths = [len(ids) - 1 for ids in sequences]
+    for _ in range(2):
+        values = model.score_tokens(sequences, cache=cache, prompt_lengths=lengths)
+        assert score_error(values.sum(dim=1), want) < 1e-5
+    assert cache.num_reused_tokens >= len(sequences) * MIN_PREFIX_TOKENS
 
 
 @pytest.mark.parametrize("name", MODELS)

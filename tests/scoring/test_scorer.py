@@ -220,6 +220,6 @@ def test_no_pass_is_larger_than_allowed(batch_tokens: int | None, max_sequences:
     scorer.batch_tokens, scorer.max_sequences = batch_tokens, max_sequences
     scorer.model.make_batch = lambda groups: batches.append(make_batch(groups)) or batches[-1]
     assert values(scorer.score(CHATS)) == pytest.approx(want, abs=CLOSE)
-    sizes = [len(batch.reads_S) for batch in batches]
+    sizes = [len(batch.ends_S) for batch in batches]
     assert len(batches) > 1 and sum(sizes) == len(CHATS) and max(sizes) <= (max_sequences or len(CHATS))
     assert max(batch.num_computed_tokens for batch in batches) <= (batch_tokens or 10**4)

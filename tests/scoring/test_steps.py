@@ -80,6 +80,18 @@ def test_every_step_is_read_in_one_pass(published: Any, tokenizer: Any) -> None:
     assert both[1].steps == pytest.approx(want, abs=1e-5)
 
 
+def test_a_cached_prompt_changes_no_step(published: Any, tokenizer: Any) -> None:
+    scorer = Scorer.load(published[0], prefix_cache_bytes=10**8)
+    question = {"role": "user", "content": "How many of these are pink? " * 20}
+    chats = [[question, {"role": "assistant", "content": "\n\n".join(STEPS[:n])}] for n in (1, 2, 3)]
+    want = Scorer.load(published[0]).score(chats)
+    assert scorer.prefix_cache is not None
+    for chat, plain in zip(chats, want, strict=True):
+        [score] = scorer.score([chat])
+        assert score.steps == pytest.approx(plain.steps, abs=1e-5)
+    assert scorer.prefix_cache.num_reused_tokens > 0
+
+
 def test_the_least_step_and_rows_of_a_file(published: Any, tokenizer: Any, tmp_path: Path) -> None:
     want, _ = expected(published, tokenizer)
     assert Scorer.load(published[0], head_weights="min").score([CHAT])[0].score == pytest.approx(min(want), abs=1e-5)

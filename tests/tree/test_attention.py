@@ -110,9 +110,9 @@ def _one_sibling_visible(batch: TreeBatch) -> TreeBatch:
 
 
 def _read_one_early(batch: TreeBatch) -> TreeBatch:
-    reads = batch.reads_N.clone()
-    reads[0] -= 1
-    return replace(batch, reads_N=reads)
+    places_N = batch.reads.places_N.clone()
+    places_N[0] -= 1
+    return replace(batch, reads=replace(batch.reads, places_N=places_N))
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -25,7 +25,7 @@ def path_to(tree: TokenTree, read: int) -> list[int]:
 @settings(deadline=None)
 def test_every_path_is_its_sequence_and_every_beginning_is_held_once(sequences: list[list[int]]) -> None:
     tree = TokenTree.from_sequences(sequences)
-    assert [path_to(tree, int(read)) for read in tree.reads_S] == sequences
+    assert [path_to(tree, int(read)) for read in tree.ends_S] == sequences
     assert tree.num_tokens == len({tuple(s[:n]) for s in sequences for n in range(1, len(s) + 1)})
     assert tree.depth == max(map(len, sequences))
 
@@ -60,4 +60,4 @@ def test_the_order_of_the_sequences_changes_only_the_order_of_the_reads(sequence
     random.shuffle(order)
     one, other = map(TokenTree.from_sequences, (sequences, [sequences[i] for i in order]))
     assert one.tokens_N.tolist() == other.tokens_N.tolist() and one.segments == other.segments
-    assert one.reads_S[order].tolist() == other.reads_S.tolist()
+    assert one.ends_S[order].tolist() == other.ends_S.tolist()

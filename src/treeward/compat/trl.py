@@ -125,7 +125,7 @@ class TreeForward:
         self.num_computed_tokens += batch.num_computed_tokens
         self.num_row_tokens += batch.num_row_tokens
         ends_B = np.empty(len(rows), dtype=np.int64)
-        ends_B[[i for group in groups for i in group]] = batch.reads_S.numpy()
+        ends_B[[i for group in groups for i in group]] = batch.ends_S.numpy()
         return batch, ends_B
 
     def _hidden(self, batch: TreeBatch, places_N: np.ndarray, device: torch.device) -> Tensor:

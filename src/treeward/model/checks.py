@@ -82,7 +82,7 @@ def _why_not_equal(model: WrappedModel, sequences: Sequence[TokenIds], plain_SD:
     """Why the last hidden states of a tree of the sequences differ from `plain_SD`; None if they do not."""
     try:
         batch = TreeBatch.from_groups([sequences]).to(model.device)
-        tree_SD = model.tree_hidden(batch, batch.reads_N).index_select(0, batch.read_of_S).float()
+        tree_SD = model.tree_hidden(batch, batch.reads.places_N).index_select(0, batch.reads.index_R).float()
     except Exception as error:  # models that are not made for it fail in any way
         return (str(error) or type(error).__name__).splitlines()[0]
     difference = float((tree_SD - plain_SD).abs().max() / plain_SD.abs().max().clamp_min(1e-6))

@@ -97,6 +97,8 @@ def load_classifier(
     model_class = classifier_class(config, trust_remote_code)
     if published is not None:
         logger.info("Read as a published reward model: %s.", published.source)
+        if published.step_token is not None:
+            config.step_token_id = _step_token_id(published.step_token, tokenizer)
         model_class, head_seed = published.reader(config, model_class), None
         set_template(tokenizer, config.to_dict(), str(name))
     if on_meta:
@@ -153,6 +155,19 @@ def _with_weights(
     if new_head:
         initialise_head(hf, seed=head_seed or 0)
     return hf
+
+
+def _step_token_id(token: str, tokenizer: PreTrainedTokenizerBase) -> int:
+    """The id of the token at which a process reward model reads a step."""
+    ids: list[int] = tokenizer.encode(token, add_special_tokens=False)
+    if ids != [tokenizer.convert_tokens_to_ids(token)]:
+        raise ModelError(
+            "the tokenizer does not write the token at which this model reads a step",
+            got=ids,
+            need=f"one token for {token!r}",
+            fix="name the model's own tokenizer",
+        )
+    return ids[0]
 
 
 def build_reward_model(

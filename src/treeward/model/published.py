@@ -3,11 +3,8 @@
     adapter = find(config.json as a dictionary, "infly/INF-ORM-Llama3.1-70B")      # None for an ordinary model
     model_class = adapter.reader(config, LlamaForSequenceClassification)            # loads the authors' files
 
-The authors' code never runs: this file has the arithmetic, from the `source` of each adapter. A model with a linear
-head becomes a plain classifier of transformers; another head is a module of this file, `score`, and is saved as its
-authors save it.
-
-Shapes: N places that are read, D hidden size, H values, Q quantiles.
+The authors' code never runs: `heads.py` has the arithmetic, from the `source` of each adapter. A model with a linear
+head becomes a plain classifier of transformers; another head is a module `score`, and is saved as its authors save it.
 """
 
 from __future__ import annotations
@@ -16,188 +13,32 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, takewhile
+from itertools import takewhile
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
 
 from treeward.data.rendering import NUM_BOS
 from treeward.errors import ModelError
-
-Fields = Mapping[str, Any]
-"""The content of config.json."""
-
-HELPSTEER2 = ("helpfulness", "correctness", "coherence", "complexity", "verbosity")
-ARMORM = (
-    *(f"helpsteer-{name}" for name in HELPSTEER2),
-    *("ultrafeedback-overall_score", "ultrafeedback-instruction_following", "ultrafeedback-truthfulness"),
-    *("ultrafeedback-honesty", "ultrafeedback-helpfulness", "beavertails-is_safe", "prometheus-score"),
-    *("argilla-overall_quality", "argilla-judge_lm", "code-complexity", "code-style", "code-explanation"),
-    *("code-instruction-following", "code-readability"),
+from treeward.model.heads import (
+    HELPSTEER2,
+    NUM_RATINGS,
+    Fields,
+    GatedObjectives,
+    RewardOrCost,
+    Standardised,
+    StepOdds,
+    WeightedAttributes,
+    WeightedRatings,
+    grm_head,
+    mlp,
+    objectives,
 )
-
-LDL_WIDTH, NUM_RATINGS = 4096, 10
-_ANSWER_BEGINS = {"llama": (128009, 128006, 78191, 128007, 271), "gemma2": (107, 108, 106, 2516, 108)}
-"""The end of the prompt and the header of the completion, in the tokens of Llama 3 and of Gemma 2."""
-
-
-def _mlp(sizes: Sequence[int], *between: Callable[[], nn.Module]) -> nn.Sequential:
-    """Linear layers of these sizes, with these modules between two of them."""
-    modules: list[nn.Module] = []
-    for inputs, outputs in pairwise(sizes):
-        modules += [nn.Linear(inputs, outputs), *(make() for make in between)]
-    return nn.Sequential(*modules[: -len(between)])
-
-
-def _grm_head(config: PreTrainedConfig) -> nn.Module:
-    if getattr(config, "vhead_layer_type", "mlp") == "linear":
-        return nn.Linear(config.hidden_size, 1)
-    widths = [getattr(config, "vhead_num_neurons", 1024)] * getattr(config, "vhead_num_layers", 1)
-    return _mlp([config.hidden_size, *widths, 1], nn.ReLU)
-
-
-class Standardised(nn.Module):
-    """OpenRLHF's linear head with the mean and the deviation of its rewards, (value - mean) / std."""
-
-    def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__()
-        self.value = nn.Linear(config.hidden_size, 1, bias=False)
-        self.mean, self.std = float(config.mean), float(config.std)
-
-    def forward(self, hidden_ND: Tensor) -> Tensor:
-        values: Tensor = (self.value(hidden_ND) - self.mean) / self.std
-        return values
-
-
-class RewardOrCost(nn.Module):
-    """Beaver: a linear head. With `do_normalize` a reward is (value - mean) / std, and a cost value / std. A cost is
-    negated: higher is better."""
-
-    def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__()
-        self.value = nn.Linear(config.hidden_size, 1, bias=getattr(config, "bias", False))
-        self.normalizer: Any = nn.Module()
-        for name, start in (("mean", torch.zeros(1)), ("var", torch.ones(1)), ("count", torch.zeros(1).long())):
-            self.normalizer.register_buffer(name, start)
-        self.is_cost = getattr(config, "score_type", "reward") == "cost"
-        self.normalises = getattr(config, "do_normalize", False)
-
-    def forward(self, hidden_ND: Tensor) -> Tensor:
-        values: Tensor = self.value(hidden_ND)
-        if self.normalises:
-            values = (values if self.is_cost else values - self.normalizer.mean) / (self.normalizer.var.sqrt() + 1e-8)
-        return -values if self.is_cost else values
-
-
-class WeightedRatings(nn.Module):
-    """LDL: the expectation of each objective's distribution over ratings from 0 to 1, times its weight by a network,
-    both from the last token."""
-
-    def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__()
-        sizes, count = [config.hidden_size, LDL_WIDTH, LDL_WIDTH], config.num_objectives
-        self.regression_layer = nn.ModuleDict({"network": _mlp([*sizes, count], nn.LeakyReLU)})
-        weights = _mlp([*sizes, count // NUM_RATINGS], nn.LeakyReLU, nn.Identity)
-        self.gating_layer = nn.ModuleDict({"network": weights})
-        self.temperature, self.softmax = config.gating_temperature, config.softmax
-
-    def forward(self, hidden_ND: Tensor) -> Tensor:
-        logits_NHR = self.regression_layer["network"](hidden_ND).unflatten(-1, (-1, NUM_RATINGS))
-        weights_NH: Tensor = self.gating_layer["network"](hidden_ND)
-        weights_NH = F.softmax(weights_NH / self.temperature, dim=-1) if self.softmax else weights_NH
-        return F.softmax(logits_NHR, dim=-1) @ torch.linspace(0, 1, NUM_RATINGS, device=hidden_ND.device) * weights_NH
-
-
-class WeightedAttributes(nn.Module):
-    """URM: the mean of each attribute times its weight by a network, both from the last token. Attributes are pairs of
-    mean and spread; the score ignores the spread."""
-
-    def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__()
-        size = config.hidden_size
-        self.attributes = nn.Linear(size, 2 * len(HELPSTEER2), bias=False)
-        self.weights = nn.ModuleDict({"fc": _mlp([size, size, size, len(HELPSTEER2)], nn.SELU)})
-
-    def forward(self, hidden_ND: Tensor) -> Tensor:
-        values_NH: Tensor = self.attributes(hidden_ND)[:, ::2] * self.weights["fc"](hidden_ND)
-        return values_NH
-
-
-class Gate(nn.Module):
-    """The weight of each objective from the end of the prompt: `logit_scale` times a softmax."""
-
-    def __init__(self, config: PreTrainedConfig, num_objectives: int, *, normed: bool) -> None:
-        super().__init__()
-        self.temperature, self.normed = float(getattr(config, "gating_temperature", 10)), normed
-        self.logit_scale = nn.Parameter(torch.ones(1))
-        width, inputs, layers = getattr(config, "gating_hidden_dim", 1024), config.hidden_size, nn.ModuleList()
-        for _ in range(getattr(config, "gating_n_hidden", 3)):
-            layers.append(nn.Linear(inputs, width, bias=not normed))
-            if normed:
-                layers.extend([nn.ReLU(), nn.BatchNorm1d(width)])
-            inputs = width
-        layers.append(nn.Linear(inputs, num_objectives))
-        self.layers = layers
-
-    def forward(self, hidden_ND: Tensor) -> Tensor:
-        for layer in self.layers[:-1]:
-            hidden_ND = layer(hidden_ND) if self.normed else F.relu(layer(hidden_ND))
-        return F.softmax(self.layers[-1](hidden_ND) / self.temperature, dim=-1) * self.logit_scale
-
-    def train(self, mode: bool = True) -> Gate:
-        """Keeps the authors' statistics, so that no score depends on other conversations of the batch."""
-        return super().train(False)
-
-
-class GatedObjectives(nn.Module):
-    """ArmoRM and QRM: objectives at the last token (QRM's: means of quantiles), transformed, and their weights at the
-    last `gate_pattern`, the end of the prompt. Returns both for every place, (N, 2H)."""
-
-    def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__()
-        self.num_quantiles = getattr(config, "num_quantiles", None)
-        num_objectives = len(_objectives(config.to_dict()))
-        pattern = getattr(config, "gate_pattern", None) or _ANSWER_BEGINS.get(config.model_type)
-        if pattern is None:
-            raise ModelError(
-                "nothing says where the prompt ends, which is where this model's gate reads",
-                where="config.json",
-                field="gate_pattern",
-                need="the token ids between a prompt and its completion, as the chat template writes them",
-            )
-        self.gate_pattern: tuple[int, ...] = tuple(pattern)
-        self.regression_layer = nn.Linear(config.hidden_size, num_objectives * (self.num_quantiles or 1), bias=False)
-        self.reward_transform_matrix = nn.Parameter(torch.eye(num_objectives), requires_grad=False)
-        self.gating = Gate(config, num_objectives, normed=self.num_quantiles is not None)
-
-    def forward(self, hidden_ND: Tensor) -> Tensor:
-        values: Tensor = self.regression_layer(hidden_ND)
-        if self.num_quantiles is not None:
-            values = values.unflatten(-1, (-1, self.num_quantiles)).mean(dim=-1)
-        return torch.cat([values @ self.reward_transform_matrix, self.gating(hidden_ND)], dim=-1)
-
-
-def _objectives(fields: Fields) -> tuple[str, ...]:
-    count = fields.get("num_objectives") or len(ARMORM)
-    is_known = fields.get("num_quantiles") is None and count == len(ARMORM)
-    return ARMORM if is_known else tuple(f"objective {i}" for i in range(count))
-
-
-class StepOdds(nn.Sequential):
-    """Qwen2.5-Math-PRM: the log-odds that a step is right, of two layers with a value against it and one for it."""
-
-    def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__(*_mlp([config.hidden_size, config.hidden_size, 2], nn.ReLU))
-
-    def forward(self, hidden_ND: Tensor) -> Tensor:
-        values_N2: Tensor = super().forward(hidden_ND)  # type: ignore[no-untyped-call]
-        return values_N2[:, 1:] - values_N2[:, :1]
 
 
 class SplitGroups(ConversionOps):
@@ -415,7 +256,7 @@ ADAPTERS: Mapping[str, Adapter] = {
         source=f"{_BENCH}inform.py",
         recognises=_is("INFORMForSequenceClassification", "Qwen2ForRewardModel"),
         stored=lambda _: {"score": "score"},
-        head=lambda config: _mlp([config.hidden_size, config.hidden_size, 1], nn.ReLU),
+        head=lambda config: mlp([config.hidden_size, config.hidden_size, 1], nn.ReLU),
     ),
     "Qwen2.5-Math-PRM": Adapter(
         source=f"{_HUB}Qwen/Qwen2.5-Math-PRM-7B",
@@ -437,7 +278,7 @@ ADAPTERS: Mapping[str, Adapter] = {
         source=f"{_BENCH}grm.py",
         recognises=_is_grm,
         stored=lambda _: {"v_head.summary": "score"},
-        head=_grm_head,
+        head=grm_head,
         reads_plain_text=True,
         architecture="GRewardModel",
     ),
@@ -493,7 +334,7 @@ ADAPTERS: Mapping[str, Adapter] = {
         ),
         stored=lambda _: {name: f"score.{name}" for name in ("regression_layer", "reward_transform_matrix", "gating")},
         head=GatedObjectives,
-        parts=_objectives,
+        parts=objectives,
     ),
     "Nemotron-Reward": Adapter(
         source=f"{_HUB}nvidia/Llama-3.1-Nemotron-70B-Reward-HF",

@@ -8,7 +8,8 @@ It wraps a Hugging Face `...ForSequenceClassification`. The score is read at the
 Face reads at the last token that is not the padding token (transformers issue #35352), as classifiers from elsewhere
 are read here too (`padding_token`).
 
-Shapes: B rows, S sequences, L tokens of the longest, N hidden states, R reads per sequence, D hidden size, H heads.
+Shapes: B rows, S sequences, L tokens of the longest, N places that are read, R reads of all sequences, V rows of
+values, D hidden size, H heads.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from treeward.errors import ModelError
+from treeward.model.heads import reads_each, reads_of, values_of_reads
 from treeward.model.wrapped import Layout, WrappedModel
-from treeward.tree.batch import Batch, Movable, RowBatch, TreeBatch, order_of_parts, plan_sequences, split_group
+from treeward.tree.batch import Batch, RowBatch, TreeBatch, order_of_parts, plan_sequences, split_group
+from treeward.tree.movable import Movable
 from treeward.tree.prefix import MIN_PREFIX_TOKENS, Prefix, PrefixCache
 from treeward.tree.token_tree import TokenIds
 
@@ -38,9 +41,9 @@ HEAD_NAMES = ("score", "classifier", "classification_head", "vqa_classifier", "s
 
 @dataclass(frozen=True, slots=True)
 class FeatureBatch(Movable):
-    """The head's inputs for S sequences, instead of their tokens: `features_SRD` of `RewardModel.features`."""
+    """The head's inputs for S sequences, instead of their tokens: `features_SKD` of `RewardModel.features`."""
 
-    features_SRD: Tensor
+    features_SKD: Tensor
     num_computed_tokens: ClassVar[int] = 0
 
 
@@ -85,12 +88,6 @@ class RewardModel(WrappedModel):
         return [parameter for parameter in super().weights() if parameter not in head_parameters]
 
     @property
-    def gate_pattern(self) -> tuple[int, ...] | None:
-        """Tokens at whose last occurrence the head reads too; None for a head that reads at the last token alone."""
-        pattern: tuple[int, ...] | None = getattr(self.head, "gate_pattern", None)
-        return pattern
-
-    @property
     def step_token(self) -> str | None:
         """The token at which a process reward model reads each step; None for any other model."""
         token: str | None = getattr(self.hf, "step_token", None)
@@ -110,12 +107,33 @@ class RewardModel(WrappedModel):
             end -= 1
         return ids[:end]
 
-    def pack(self, groups: Sequence[Sequence[TokenIds]]) -> Batch:
-        groups = [[self.until_padding(ids) for ids in group] for group in groups]
-        packed = super().pack(groups)
-        if self.gate_pattern is None:
-            return packed
-        return packed.also_reading([_find_last(ids, self.gate_pattern) for group in groups for ids in group])
+    def pack(self, groups: Sequence[Sequence[TokenIds]], *, read_at: Sequence[Sequence[int]] | None = None) -> Batch:
+        if read_at is not None:
+            return super().pack(groups, read_at=read_at)
+        cut_groups = []
+        read_at = []
+        for group in groups:
+            cut, reads = self.until_last_reads(group)
+            cut_groups.append(cut)
+            read_at += reads
+        return super().pack(cut_groups, read_at=read_at)
+
+    def until_last_reads(self, sequences: Sequence[TokenIds]) -> tuple[list[TokenIds], list[Sequence[int]]]:
+        """Each sequence up to the last token that the head reads, and the positions that it reads. Raises `ModelError`
+        for a sequence without a token that the head needs."""
+        cut: list[TokenIds] = []
+        read_at: list[Sequence[int]] = []
+        for ids in sequences:
+            ids = self.until_padding(ids)
+            positions = reads_of(self.head, ids)
+            cut.append(ids[: positions[-1] + 1] if positions else ids)
+            read_at.append(positions)
+        return cut, read_at
+
+    def pack_one_token(self) -> Batch:
+        """The smallest batch, for a process that computes only because others wait for it."""
+        num_reads = reads_each(self.head) or 1
+        return self.pack([[[0]]], read_at=[[0] * num_reads])
 
     def pack_parts(
         self, groups: Sequence[Sequence[TokenIds]], *, max_tokens: int | None
@@ -136,48 +154,45 @@ class RewardModel(WrappedModel):
         return self._heads(batch)[:, 0].clone()  # no view: FSDP puts a hook on it
 
     def heads(self, batch: Batch | FeatureBatch) -> Tensor:
-        """The value of each of the H heads, float32 (S, H), one row per sequence in the order of the batch's groups."""
+        """The value of each of the H heads, float32 (V, H), in the order of the batch's groups. One row for each
+        sequence, or of a process reward model one for each step."""
         return self._heads(batch)
 
     def features(self, batch: Batch | FeatureBatch) -> Tensor:
-        """The head's inputs for each sequence, (S, *feature_shape): R hidden states, the second one for a gate."""
-        hidden_ND, places = self._read(batch)
-        return torch.stack([hidden_ND.index_select(0, at_S) for at_S in places], dim=1)
+        """The head's inputs for each sequence, (S, *feature_shape): the hidden states that it reads."""
+        hidden_ND, index_R = self._read(batch)
+        num_reads, _ = self.feature_shape
+        features_SKD: Tensor = hidden_ND.index_select(0, index_R).unflatten(0, (-1, num_reads))
+        return features_SKD
 
     @property
     def feature_shape(self) -> tuple[int, int]:
-        """(R, D) of `features`."""
-        size = self.hf.config.get_text_config().hidden_size
+        """(K, D) of `features`: the reads of each sequence, and the size of what is read."""
         head = self.head
-        return 1 if self.gate_pattern is None else 2, head.in_features if isinstance(head, nn.Linear) else size
+        num_reads = reads_each(head)
+        assert num_reads is not None, "a process reward model reads sequences at any number of steps"
+        size = head.in_features if isinstance(head, nn.Linear) else self.hf.config.get_text_config().hidden_size
+        return num_reads, size
 
     def _heads(self, batch: Batch | FeatureBatch) -> Tensor:
         if self.layout == "encoder" and isinstance(batch, RowBatch):
             return self._encoder_logits(batch)
-        hidden_ND, places = self._read(batch)
-        values_NH = self.head_values(hidden_ND)
-        values_SH = values_NH.index_select(0, places[0])
-        if self.gate_pattern is None:
-            return values_SH
-        assert len(places) == 2, "the batch was not made by `pack`"
-        return values_SH[:, : self.num_heads] * values_NH.index_select(0, places[1])[:, self.num_heads :]
+        hidden_ND, index_R = self._read(batch)
+        values_NH = self.head_values(hidden_ND)  # of a place that several sequences end at only once
+        return values_of_reads(self.head, values_NH.index_select(0, index_R))
 
-    def _read(self, batch: Batch | FeatureBatch) -> tuple[Tensor, list[Tensor]]:
-        """Hidden states (N, D), and the indices of the R states that the head reads of each sequence, (S,) each."""
+    def _read(self, batch: Batch | FeatureBatch) -> tuple[Tensor, Tensor]:
+        """The hidden states at the places that are read, (N, D), and the index into them of every read, (R,)."""
         if isinstance(batch, TreeBatch):
-            places = [batch.read_of_S] if batch.also_S is None else [batch.read_of_S, batch.also_S]
-            return self.tree_hidden(batch, batch.reads_N), places
+            return self.tree_hidden(batch, batch.reads.places_N), batch.reads.index_R
+        if isinstance(batch, RowBatch) and self.layout != "encoder":
+            hidden_SLD = self.row_hidden(batch)
+            return hidden_SLD.flatten(0, 1).index_select(0, batch.reads.places_N), batch.reads.index_R
         if isinstance(batch, FeatureBatch):
-            size, reads, _ = batch.features_SRD.shape
-            hidden_ND = batch.features_SRD.transpose(0, 1).flatten(0, 1)
-        elif self.layout == "encoder":
-            hidden_ND, size, reads = self._encoder_hidden(batch), len(batch.lengths_S), 1
+            hidden_RD = batch.features_SKD.flatten(0, 1)
         else:
-            at = [batch.lengths_S - 1] if batch.also_S is None else [batch.lengths_S - 1, batch.also_S]
-            hidden_SLD, size, reads = self.row_hidden(batch), len(batch.lengths_S), len(at)
-            rows = torch.arange(size, device=self.device)
-            hidden_ND = torch.cat([hidden_SLD[rows, positions] for positions in at])
-        return hidden_ND, list(torch.arange(reads * size, device=self.device).view(reads, size))
+            hidden_RD = self._encoder_hidden(batch)
+        return hidden_RD, torch.arange(len(hidden_RD), device=hidden_RD.device)
 
     def _encoder_logits(self, batch: RowBatch) -> Tensor:
         logits: Tensor = self.hf(input_ids=batch.tokens_SL, attention_mask=batch.mask_SL).logits
@@ -207,63 +222,92 @@ class RewardModel(WrappedModel):
         cache: PrefixCache | None = None,
         prompt_lengths: Sequence[int] | None = None,
     ) -> Tensor:
-        """Values of token sequences, each a whole conversation: float32 (S, H) on the CPU, in order.
+        """Values of token sequences, each a whole conversation: float32 (V, H) on the CPU, in order. One row for each
+        sequence, or of a process reward model one for each of its steps (`num_values`).
 
         `max_tokens`: of a forward pass, counted after sharing; `max_sequences`: of a forward pass; not both None.
         `cache`: holds beginnings of earlier calls, and keeps the first `prompt_lengths[i]` tokens of sequence i. Raises
         `ModelError` for a sequence that is empty, longer than `max_positions`, or has unknown tokens.
         """
         self._check_sequences(sequences)
-        sequences = [self.until_padding(ids) for ids in sequences]
+        sequences, read_at = self.until_last_reads(sequences)
         # what FSDP gathers here is used in training as well, which tensors of the inference mode cannot be
         is_sharded = self.compute_device is not None
         with torch.no_grad() if is_sharded else torch.inference_mode():
-            values_SH = torch.full((len(sequences), self.num_heads), torch.nan)
+            values: list[Tensor] = [torch.empty(0, self.num_heads)] * len(sequences)
             share = self.layout == "tree"
-            if not share or cache is None or cache.max_bytes == 0 or self.gate_pattern is not None:
+            if not share or (cache is not None and cache.max_bytes == 0):
                 cache = None
-            num_known = None if cache is None else [cache.match(sequence) for sequence in sequences]
+            num_known = None
+            if cache is not None:
+                num_known = [self._num_known(cache, *item) for item in zip(sequences, read_at, strict=True)]
             for groups in plan_sequences(
                 sequences, max_tokens=max_tokens, max_sequences=max_sequences, share=share, num_cached=num_known
             ):
-                if cache is None:
+                if cache is None or num_known is None:
+                    members = [i for group in groups for i in group]
                     batch = self.make_batch([[sequences[i] for i in group] for group in groups])
-                    values = self.heads(batch)
+                    batch_values = self.heads(batch)
                 else:
-                    groups = [part for group in groups for part in _alike(cache, sequences, group)]
-                    batch, values = self._heads_with(cache, sequences, groups, prompt_lengths or [0] * len(sequences))
+                    groups = [part for group in groups for part in _alike(sequences, num_known, group)]
+                    members = [i for group in groups for i in group]
+                    batch, batch_values = self._heads_with(
+                        cache, sequences, read_at, num_known, groups, prompt_lengths or [0] * len(sequences)
+                    )
                 self.num_computed_tokens += batch.num_computed_tokens
-                self.num_row_tokens += sum(len(sequences[i]) for group in groups for i in group)
-                values_SH[[i for group in groups for i in group]] = values.cpu()
+                self.num_row_tokens += sum(len(sequences[i]) for i in members)
+                counts = [self._num_values(read_at[i]) for i in members]
+                for i, values_of_sequence in zip(members, batch_values.cpu().split(counts), strict=True):
+                    values[i] = values_of_sequence
             # Masked attention multiplies hidden values by zero, and zero times NaN is NaN: one broken conversation may
             # break others.
-            for i in (~values_SH.isfinite().all(dim=1)).nonzero().flatten().tolist():
-                values_SH[i] = self.heads(self.make_batch([[sequences[i]]])).cpu()[0]
-            return values_SH
+            for i, values_of_sequence in enumerate(values):
+                if not values_of_sequence.isfinite().all():
+                    values[i] = self.heads(self.make_batch([[sequences[i]]])).cpu()
+            return torch.cat(values) if values else torch.empty(0, self.num_heads)
+
+    def num_values(self, ids: TokenIds) -> int:
+        """How many rows of `score_tokens` a sequence has: one, or of a process reward model one for each step."""
+        [positions] = self.until_last_reads([ids])[1]
+        return self._num_values(positions)
+
+    def _num_values(self, positions: Sequence[int]) -> int:
+        return len(positions) if reads_each(self.head) is None else 1
+
+    def _num_known(self, cache: PrefixCache, ids: TokenIds, read_at: Sequence[int]) -> int:
+        """How many of the first tokens need not be computed: cached ones before the first that is read."""
+        num_known = min(cache.match(ids), min(read_at, default=0))
+        return num_known if num_known >= MIN_PREFIX_TOKENS else 0
 
     def _heads_with(
         self,
         cache: PrefixCache,
         sequences: Sequence[TokenIds],
+        read_at: Sequence[Sequence[int]],
+        num_known: Sequence[int],
         groups: Sequence[Sequence[int]],
         prompt_lengths: Sequence[int],
     ) -> tuple[TreeBatch, Tensor]:
-        """The values of groups of sequences, computed only beyond the cached beginnings; and the batch."""
+        """The values of groups of sequences, computed only beyond the cached beginnings; and the batch. All sequences
+        of a group begin with the same `num_known` tokens."""
         prefixes: list[Prefix | None] = []
         keep: list[tuple[int, int, int]] = []
         prompts: list[TokenIds] = []
+        remainders: list[list[TokenIds]] = []
+        remaining_reads: list[list[int]] = []
         for g, group in enumerate(groups):
-            num_known = cache.match(sequences[group[0]])
-            prefixes.append(cache.get(sequences[group[0]], num_known) if num_known else None)
-            cache.num_reused_tokens += num_known * len(group)
+            start = num_known[group[0]]
+            prefixes.append(cache.get(sequences[group[0]], start) if start else None)
+            cache.num_reused_tokens += start * len(group)
+            remainders.append([sequences[i][start:] for i in group])
+            remaining_reads += [[position - start for position in read_at[i]] for i in group]
             prompt_places = {tuple(map(int, sequences[i][: prompt_lengths[i]])): k for k, i in enumerate(group)}
             for prompt, k in prompt_places.items():
-                if len(prompt) > max(num_known, MIN_PREFIX_TOKENS - 1):
-                    keep.append((g, k, len(prompt) - num_known))
+                if len(prompt) > max(start, MIN_PREFIX_TOKENS - 1):
+                    keep.append((g, k, len(prompt) - start))
                     prompts.append(prompt)
-        starts = [0 if prefix is None else len(prefix) for prefix in prefixes]
-        remainders = [[sequences[i][start:] for i in group] for start, group in zip(starts, groups, strict=True)]
-        batch = TreeBatch.from_groups(remainders, prefixes=prefixes, keep=keep).to(self.device)
+        batch = TreeBatch.from_groups(remainders, prefixes=prefixes, keep=keep, read_at=remaining_reads)
+        batch = batch.to(self.device)
         values = self.heads(batch)
         assert batch.layout.exchange is not None
         for tokens, kept in zip(prompts, batch.layout.exchange.kept(), strict=True):
@@ -313,22 +357,11 @@ class RewardModel(WrappedModel):
         return values_SH if head.bias is None else values_SH + head.bias.float()
 
 
-def _find_last(ids: TokenIds, pattern: tuple[int, ...]) -> int:
-    """The start of the last occurrence of these tokens. Raises `ModelError` for none."""
-    array = np.asarray(ids)
-    if len(array) >= len(pattern):
-        places = (np.lib.stride_tricks.sliding_window_view(array, len(pattern)) == pattern).all(axis=1).nonzero()[0]
-        if len(places):
-            return int(places[-1])
-    summary, got = "this model reads where the prompt ends, and the conversation does not show where", list(pattern)
-    raise ModelError(summary, got=f"{len(array)} tokens without {got}", fix="use the model's own chat template")
-
-
-def _alike(cache: PrefixCache, sequences: Sequence[TokenIds], group: Sequence[int]) -> list[list[int]]:
+def _alike(sequences: Sequence[TokenIds], num_known: Sequence[int], group: Sequence[int]) -> list[list[int]]:
     """The sequences of a group by their cached beginning, so that each part continues one prefix."""
     parts: dict[bytes, list[int]] = {}
     for i in group:
-        prefix = np.asarray(sequences[i][: cache.match(sequences[i])], dtype=np.int64)
+        prefix = np.asarray(sequences[i][: num_known[i]], dtype=np.int64)
         parts.setdefault(prefix.tobytes(), []).append(i)
     return list(parts.values())
 

@@ -127,12 +127,12 @@ class WrappedModel(nn.Module):
         pinned = packed.pin() if self.device.type == "cuda" else packed
         return pinned.to(self.device, non_blocking=True)
 
-    def pack(self, groups: Sequence[Sequence[TokenIds]]) -> Batch:
-        """`make_batch` on the host; any thread may call it."""
+    def pack(self, groups: Sequence[Sequence[TokenIds]], *, read_at: Sequence[Sequence[int]] | None = None) -> Batch:
+        """`make_batch` on the host; any thread may call it. `read_at`: see `TreeBatch.from_groups`."""
         if self.layout == "tree":
-            return TreeBatch.from_groups(groups)
+            return TreeBatch.from_groups(groups, read_at=read_at)
         pad = getattr(self.hf.config.get_text_config(), "pad_token_id", None)
-        return RowBatch.from_groups(groups, pad_token_id=0 if pad is None else pad)
+        return RowBatch.from_groups(groups, pad_token_id=0 if pad is None else pad, read_at=read_at)
 
     @contextlib.contextmanager
     def attention(self, implementation: str) -> Iterator[None]:

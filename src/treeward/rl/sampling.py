@@ -155,7 +155,7 @@ class _TreeDecoder:
             groups = [[prompts[p]] for p in chosen]
             keep = [(n, 0, len(prompts[p])) for n, p in enumerate(chosen)]
             batch = TreeBatch.from_groups(groups, keep=keep).to(self.policy.device)
-            read = self.policy.tree_hidden(batch, batch.reads_N).index_select(0, batch.read_of_S)
+            read = self.policy.tree_hidden(batch, batch.reads.places_N).index_select(0, batch.reads.index_R)
             assert batch.layout.exchange is not None
             kept = zip(batch.layout.exchange.kept(), read, strict=True)
             computed |= dict(zip(chosen, kept, strict=True))

@@ -55,8 +55,7 @@ class Prepared:
     """The token ids of a conversation, int32 (L,), or why there are none.
 
     `num_tokens`: what it costs alone. `prompt_length`: the first tokens, which other conversations may have too.
-    `members`: for an ensemble, the same for each member; the ids are then the first member's. For a process reward
-    model, the beginning up to each step.
+    `members`: for an ensemble, the same for each member; the ids are then the first member's.
     """
 
     name: str
@@ -175,7 +174,8 @@ class Scorer(PreparedScorer):
         self.head_names = tuple(map(str, labels if len(labels) == model.num_heads else range(model.num_heads)))
         self.steps: Steps | None = None
         if model.step_token is not None:
-            self.steps, head_weights = Steps(model.step_token, renderer.tokenizer, head_weights), None
+            self.steps = Steps(model.step_token, head_weights)
+            head_weights = None
         try:
             is_sum = head_weights is None and bool(model.score_parts)
             self.head_weights = _head_weights((1.0,) * model.num_heads if is_sum else head_weights, self.head_names)
@@ -275,17 +275,16 @@ class Scorer(PreparedScorer):
         return [self._prepare_text(text, f"text {i}") for i, text in enumerate(texts)]
 
     def score_prepared(self, prepared: Sequence[Prepared], *, on_error: OnError = "raise") -> list[Score]:
-        rows = [row for item in prepared for row in item.members or (item,) if row.ids is not None]
-        values_SH = self._values([row.ids for row in rows if row.ids is not None], [row.prompt_length for row in rows])
-        # A conversation is one plain row, however many of its beginnings are read.
-        self.model.num_row_tokens -= sum(row.num_tokens for item in prepared for row in item.members[:-1])
-        remaining = iter(values_SH.tolist())
-        return [
-            Score(None, item.num_tokens, item.truncated, error=item.error)
-            if item.ids is None
-            else self._score([next(remaining) for _ in item.members or (item,)], item, on_error)
-            for item in prepared
-        ]
+        readable = [(item.ids, item.prompt_length) for item in prepared if item.ids is not None]
+        rows = iter(self._values([ids for ids, _ in readable], [length for _, length in readable]).tolist())
+        scores = []
+        for item in prepared:
+            if item.ids is None:
+                scores.append(Score(None, item.num_tokens, item.truncated, error=item.error))
+                continue
+            values_of_item = [next(rows) for _ in range(self.model.num_values(item.ids))]
+            scores.append(self._score(values_of_item, item, on_error))
+        return scores
 
     def _replay(self, contract: ScoringContract, model: str, *, with_tokens: bool) -> None:
         """Replay the golden conversations. Raises `ModelError` where they become other tokens or have other scores."""
@@ -374,11 +373,8 @@ class Scorer(PreparedScorer):
                 "less. max_length (--max-length) refuses them.", name, len(ids), self._trained_length,
             )  # fmt: skip
             self._trained_length = None  # said once
-        if self.steps is not None:
-            beginnings = tuple(Prepared(name, part, len(part)) for part in self.steps.beginnings(ids))
-            error = None if beginnings else f"there is no step: no {self.steps.token}"
-            last = beginnings[-1].ids if beginnings else None
-            return Prepared(name, last, len(ids), truncated, error, members=beginnings)
+        if self.steps is not None and not self.model.num_values(ids):
+            return Prepared(name, None, len(ids), truncated, f"there is no step: no {self.steps.token}")
         if self.prefix_cache is None:
             return Prepared(name, ids, len(ids), truncated)
         lengths = [len(str(message.get("content") or "")) for message in conversation]

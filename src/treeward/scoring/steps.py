@@ -1,9 +1,8 @@
 """`Steps`: process reward models, which say of each step of a completion how probably it is right.
 
-    steps = Steps("<extra_0>", tokenizer, "min")
+    steps = Steps("<extra_0>", "min")
     steps.marked([*context, completion], "row 3")    # blank lines part its steps, each of which ends with the token
-    steps.beginnings(ids)    # up to each mark, where a step is read: one inside the other, so one pass reads them all
-    steps.score(log_odds)    # the probabilities of the steps, and the score of the completion
+    steps.score(log_odds)    # of the model's values at the marks: the score of the completion, and the probabilities
 
 The score is the product of the probabilities, as in best of n of Qwen2.5-Math-PRM (Zhang et al. 2025, arXiv
 2501.07301), or the least of them.
@@ -15,9 +14,7 @@ import math
 import re
 from collections.abc import Sequence
 
-import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from treeward.config.scoring import HeadWeights
 from treeward.data.conversation import AnyConversation, Conversation, with_messages
@@ -29,17 +26,14 @@ _BLANK_LINE = re.compile(r"\n\s*\n")
 
 class Steps:
     """The steps of a model that reads each at `token`. `how`: what makes a score of them, "product" (None) or "min".
-    Raises `ModelError` for anything else, and for a tokenizer without the token."""
+    Raises `ModelError` for anything else."""
 
-    def __init__(self, token: str, tokenizer: PreTrainedTokenizerBase, how: HeadWeights | None) -> None:
+    def __init__(self, token: str, how: HeadWeights | None) -> None:
         if how not in (None, "product", "min"):
             summary, need = "the steps of a process reward model have no weights", "product, or min"
             raise ModelError(summary, field="head_weights", got=how, need=need)
-        ids = tokenizer.encode(token, add_special_tokens=False)
-        if ids != [tokenizer.convert_tokens_to_ids(token)]:
-            summary = "the tokenizer does not write the token at which this model reads a step"
-            raise ModelError(summary, got=ids, need=f"one token for {token!r}", fix="name the model's own tokenizer")
-        self.token, self.how, self._token_id = token, how or "product", ids[0]
+        self.token = token
+        self.how = how or "product"
 
     def marked(self, messages: AnyConversation, name: str) -> Conversation:
         """The messages with a mark after each step of the completion, and nowhere else: its own marks part its steps,
@@ -55,10 +49,6 @@ class Steps:
         contents = [*(text.replace(self.token, "") for text in context), marked]
         marked_messages = [{**message, "content": content} for message, content in zip(messages, contents, strict=True)]
         return with_messages(messages, marked_messages)
-
-    def beginnings(self, ids: np.ndarray) -> list[np.ndarray]:
-        """The tokens up to each mark."""
-        return [ids[: end + 1] for end in np.flatnonzero(ids == self._token_id)]
 
     def score(self, log_odds: Sequence[float]) -> tuple[float, tuple[float, ...]]:
         """The score, and the probability of each step."""

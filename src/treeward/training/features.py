@@ -6,7 +6,7 @@
 The hidden states lie in `data.cache_dir`, one file per data set, whose name is a hash of everything that they depend
 on.
 
-Shapes: K completions of a comparison, N of a data set, S of a micro-batch, R and D as in `RewardModel.feature_shape`.
+Shapes: C completions of a comparison, N of a data set, S of a micro-batch, K and D as in `RewardModel.feature_shape`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from treeward import processes
 from treeward.data.encoding import EncodedDataset
 from treeward.digests import has_its_digest, write_digest
 from treeward.errors import ConfigError
+from treeward.model.heads import reads_each
 from treeward.model.reward_model import head_name
 from treeward.model.shards import whole
 from treeward.model.stored import architecture_of
@@ -41,7 +42,7 @@ from treeward.training.setup import RewardModelSetup
 
 logger = logging.getLogger(__name__)
 
-_FORMAT_VERSION = 1  # raise it when a model computes other hidden states, or the layout of the file changes
+_FORMAT_VERSION = 2  # raise it when a model computes other hidden states, or the layout of the file changes
 _COMPARISONS_AT_ONCE = 256  # planned together, and written together
 
 
@@ -75,12 +76,12 @@ def _backbone(setup: RewardModelSetup) -> str:
             digest.update(json.dumps([name, str(weight.dtype), weight.shape]).encode())
             digest.update(_bytes(whole(weight)))
     config = architecture_of(model.hf.config.to_dict()) | {"architectures": None}
-    how = [model.layout, str(_dtype(setup)), setup.config.policy.matmul_precision, model.gate_pattern]
+    how = [model.layout, str(_dtype(setup)), setup.config.policy.matmul_precision, reads_each(model.head)]
     return json.dumps([_FORMAT_VERSION, digest.hexdigest(), config, how], sort_keys=True, default=str)
 
 
-def _features(features_NRD: Tensor, starts: Any, counts: Any, index: int) -> Tensor:
-    return features_NRD[starts[index] : starts[index] + counts[index]]
+def _features(features_NKD: Tensor, starts: Any, counts: Any, index: int) -> Tensor:
+    return features_NKD[starts[index] : starts[index] + counts[index]]
 
 
 def _complete(file: Path, setup: RewardModelSetup, dataset: EncodedDataset, show_progress: bool) -> None:
@@ -132,19 +133,19 @@ def _complete(file: Path, setup: RewardModelSetup, dataset: EncodedDataset, show
 
 @torch.no_grad()
 def _states(setup: RewardModelSetup, dataset: EncodedDataset, places: range) -> list[Tensor]:
-    """The head's inputs for each of these comparisons, (K, R, D) on the CPU."""
+    """The head's inputs for each of these comparisons, (C, K, D) on the CPU."""
     model, rank_states = setup.model, dict[int, Tensor]()
     model.eval()
     for share in BatchPreparer(setup).shares([(dataset, i) for i in places], validation=True):
         micro_batch = share.micro_batch.to(model.device, non_blocking=True)
-        states_SRD = torch.cat([model.features(batch) for batch in micro_batch.batches])
+        states_SKD = torch.cat([model.features(batch) for batch in micro_batch.batches])
         if micro_batch.order_S is not None:
-            states_SRD = states_SRD[micro_batch.order_S]
+            states_SKD = states_SKD[micro_batch.order_S]
         sizes = [len(comparison.ranks) for comparison in share.comparisons.values()]
-        rank_states |= dict(zip(share.comparisons, states_SRD.cpu().split(sizes), strict=True))
+        rank_states |= dict(zip(share.comparisons, states_SKD.cpu().split(sizes), strict=True))
     model.train()
     shares = processes.gather(rank_states, setup.mesh.data_group)
-    all_states = {i: states_KRD for share in shares for i, states_KRD in share.items()}
+    all_states = {i: states_CKD for share in shares for i, states_CKD in share.items()}
     return [all_states[i] for i in range(len(places))]
 
 

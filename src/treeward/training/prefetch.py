@@ -24,7 +24,8 @@ from treeward.losses import Labels, ranked_pairs
 from treeward.model.reward_model import FeatureBatch
 from treeward.model.wrapped import Layout
 from treeward.training.setup import RewardModelSetup
-from treeward.tree.batch import Batch, Movable, plan_micro_batches, plan_padded, split_group
+from treeward.tree.batch import Batch, plan_micro_batches, plan_padded, split_group
+from treeward.tree.movable import Movable
 
 _T = TypeVar("_T")
 
@@ -135,7 +136,7 @@ class BatchPreparer:
         if len(batches) < num_passes:
             num_sequences = sum(len(comparison.ranks) for comparison in comparisons)
             order_S = torch.arange(num_sequences) if order_S is None else order_S
-            batches += [self.model.pack([[[0]]])] * (num_passes - len(batches))
+            batches += [self.model.pack_one_token()] * (num_passes - len(batches))
         packed = MicroBatch(tuple(batches), order_S, self.heads.labels(comparisons))
         return packed.pin() if self.model.device.type == "cuda" else packed
 

@@ -6,7 +6,7 @@
 Every group becomes a `TokenTree`; groups that begin alike share one. `RowBatch` holds the same groups as padded rows. A
 group that does not fit a budget of tokens goes in parts (`plan_parts`, `backward_in_parts`).
 
-Shapes: G groups, S sequences, T tokens of the row, N places that are read, L tokens of the longest sequence.
+Shapes: G groups, S sequences, T tokens of the row, L tokens of the longest sequence.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ import heapq
 import itertools
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple, Self
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from treeward.tree.movable import Movable
 from treeward.tree.prefix import Exchange, Kept, Prefix
+from treeward.tree.reads import Reads
 from treeward.tree.token_tree import Segment, TokenIds, TokenTree, common_prefix_length, sort_key
 
 MIN_SHARED_BETWEEN_GROUPS = 32
@@ -32,31 +34,6 @@ would save nothing and turn many small trees, which attention handles cheaply, i
 
 MIN_SHARED_BETWEEN_SEQUENCES = 8
 """The same for single sequences to score: a short question already pays."""
-
-
-@dataclass(frozen=True, slots=True)
-class Movable:
-    """A dataclass of tensors, of other `Movable`s, and of values that stay on the host."""
-
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
-        """A copy on the device. With `non_blocking` the host does not wait for copies from page-locked memory."""
-        moved: Self = _each(self, lambda tensor: tensor.to(device, non_blocking=non_blocking))
-        return moved
-
-    def pin(self) -> Self:
-        """A copy in page-locked memory. Needs CUDA."""
-        pinned: Self = _each(self, Tensor.pin_memory)
-        return pinned
-
-
-def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, Movable):
-        return replace(value, **{item.name: _each(getattr(value, item.name), change) for item in fields(value)})
-    if isinstance(value, tuple) and value and isinstance(value[0], Movable):
-        return tuple(_each(item, change) for item in value)
-    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,26 +90,19 @@ class TreeLayout(Movable):
 class TreeBatch(Movable):
     """A packed forest of G groups with S sequences in T tokens.
 
-    `tokens_T`: int64. `reads_N`: int64, the different places where sequences end, ascending; `read_of_S`: int64, the
-    index into them of each sequence. `num_row_tokens`: tokens of the same sequences as rows. `also_S`: int64, for a
-    head that reads at two places of a sequence, the index of the other one.
+    `tokens_T`: int64. `ends_S`: int64, the place in the row of each sequence's last token. `reads`: the places in the
+    row at which each sequence is read. `num_row_tokens`: tokens of the same sequences as rows.
     """
 
     tokens_T: Tensor
     layout: TreeLayout
-    reads_N: Tensor
-    read_of_S: Tensor
+    ends_S: Tensor
+    reads: Reads
     num_row_tokens: int
-    also_S: Tensor | None = None
-
-    @property
-    def reads_S(self) -> Tensor:
-        """The place in the row of each sequence's last token, int64 (S,)."""
-        return self.reads_N[self.read_of_S]
 
     def places(self) -> list[np.ndarray]:
         """The places in the row of the tokens of each sequence; the batch must be on the host."""
-        return self.layout.places(self.reads_S.tolist())
+        return self.layout.places(self.ends_S.tolist())
 
     @property
     def num_computed_tokens(self) -> int:
@@ -146,9 +116,11 @@ class TreeBatch(Movable):
         min_shared: int = MIN_SHARED_BETWEEN_GROUPS,
         prefixes: Sequence[Prefix | None] | None = None,
         keep: Sequence[tuple[int, int, int]] = (),
+        read_at: Sequence[Sequence[int]] | None = None,
     ) -> TreeBatch:
         """Pack groups of non-empty token sequences. `min_shared`: tokens that groups must share to share a tree.
 
+        `read_at`: the positions at which each sequence is read, in the order of the groups; None: at its last token.
         `prefixes`: for each group the prefix that its sequences continue, and do not contain. `keep`: prefixes to keep,
         as (group, sequence in the group, tokens of it). Raises `ValueError` for an empty group, sequence or batch.
         """
@@ -158,7 +130,7 @@ class TreeBatch(Movable):
         tokens: list[np.ndarray] = []
         positions: list[np.ndarray] = []
         spans: list[TreeSpan] = []
-        reads = np.empty(len(sequences), dtype=np.int64)
+        ends = np.empty(len(sequences), dtype=np.int64)
         offset = 0
         # With prefixes to read or keep, every group is its own tree, so that trees have the groups' indices.
         separate = prefixes is not None or bool(keep)
@@ -173,25 +145,34 @@ class TreeBatch(Movable):
             positions.append(tree.positions_N + before)
             segments = tuple(segment.shifted(offset, before) for segment in tree.segments)
             spans.append(TreeSpan(offset, offset + tree.num_tokens, tree.depth + before, segments, before))
-            reads[members] = tree.reads_S + offset
+            ends[members] = tree.ends_S + offset
             offset += tree.num_tokens
-        kept = [Kept(g, _first_of_path(spans[g], int(reads[starts[g] + k]), length)) for g, k, length in keep]
+        kept = [Kept(g, _first_of_path(spans[g], int(ends[starts[g] + k]), length)) for g, k, length in keep]
         exchange = Exchange(group_prefixes, kept) if separate else None
         all_segments = [segment for span in spans for segment in span.segments]
-        ends = np.repeat([segment.subtree_end for segment in all_segments], [len(segment) for segment in all_segments])
-        layout = TreeLayout(
-            tuple(spans), torch.from_numpy(np.concatenate(positions)), torch.from_numpy(ends.astype(np.int64)), exchange
+        subtree_ends = np.repeat(
+            np.array([segment.subtree_end for segment in all_segments], dtype=np.int64),
+            [len(segment) for segment in all_segments],
         )
-        num_row_tokens = sum(len(sequence) for sequence in sequences)
-        reads_N, read_of_S = map(torch.from_numpy, np.unique(reads, return_inverse=True))
-        return cls(torch.from_numpy(np.concatenate(tokens)), layout, reads_N, read_of_S, num_row_tokens)
-
-    def also_reading(self, positions: Sequence[int]) -> TreeBatch:
-        """The batch, on the host, with one more read position for each sequence."""
-        places = [path[position] for path, position in zip(self.places(), positions, strict=True)]
-        reads = np.concatenate([self.reads_S.numpy(), np.array(places)])
-        reads_N, read_index = map(torch.from_numpy, np.unique(reads, return_inverse=True))
-        return replace(self, reads_N=reads_N, read_of_S=read_index[: len(places)], also_S=read_index[len(places) :])
+        layout = TreeLayout(
+            tuple(spans), torch.from_numpy(np.concatenate(positions)), torch.from_numpy(subtree_ends), exchange
+        )
+        if read_at is None:
+            read_at = [(len(sequence) - 1,) for sequence in sequences]
+        read_places = []
+        for sequence, end, read_positions in zip(sequences, ends.tolist(), read_at, strict=True):
+            if list(read_positions) == [len(sequence) - 1]:
+                read_places.append([end])  # as nearly always, and without a search for the path
+                continue
+            [path] = layout.places([end])
+            read_places.append(path[list(read_positions)].tolist())
+        return cls(
+            tokens_T=torch.from_numpy(np.concatenate(tokens)),
+            layout=layout,
+            ends_S=torch.from_numpy(ends),
+            reads=Reads.of(read_places),
+            num_row_tokens=sum(len(sequence) for sequence in sequences),
+        )
 
     def padded(self) -> TreeBatch:
         """The same forest in a row of one of few lengths, so that compiled code is reused: multiples of 128, at most
@@ -211,20 +192,16 @@ class TreeBatch(Movable):
 @dataclass(frozen=True, slots=True)
 class RowBatch(Movable):
     """The same groups as S right-padded rows of L tokens: `tokens_SL`, int64; `lengths_S`, int64, the real tokens of
-    each row. `also_S`: int64, the position of another token that the head reads."""
+    each row. `reads`: the places at which each row is read, in the rows one after another."""
 
     tokens_SL: Tensor
     lengths_S: Tensor
+    reads: Reads
     num_row_tokens: int
-    also_S: Tensor | None = None
 
     @property
     def num_computed_tokens(self) -> int:
         return self.tokens_SL.numel()
-
-    def also_reading(self, positions: Sequence[int]) -> RowBatch:
-        """See `TreeBatch.also_reading`."""
-        return replace(self, also_S=torch.tensor(positions))
 
     @property
     def mask_SL(self) -> Tensor:
@@ -233,14 +210,25 @@ class RowBatch(Movable):
         return (places_L < self.lengths_S[:, None]).long()
 
     @classmethod
-    def from_groups(cls, groups: Sequence[Sequence[TokenIds]], *, pad_token_id: int) -> RowBatch:
-        """Pad groups of non-empty token sequences. Raises `ValueError` for an empty group, sequence or batch."""
+    def from_groups(
+        cls,
+        groups: Sequence[Sequence[TokenIds]],
+        *,
+        pad_token_id: int,
+        read_at: Sequence[Sequence[int]] | None = None,
+    ) -> RowBatch:
+        """Pad groups of non-empty token sequences. `read_at`: see `TreeBatch.from_groups`. Raises `ValueError` for an
+        empty group, sequence or batch."""
         if not groups or any(len(group) == 0 or any(len(sequence) == 0 for sequence in group) for group in groups):
             raise ValueError("a RowBatch needs at least one group, and no group or sequence may be empty")
         sequences = [torch.as_tensor(np.asarray(sequence, dtype=np.int64)) for group in groups for sequence in group]
-        lengths = torch.tensor([len(sequence) for sequence in sequences])
+        lengths = [len(sequence) for sequence in sequences]
         padded = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=pad_token_id)
-        return cls(padded, lengths, int(lengths.sum()))
+        if read_at is None:
+            read_at = [[length - 1] for length in lengths]
+        width = padded.shape[1]
+        read_places = [[row * width + position for position in at] for row, at in enumerate(read_at)]
+        return cls(padded, torch.tensor(lengths), Reads.of(read_places), sum(lengths))
 
 
 Batch = TreeBatch | RowBatch

@@ -2,7 +2,7 @@
 
     tree = TokenTree.from_sequences([[1, 2, 3, 4], [1, 2, 9], [1, 2, 3]])
     tree.tokens_N    # [1, 2, 3, 4, 9]: 5 tokens for the 10 of the plain rows
-    tree.reads_S     # [3, 4, 2]: the index of each sequence's last token
+    tree.ends_S     # [3, 4, 2]: the index of each sequence's last token
 
 Sharing is discovered from the tokens. They lie in preorder, so that the tokens below a segment are one range.
 
@@ -51,7 +51,7 @@ class TokenTree:
     tokens_N: npt.NDArray[np.int64]
     positions_N: npt.NDArray[np.int64]
     segments: tuple[Segment, ...]
-    reads_S: npt.NDArray[np.int64]
+    ends_S: npt.NDArray[np.int64]
 
     @property
     def num_tokens(self) -> int:

@@ -1,0 +1,291 @@
+"""Heads of reward models: what turns hidden states into values, where it reads a sequence, and what it makes of that.
+
+    head(hidden_ND)                    # values for each place, (N, H)
+    reads_of(head, token_ids)          # the positions at which the head reads this sequence
+    values_of_reads(head, values_RH)   # what it makes of the values at all reads
+
+A plain head reads the last token, and its values there are the sequence's. Another head has methods of its own: `reads`
+(ArmoRM's gate reads the end of the prompt too, a process reward model every step) and `combine` (the gate weighs the
+values at the last token). Heads of published models follow their authors' code, which `published.py` names.
+
+Shapes: N places, R reads, S sequences, D hidden size, H values, Q quantiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedConfig
+
+from treeward.errors import ModelError
+from treeward.tree.token_tree import TokenIds
+
+Fields = Mapping[str, Any]
+"""The content of config.json."""
+
+HELPSTEER2 = ("helpfulness", "correctness", "coherence", "complexity", "verbosity")
+ARMORM = (
+    *(f"helpsteer-{name}" for name in HELPSTEER2),
+    "ultrafeedback-overall_score",
+    "ultrafeedback-instruction_following",
+    "ultrafeedback-truthfulness",
+    "ultrafeedback-honesty",
+    "ultrafeedback-helpfulness",
+    "beavertails-is_safe",
+    "prometheus-score",
+    "argilla-overall_quality",
+    "argilla-judge_lm",
+    "code-complexity",
+    "code-style",
+    "code-explanation",
+    "code-instruction-following",
+    "code-readability",
+)
+
+LDL_WIDTH = 4096
+NUM_RATINGS = 10
+_ANSWER_BEGINS = {
+    "llama": (128009, 128006, 78191, 128007, 271),
+    "gemma2": (107, 108, 106, 2516, 108),
+}
+"""The end of the prompt and the header of the completion, in the tokens of Llama 3 and of Gemma 2."""
+
+
+def reads_of(head: nn.Module, ids: TokenIds) -> Sequence[int]:
+    """The positions at which a head reads a sequence, ascending. Raises `ModelError` if it finds none."""
+    if hasattr(head, "reads"):
+        reader: Any = head
+        positions: Sequence[int] = reader.reads(ids)
+        return positions
+    return (len(ids) - 1,)
+
+
+def reads_each(head: nn.Module) -> int | None:
+    """How many reads a head makes of each sequence; None if that depends on the sequence."""
+    number: int | None = getattr(head, "reads_each", 1)
+    return number
+
+
+def values_of_reads(head: nn.Module, values_RH: Tensor) -> Tensor:
+    """What a head makes of the values at its reads, one sequence after another: the values of each sequence (S, H), or
+    of each read if the head keeps them apart."""
+    if hasattr(head, "combine"):
+        gate: Any = head
+        combined: Tensor = gate.combine(values_RH)
+        return combined
+    return values_RH
+
+
+def mlp(sizes: Sequence[int], *between: Callable[[], nn.Module]) -> nn.Sequential:
+    """Linear layers of these sizes, with these modules between two of them."""
+    modules: list[nn.Module] = []
+    for inputs, outputs in pairwise(sizes):
+        modules.append(nn.Linear(inputs, outputs))
+        modules.extend(make() for make in between)
+    return nn.Sequential(*modules[: -len(between)])
+
+
+def grm_head(config: PreTrainedConfig) -> nn.Module:
+    """GRM: a linear layer, or an MLP with ReLU."""
+    if getattr(config, "vhead_layer_type", "mlp") == "linear":
+        return nn.Linear(config.hidden_size, 1)
+    width = getattr(config, "vhead_num_neurons", 1024)
+    num_layers = getattr(config, "vhead_num_layers", 1)
+    return mlp([config.hidden_size, *[width] * num_layers, 1], nn.ReLU)
+
+
+class Standardised(nn.Module):
+    """OpenRLHF's linear head with the mean and the deviation of its rewards, (value - mean) / std."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__()
+        self.value = nn.Linear(config.hidden_size, 1, bias=False)
+        self.mean = float(config.mean)
+        self.std = float(config.std)
+
+    def forward(self, hidden_ND: Tensor) -> Tensor:
+        values: Tensor = (self.value(hidden_ND) - self.mean) / self.std
+        return values
+
+
+class RewardOrCost(nn.Module):
+    """Beaver: a linear head. With `do_normalize` a reward is (value - mean) / std, and a cost value / std. A cost is
+    negated: higher is better."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__()
+        self.value = nn.Linear(config.hidden_size, 1, bias=getattr(config, "bias", False))
+        self.normalizer: Any = nn.Module()
+        self.normalizer.register_buffer("mean", torch.zeros(1))
+        self.normalizer.register_buffer("var", torch.ones(1))
+        self.normalizer.register_buffer("count", torch.zeros(1).long())
+        self.is_cost = getattr(config, "score_type", "reward") == "cost"
+        self.normalises = getattr(config, "do_normalize", False)
+
+    def forward(self, hidden_ND: Tensor) -> Tensor:
+        values: Tensor = self.value(hidden_ND)
+        if self.normalises:
+            if not self.is_cost:
+                values = values - self.normalizer.mean
+            values = values / (self.normalizer.var.sqrt() + 1e-8)
+        return -values if self.is_cost else values
+
+
+class WeightedRatings(nn.Module):
+    """LDL: the expectation of each objective's distribution over ratings from 0 to 1, times its weight by a network,
+    both from the last token."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__()
+        sizes = [config.hidden_size, LDL_WIDTH, LDL_WIDTH]
+        num_logits = config.num_objectives
+        ratings = mlp([*sizes, num_logits], nn.LeakyReLU)
+        weights = mlp([*sizes, num_logits // NUM_RATINGS], nn.LeakyReLU, nn.Identity)
+        self.regression_layer = nn.ModuleDict({"network": ratings})
+        self.gating_layer = nn.ModuleDict({"network": weights})
+        self.temperature = config.gating_temperature
+        self.softmax = config.softmax
+
+    def forward(self, hidden_ND: Tensor) -> Tensor:
+        logits_NHR = self.regression_layer["network"](hidden_ND).unflatten(-1, (-1, NUM_RATINGS))
+        weights_NH: Tensor = self.gating_layer["network"](hidden_ND)
+        if self.softmax:
+            weights_NH = F.softmax(weights_NH / self.temperature, dim=-1)
+        ratings = torch.linspace(0, 1, NUM_RATINGS, device=hidden_ND.device)
+        return F.softmax(logits_NHR, dim=-1) @ ratings * weights_NH
+
+
+class WeightedAttributes(nn.Module):
+    """URM: the mean of each attribute times its weight by a network, both from the last token. Attributes are pairs of
+    mean and spread; the score ignores the spread."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.attributes = nn.Linear(size, 2 * len(HELPSTEER2), bias=False)
+        self.weights = nn.ModuleDict({"fc": mlp([size, size, size, len(HELPSTEER2)], nn.SELU)})
+
+    def forward(self, hidden_ND: Tensor) -> Tensor:
+        means_NH = self.attributes(hidden_ND)[:, ::2]
+        values_NH: Tensor = means_NH * self.weights["fc"](hidden_ND)
+        return values_NH
+
+
+class Gate(nn.Module):
+    """The weight of each objective from the end of the prompt: `logit_scale` times a softmax."""
+
+    def __init__(self, config: PreTrainedConfig, num_objectives: int, *, normed: bool) -> None:
+        super().__init__()
+        self.temperature = float(getattr(config, "gating_temperature", 10))
+        self.normed = normed
+        self.logit_scale = nn.Parameter(torch.ones(1))
+        width = getattr(config, "gating_hidden_dim", 1024)
+        inputs = config.hidden_size
+        layers = nn.ModuleList()
+        for _ in range(getattr(config, "gating_n_hidden", 3)):
+            layers.append(nn.Linear(inputs, width, bias=not normed))
+            if normed:
+                layers.extend([nn.ReLU(), nn.BatchNorm1d(width)])
+            inputs = width
+        layers.append(nn.Linear(inputs, num_objectives))
+        self.layers = layers
+
+    def forward(self, hidden_ND: Tensor) -> Tensor:
+        for layer in self.layers[:-1]:
+            hidden_ND = layer(hidden_ND)
+            if not self.normed:
+                hidden_ND = F.relu(hidden_ND)
+        logits_NH = self.layers[-1](hidden_ND) / self.temperature
+        return F.softmax(logits_NH, dim=-1) * self.logit_scale
+
+    def train(self, mode: bool = True) -> Gate:
+        """Keeps the authors' statistics, so that no score depends on other conversations of the batch."""
+        return super().train(False)
+
+
+class GatedObjectives(nn.Module):
+    """ArmoRM and QRM: objectives at the last token (QRM's: means of quantiles), transformed, and their weights where
+    the last `gate_pattern` begins, the end of the prompt."""
+
+    reads_each = 2
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__()
+        self.num_quantiles = getattr(config, "num_quantiles", None)
+        num_objectives = len(objectives(config.to_dict()))
+        pattern = getattr(config, "gate_pattern", None) or _ANSWER_BEGINS.get(config.model_type)
+        if pattern is None:
+            raise ModelError(
+                "nothing says where the prompt ends, which is where this model's gate reads",
+                where="config.json",
+                field="gate_pattern",
+                need="the token ids between a prompt and its completion, as the chat template writes them",
+            )
+        self.gate_pattern: tuple[int, ...] = tuple(pattern)
+        num_values = num_objectives * (self.num_quantiles or 1)
+        self.regression_layer = nn.Linear(config.hidden_size, num_values, bias=False)
+        self.reward_transform_matrix = nn.Parameter(torch.eye(num_objectives), requires_grad=False)
+        self.gating = Gate(config, num_objectives, normed=self.num_quantiles is not None)
+
+    def forward(self, hidden_ND: Tensor) -> Tensor:
+        """The objectives and the weights at each place, (N, 2 H)."""
+        values: Tensor = self.regression_layer(hidden_ND)
+        if self.num_quantiles is not None:
+            values = values.unflatten(-1, (-1, self.num_quantiles)).mean(dim=-1)
+        return torch.cat([values @ self.reward_transform_matrix, self.gating(hidden_ND)], dim=-1)
+
+    def reads(self, ids: TokenIds) -> Sequence[int]:
+        """The start of the last `gate_pattern`, and the last token."""
+        tokens = np.asarray(ids)
+        pattern = self.gate_pattern
+        if len(tokens) >= len(pattern):
+            windows = np.lib.stride_tricks.sliding_window_view(tokens, len(pattern))
+            starts = np.flatnonzero((windows == pattern).all(axis=1))
+            if len(starts):
+                return int(starts[-1]), len(tokens) - 1
+        raise ModelError(
+            "this model reads where the prompt ends, and the conversation does not show where",
+            got=f"{len(tokens)} tokens without {list(pattern)}",
+            fix="use the model's own chat template",
+        )
+
+    def combine(self, values_RX: Tensor) -> Tensor:
+        """The objectives at the last token, times the weights at the end of the prompt, (S, H)."""
+        values_S2X: Tensor = values_RX.unflatten(0, (-1, 2))
+        at_prompt_end_SX, at_last_token_SX = values_S2X.unbind(dim=1)
+        num_objectives = values_RX.shape[1] // 2
+        return at_last_token_SX[:, :num_objectives] * at_prompt_end_SX[:, num_objectives:]
+
+
+def objectives(fields: Fields) -> tuple[str, ...]:
+    """The names of the objectives of ArmoRM or QRM."""
+    count = fields.get("num_objectives") or len(ARMORM)
+    if fields.get("num_quantiles") is None and count == len(ARMORM):
+        return ARMORM
+    return tuple(f"objective {i}" for i in range(count))
+
+
+class StepOdds(nn.Sequential):
+    """Qwen2.5-Math-PRM: the log-odds that a step is right, of two layers with a value against it and one for it. It
+    reads every step, at `step_token_id`."""
+
+    reads_each = None
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(*mlp([config.hidden_size, config.hidden_size, 2], nn.ReLU))
+        self.step_token_id: int = config.step_token_id  # the loader's key: the tokenizer knows it
+
+    def forward(self, hidden_ND: Tensor) -> Tensor:
+        values_N2: Tensor = super().forward(hidden_ND)  # type: ignore[no-untyped-call]
+        return values_N2[:, 1:] - values_N2[:, :1]
+
+    def reads(self, ids: TokenIds) -> Sequence[int]:
+        """The position of each mark after a step, perhaps none."""
+        positions: list[int] = np.flatnonzero(np.asarray(ids) == self.step_token_id).tolist()
+        return positions
