@@ -72,6 +72,15 @@ class Ending:
         """Whether the text has the end of turn; token ids are not checked."""
         return not isinstance(text, str) or text.removesuffix(self.sep).endswith(self.text)
 
+    def begun(self, text: str) -> str:
+        """A whole conversation with the BOS that all of the model's begin with.
+
+        verl removes it, because most tokenizers add it again. SmolLM2's does not: its template writes it.
+        """
+        if not self.first or not self.text or text.startswith(self.first) or not self.is_in(text):
+            return text
+        return self.first + text
+
     def completed(self, generated: str) -> str:
         """A generated text without padding, and with the template's white space after the end of turn, before which a
         policy stops. A text that was cut before its end of turn stays unchanged.

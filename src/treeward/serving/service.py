@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 from treeward.config.server import ServerConfig
@@ -103,7 +104,12 @@ class Service:
             self._warned.add(model.name)
             what = "%s: texts come without their end, %a, and are scored at another token than in training."
             logger.warning(what, model.name, model.ending.text)
-        scores = await self.batcher.score(model.name, inputs, deadline=deadline)
+        whole_inputs: list[AnyConversation | RenderedText] = []
+        for item in inputs:
+            if isinstance(item, RenderedText) and isinstance(item.text, str):
+                item = replace(item, text=model.ending.begun(item.text))
+            whole_inputs.append(item)
+        scores = await self.batcher.score(model.name, whole_inputs, deadline=deadline)
         self.metrics.count(model.name, scores)
         if shaper is None:
             rewards = [Reward(score.score, score, error=score.error) for score in scores]

@@ -27,7 +27,7 @@ from treeward.serving.app import create_app
 from treeward.serving.models import ServedModel
 from treeward.serving.service import Service
 
-KINDS = ["plain", "chatml", "bos_written", "bos_added", "encoder"]
+KINDS = ["plain", "chatml", "bos_written", "bos_added", "bos_of_template", "encoder"]
 
 CHATS = [
     chat("What is the capital of France?", "Paris is the capital of France."),
@@ -62,11 +62,13 @@ def make_renderer(kind: str, tiny_tokenizer: Any) -> Renderer:
             single="[CLS] $A [SEP]", special_tokens=[("[CLS]", first), ("[SEP]", last)]
         )
         return Renderer(backend, chat_template=PROMPTING_CHATML, max_length=300)
-    adds_bos = kind != "chatml"
+    adds_bos = kind in ("bos_written", "bos_added")
     template = "{{ bos_token }}" + PROMPTING_CHATML if kind == "bos_written" else PROMPTING_CHATML
     special = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
     tokenizer = copy.deepcopy(byte_bpe(special, bos="<s>" if adds_bos else None, adds_bos=adds_bos))
     tokenizer.pad_token = "<|endoftext|>"
+    if kind == "bos_of_template":  # as SmolLM2's, which adds no BOS to a text
+        tokenizer.bos_token = "<|im_start|>"
     return Renderer(tokenizer, chat_template=template, max_length=300)
 
 
