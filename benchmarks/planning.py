@@ -23,7 +23,7 @@ import numpy as np
 
 from treeward.tables import Column, results_table
 from treeward.training.order import EpochOrder
-from treeward.tree.batch import plan_micro_batches
+from treeward.tree.plan import plan_micro_batches
 
 _MEDIAN, _SPREAD, _LEAST, _MOST = 400, 0.8, 16, 8192
 

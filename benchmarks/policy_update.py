@@ -71,7 +71,8 @@ from treeward.rl.policy_loss import UpdateMetrics, policy_loss
 from treeward.rl.update import PolicyUpdater
 from treeward.tables import Column, results_table
 from treeward.training.optimisation import build_optimizer
-from treeward.tree.batch import TreeBatch, plan_micro_batches
+from treeward.tree.batch import TreeBatch
+from treeward.tree.plan import plan_micro_batches
 from treeward.tree.token_tree import TokenIds
 
 GATE_SHARE, GATE_TRL, GATE_GROUPER = 0.9, 2.0, 1.8

@@ -6,7 +6,7 @@ import math
 import torch
 
 from treeward.model.policy_model import PolicyModel
-from treeward.tree.batch import plan_parts
+from treeward.tree.plan import plan_parts
 
 Group = tuple[list[int], list[list[int]]]  # the tokens of a prompt, and those of each completion to it
 

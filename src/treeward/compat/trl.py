@@ -34,7 +34,8 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from treeward.model.checks import why_not_tree
 from treeward.model.wrapped import WrappedModel, find_noise
-from treeward.tree.batch import TreeBatch, plan_sequences
+from treeward.tree.batch import TreeBatch
+from treeward.tree.plan import plan_sequences
 
 logger = logging.getLogger(__name__)
 

@@ -27,8 +27,9 @@ from transformers import PreTrainedModel
 from treeward.errors import ModelError
 from treeward.model.heads import reads_each, reads_of, values_of_reads
 from treeward.model.wrapped import Layout, WrappedModel
-from treeward.tree.batch import Batch, RowBatch, TreeBatch, order_of_parts, plan_sequences, split_group
+from treeward.tree.batch import Batch, RowBatch, TreeBatch
 from treeward.tree.movable import Movable
+from treeward.tree.plan import order_of_parts, plan_sequences, split_group
 from treeward.tree.prefix import MIN_PREFIX_TOKENS, Prefix, PrefixCache
 from treeward.tree.token_tree import TokenIds
 

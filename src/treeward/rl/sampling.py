@@ -28,8 +28,9 @@ from transformers import DynamicCache, TopKLogitsWarper, TopPLogitsWarper
 
 from treeward.errors import ModelError
 from treeward.model.policy_model import PolicyModel
-from treeward.tree.batch import TreeBatch, plan_micro_batches
+from treeward.tree.batch import TreeBatch
 from treeward.tree.decoding import Decoding
+from treeward.tree.plan import plan_micro_batches
 from treeward.tree.prefix import Prefix
 
 logger = logging.getLogger(__name__)

@@ -35,7 +35,8 @@ from treeward.parallel.sharding import sum_over_copies
 from treeward.rl.generation import CompletionGroup, SampledCompletion, batch_shape, completion_lengths
 from treeward.rl.policy_loss import ESTIMATORS, UpdateMetrics, kl_estimate, policy_loss
 from treeward.training.optimisation import SkippedSteps
-from treeward.tree.batch import on_device, plan_parts
+from treeward.tree.batch import on_device
+from treeward.tree.plan import plan_parts
 
 Reference = PolicyModel | AdapterReference
 """The reference policy of the KL: a frozen model, or a LoRA policy with its adapters off."""

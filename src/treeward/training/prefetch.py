@@ -24,8 +24,9 @@ from treeward.losses import Labels, ranked_pairs
 from treeward.model.reward_model import FeatureBatch
 from treeward.model.wrapped import Layout
 from treeward.training.setup import RewardModelSetup
-from treeward.tree.batch import Batch, plan_micro_batches, plan_padded, split_group
+from treeward.tree.batch import Batch
 from treeward.tree.movable import Movable
+from treeward.tree.plan import plan_micro_batches, plan_padded, split_group
 
 _T = TypeVar("_T")
 
@@ -36,7 +37,7 @@ _MOST_FEATURES = 4096
 @dataclass(frozen=True, slots=True)
 class MicroBatch(Movable):
     """Comparisons of one forward and backward pass: `batches`, several where one comparison exceeds the token budget.
-    `order_S`: where the score of each sequence is among those of the batches (`tree.batch.order_of_parts`)."""
+    `order_S`: where the score of each sequence is among those of the batches (`tree.plan.order_of_parts`)."""
 
     batches: tuple[Batch | FeatureBatch, ...]
     order_S: Tensor | None

@@ -48,7 +48,7 @@ from treeward.training.setup import RewardModelSetup, set_up
 from treeward.training.state import RunState
 from treeward.training.tracking import METRICS_FILE, TrackerGroup, read_metrics
 from treeward.training.validation import SetValidation, learnt, metric_values, pooled
-from treeward.tree.batch import backward_in_parts
+from treeward.tree.plan import backward_in_parts
 
 logger = logging.getLogger(__name__)
 

@@ -63,13 +63,17 @@ class Decoding:
     def __init__(
         self, prefixes: Sequence[Prefix], prompt_of_row: Sequence[int], *, most_tokens: int, static: bool
     ) -> None:
-        self.static, self.device = static, prefixes[0].keys[0].device
-        self.layers = [
-            _Layer((_padded([p.keys[n] for p in prefixes]), _padded([p.values[n] for p in prefixes])))
-            for n in range(len(prefixes[0].keys))
-        ]
-        self.most_tokens, self.capacity = most_tokens, min(most_tokens, _FIRST_CAPACITY)
-        self.prompt_of_row, self.step = list(prompt_of_row), 0
+        self.static = static
+        self.device = prefixes[0].keys[0].device
+        self.layers = []
+        for layer in range(len(prefixes[0].keys)):
+            keys = _padded([prefix.keys[layer] for prefix in prefixes])
+            values = _padded([prefix.values[layer] for prefix in prefixes])
+            self.layers.append(_Layer((keys, values)))
+        self.most_tokens = most_tokens
+        self.capacity = min(most_tokens, _FIRST_CAPACITY)
+        self.prompt_of_row = list(prompt_of_row)
+        self.step = 0
         self.lengths_P = torch.tensor([len(prefix) for prefix in prefixes], device=self.device)
         self.step_1 = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._arrange()
@@ -101,7 +105,8 @@ class Decoding:
         room = min(self.capacity, self.most_tokens - self.capacity)
         for layer in self.layers:
             assert layer.own is not None
-            layer.own = tuple(F.pad(x, (0, 0, 0, room)) for x in layer.own)  # type: ignore[assignment]
+            keys, values = layer.own
+            layer.own = (F.pad(keys, (0, 0, 0, room)), F.pad(values, (0, 0, 0, room)))
         self.capacity += room
         return True
 
@@ -134,13 +139,18 @@ class Decoding:
 
     def enter(self, key_SJD: Tensor, value_SJD: Tensor) -> tuple[_Layer, Tensor, Tensor]:
         """Write a layer's new keys and values; returns the layer, and the rows' own ones to read, (S, J, K - L, D)."""
-        layer, self._next = self.layers[self._next], self._next + 1
+        layer = self.layers[self._next]
+        self._next += 1
         if layer.own is None:
-            layer.own = tuple(x.new_zeros(*x.shape[:2], self.capacity, x.shape[2]) for x in (key_SJD, value_SJD))  # type: ignore[assignment]
-        assert layer.own is not None
-        for cache, new in zip(layer.own, (key_SJD, value_SJD), strict=True):
-            cache.index_copy_(2, self.step_1, new[:, :, None].to(cache.dtype))
-        return layer, layer.own[0][:, :, : self._read], layer.own[1][:, :, : self._read]
+            layer.own = (self._empty_cache(key_SJD), self._empty_cache(value_SJD))
+        keys, values = layer.own
+        keys.index_copy_(2, self.step_1, key_SJD[:, :, None].to(keys.dtype))
+        values.index_copy_(2, self.step_1, value_SJD[:, :, None].to(values.dtype))
+        return layer, keys[:, :, : self._read], values[:, :, : self._read]
+
+    def _empty_cache(self, like_SJD: Tensor) -> Tensor:
+        size, heads, width = like_SJD.shape
+        return like_SJD.new_zeros(size, heads, self.capacity, width)
 
     @property
     def _read(self) -> int:
@@ -150,9 +160,9 @@ class Decoding:
         """0 where a row's query sees a key and -inf elsewhere, float32 (S, 1, 1, K); None if all see all, unless
         `static`."""
         if mask_function not in self._biases:
-            prompt_K, own_K = (
-                torch.arange(n, device=self.device) for n in (self.layers[0].prompt[0].shape[2], self._read)
-            )
+            longest_prompt = self.layers[0].prompt[0].shape[2]
+            prompt_K = torch.arange(longest_prompt, device=self.device)
+            own_K = torch.arange(self._read, device=self.device)
             lengths_S1 = self.lengths_S[:, None]
             exists_SK = torch.cat([prompt_K < lengths_S1, (own_K <= self.step_1).expand(len(lengths_S1), -1)], dim=1)
             keys_SK = torch.cat([prompt_K.expand(len(lengths_S1), -1), lengths_S1 + own_K], dim=1)

@@ -54,7 +54,8 @@ def attend(
 ) -> Tensor:
     """The output (B, H, T, D). `softcap`: scores become c tanh(s / c). `sinks_H`: one more key without a value."""
     # Autocast leaves queries and keys in float32 (norms) beside values in half precision (a projection).
-    query_BHTD, key_BJTD = (x.to(value_BJTD.dtype) for x in (query_BHTD, key_BJTD))
+    query_BHTD = query_BHTD.to(value_BJTD.dtype)
+    key_BJTD = key_BJTD.to(value_BJTD.dtype)
     exchange = mask.layout.exchange
     if exchange is not None:
         key_BJTD, value_BJTD = _with_prefixes(key_BJTD, value_BJTD, exchange)
@@ -108,25 +109,34 @@ def _with_prefixes(key_BJTD: Tensor, value_BJTD: Tensor, exchange: Exchange) -> 
 
 def _block_mask(mask_function: MaskFunction, layout: TreeLayout) -> BlockMask:
     # 32 bits: the rule is evaluated for each pair of a partial block, beside products of 16 bits.
-    positions_T, end_K, device = layout.positions_T.int(), layout.subtree_end_T.int(), layout.positions_T.device
+    positions_T = layout.positions_T.int()
+    device = positions_T.device
     length = len(positions_T)
-    first_K, positions_K = torch.arange(length, dtype=torch.int32, device=device), positions_T
-    if trees := [tree for tree in layout.trees if tree.num_prefix_tokens]:
+    # A key is seen by the queries from `first_K` on, up to `end_K`.
+    first_K = torch.arange(length, dtype=torch.int32, device=device)
+    end_K = layout.subtree_end_T.int()
+    positions_K = positions_T
+    trees = [tree for tree in layout.trees if tree.num_prefix_tokens]
+    has_prefixes = bool(trees)
+    if has_prefixes:
+        # The keys of a prefix are seen by the whole tree.
         sizes = [tree.num_prefix_tokens for tree in trees]
-        first, end = (
-            on_device(np.repeat(np.array(places, dtype=np.int32), sizes), device)
-            for places in ([tree.start for tree in trees], [tree.end for tree in trees])
-        )
-        depth = on_device(np.concatenate([np.arange(size, dtype=np.int32) for size in sizes]), device)
-        first_K = torch.cat([first_K, first])
-        end_K = torch.cat([end_K, end])
-        positions_K = torch.cat([positions_K, depth])
+        starts = np.array([tree.start for tree in trees], dtype=np.int32)
+        ends = np.array([tree.end for tree in trees], dtype=np.int32)
+        depths = np.concatenate([np.arange(size, dtype=np.int32) for size in sizes])
+        first_K = torch.cat([first_K, on_device(np.repeat(starts, sizes), device)])
+        end_K = torch.cat([end_K, on_device(np.repeat(ends, sizes), device)])
+        positions_K = torch.cat([positions_K, on_device(depths, device)])
     # A tree is ordered by position, so a causal mask adds nothing.
-    is_causal, has_prefixes = mask_function is causal_mask_function, bool(trees)
+    is_causal = mask_function is causal_mask_function
 
     def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        seen = ((first_K[key] if has_prefixes else key) <= query) & (query < end_K[key])
-        return seen if is_causal else seen & mask_function(batch, head, positions_T[query], positions_K[key])
+        first = first_K[key] if has_prefixes else key
+        seen = (first <= query) & (query < end_K[key])
+        if is_causal:
+            return seen
+        visible: Tensor = seen & mask_function(batch, head, positions_T[query], positions_K[key])
+        return visible
 
     any_QL, full_QL = _blocks(mask_function, positions_T, (first_K, end_K, positions_K))
     partial_QL = any_QL & ~full_QL
@@ -151,7 +161,9 @@ def _blocks(
     end_low, end_high = _extremes(end_K, 0)
     any_QL = (first_low <= last_Q1) & (end_high > start_Q1)
     full_QL = (first_high <= start_Q1) & (end_low > last_Q1)
-    query_low, query_high = (x[:, None] for x in _extremes(positions_T, None))
+    query_low, query_high = _extremes(positions_T, None)
+    query_low = query_low[:, None]
+    query_high = query_high[:, None]
     key_low, key_high = _extremes(positions_K, None)
     zero = torch.zeros((), dtype=torch.long, device=positions_T.device)
     # The nearest pair of a block is visible if any is, and the farthest only if all are.
@@ -163,7 +175,10 @@ def _blocks(
 def _extremes(values_N: Tensor, padding: int | None) -> tuple[Tensor, Tensor]:
     """The smallest and the largest value of each block; `padding`, or the last value, fills the last block."""
     padding_size = -len(values_N) % BLOCK
-    filling = values_N[-1:].expand(padding_size) if padding is None else values_N.new_full((padding_size,), padding)
+    if padding is None:
+        filling = values_N[-1:].expand(padding_size)
+    else:
+        filling = values_N.new_full((padding_size,), padding)
     blocks = torch.cat([values_N, filling]).view(-1, BLOCK)
     return blocks.amin(dim=1), blocks.amax(dim=1)
 

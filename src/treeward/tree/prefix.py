@@ -45,9 +45,9 @@ class Prefix:
         """Its first tokens, as views."""
         if num_tokens == len(self):
             return self
-        return Prefix(
-            tuple(key[:, :num_tokens] for key in self.keys), tuple(value[:, :num_tokens] for value in self.values)
-        )
+        keys = tuple(key[:, :num_tokens] for key in self.keys)
+        values = tuple(value[:, :num_tokens] for value in self.values)
+        return Prefix(keys, values)
 
 
 Prefixes = Sequence[tuple[Tensor, Tensor] | None]
@@ -74,21 +74,34 @@ class Exchange:
 
     def enter(self, key_BJTD: Tensor, value_BJTD: Tensor) -> list[tuple[Tensor, Tensor] | None]:
         """Called by each attention layer with the row's keys and values; returns each tree's prefix."""
-        layer, self._layer = self._layer, self._layer + 1
-        prefixes = [None if prefix is None else (prefix.keys[layer], prefix.values[layer]) for prefix in self.prefixes]
+        layer = self._layer
+        self._layer += 1
+        prefixes: list[tuple[Tensor, Tensor] | None] = []
+        for prefix in self.prefixes:
+            if prefix is None:
+                prefixes.append(None)
+            else:
+                prefixes.append((prefix.keys[layer], prefix.values[layer]))
         for path, kept in zip(self.keep, self._kept, strict=True):
             key_JPD, value_JPD = prefixes[path.tree] or (None, None)
-            kept.append((_joined(key_JPD, key_BJTD[0], path.ranges), _joined(value_JPD, value_BJTD[0], path.ranges)))
+            key = _joined(key_JPD, key_BJTD[0], path.ranges)
+            value = _joined(value_JPD, value_BJTD[0], path.ranges)
+            kept.append((key, value))
         return prefixes
 
     def kept(self) -> list[Prefix]:
         """After the forward pass, the prefixes of `keep`."""
-        return [Prefix(tuple(key for key, _ in layers), tuple(value for _, value in layers)) for layers in self._kept]
+        prefixes = []
+        for layers in self._kept:
+            keys, values = zip(*layers, strict=True)
+            prefixes.append(Prefix(keys, values))
+        return prefixes
 
 
 def _joined(prefix_JPD: Tensor | None, row_JTD: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
     parts = [] if prefix_JPD is None else [prefix_JPD]
-    return torch.cat([*parts, *(row_JTD[:, start:end] for start, end in ranges)], dim=1)
+    parts += [row_JTD[:, start:end] for start, end in ranges]
+    return torch.cat(parts, dim=1)
 
 
 MIN_PREFIX_TOKENS = 32
@@ -112,7 +125,8 @@ class PrefixCache:
 
     def match(self, tokens: TokenIds) -> int:
         """How many of the first tokens are cached, at most all but the last; 0 if they are too few to matter."""
-        num_known = min(self._longest(sort_key(tokens))[1], len(tokens) - 1)
+        _, num_known = self._longest(sort_key(tokens))
+        num_known = min(num_known, len(tokens) - 1)
         return num_known if num_known >= MIN_PREFIX_TOKENS else 0
 
     def get(self, tokens: TokenIds, num_tokens: int) -> Prefix:
@@ -126,7 +140,10 @@ class PrefixCache:
         """Keep the keys and values of these tokens, if they fit."""
         key = sort_key(tokens)
         size = prefix.num_bytes
-        if size > self.max_bytes or len(prefix) < MIN_PREFIX_TOKENS or self._longest(key)[1] == len(prefix):
+        if size > self.max_bytes or len(prefix) < MIN_PREFIX_TOKENS:
+            return
+        _, num_known = self._longest(key)
+        if num_known == len(prefix):
             return
         place = bisect.bisect_left(self._sorted, key)
         if place and key.startswith(self._sorted[place - 1]):  # the new entry continues it
@@ -165,8 +182,10 @@ class RecentTokens:
 
     def add(self, tokens: TokenIds) -> int:
         """Add a sequence; returns how many of its first tokens an earlier one shares, in whole blocks."""
-        key, hashed, num_known = sort_key(tokens), hashlib.blake2b(digest_size=16), 0
-        size = 8 * MIN_PREFIX_TOKENS
+        key = sort_key(tokens)
+        hashed = hashlib.blake2b(digest_size=16)
+        num_known = 0
+        size = 8 * MIN_PREFIX_TOKENS  # bytes of a block: a key has eight for each token
         for start in range(0, len(key) - size + 1, size):
             hashed.update(key[start : start + size])
             block = hashed.digest()

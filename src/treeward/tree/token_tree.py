@@ -23,9 +23,11 @@ TokenIds = npt.NDArray[np.integer] | Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A run of tokens without a branch: [`start`, `end`) in the flat order, with the tokens below it up to
-    `subtree_end`. `depth`: the position of its first token in the conversation. `parent`: the index of the segment
-    above it."""
+    """A run of tokens without a branch: [`start`, `end`) in the flat order.
+
+    `subtree_end`: the end of the tokens below it. `depth`: the position of its first token in the conversation.
+    `parent`: the index of the segment above it.
+    """
 
     start: int
     end: int
@@ -39,14 +41,21 @@ class Segment:
     def shifted(self, tokens: int, depth: int = 0) -> Segment:
         """The segment with `tokens` tokens before its tree and `depth` tokens above its root; same `parent`."""
         return Segment(
-            self.start + tokens, self.end + tokens, self.subtree_end + tokens, self.depth + depth, self.parent
+            start=self.start + tokens,
+            end=self.end + tokens,
+            subtree_end=self.subtree_end + tokens,
+            depth=self.depth + depth,
+            parent=self.parent,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class TokenTree:
-    """A trie of token sequences in preorder: its tokens and their positions in their conversations, int64, its
-    segments, and the flat index of each sequence's last token, in the order given."""
+    """A trie of token sequences in preorder.
+
+    `tokens_N`, `positions_N`: its tokens and their positions in their conversations, int64. `ends_S`: the flat index of
+    each sequence's last token, int64, in the order given.
+    """
 
     tokens_N: npt.NDArray[np.int64]
     positions_N: npt.NDArray[np.int64]
@@ -71,18 +80,34 @@ class TokenTree:
         if any(len(array) == 0 for array in arrays):
             raise ValueError("a TokenTree cannot hold an empty sequence: there is no token to read a score at")
         keys = [sort_key(array) for array in arrays]
-        distinct = dict(sorted(zip(keys, arrays, strict=True), key=lambda item: item[0]))
-        ordered = list(distinct.values())
-        lengths = [len(array) for array in ordered]
+        distinct = dict(zip(keys, arrays, strict=True))
+        sorted_keys = sorted(distinct)
+
         # Each adds to the tree the tokens after the prefix that it shares with the one before it.
-        shared = [0, *(common_prefix_length(before, array) for before, array in pairwise(ordered))]
-        ends = np.subtract(lengths, shared).cumsum()
-        end_of = dict(zip(distinct, ends.tolist(), strict=True))
+        lengths: list[int] = []
+        shared: list[int] = []
+        ends: list[int] = []
+        tokens: list[npt.NDArray[np.int64]] = []
+        positions: list[npt.NDArray[np.int64]] = []
+        end = 0
+        previous: npt.NDArray[np.int64] | None = None
+        for key in sorted_keys:
+            array = distinct[key]
+            start = 0 if previous is None else common_prefix_length(previous, array)
+            end += len(array) - start
+            lengths.append(len(array))
+            shared.append(start)
+            ends.append(end)
+            tokens.append(array[start:])
+            positions.append(np.arange(start, len(array)))
+            previous = array
+
+        end_of_key = dict(zip(sorted_keys, ends, strict=True))
         return cls(
-            np.concatenate([array[start:] for start, array in zip(shared, ordered, strict=True)]),
-            np.concatenate([np.arange(start, length) for start, length in zip(shared, lengths, strict=True)]),
-            _segments(lengths, shared, ends.tolist()),
-            np.array([end_of[key] - 1 for key in keys], dtype=np.int64),
+            tokens_N=np.concatenate(tokens),
+            positions_N=np.concatenate(positions),
+            segments=_segments(lengths, shared, ends),
+            ends_S=np.array([end_of_key[key] - 1 for key in keys], dtype=np.int64),
         )
 
 
@@ -99,8 +124,11 @@ def common_prefix_length(a: npt.NDArray[np.integer], b: npt.NDArray[np.integer])
 
 
 def _segments(lengths: Sequence[int], shared: Sequence[int], ends: Sequence[int]) -> tuple[Segment, ...]:
-    """The segments of a tree of sorted, different sequences, in preorder. Of each sequence: its length, the leading
-    tokens that it shares with the one before it, and where its last token ends in the flat order."""
+    """The segments of a tree of sorted, different sequences, in preorder.
+
+    For each sequence: its length, the leading tokens that it shares with the one before it, and where its last token
+    ends in the flat order.
+    """
     segments: list[Segment] = []
     # Sequences [first, last) that share one more segment, which begins at this depth, and its parent.
     ranges: list[tuple[int, int, int, int | None]] = [(0, len(lengths), 0, None)]
@@ -111,7 +139,15 @@ def _segments(lengths: Sequence[int], shared: Sequence[int], ends: Sequence[int]
             start = ends[first] - lengths[first] + depth
             segments.append(Segment(start, start + bottom - depth, ends[last - 1], depth, parent))
             parent = len(segments) - 1
-        branches = [first, *(i for i in range(first + 1, last) if shared[i] == bottom), last]
-        below = [(a, b, bottom, parent) for a, b in pairwise(branches) if lengths[a] > bottom]
+        # The sequences part where one shares no more than `bottom` with the one before it.
+        branches = [first]
+        for i in range(first + 1, last):
+            if shared[i] == bottom:
+                branches.append(i)
+        branches.append(last)
+        below = []
+        for first_of_branch, end_of_branch in pairwise(branches):
+            if lengths[first_of_branch] > bottom:  # else the sequence ends here
+                below.append((first_of_branch, end_of_branch, bottom, parent))
         ranges += reversed(below)
     return tuple(segments)
