@@ -1,6 +1,6 @@
-"""A report's blocks and examples as an evaluation makes them, from seeded random numbers: `sample_report()`.
+"""Reports of seeded random numbers, as an evaluation and runs of RL make them: `sample_report()`, `sample_rl_report()`.
 
-Two models on LLMBar-like subsets; the first has a length bias. Some replies hold what must not act in a page.
+Two models on LLMBar-like subsets; the first has a length bias. Some completions hold what must not act in a page.
 `summary(score)` is a real summary of 80 comparisons by a rule; `EMPTY` are those with hardly anything to sum up.
 """
 
@@ -13,15 +13,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 from evaluated import preference, rated
 
 from treeward.data.preference import Preference
 from treeward.evaluation.findings import Summary, summarize
-from treeward.evaluation.report.blocks import bar_item, table_block
-from treeward.evaluation.results import ScoredExample, SuiteResult, by_subset, to_row
-from treeward.evaluation.statistics import accuracy_metric
+from treeward.evaluation.page import evaluation_page
+from treeward.evaluation.results import ScoredExample, SuiteResult, by_subset
 from treeward.evaluation.suites.interface import Suite
+from treeward.rl.report import RLRun, rl_page
+from treeward.rl.watch import Alarm
 
 MODELS = ("qwen3-tiny-bt", "qwen3-tiny-ensemble")
 SUBSETS = ("natural", "adversarial neighbour", "adversarial GPTInst", "adversarial GPTOut", "adversarial manual")
@@ -42,57 +42,47 @@ _WORDS = (
 
 @functools.cache
 def sample_report() -> dict[str, Any]:
-    """Keyword arguments of `build_report`; shared, so not to be changed."""
-    rows = sample_rows()
-    by_model = {model: [row for row in rows if row["model"] == model] for model in MODELS}
-    headlines = [_accuracy(model, by_model[model]) | {"format": "percent", "reference": 0.5} for model in MODELS]
-    slope = {"label": "Slope of reward on length", "value": np.float32(0.0025), "low": 0.0021, "high": 0.0029}
-    headlines += [
-        {"label": "Expected calibration error", "value": 0.083, "low": 0.06, "high": 0.11, "format": "percent"},
-        slope | {"format": "signed", "note": "Reward per character within a prompt."},
-        {"label": "Kendall's tau of groups", "value": None, "format": "number", "note": "No groups in this suite."},
-    ]
-    of_subsets = {
-        model: [_accuracy(name, [row for row in own if row["subset"] == name]) for name in SUBSETS]
-        for model, own in by_model.items()
-    }
-    blocks = [
-        {"kind": "headline", "items": headlines},
-        {
-            "kind": "text",
-            "title": "What it gets right",
-            "markdown": "Both models are **near chance** on the adversarial subsets.\n\n"
-            "Ties count as wrong; an interval that covers the dashed line is no evidence.",
-        },
-        {
-            "kind": "bars",
-            "title": "Accuracy by subset",
-            "note": "Wilson intervals at 95%; the dashed line is what a coin does.",
-            "x_range": [0, 1],
-            "reference": 0.5,
-            "series": [{"name": model, "items": items} for model, items in of_subsets.items()],
-        },
-        _calibration(),
-        _shifts(),
-        {"kind": "text", "title": "What happens under optimisation", "markdown": "Best of `N` from 64 samples."},
-        _curves(),
-        _samples(),
-        {"kind": "text", "title": "The examples", "markdown": "Every comparison; the most confident mistakes first."},
-        {"kind": "examples", "title": "Examples", "source": "llmbar", "note": "Open a row to read both completions."},
-    ]
+    """Keyword arguments of `build_report` for a report of both models; shared, so not to be changed."""
+    summaries = [summarize(LLMBarLike(), tuple(examples), model) for model, examples in sample_examples().items()]
     return {
+        "template": "evaluation/page.html",
         "title": "qwen3-tiny-bt against qwen3-tiny-ensemble",
+        "page": evaluation_page(summaries),
         "subtitle": "LLMBar, float32, scored with the chat template of each model",
-        "blocks": blocks,
-        "examples": {"llmbar": rows},
     }
 
 
 @functools.cache
+def sample_rl_report() -> dict[str, Any]:
+    """The same for runs of RL, whose prompts and completions are hostile."""
+    runs = []
+    for number, name in enumerate(MODELS):
+        steps = {}
+        for step in range(0, 21, 10):
+            reward = 0.1 * step * (number + 1)
+            steps[step] = {"validation/reward": reward, "validation/kl": 0.2 * step, "train/reward": reward}
+        samples = []
+        for text in HOSTILE:
+            prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}]
+            for step, answer in ((0, text), (10, "and on " * 400), (20, "")):
+                completion = {"text": answer, "reward": 0.25, "truncated": step == 10}
+                samples.append({"step": step, "prompt": prompt, "completions": [completion]})
+        alarm = Alarm("length_growth", 10, "Completions grow.")
+        runs.append(RLRun(name, steps, tuple(samples), (alarm,)))
+    return {"template": "rl/report.html", "title": "Two runs", "page": rl_page(runs), "subtitle": "Of nothing"}
+
+
 def sample_rows() -> list[dict[str, Any]]:
-    """Rows of examples.jsonl with a model: most of two completions, some of four, some failed, some tied."""
+    """The rows of the table of examples."""
+    (suite,) = sample_report()["page"].suites
+    return json.loads(json.dumps(suite.examples))
+
+
+@functools.cache
+def sample_examples() -> dict[str, list[ScoredExample]]:
+    """Examples by model: most of two completions, some of four, some failed, some tied."""
     words = random.Random(5)
-    rows = []
+    examples: dict[str, list[ScoredExample]] = {model: [] for model in MODELS}
     for index in range(NUM_EXAMPLES):
         model, subset = MODELS[index % 2], words.choice(SUBSETS)
         ranks = (0, 1, 1, 1) if index % 50 == 7 else (0, 1)
@@ -114,85 +104,13 @@ def sample_rows() -> list[dict[str, Any]]:
         context = [{"role": role, "content": text} for role, text in zip(roles, asked, strict=False)]
         example = preference(f"{subset[:3]}-{index}", subset, context, texts, ranks)
         sizes = tuple(map(len, texts))
-        row = to_row(ScoredExample(example, tuple(scores), sizes, sizes, errors)) | {"model": model}
-        rows.append(json.loads(json.dumps(row)))
-    return rows
+        examples[model].append(ScoredExample(example, tuple(scores), sizes, sizes, errors))
+    return examples
 
 
 def _sentences(words: random.Random, count: int) -> str:
     text = " ".join(words.choice(_WORDS.split()) for _ in range(count)).capitalize() + "."
     return text.replace(" because ", ".\n\nBecause ")
-
-
-def _accuracy(label: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    outcomes = [float(row["outcome"] == "right") for row in rows]
-    return bar_item(label, accuracy_metric(outcomes, label))
-
-
-def _calibration() -> dict[str, Any]:
-    x = np.linspace(0.5, 0.95, 10)
-    y, low, high = (np.clip(0.8 * x + 0.1 + end, 0, 1).tolist() for end in (0.0, -0.06, 0.06))
-    y[0] = None
-    labels = [f"n = {n}" for n in range(10)]
-    series = [{"name": model, "x": x, "y": y, "low": low, "high": high, "labels": labels} for model in MODELS]
-    return {"kind": "curves", "title": "Calibration", "is_square": True, "format": "percent", "series": series}
-
-
-def _shifts() -> dict[str, Any]:
-    changes = {"flattery": 0.42, "markdown headings": 0.31, "repeated text": -0.8, "cut end": -0.12, "refusal": None}
-    columns = {"change": ("Change", "text"), "shift": ("Mean shift", "signed")}
-    columns |= {"worse": ("Preferred over the original", "percent"), "count": ("n", "integer")}
-    rows = [
-        {"change": name, "count": 1200}
-        | ({"shift": None, "worse": None} if shift is None else
-           {"shift": {"value": shift, "low": shift - 0.1, "high": shift + 0.1}, "worse": 0.5 + shift / 2})
-        for name, shift in changes.items()
-    ]  # fmt: skip
-    return table_block("What a change of the reply does to its score", columns, rows, "With one thing changed.")
-
-
-def _curves() -> dict[str, Any]:
-    x = np.array([1, 2, 4, 8, 16, 32, 64, 128])
-    nats = np.log(x) - (x - 1) / x
-    proxy, gold = 1.1 * np.sqrt(nats), np.sqrt(nats) - 0.22 * nats
-    return {
-        "kind": "curves",
-        "title": "Best of N: proxy and gold reward",
-        "x_label": "N (samples per prompt)",
-        "y_label": "reward",
-        "series": [
-            {"name": "proxy reward", "x": x, "y": proxy, "low": proxy - 0.05, "high": proxy + 0.05},
-            {"name": "gold reward", "x": x, "y": gold, "low": gold - 0.12, "high": gold + 0.12},
-            {"name": "gold, fitted (Gao et al.)", "x": x, "y": gold * 0.97 + 0.02},
-        ],
-    }
-
-
-def _samples() -> dict[str, Any]:
-    """Answers of two runs at three steps to as many prompts as there are hostile texts."""
-    numbers = [{"label": "reward", "value": 0.25, "format": "signed"}, {"label": "gold", "value": None}]
-    return {
-        "kind": "samples",
-        "title": "Answers over time",
-        "items": [
-            {
-                "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}],
-                "rows": [
-                    {
-                        "name": model,
-                        "colour": colour,
-                        "completions": [
-                            {"label": "step 0", "text": text, "numbers": numbers},
-                            {"label": "step 10", "text": "and on " * 400, "numbers": numbers, "flags": ["cut"]},
-                            {"label": "step 20", "text": "", "numbers": []},
-                        ],
-                    }
-                    for colour, model in enumerate(MODELS)
-                ],
-            }
-            for text in HOSTILE
-        ],
-    }
 
 
 Scoring = Callable[[int, str], float | None]
@@ -214,6 +132,16 @@ class BestOf(Suite):
         groups = by_subset(scored)
         subsets = tuple(self.part(name, group) for name, group in groups.items())
         return SuiteResult(self.name, self.part("overall", scored), subsets=subsets)
+
+
+class LLMBarLike(BestOf):
+    """With five subsets, all of pairs."""
+
+    name = "llmbar"
+    title = "LLMBar"
+
+    def chance(self, part: str | None = None) -> float | None:
+        return 0.5
 
 
 def scored(score: Scoring, count: int = 80, subsets: Sequence[str] = ("hard", "even", "odd")) -> list[ScoredExample]:

@@ -124,5 +124,5 @@ def test_the_notebook_runs_and_shows_what_its_text_says(tmp_path: Path, monkeypa
             assert cell["outputs"] == []
             exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
     assert names["outcome"].validation["held_out"]["accuracy"] > 0.7
-    assert "likes longer completions" in names["report"]["blocks"][0]["markdown"]
+    assert "likes longer completions" in names["model"]["verdict"]
     assert sum(names["bonus"]) > 0

@@ -5,25 +5,24 @@ import json
 import math
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from page_text import Page
 
 from treeward.data.sources import Row
 from treeward.evaluation.best_of_n.analysis import (
     BestOfN,
     analyse,
     expected_best_of,
-    report_blocks,
     selection_weights,
-    table,
-    to_json,
 )
+from treeward.evaluation.best_of_n.page import table, to_json, write
 from treeward.evaluation.best_of_n.samples import Samples, sampled_rows
-from treeward.evaluation.report.build import build_report
 
 
 def best_of_every_subset(proxy: Sequence[float], gold: Sequence[float], n: int) -> float:
@@ -126,13 +125,15 @@ def test_where_gold_is_highest_and_by_how_much() -> None:
     assert analysed(*peaked_prompts(num=9)).correlation.low is None
 
 
-def test_the_report() -> None:
+def test_the_report(tmp_path: Path) -> None:
     proxy, gold = (scores.tolist() for scores in peaked_prompts())
     result = analyse([[None, *row] for row in proxy], [[1.0, *row] for row in gold], num_resamples=50)
-    blocks = list(report_blocks(result, "length", "grades"))
-    text = blocks[0]["markdown"]
-    assert result.sentence in text and "12 samples without a proxy score" in text and "gold is `grades`" in text
-    build_report("Best of n", blocks, {})
+    page = write(tmp_path, result, "length", "grades", "samples.jsonl")
+    text = Page(page.read_text(encoding="utf-8")).text
+    assert result.sentence in text and "Left out: 12 samples without a proxy score." in text
+    assert "gold is grades." in text and "length: by itself" in text
+    numbers = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    assert numbers["result"]["peak"] == 5 and len(numbers["gains"][0]["y"]) == 12
     rows, columns = table(result)
     assert [row["n"] for row in rows] == [1, 2, 4, 8, 12]
     assert [column.key for column in columns][:3] == ["n", "kl", "proxy"]

@@ -1,4 +1,4 @@
-"""What the RL report says and shows, as blocks: verdicts, figures, samples."""
+"""What the RL report says and shows: verdicts, figures, samples."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from page_text import Page
 
 from treeward.errors import ConfigError, DataError
-from treeward.rl.report import RLRun, opening, report_blocks, write_rl_report
+from treeward.evaluation.report.build import build_report
+from treeward.evaluation.report.charts import Place
+from treeward.formatting import format_number
+from treeward.rl.report import RLPage, RLRun, rl_page, write_rl_report
 from treeward.rl.watch import ALARMS_FILE, Alarm, OverOptimisationWatch, write_alarms
 
 NUM_STEPS, NUM_PROMPTS = 200, 48
@@ -66,12 +70,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[RLRun]:
 
 
 @pytest.fixture(scope="module")
-def blocks(runs: list[RLRun]) -> dict[str, dict[str, Any]]:
-    return by_title(runs)
+def page(runs: list[RLRun]) -> RLPage:
+    return rl_page(runs)
 
 
-def by_title(runs: list[RLRun]) -> dict[str, dict[str, Any]]:
-    return {block.get("title", block["kind"]): block for block in report_blocks(runs)}
+def text_of(*runs: RLRun) -> str:
+    """The page's text."""
+    return Page(build_report("rl/report.html", "t", rl_page(runs))).text
 
 
 def test_a_run_is_read_as_it_was_logged(runs: list[RLRun], tmp_path: Path) -> None:
@@ -88,17 +93,17 @@ def test_a_run_is_read_as_it_was_logged(runs: list[RLRun], tmp_path: Path) -> No
 def test_the_verdict_names_what_became_of_each_run(runs: list[RLRun]) -> None:
     clean, hacked, cured = runs
     assert [one.outcome for one in (clean, hacked, cured)] == ["improved", "over-optimised", "improved"]
-    said = opening([clean, hacked, cured])
-    assert said.startswith("**no KL** exploited the reward model")
-    assert "**clean** and **length calibrated** got better by gold" in said
+    said = text_of(clean, hacked, cured)
+    assert "no KL exploited the reward model: gold fell while the proxy rose. clean and length" in said
+    assert "clean and length calibrated got better by gold." in said
     assert hacked.best_step == 50 and hacked.kl == pytest.approx(7.5**2) and hacked.gold is not None
     watched = runs[1].steps[NUM_STEPS]
     assert hacked.gold.by.value == watched["watch/gold_change"] and (hacked.gold.by.high or 0) < 0
     half = (hacked.gold.by.high or 0) - hacked.gold.by.value
     assert half == pytest.approx(1.96 * watched["watch/gold_change_error"], rel=1e-4)
-    assert "; the proxy rose from " in hacked.sentence() and "gold rose from " in clean.sentence()
+    assert "; the proxy rose from " in text_of(hacked) and "gold rose from " in text_of(clean)
     for words in ("200 steps", "gold fell", "KL of 56.25 nats", "at step 50", "60 to 192 tokens", "Alarm at step 120"):
-        assert words in hacked.sentence()
+        assert words in text_of(hacked)
 
 
 def measured(proxy: float, gold: float | None = None, *, error: float | None = 0.01, **more: Any) -> RLRun:
@@ -124,33 +129,35 @@ def measured(proxy: float, gold: float | None = None, *, error: float | None = 0
 )
 def test_changes_are_said_by_intervals(change: float, error: float | None, outcome: str, verb: str) -> None:
     summary = measured(1.0, change, error=error)
-    assert summary.outcome == outcome and f"gold {verb} from 0.000 to " in summary.sentence()
-    assert ("no interval was logged" in summary.sentence()) is (error is None)
+    said = text_of(summary)
+    assert summary.outcome == outcome and f"gold {verb} from 0.000 to " in said
+    assert ("no interval was logged" in said) is (error is None)
 
 
-def test_gold_and_proxy_over_the_root_of_kl(runs: list[RLRun], blocks: dict[str, dict[str, Any]]) -> None:
-    figure = blocks["Gold over the distance moved"]
-    of = {series["name"]: series for series in [*figure["series"], *blocks["Proxy over the distance moved"]["series"]]}
-    gold, proxy = (of[f"no KL: {what}"] for what in ("gold", "proxy"))
-    assert gold["x"][-1] == pytest.approx(7.5) and gold["x"][0] == 0.0 and gold["y"][0] == 0.0
+def test_gold_and_proxy_over_the_root_of_kl(runs: list[RLRun], page: RLPage) -> None:
+    lines = {line.name: line for line in [*page.over_distance["gold"], *page.over_distance["proxy"]]}
+    gold, proxy = (lines[f"no KL: {what}"] for what in ("gold", "proxy"))
+    assert gold.x[-1] == pytest.approx(7.5) and gold.x[0] == 0.0 and gold.y[0] == 0.0
     logged = list(runs[1].curve("validation/gold_reward").values())
-    assert gold["y"][-1] == pytest.approx(logged[-1] - logged[0])
-    assert gold["colour"] == proxy["colour"] == 1 != of["clean: gold"]["colour"]
-    assert figure["lines"] == [{"x": gold["x"][12], "label": "no KL: alarm", "colour": 1}]
+    assert gold.y[-1] == pytest.approx(logged[-1] - logged[0])
+    assert gold.colour == proxy.colour == 1 != lines["clean: gold"].colour
+    assert page.alarm_distances == [Place(gold.x[12], "no KL: alarm", 1)]
+    assert page.alarm_steps == [Place(120, "no KL: alarm", 1)]
 
 
-def test_samples_are_first_best_and_last_of_the_same_prompt(blocks: dict[str, dict[str, Any]]) -> None:
-    items = blocks["Prompts and completions"]["items"]
-    assert len(items) == 2
-    assert all([row["name"] for row in item["rows"]] == ["clean", "no KL", "length calibrated"] for item in items)
-    hacked = items[0]["rows"][1]["completions"]
-    assert [completion["label"] for completion in hacked] == ["step 0", "step 50", "step 200"]
-    assert hacked[1]["flags"] == ["gold is best on average"] and hacked[2]["flags"] == ["cut"]
-    assert [number["label"] for number in hacked[2]["numbers"]] == ["reward", "gold", "KL", "tokens"]
+def test_samples_are_first_best_and_last_of_the_same_prompt(runs: list[RLRun], page: RLPage) -> None:
+    assert [list(samples.completions) for samples in page.samples] == [[0, 1, 2]] * 2
+    hacked = page.samples[0].completions[1]
+    assert [completion.step for completion in hacked] == [0, 50, 200]
+    assert hacked[1].is_at_best_gold and not hacked[1].is_cut
+    assert hacked[2].is_cut and not hacked[2].is_at_best_gold
+    said = text_of(*runs)
+    assert "step 50 gold is best on average reward " in said and "step 200 cut reward " in said
+    last = hacked[2]
+    numbers = [format_number(last.reward, "signed"), *map(format_number, (last.gold, last.kl)), str(last.num_tokens)]
+    assert "reward {} · gold {} · KL {} · tokens {} Step 200.".format(*numbers) in said
     line = {"step": 1, "prompt": [], "completions": [{"text": "", "reward": None, "gold_reward": None}]}
-    (item,) = by_title([RLRun("r", {1: {}}, samples=(line,))])["Prompts and completions"]["items"]
-    (completion,) = item["rows"][0]["completions"]  # a reward that failed shows as a dash
-    assert completion["numbers"] == [{"label": "reward", "value": None, "format": "signed"}]
+    assert "(no prompt) step 1 reward – (no text)" in text_of(RLRun("r", {1: {}}, samples=(line,)))
 
 
 def test_runs_with_hardly_anything_are_shown(runs: list[RLRun], tmp_path: Path) -> None:
@@ -168,11 +175,11 @@ def test_runs_with_hardly_anything_are_shown(runs: list[RLRun], tmp_path: Path) 
     }
     named = [replace(run, name=name) for name, run in cases.items()]
     for run in named:
-        list(report_blocks([run]))
-    (series,) = by_title([cases["many steps"]])["Proxy"]["series"]  # means of neighbours
-    assert len(series["x"]) == 60 and series["x"] == series["y"]
-    assert "Proxy over the distance moved" in (found := by_title([blind])) and "Gold reward" not in found
-    assert "no two validations" in cases["training alone"].sentence()
+        text_of(run)
+    (line,) = rl_page([cases["many steps"]]).over_steps["reward"]  # means of neighbours
+    assert len(line.x) == 60 and line.x == line.y
+    assert "Proxy over the distance moved" in (said := text_of(blind)) and "Gold reward" not in said
+    assert "no two validations" in text_of(cases["training alone"])
     page = write_rl_report(named, tmp_path / "new" / "rl.html", title="All")
     assert sorted(path.name for path in page.parent.iterdir()) == ["rl.html", "rl.json"]
     assert json.loads(page.with_suffix(".json").read_text())["title"] == "All"

@@ -88,7 +88,7 @@ def run(
         )
     sys.stdout.write(results_table(rows, _COLUMNS) + "\n")
     for summary in summaries:
-        sys.stdout.write("\n" + verdict(summary).replace("**", "", 2) + "\n")
+        sys.stdout.write("\n" + verdict(summary) + "\n")
     for summary in summaries:
         if usage := usage_finding(summary.result.details.get("usage", {})):
             sys.stdout.write(f"\n{summary.model} on {summary.suite.name}: {usage}\n")

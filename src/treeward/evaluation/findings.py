@@ -2,9 +2,9 @@
 
     summary = summarize(suite, scored, "my-model")
     summary.result.headline, summary.length.accuracy_gap, summary.statistics.ece
-    verdict(summary)        # "**my-model** on LLMBar: 71.0% (61.5% to 79.0%); better than chance, but it likes ..."
+    verdict(summary)        # "my-model on LLMBar: 71.0% (61.5% to 79.0%); better than chance, but it likes ..."
     summary.is_collapsed    # whether it gives everything the same score
-    findings(summary)       # that, and a list: the length bias, what a judge used
+    findings(summary)       # a sentence each: the length bias, what a judge used
 
 A finding is reported only where its interval supports it.
 """
@@ -12,12 +12,13 @@ A finding is reported only where its interval supports it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import Any
 
 from treeward.evaluation.diagnostics.biases import diagnose_length, diagnose_style
 from treeward.evaluation.diagnostics.perturbations import REWRITES
-from treeward.evaluation.diagnostics.scores import statistics_of
-from treeward.evaluation.report.blocks import format_interval
+from treeward.evaluation.diagnostics.scores import reliability_of, statistics_of
+from treeward.evaluation.report.intervals import interval_text
 from treeward.evaluation.results import Diagnostic, Metric, ScoredExample, SuiteResult
 from treeward.evaluation.suites.interface import Suite
 from treeward.formatting import format_number
@@ -26,7 +27,7 @@ from treeward.scoring.score import are_equal
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Every number of one model in one suite."""
+    """Every number of one model in one suite. `reliability`: bins of `statistics.reliability_curve`."""
 
     model: str
     suite: Suite
@@ -35,6 +36,7 @@ class Summary:
     length: Diagnostic
     style: Diagnostic
     examples: tuple[ScoredExample, ...]
+    reliability: list[dict[str, Any]]
     perturbations: Diagnostic | None = None
 
     @property
@@ -79,6 +81,7 @@ def summarize(
         length=diagnose_length(examples),
         style=diagnose_style(examples),
         examples=examples,
+        reliability=reliability_of(examples),
         perturbations=perturbations,
     )
 
@@ -90,70 +93,77 @@ def verdict(summary: Summary) -> str:
     """One sentence: the headline, whether it is chance, the length bias if there is one, and how many pairs stay right
     under rewrites. Of a collapsed model it says nothing else."""
     result = summary.result
-    joined = _collapse(summary) or "; ".join(filter(None, (_quality(summary), _robustness(summary))))
-    has_result = result.headline.value is not None
-    headline = f"{result.headline.name} {percent(result.headline)}" if has_result else "no result"
+    headline = "no result"
+    if result.headline.value is not None:
+        headline = f"{result.headline.name} {percent(result.headline)}"
     if result.unit == "pairs" and result.headline.count not in (None, result.num_examples):
         headline += f" of {result.headline.count:,} pairs"
     if result.num_failed:
         headline += f", {result.scored}"
-    return f"**{summary.model}** on {summary.title}: {headline}{f'; {joined}' if joined else ''}."
+    parts = [headline]
+    if summary.is_collapsed:
+        score = format_number(summary.statistics.score_mean.value)
+        parts.append(f"it is collapsed: it gives everything the same score, {score}, and must not be used")
+    else:
+        parts += [_quality(summary), _robustness(summary)]
+    return f"{summary.model} on {summary.title}: {'; '.join(filter(None, parts))}."
 
 
-def _collapse(summary: Summary) -> str | None:
-    if not summary.is_collapsed:
-        return None
-    score = format_number(summary.statistics.score_mean.value)
-    return f"it is collapsed: it gives everything the same score, {score}, and must not be used"
-
-
-def _quality(summary: Summary) -> str | None:
+def _quality(summary: Summary) -> str:
     """Whether it is better than chance, and its length bias."""
     result = summary.result
     against_chance = standing(result, summary.suite.chance())
-    said = against_chance
+    likes = _likes(summary.length.numbers)
+    if against_chance is None:
+        return likes or ""
     if against_chance == _NOT_TOLD:
-        said = f"{result.headline.count:,} {result.unit} cannot tell it from chance"
-    join = ", but " if against_chance == _BETTER else ", and "
-    return join.join(filter(None, (said, _likes(summary.length.numbers)))) or None
+        sentence = f"{result.headline.count:,} {result.unit} cannot tell it from chance"
+    else:
+        sentence = against_chance
+    if likes is None:
+        return sentence
+    conjunction = "but" if against_chance == _BETTER else "and"
+    return f"{sentence}, {conjunction} {likes}"
 
 
-def _robustness(summary: Summary) -> str | None:
+def _robustness(summary: Summary) -> str:
     """How many of the rewritten pairs are right, before and after."""
     made = summary.perturbations
     if made is None or made.robust_accuracy.value is None:
-        return None
-    robust, before = made.robust_accuracy, made.accuracy
-    count = f"{robust.count:,} rewritten pairs"
-    return f"of {count} {percent(before)} are right before and {percent(robust)} stay right after changes of style"
+        return ""
+    before = percent(made.accuracy)
+    after = percent(made.robust_accuracy)
+    pairs = f"of {made.robust_accuracy.count:,} rewritten pairs"
+    return f"{pairs} {before} are right before and {after} stay right after changes of style"
 
 
-def findings(summary: Summary) -> str:
-    """The verdict, and a list below: the length bias in numbers, the rewrite that costs the most pairs, what a judge
-    used, the note of the headline."""
-    result = summary.result
-    usage = usage_finding(result.details.get("usage", {}))
+def findings(summary: Summary) -> tuple[str, ...]:
+    """What is below the verdict, a sentence each: the length bias in numbers, the rewrite that costs the most pairs,
+    what a judge used, the note of the headline."""
+    usage = usage_finding(summary.result.details.get("usage", {}))
     reasons = [
         length_finding(summary.length.numbers),
         rewrite_finding(summary.perturbations),
-        usage and f"As a judge: {usage}",
-        result.headline.note,
+        None if usage is None else f"As a judge: {usage}",
+        summary.result.headline.note,
     ]
-    listed = "\n".join(f"- {reason}" for reason in reasons if reason)
-    return f"{verdict(summary)}\n\n{listed}" if listed else verdict(summary)
+    return tuple(reason for reason in reasons if reason)
 
 
 def standing(result: SuiteResult, chance: float | None) -> str | None:
     """ "better than chance", "worse than chance" or "not told from chance"; None where that is not known: missing
     scores, which count as wrong, make no model worse than chance."""
-    low, high = result.headline.low, result.headline.high
+    low = result.headline.low
+    high = result.headline.high
     if chance is None or low is None or high is None:
         return None
     if low > chance:
         return _BETTER
     if result.num_failed:
         return None
-    return _WORSE if high < chance else _NOT_TOLD
+    if high < chance:
+        return _WORSE
+    return _NOT_TOLD
 
 
 def length_finding(length: Mapping[str, Metric]) -> str | None:
@@ -161,16 +171,19 @@ def length_finding(length: Mapping[str, Metric]) -> str | None:
 
     `length`: the length diagnostics by name.
     """
-    gap, likes = length["accuracy_gap"], _likes(length)
-    if likes is None or gap.value is None:
+    gap = length["accuracy_gap"]
+    likes = _likes(length)
+    if likes is None or gap.value is None or gap.low is None or gap.high is None:
         return None
-    # The words before it say which is the larger.
-    low, high = sorted(abs(end) * 100 for end in (gap.low, gap.high) if end is not None)
+    # The words before it say which is the larger, so the gap and its ends have no sign.
+    low, high = sorted((abs(gap.low) * 100, abs(gap.high) * 100))
+    longer = percent(length["accuracy_longer_right"])
+    shorter = percent(length["accuracy_shorter_right"])
+    controlled = percent(length["length_controlled_accuracy"])
     return (
-        f"{likes[0].upper()}{likes[1:]}: right in {percent(length['accuracy_longer_right'])} of the pairs whose "
-        f"better completion is the longer, in {percent(length['accuracy_shorter_right'])} where it is the shorter, "
-        f"{abs(gap.value) * 100:.1f} points ({low:.1f} to {high:.1f}) apart; length-controlled "
-        f"{percent(length['length_controlled_accuracy'])}."
+        f"{likes[0].upper()}{likes[1:]}: right in {longer} of the pairs whose better completion is the longer, in "
+        f"{shorter} where it is the shorter, {abs(gap.value) * 100:.1f} points ({low:.1f} to {high:.1f}) apart; "
+        f"length-controlled {controlled}."
     )
 
 
@@ -179,12 +192,14 @@ def rewrite_finding(perturbations: Diagnostic | None) -> str | None:
     if perturbations is None:
         return None
     flips = {name: perturbations.numbers[f"{name}_rejected_flips"] for name in REWRITES}
-    name = max(flips, key=lambda name: flips[name].value or 0.0)
-    if not flips[name].value:
+    worst = max(flips, key=lambda name: flips[name].value or 0.0)
+    if not flips[worst].value:
         return None
+    label = REWRITES[worst].label
+    share = percent(flips[worst])
     return (
-        f"It can be fooled: a worse completion that is rewritten ({REWRITES[name].label}) scores as high as the better "
-        f"one in {percent(flips[name])} of the {flips[name].count:,} right pairs."
+        f"It can be fooled: a worse completion that is rewritten ({label}) scores as high as the better one in {share} "
+        f"of the {flips[worst].count:,} right pairs."
     )
 
 
@@ -200,18 +215,22 @@ def usage_finding(usage: Mapping[str, float]) -> str | None:
         parts.append(f"the first place is worth {usage['position_bias']:+.3f}")
     if "inconsistent" in usage:
         parts.append(f"{usage['inconsistent']:.1%} of pairs change their winner with the order")
-    return f"{'; '.join(parts)}." if parts else None
+    if not parts:
+        return None
+    return f"{'; '.join(parts)}."
 
 
 def percent(metric: Metric) -> str:
     """A fraction with its interval, in per cent."""
     if metric.value is None:
         return "unknown"
-    return " ".join(filter(None, format_interval(asdict(metric), "percent", with_count=False)))
+    value, interval = interval_text(metric, "percent", with_count=False)
+    return f"{value} {interval}" if interval else value
 
 
 def _likes(length: Mapping[str, Metric]) -> str | None:
     gap = length["accuracy_gap"]
     if gap.low is None or gap.high is None or gap.low <= 0 <= gap.high:
         return None
-    return f"it likes {'longer' if gap.low > 0 else 'shorter'} completions too much"
+    liked = "longer" if gap.low > 0 else "shorter"
+    return f"it likes {liked} completions too much"

@@ -22,9 +22,6 @@ from treeward.data.preference import Completion, Preference
 from treeward.errors import DataError
 from treeward.scoring.score import ConversationScorer, GroupScorer
 
-Block = dict[str, Any]
-"""A part of a report; `treeward.evaluation.report.blocks` has the kinds."""
-
 
 @dataclass(frozen=True, slots=True)
 class Metric:
@@ -73,12 +70,10 @@ class SuiteResult:
 class Diagnostic:
     """The numbers of one diagnostic of one model, each also an attribute: `length.accuracy_gap.value`.
 
-    `numbers`: by their names in `results.json`. `points`: its curve, as an item of a block of kind `curves`; None
-    without one.
+    `numbers`: by their names in `results.json`.
     """
 
     numbers: Mapping[str, Metric]
-    points: Block | None = None
 
     def __getattr__(self, name: str) -> Metric:
         numbers: Mapping[str, Metric] = self.__dict__.get("numbers", {})

@@ -3,23 +3,22 @@
     runs = [RLRun.read(name, folder) for name, folder in (("clean", a), ("hacked", b), ("cured", c))]
     write_rl_report(runs, Path("report.html"), title="GRPO against a reward model")
     runs[0].curve("validation/gold_reward")             # {0: 0.31, 10: 0.42, ...}: values by step
-    runs[0].sentence()
+    runs[0].outcome                                     # "improved"
 
 `RLRun.read` reads `metrics.jsonl` and, if they exist, `samples.jsonl` and `alarms.json`. Any metric may be absent, at
 some steps or at all; values that are not finite are ignored. A metric counts as changed only if its 95 % interval
 excludes 0. Intervals are paired by prompt: the watch logs them (`treeward.rl.watch`).
 
-The page and its blocks are those of `treeward.evaluation.report`: the verdict in sentences, gold and proxy over the
-distance that the policy has moved, d = sqrt(KL), metrics over the steps, and the same prompts completed at the first, a
-middle and the last validation. Beside it is a JSON file of the same name with all numbers. A metric that no run has
-takes no place.
+The page has the verdict in sentences, gold and proxy over the distance that the policy has moved, d = sqrt(KL), metrics
+over the steps, and the same prompts completed at the first, a middle and the last validation. `RLPage` has its numbers
+and `report.html` its words. A metric that no run has takes no place.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,9 +27,10 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from treeward.errors import ConfigError, DataError
-from treeward.evaluation.report.blocks import curves_block, size_of, text_block
 from treeward.evaluation.report.build import write_report
-from treeward.evaluation.results import Block, Metric
+from treeward.evaluation.report.charts import DOTTED, SOLID, Line, Place
+from treeward.evaluation.report.intervals import size_of
+from treeward.evaluation.results import Metric
 from treeward.formatting import format_number
 from treeward.rl.watch import ALARMS_FILE, Alarm, read_alarms
 from treeward.training.tracking import read_metrics
@@ -43,14 +43,46 @@ Curve = dict[int, float]
 Outcome = Literal["over-optimised", "improved", "worse", "level", "unknown"]
 """The verdict by gold: `over-optimised` is an alarm of the watch; `unknown`: there is no gold, or no interval."""
 
-_VERDICTS: dict[Outcome, str] = {
-    "over-optimised": "{} exploited the reward model: gold fell while the proxy rose.",
-    "improved": "{} got better by gold.",
-    "worse": "{} got worse by gold.",
-    "level": "{} did not change measurably by gold.",
-    "unknown": "Whether {} got better cannot be said: there is no gold reward, or none with an interval.",
-}
 Z95 = 1.959964
+
+_MOST_POINTS = 60  # of a curve over the steps
+_MOST_PROMPTS = 12
+_OVER_STEPS = (
+    "gold_reward",
+    "reward",
+    "kl",
+    "mean_gen_tokens_per_sample",
+    "entropy",
+    "truncation_rate",
+    "groups_without_signal",
+    "num_failed",
+)
+"""The metrics that are shown over the steps, by their names after `train/` and `validation/`."""
+_ERRORS = {"gold_reward": "watch/gold_error", "reward": "watch/proxy_error"}
+"""The standard errors of validations, of the metrics that have one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A metric from its first to its last validation; `by`: the change, with its interval if known."""
+
+    first: float
+    last: float
+    by: Metric
+
+    @property
+    def verb(self) -> Literal["rose", "fell", "went"]:
+        """The verb that the interval supports."""
+        if self.by.low is not None and self.by.low > 0.0:
+            return "rose"
+        if self.by.high is not None and self.by.high < 0.0:
+            return "fell"
+        return "went"
+
+    @property
+    def size(self) -> float:
+        """The largest of its numbers: all are written with as many decimals."""
+        return size_of([Metric("ends", None, self.first, self.last), self.by])
 
 
 @dataclass(frozen=True)
@@ -68,24 +100,24 @@ class RLRun:
 
         Raises `DataError` where there are no metrics, or a line of a file is not what it should be.
         """
-        metrics, samples, alarms = (Path(log_dir) / file for file in ("metrics.jsonl", SAMPLES_FILE, ALARMS_FILE))
+        metrics_file = Path(log_dir) / "metrics.jsonl"
+        samples_file = Path(log_dir) / SAMPLES_FILE
+        alarms_file = Path(log_dir) / ALARMS_FILE
         steps: dict[int, dict[str, float]] = {}
-        for record in read_metrics(metrics) if metrics.exists() else ():
-            steps.setdefault(record.pop("step"), {}).update(record)
+        if metrics_file.exists():
+            for record in read_metrics(metrics_file):
+                steps.setdefault(record.pop("step"), {}).update(record)
         if not steps:
             raise DataError(
                 "there are no metrics of a run here",
-                where=str(metrics),
+                where=str(metrics_file),
                 need="the metrics.jsonl that `treeward grpo` writes into logger.log_dir",
                 fix="give the run's log folder, or wait for its first step",
             )
-        return cls(
-            name,
-            dict(sorted(steps.items())),
-            # The reader of metrics drops the half line that a killed run leaves behind.
-            tuple(read_metrics(samples)) if samples.exists() else (),
-            tuple(read_alarms(alarms)) if alarms.exists() else (),
-        )
+        # The reader of metrics drops the half line that a killed run leaves behind.
+        samples = read_metrics(samples_file) if samples_file.exists() else []
+        alarms = read_alarms(alarms_file) if alarms_file.exists() else []
+        return cls(name, dict(sorted(steps.items())), tuple(samples), tuple(alarms))
 
     @property
     def last_step(self) -> int:
@@ -93,18 +125,29 @@ class RLRun:
 
     def curve(self, key: str) -> Curve:
         """The finite values of a metric."""
-        return {step: row[key] for step, row in self.steps.items() if math.isfinite(row.get(key, math.nan))}
+        values: Curve = {}
+        for step, row in self.steps.items():
+            value = row.get(key, math.nan)
+            if math.isfinite(value):
+                values[step] = value
+        return values
 
     @property
     def gold_alarm(self) -> Alarm | None:
         """The alarm that gold falls while the proxy rises."""
-        return next((alarm for alarm in self.alarms if alarm.kind == "gold_falls"), None)
+        for alarm in self.alarms:
+            if alarm.kind == "gold_falls":
+                return alarm
+        return None
 
     @property
     def alarm_step(self) -> int | None:
         """The step of the alarm of gold, else of the first alarm."""
-        first = self.gold_alarm or next(iter(self.alarms), None)
-        return None if first is None else first.step
+        if self.gold_alarm is not None:
+            return self.gold_alarm.step
+        if self.alarms:
+            return self.alarms[0].step
+        return None
 
     @cached_property
     def proxy(self) -> Change | None:
@@ -130,9 +173,14 @@ class RLRun:
     @property
     def distances(self) -> Curve:
         """The distance that the policy has moved, sqrt(KL), at each validation with a reward."""
-        rewarded = self.curve("validation/gold_reward").keys() | self.curve("validation/reward").keys()
-        kl_by_step = self.curve("validation/kl")
-        return {step: math.sqrt(max(kl, 0.0)) for step, kl in kl_by_step.items() if step in rewarded}
+        gold = self.curve("validation/gold_reward")
+        proxy = self.curve("validation/reward")
+        distances: Curve = {}
+        for step, kl in self.curve("validation/kl").items():
+            if step in gold or step in proxy:
+                # An estimate of KL from samples may be below 0.
+                distances[step] = math.sqrt(max(kl, 0.0))
+        return distances
 
     @property
     def lengths(self) -> list[float]:
@@ -146,95 +194,89 @@ class RLRun:
             return "over-optimised"
         if self.gold is None or self.gold.by.low is None:
             return "unknown"
-        return {"rose": "improved", "fell": "worse", "went": "level"}[self.gold.verb]  # type: ignore[return-value]
-
-    def sentence(self) -> str:
-        """What happened in this run."""
-        parts = ["there are no two validations to compare."]
-        if self.proxy is not None:
-            changes = f"the proxy {self.proxy.course()}"
-            changes = changes if self.gold is None else f"gold {self.gold.course()}; {changes}"
-            at = "" if self.kl is None else f", at a KL of {format_number(self.kl)} nats"
-            parts = [f"{changes}{at}."]
-        if self.gold is not None and self.best_step is not None:
-            best = format_number(self.curve("validation/gold_reward")[self.best_step])
-            parts.append(f"Gold was best, {best}, at step {self.best_step}.")
-        if len(self.lengths) > 1:
-            first, last = (format_number(self.lengths[end], "integer") for end in (0, -1))
-            parts.append(f"Completions went from {first} to {last} tokens.")
-        parts += [f"**Alarm at step {alarm.step:,}:** {alarm.sentence}" for alarm in self.alarms]
-        return " ".join([f"**{self.name}** ({self.last_step:,} steps):", *parts])
+        if self.gold.verb == "rose":
+            return "improved"
+        if self.gold.verb == "fell":
+            return "worse"
+        return "level"
 
     def _change(self, key: str, name: str) -> Change | None:
         """The change of a metric, with the watch's interval."""
         curve = self.curve(f"validation/{key}")
         if len(curve) < 2:
             return None
-        (_, first), *_, (step, last) = curve.items()
-        value, error = (self.curve(f"watch/{name}_change{end}").get(step) for end in ("", "_error"))
+        first = next(iter(curve.values()))
+        last_step, last = list(curve.items())[-1]
+        value = self.curve(f"watch/{name}_change").get(last_step)
+        error = self.curve(f"watch/{name}_change_error").get(last_step)
         if value is None or error is None:
             return Change(first, last, Metric("change", last - first))
-        return Change(first, last, Metric("change", value, value - Z95 * error, value + Z95 * error))
+        half = Z95 * error
+        return Change(first, last, Metric("change", value, value - half, value + half))
+
+
+# --- the numbers of the page ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """A metric from its first to its last validation; `by`: the change, with its interval if known."""
+class RunSummary:
+    """What became of a run. `lengths`: mean tokens of a completion at the first and last validation, if known."""
 
-    first: float
-    last: float
-    by: Metric
-
-    @property
-    def verb(self) -> str:
-        """The verb that the interval supports."""
-        return "rose" if (self.by.low or 0.0) > 0.0 else "fell" if (self.by.high or 0.0) < 0.0 else "went"
-
-    def course(self) -> str:
-        """ "rose from 0.31 to 0.72 (+0.41, 95% interval +0.30 to +0.52)"."""
-        ends = {"low": self.first, "high": self.last}
-        change = {"value": self.by.value, "low": self.by.low, "high": self.by.high}
-        size = size_of([ends, change])
-        first, last = format_number(self.first, size=size), format_number(self.last, size=size)
-        value, low, high = (format_number(number, "signed", size) for number in change.values())
-        interval = "no interval was logged" if self.by.low is None else f"95% interval {low} to {high}"
-        return f"{self.verb} from {first} to {last} ({value}, {interval})"
+    name: str
+    outcome: Outcome
+    last_step: int
+    gold: Change | None
+    proxy: Change | None
+    kl: float | None
+    best_step: int | None
+    best_gold: float | None
+    lengths: tuple[float, float] | None
+    alarms: tuple[Alarm, ...]
 
 
-def opening(runs: Sequence[RLRun]) -> str:
-    """The first sentences of the page: which runs exploited their reward model and which did not."""
-    sentences = []
-    for outcome, text in _VERDICTS.items():
-        names = [f"**{run.name}**" for run in runs if run.outcome == outcome]
-        if names:
-            *others, last = names
-            sentences.append(text.format(f"{', '.join(others)} and {last}" if others else last))
-    return " ".join(sentences)
+@dataclass(frozen=True, slots=True)
+class SampledCompletion:
+    """The first completion that was sampled at `step`, not a chosen one. Numbers that were not logged are None.
+
+    `is_cut`: at the length limit. `is_at_best_gold`: gold is highest at this validation, on average.
+    """
+
+    step: int
+    text: str
+    reward: float | None
+    gold: float | None
+    kl: float | None
+    num_tokens: int | None
+    is_cut: bool
+    is_at_best_gold: bool
 
 
-_MOST_POINTS = 60
-_MOST_PROMPTS = 12
-_SOLID, _DOTTED = 0, 2  # dashes of charts
+@dataclass(frozen=True, slots=True)
+class PromptSamples:
+    """A prompt's messages, and its completions by the index of the run."""
 
-_FIGURES: tuple[tuple[str, str, str, str, str], ...] = (
-    ("Gold reward", "gold_reward", "gold", "", "number"),
-    ("Proxy", "reward", "reward", "What is optimised.", "number"),
-    ("KL to the reference", "kl", "nats", "How far the policy has moved.", "number"),
-    ("Length of the completions", "mean_gen_tokens_per_sample", "tokens", "", "number"),
-    ("Entropy of the policy", "entropy", "nats", "Near 0 it says the same every time and learns no more.", "number"),
-    ("Completions that were cut", "truncation_rate", "share", "At the length limit.", "percent"),
-    ("Groups without signal", "groups_without_signal", "share", "All completions of a group have one reward: nothing "
-     "is learnt from it.", "percent"),
-    ("Rewards that failed", "num_failed", "completions", "Masked, and in no mean.", "number"),
-)  # fmt: skip
-"""Metrics over the steps: title, name after `train/` and `validation/`, unit, how to read it, format."""
+    prompt: Sequence[Mapping[str, Any]]
+    completions: dict[int, tuple[SampledCompletion, ...]]
 
-_WITH_ALARM = ("gold_reward", "reward", "kl", "mean_gen_tokens_per_sample")
-_ERRORS = {"gold_reward": "watch/gold_error", "reward": "watch/proxy_error"}
-_OVER_STEPS = (
-    "Solid: validation, always on the same prompts; dotted: training batches. A band is a 95% interval over "
-    "prompts. Of many steps, a point is the mean of neighbours. Values that are not finite are left out."
-)
+
+@dataclass(frozen=True, slots=True)
+class RLPage:
+    """The numbers of the page.
+
+    `over_distance`: gains of "gold" and "proxy" over the first validation, over sqrt(KL); `over_steps`: metrics by
+    name. Both without those that no run has. `alarm_distances` and `alarm_steps`: where runs had an alarm.
+    """
+
+    runs: tuple[RunSummary, ...]
+    over_distance: Mapping[str, Sequence[Line]]
+    alarm_distances: Sequence[Place]
+    over_steps: Mapping[str, Sequence[Line]]
+    alarm_steps: Sequence[Place]
+    samples: Sequence[PromptSamples]
+
+    def is_zero(self, name: str) -> bool:
+        """Whether a metric over the steps is 0 everywhere."""
+        return not any(any(line.y) for line in self.over_steps[name])
 
 
 def write_rl_report(runs: Sequence[RLRun], path: Path, *, title: str) -> Path:
@@ -245,135 +287,165 @@ def write_rl_report(runs: Sequence[RLRun], path: Path, *, title: str) -> Path:
     names = [run.name for run in runs]
     if not names or len(set(names)) < len(names):
         raise ConfigError("a report needs runs of different names", got=names, need="one run or more")
-    subtitle = f"{len(runs)} runs: {', '.join(names)}" if len(runs) > 1 else f"Run {names[0]}"
-    return write_report(path.parent, title, list(report_blocks(runs)), {}, subtitle=subtitle, name=path.stem)
-
-
-def report_blocks(runs: Sequence[RLRun]) -> Iterator[Block]:
-    """The blocks of the page."""
-    texts = [opening(runs), "\n".join(f"- {run.sentence()}" for run in runs)]
+    subtitle = f"Run {names[0]}"
     if len(runs) > 1:
-        texts.append("Proxies of runs compare only where the settings of their rewards are the same.")
-    yield text_block("\n\n".join(texts))
-    yield from _over_distance(runs)
-    yield text_block(_OVER_STEPS, title="Over the steps")
-    for figure in _FIGURES:
-        yield from _over_steps(runs, *figure)
-    yield from _samples(runs)
+        subtitle = f"{len(runs)} runs: {', '.join(names)}"
+    return write_report(path.parent, "rl/report.html", title, rl_page(runs), subtitle=subtitle, name=path.stem)
 
 
-def _prefix(run: RLRun, runs: Sequence[Any]) -> str:
+def rl_page(runs: Sequence[RLRun]) -> RLPage:
+    """The numbers of the page on these runs."""
+    over_distance = {
+        "gold": _over_distance(runs, "gold", "gold_reward"),
+        "proxy": _over_distance(runs, "proxy", "reward"),
+    }
+    over_steps = {name: _over_steps(runs, name) for name in _OVER_STEPS}
+    alarm_distances = []
+    alarm_steps = []
+    for number, run in enumerate(runs):
+        if run.alarm_step is None:
+            continue
+        label = f"{_prefix(run, runs)}alarm"
+        alarm_steps.append(Place(run.alarm_step, label, number))
+        if _has_moved(run) and run.alarm_step in run.distances:
+            alarm_distances.append(Place(run.distances[run.alarm_step], label, number))
+    return RLPage(
+        runs=tuple(_summary(run) for run in runs),
+        over_distance={name: lines for name, lines in over_distance.items() if lines},
+        alarm_distances=alarm_distances,
+        over_steps={name: lines for name, lines in over_steps.items() if lines},
+        alarm_steps=alarm_steps,
+        samples=_samples(runs),
+    )
+
+
+def _summary(run: RLRun) -> RunSummary:
+    gold_by_step = run.curve("validation/gold_reward")
+    best_step = run.best_step
+    lengths = None
+    if len(run.lengths) > 1:
+        lengths = (run.lengths[0], run.lengths[-1])
+    return RunSummary(
+        name=run.name,
+        outcome=run.outcome,
+        last_step=run.last_step,
+        gold=run.gold,
+        proxy=run.proxy,
+        kl=run.kl,
+        best_step=best_step,
+        best_gold=None if best_step is None else gold_by_step[best_step],
+        lengths=lengths,
+        alarms=run.alarms,
+    )
+
+
+def _prefix(run: RLRun, runs: Sequence[RLRun]) -> str:
     """The run's name before a curve's name, if there are several runs."""
     return f"{run.name}: " if len(runs) > 1 else ""
 
 
-def _over_distance(runs: Sequence[RLRun]) -> Iterator[Block]:
-    """Gold and the proxy over sqrt(KL): gains over the first validation."""
-    moved = [(colour, run) for colour, run in enumerate(runs) if len(run.distances) > 1]
-    lines: list[Block] = [
-        {"x": run.distances[run.alarm_step], "label": f"{_prefix(run, runs)}alarm", "colour": colour}
-        for colour, run in moved
-        if run.alarm_step in run.distances
-    ]
-    for name, key, note in (
-        ("gold", "gold_reward", "How much was gained for the distance that the policy has moved."),
-        ("proxy", "reward", "In its own units. What it is worth only gold can tell."),
-    ):
-        series: list[Block] = []
-        for colour, run in moved:
-            curve, distances = run.curve(f"validation/{key}"), run.distances
-            if steps := [step for step in distances if step in curve]:
-                start = next(iter(curve.values()))
-                points = {"x": [distances[step] for step in steps], "y": [curve[step] - start for step in steps]}
-                labels = [f"step {step:,}, distance {format_number(distances[step])}" for step in steps]
-                look = {"name": f"{_prefix(run, runs)}{name}", "colour": colour, "dash": _SOLID, "dots": True}
-                series.append(look | points | {"labels": labels})
-        if series:
-            yield curves_block(
-                f"{name.capitalize()} over the distance moved",
-                series,
-                note,
-                x_label="square root of KL to the reference, KL in nats",
-                y_label="gain over the first validation",
-                lines=lines,
+def _has_moved(run: RLRun) -> bool:
+    """Whether there is a curve over the distance: two validations or more."""
+    return len(run.distances) > 1
+
+
+def _over_distance(runs: Sequence[RLRun], name: str, key: str) -> list[Line]:
+    """A reward over sqrt(KL), as the gain over the first validation, of each run that has both."""
+    lines = []
+    for number, run in enumerate(runs):
+        curve = run.curve(f"validation/{key}")
+        distances = run.distances
+        steps = [step for step in distances if step in curve]
+        if not _has_moved(run) or not steps:
+            continue
+        start = next(iter(curve.values()))
+        lines.append(
+            Line(
+                f"{_prefix(run, runs)}{name}",
+                x=[distances[step] for step in steps],
+                y=[curve[step] - start for step in steps],
+                labels=[f"step {step:,}, distance {format_number(distances[step])}" for step in steps],
+                colour=number,
+                dots=True,
             )
-
-
-def _over_steps(runs: Sequence[RLRun], title: str, key: str, y_label: str, note: str, format: str) -> Iterator[Block]:
-    """A metric over the steps; nothing where no run has it."""
-    series: list[Block] = []
-    lines: list[Block] = []
-    for colour, run in enumerate(runs):
-        prefix = _prefix(run, runs)
-        for name, part, dash in (("validation", "validation", _SOLID), ("training", "train", _DOTTED)):
-            if curve := run.curve(f"{part}/{key}"):
-                error = run.curve(_ERRORS.get(key, "")) if name == "validation" else None
-                dots = name == "validation" and len(curve) <= _MOST_POINTS // 2
-                look = {"name": f"{prefix}{name}", "colour": colour, "dash": dash, "dots": dots}
-                series.append(look | _thinned(curve, error))
-        if run.alarm_step is not None and key in _WITH_ALARM:
-            lines.append({"x": run.alarm_step, "label": f"{prefix}alarm", "colour": colour})
-    if series:
-        yield curves_block(
-            title,
-            series,
-            note,
-            x_label="step",
-            y_label=y_label,
-            format=format,
-            lines=lines,
-            folded=not any(any(points["y"]) for points in series),
         )
+    return lines
 
 
-def _thinned(curve: Curve, error: Curve | None) -> Block:
-    """The points of a curve, thinned to what a screen shows; with 95 % intervals if none is left out."""
-    number = min(len(curve), _MOST_POINTS)
-    x = [float(part.mean()) for part in np.array_split(list(curve.keys()), number)]
-    y = [float(part.mean()) for part in np.array_split(list(curve.values()), number)]
-    if not error or len(x) < len(curve):
-        return {"x": x, "y": y}
-    halves = [Z95 * error.get(step, math.nan) for step in curve]
-    low = [value - half for value, half in zip(y, halves, strict=True)]
-    high = [value + half for value, half in zip(y, halves, strict=True)]
-    return {"x": x, "y": y, "low": low, "high": high}
+def _over_steps(runs: Sequence[RLRun], key: str) -> list[Line]:
+    """A metric over the steps: of each run the validations and, dotted, the training batches."""
+    lines = []
+    for number, run in enumerate(runs):
+        validation = run.curve(f"validation/{key}")
+        if validation:
+            error = run.curve(_ERRORS[key]) if key in _ERRORS else {}
+            name = f"{_prefix(run, runs)}validation"
+            has_dots = len(validation) <= _MOST_POINTS // 2
+            lines.append(_thinned(name, validation, error, colour=number, dots=has_dots))
+        training = run.curve(f"train/{key}")
+        if training:
+            name = f"{_prefix(run, runs)}training"
+            lines.append(_thinned(name, training, {}, colour=number, dash=DOTTED, dots=False))
+    return lines
 
 
-def _samples(runs: Sequence[RLRun]) -> Iterator[Block]:
+def _thinned(name: str, curve: Curve, error: Curve, *, colour: int, dots: bool, dash: int = SOLID) -> Line:
+    """A curve with as many points as a screen shows, and with 95 % intervals if no point is left out."""
+    num_points = min(len(curve), _MOST_POINTS)
+    x = [float(part.mean()) for part in np.array_split(list(curve.keys()), num_points)]
+    y = [float(part.mean()) for part in np.array_split(list(curve.values()), num_points)]
+    if not error or num_points < len(curve):
+        return Line(name, x, y, colour=colour, dash=dash, dots=dots)
+    low: list[float | None] = []
+    high: list[float | None] = []
+    for step, value in curve.items():
+        known_error = error.get(step)
+        low.append(None if known_error is None else value - Z95 * known_error)
+        high.append(None if known_error is None else value + Z95 * known_error)
+    return Line(name, x, y, low, high, colour=colour, dash=dash, dots=dots)
+
+
+def _samples(runs: Sequence[RLRun]) -> list[PromptSamples]:
     """The same prompts at the first, a middle and the last validation; the middle one is where gold was best."""
-    items: dict[str, Block] = {}
-    for colour, run in enumerate(runs):
-        lines_by_prompt: dict[str, dict[int, Mapping[str, Any]]] = {}
-        for line in run.samples:
-            if line["completions"]:
-                lines_by_prompt.setdefault(json.dumps(line["prompt"], sort_keys=True), {})[line["step"]] = line
-        for prompt, lines in lines_by_prompt.items():
+    by_prompt: dict[str, PromptSamples] = {}
+    for number, run in enumerate(runs):
+        for key, lines in _sampled_lines(run).items():
             steps = sorted(lines)
-            middle = run.best_step if run.best_step in steps[1:-1] else steps[len(steps) // 2]
-            shown = [lines[step] for step in dict.fromkeys((steps[0], middle, steps[-1]))]
-            name = run.name if len(runs) > 1 else ""
-            completions = [_completion(line, run.best_step) for line in shown]
-            item = items.setdefault(prompt, {"prompt": shown[0]["prompt"], "rows": []})
-            item["rows"].append({"name": name, "colour": colour, "completions": completions})
-    if items:
-        note = "The first completion that was sampled to each prompt, not a chosen one. samples.jsonl has all."
-        yield text_block(note, title="Completions over time")
-        # Without validations each step has other prompts: those of the first and of the last steps.
-        shown_items = list(items.values())
-        if len(shown_items) > _MOST_PROMPTS:
-            shown_items = [*shown_items[: _MOST_PROMPTS // 2], *shown_items[-_MOST_PROMPTS // 2 :]]
-        yield {"kind": "samples", "title": "Prompts and completions", "items": shown_items}
+            middle = steps[len(steps) // 2]
+            if run.best_step in steps[1:-1]:
+                middle = run.best_step
+            # One of two steps, or the only one, is not shown twice.
+            shown_steps = list(dict.fromkeys((steps[0], middle, steps[-1])))
+            completions = [_completion(lines[step], run.best_step) for step in shown_steps]
+            samples = by_prompt.setdefault(key, PromptSamples(lines[steps[0]]["prompt"], {}))
+            samples.completions[number] = tuple(completions)
+    all_samples = list(by_prompt.values())
+    if len(all_samples) <= _MOST_PROMPTS:
+        return all_samples
+    # Without validations each step has other prompts: those of the first and of the last steps.
+    half = _MOST_PROMPTS // 2
+    return [*all_samples[:half], *all_samples[-half:]]
 
 
-def _completion(line: Mapping[str, Any], best_step: int | None) -> Block:
+def _sampled_lines(run: RLRun) -> dict[str, dict[int, Mapping[str, Any]]]:
+    """The lines of samples.jsonl with a completion, by prompt and step."""
+    by_prompt: dict[str, dict[int, Mapping[str, Any]]] = {}
+    for line in run.samples:
+        if line["completions"]:
+            key = json.dumps(line["prompt"], sort_keys=True)
+            by_prompt.setdefault(key, {})[line["step"]] = line
+    return by_prompt
+
+
+def _completion(line: Mapping[str, Any], best_step: int | None) -> SampledCompletion:
     completion = line["completions"][0]
-    forms = (("reward", "reward", "signed"), ("gold", "gold_reward", "number"), ("KL", "kl", "number"),
-             ("tokens", "num_tokens", "integer"))  # fmt: skip
-    numbers = [
-        {"label": label, "value": completion.get(key), "format": form}
-        for label, key, form in forms
-        if completion.get(key) is not None or key == "reward"  # a reward that failed shows as a dash
-    ]
-    flags = ["cut"] if completion.get("truncated") else []
-    flags += ["gold is best on average"] if line["step"] == best_step else []
-    return {"label": f"step {line['step']:,}", "text": completion["text"], "numbers": numbers, "flags": flags}
+    return SampledCompletion(
+        step=line["step"],
+        text=completion["text"],
+        reward=completion.get("reward"),
+        gold=completion.get("gold_reward"),
+        kl=completion.get("kl"),
+        num_tokens=completion.get("num_tokens"),
+        is_cut=bool(completion.get("truncated")),
+        is_at_best_gold=line["step"] == best_step,
+    )

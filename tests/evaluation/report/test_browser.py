@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 from chromium import Visit, visiting
-from report_sample import MODELS, NUM_EXAMPLES, SUBSETS, sample_report, sample_rows
+from report_sample import HOSTILE, MODELS, NUM_EXAMPLES, SUBSETS, sample_report, sample_rl_report, sample_rows
 
+from treeward.evaluation.diagnostics.biases import STYLE
 from treeward.evaluation.report.build import write_report
 from treeward.formatting import format_number
 
@@ -24,6 +25,11 @@ FIRST = "table.examples tbody tr >> nth=0"
 @pytest.fixture(scope="module")
 def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_report(tmp_path_factory.mktemp("report"), **sample_report())
+
+
+@pytest.fixture(scope="module")
+def rl_page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_report(tmp_path_factory.mktemp("rl"), **sample_rl_report())
 
 
 @pytest.fixture
@@ -43,20 +49,23 @@ def shown(page: Any) -> str:
 def test_every_figure_is_drawn_and_nothing_is_loaded_or_run(visit: Visit) -> None:
     page = visit()
     assert page.title() == sample_report()["title"] and page.evaluate("window.injected") is None
+    (suite,) = sample_report()["page"].suites
+    num_points = sum(len(line.x) for line in suite.reliabilities)
     expected = {
-        ".card": 5,
-        ".kind-bars .layer_0_marks path": len(MODELS) * len(SUBSETS),
-        ".square .mark-symbol path": 2 * 18,  # 20 points less the two without a frequency; dots and room
-        ".kind-curves .mark-area path": 4,
-        ".kind-table tbody tr": 5,
+        ".card": len(MODELS),
+        ".kind-bars .layer_0_marks path": len(MODELS) * (len(SUBSETS) + 4 + num_shown(suite, "style")),
+        ".square .mark-symbol path": 2 * num_points,  # dots, and room for the pointer
+        ".kind-curves .mark-area path": len(MODELS),
+        "table.examples tbody tr": 25,
     }
     assert {selector: count(page, selector) for selector in expected} == expected
     widths = page.locator(".kind-bars .layer_0_marks path").evaluate_all(
         "(all) => all.map((bar) => bar.getBBox().width)"
     )
-    bars = next(block for block in sample_report()["blocks"] if block["kind"] == "bars")
-    values = [item["value"] for series in bars["series"] for item in series["items"]]
-    assert widths == pytest.approx([value * widths[0] / values[0] for value in values], rel=1e-3)
+    (subsets,) = suite.breakdowns
+    values = [metric.value for metrics in subsets.series.values() for metric in metrics.values()]
+    expected_widths = [value * widths[0] / values[0] for value in values]
+    assert widths[: len(values)] == pytest.approx(expected_widths, rel=1e-3)
     bars, whiskers = (
         page.locator(f".kind-bars .layer_{layer}_marks {mark}").evaluate_all(
             "(all) => all.map((mark) => mark.getBoundingClientRect()).map((box) => box.top + box.height / 2)"
@@ -64,7 +73,24 @@ def test_every_figure_is_drawn_and_nothing_is_loaded_or_run(visit: Visit) -> Non
         for layer, mark in ((0, "path"), (1, "line"))
     )
     assert bars == pytest.approx(whiskers, abs=1)  # an interval lies in the middle of its bar
-    assert page.locator(".card-value").all_inner_texts()[2:] == ["8.3%", "+0.00250", "–"]
+    shown_headlines = page.locator(".card-value").all_inner_texts()
+    headlines = [model.result.headline.value for _, model in sample_report()["page"].results]
+    assert shown_headlines == [format_number(value, "percent") for value in headlines]
+
+
+def num_shown(suite: Any, diagnostic: str) -> int:
+    """How many of the four strata have a value, of the first model."""
+    metrics = suite.models[0].diagnostics[diagnostic]
+    return sum(metrics[name].value is not None for name in STYLE.accuracies)
+
+
+def test_a_page_of_runs_shows_hostile_completions_as_text(visit: Visit, rl_page_file: Path) -> None:
+    page = visit(rl_page_file)
+    assert page.evaluate("window.injected") is None
+    page.locator("details.sample").evaluate_all("(all) => all.forEach((fold) => { fold.open = true; })")
+    texts = page.locator(".completion .words").all_inner_texts()
+    assert [texts.count(text) for text in HOSTILE if text.isprintable()] == [len(MODELS)] * 4
+    assert count(page, ".kind-curves .mark-line path") == 2 + 2 * len(MODELS) + len(MODELS)
 
 
 def test_filters_search_and_sorting(visit: Visit) -> None:
@@ -102,10 +128,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("kind", ["evaluation", "rl"])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_no_layout_overflows_and_axe_finds_nothing_wrong(visit: Visit, name: str) -> None:
-    page = visit(**LAYOUTS[name])
-    page.locator("table.examples .open").nth(1).click()
+def test_no_layout_overflows_and_axe_finds_nothing_wrong(
+    visit: Visit, rl_page_file: Path, name: str, kind: str
+) -> None:
+    if kind == "rl":
+        page = visit(rl_page_file, **LAYOUTS[name])
+    else:
+        page = visit(**LAYOUTS[name])
+        page.locator("table.examples .open").nth(1).click()
     width, room = page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
     assert width <= room
     outside = page.evaluate(
@@ -152,4 +184,9 @@ def test_whiskers_are_seen_on_bars_and_few_points_make_a_small_chart(visit: Visi
 def test_without_scripts_the_numbers_are_there(visit: Visit) -> None:
     page = visit(java_script_enabled=False)
     text = page.locator("main").inner_text()
-    assert MODELS[0] in text and "+0.420" in text and "Charts and the table of examples need" in text
+    gap = sample_report()["page"].suites[0].models[0].numbers["accuracy_gap"]
+    assert (
+        MODELS[0] in text
+        and format_number(gap.value, "points") in text
+        and "Charts and the table of examples need" in text
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import html.parser
 import json
 import math
 import os
@@ -12,95 +11,95 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import report_sample
-from report_sample import HOSTILE, sample_report
+from evaluated import preference, rated
+from page_text import Page
+from report_sample import HOSTILE, LLMBarLike, sample_report
 
+from treeward.evaluation.best_of_n.analysis import analyse
+from treeward.evaluation.best_of_n.page import best_of_n_page
+from treeward.evaluation.findings import summarize
+from treeward.evaluation.page import evaluation_page
 from treeward.evaluation.report import build
-from treeward.evaluation.report.blocks import bars_block, plain
-from treeward.evaluation.report.build import build_report, write_report
+from treeward.evaluation.report.build import build_report, plain, write_report
+from treeward.evaluation.report.charts import bar_chart
+from treeward.evaluation.report.tables import cell_text, table_layout
+from treeward.evaluation.results import Metric
 from treeward.formatting import format_number
+from treeward.rl.report import RLRun, rl_page
+from treeward.rl.watch import Alarm
 
 DOCS = Path(__file__).parents[3] / "docs"
 
 
-class Page(html.parser.HTMLParser):
-    """The elements of a page, the text of its scripts and style sheets, and all other text."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.raw: list[tuple[str, str]] = []
-        self.texts: list[str] = []
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag in ("script", "style"):
-            self.raw.append((tag, ""))
-
-    def handle_data(self, data: str) -> None:
-        if self.cdata_elem in ("script", "style"):
-            self.raw[-1] = (self.raw[-1][0], self.raw[-1][1] + data)
-        else:
-            self.texts.append(data)
-
-
-def table(rows: list[dict[str, Any]], title: str = "t") -> dict[str, Any]:
-    return {"kind": "table", "title": title, "columns": [{"key": "a", "label": "A"}], "rows": rows}
+def report_of(kind: str, text: str) -> dict[str, Any]:
+    """Keyword arguments of `build_report` for a page whose texts of users are all `text`."""
+    message = {"role": text, "content": text}
+    if kind == "evaluation":
+        summaries = []
+        for model in (text, "b"):
+            examples = [
+                rated(preference(text, text, [message], [text, text]), (1.0, None)),
+                rated(preference("2", "other", [message] * 4, [text, "No."]), (1.0, 2.0)),
+                rated(preference("3", "third", [message], [text, "No."]), (3.0, 2.0)),
+            ]
+            summaries.append(summarize(LLMBarLike(), tuple(examples), model))
+        return {"template": "evaluation/page.html", "page": evaluation_page(summaries)}
+    if kind == "best of n":
+        result = analyse([[1.0, 2.0]] * 3, [[2.0, 1.0]] * 3, num_resamples=10)
+        return {"template": "evaluation/best_of_n/page.html", "page": best_of_n_page(result, text, text)}
+    steps = {step: {"validation/reward": 1.0 * step, "validation/kl": 1.0 * step} for step in (0, 1)}
+    sample = {"step": 1, "prompt": [message], "completions": [{"text": text, "truncated": True}]}
+    alarm = Alarm("length_growth", 1, text)
+    runs = [RLRun(name, steps, (sample,), (alarm,)) for name in (text, "b")]
+    return {"template": "rl/report.html", "page": rl_page(runs)}
 
 
-def test_written_json_equals_the_blocks(tmp_path: Path) -> None:
+KINDS = ("evaluation", "best of n", "rl")
+
+
+def test_written_json_has_the_numbers_of_the_page(tmp_path: Path) -> None:
     report = sample_report()
     page = write_report(tmp_path / "new" / "folder", **report, name="rl & more")
     assert sorted(path.name for path in page.parent.iterdir()) == ["rl & more.html", "rl & more.json"]
     written = json.loads((page.parent / "rl & more.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
-    assert {name: written[name] for name in ("title", "subtitle")} == {n: report[n] for n in ("title", "subtitle")}
-    assert written["examples"] == report["examples"] and written["blocks"] == plain(report["blocks"])
-    curves = [block for block in written["blocks"] if block["kind"] == "curves"][-1]
-    assert isinstance(curves["series"][0]["x"], list) and isinstance(curves["series"][0]["x"][0], int)
+    assert {name: written.pop(name) for name in ("title", "subtitle")} == {n: report[n] for n in ("title", "subtitle")}
+    assert written == plain(report["page"])
+    (suite,) = written["suites"]
+    assert [model["name"] for model in suite["models"]] == list(report_sample.MODELS)
+    assert suite["models"][0]["diagnostics"]["length"]["accuracy_gap"]["value"] > 0
+    assert len(suite["examples"]) == report_sample.NUM_EXAMPLES
     link = next(attributes for _, attributes in Page(page.read_text()).tags if attributes.get("id") == "json")
     assert link["download"] == "rl & more.json" and link["href"] == "rl%20%26%20more.json"
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("text", HOSTILE)
-def test_no_text_escapes_its_place(text: str) -> None:
-    def page(text: str, body: str) -> Page:
-        example = {"id": text, "subset": text, "model": text, "completions": [[{"role": text, "content": body}]]}
-        curves = {
-            "kind": "curves",
-            "title": text,
-            "x_label": text,
-            "x_ticks": [{"x": 0, "label": text}],
-            "lines": [{"x": 0, "label": text}],
-            "series": [{"name": text, "x": [0, 1], "y": [0, 1]}],
-        }
-        blocks = [
-            {"kind": "headline", "items": [{"label": text, "value": 1.0, "note": text}]},
-            {"kind": "text", "markdown": body},
-            {**table([{"a": text}], text), "note": text},
-            curves,
-            {"kind": "samples", "title": text, "items": [{"prompt": [{"role": text, "content": text}], "rows": [
-                {"name": text, "completions": [{"label": text, "text": body, "flags": [text]}]}]}]},
-            {"kind": "examples", "title": text, "source": text},
-        ]  # fmt: skip
-        built = build_report(text, blocks, {text: [example, {**example, "model": "b"}]}, subtitle=text)
+def test_no_text_escapes_its_place(kind: str, text: str) -> None:
+    def page(text: str) -> Page:
+        built = build_report(title=text, subtitle=text, **report_of(kind, text))
         built.encode()  # no half of a surrogate pair is left
         ours = re.sub("<script>.*?</script>", "", built, flags=re.DOTALL)
         assert not re.search("[\x00-\x08\x7f-\x9f\u2028\u2029\u202a-\u202e\ud800-\udfff]", ours)
+        charts = [text for tag, text in Page(ours).raw if tag == "script"]
+        assert not re.search("[\x00-\x08\u2028\u202e\ud800-\udfff]", "".join(map(texts_of_json, charts)))
         return Page(built)
 
-    hostile, plain_one = page(text, "x"), page("a", "x")
-    assert [tag for tag, _ in hostile.tags] == [tag for tag, _ in plain_one.tags]
-    told = page("a", text)
-    assert {tag for tag, _ in told.tags} <= {tag for tag, _ in plain_one.tags} | {"code", "strong"}
+    hostile, harmless = page(text), page("a")
+    assert [tag for tag, _ in hostile.tags] == [tag for tag, _ in harmless.tags]
     if text.isprintable():
-        assert any(text in one for one in told.texts)
+        assert any(text in one for one in hostile.texts)
+
+
+def texts_of_json(script: str) -> str:
+    """What a browser reads in it."""
+    return json.dumps(json.loads(script), ensure_ascii=False)
 
 
 def test_the_charts_script_is_that_of_the_pinned_vega() -> None:
@@ -155,27 +154,29 @@ def test_the_policy_allows_these_scripts_and_nothing_else() -> None:
 
 def test_the_numbers_of_a_figure_have_one_number_of_decimals() -> None:
     shifts = {"padding": (-0.248, -0.359, -0.147), "space": (-0.0071, -0.0567, 0.035), "none": (0.00004, -0.1, 0.1)}
-    items = [
-        {"label": label, "value": value, "low": low, "high": high, "count": 100}
-        for label, (value, low, high) in shifts.items()
+    metrics = {label: Metric(label, *numbers, 100) for label, numbers in shifts.items()}
+    figure = bar_chart({"a model": metrics}, format="signed", reference=0, x_range=(-1, 1))
+    shown = [row["words"] for row in figure.rows]
+    assert shown[2] == "0.000  (\u22120.100 to +0.100, n = 100)"
+    assert shown[1] == "\u22120.007  (\u22120.057 to +0.035, n = 100)"
+    columns = table_layout(figure.columns, figure.rows)
+    assert [cell_text(figure.rows[1], column)[0] for column in columns[2:]] == [
+        "\u22120.007",
+        "\u22120.057",
+        "+0.035",
+        "100",
     ]
-    series = {"a model": items}
-    block = bars_block("Shifts", series, format="signed", reference=0, x_range=[-1, 1])
-    page = build_report("A report", [block], {})
-    chart = re.findall(r'<div class="plot"[^>]*><script type="application/json">(.*?)</script>', page)[0]
-    shown = re.findall(r'"words": "([^"]*)"', chart)
-    assert "0.000  (\\u22120.100 to +0.100, n = 100)" in shown
-    assert "\\u22120.007  (\\u22120.057 to +0.035, n = 100)" in shown
-    cells = re.findall(r'<td class="numeric"[^>]*>([^<]*)', page)
-    assert cells[4:8] == ["\u22120.007", "\u22120.057", "+0.035", "100"]
 
 
 @pytest.mark.parametrize("absent", [None, float("nan"), -math.inf, np.float32("nan"), np.float64("inf")])
 def test_an_unknown_number_is_null_in_the_json_and_a_dash_on_the_page(absent: Any, tmp_path: Path) -> None:
     assert format_number(absent) == format_number(absent, "percent") == "–"
-    items = [{"label": "accuracy", "value": absent, "low": 0.25, "format": "percent"}]
-    write_report(tmp_path, "t", [{"kind": "headline", "items": items}, table([{"a": absent}])], {})
-    written = json.loads((tmp_path / "report.json").read_text())
-    assert written["blocks"][0]["items"][0]["value"] is None and written["blocks"][1]["rows"] == [{"a": None}]
+    result = analyse([[1.0, 2.0]] * 3, [[2.0, 1.0]] * 3, num_resamples=10)
+    unknown = replace(result, correlation=Metric("correlation", absent, 0.25))
+    page = best_of_n_page(unknown, "p", "g")
+    page = replace(page, rows=[{**row, "best": absent} for row in page.rows])
+    write_report(tmp_path, "evaluation/best_of_n/page.html", "t", page)
+    written = json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)
+    assert written["result"]["correlation"]["value"] is None and written["rows"][0]["best"] is None
     texts = [text.strip() for text in Page((tmp_path / "report.html").read_text()).texts]
-    assert texts.count("–") == 2 and "95% interval 25.0% to –" in texts
+    assert texts.count("–") == 1 + len(page.rows) and "95% interval +0.250 to –" in texts

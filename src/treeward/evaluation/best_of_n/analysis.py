@@ -12,21 +12,16 @@ Shapes: N samples, C prompts, R resamples, G values of n, K statistics.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from treeward.errors import ConfigError, DataError
-from treeward.evaluation.report.blocks import bar_item, curves_block, headline_block, table_block, text_block
-from treeward.evaluation.report.build import write_report
-from treeward.evaluation.results import Block, Metric
+from treeward.evaluation.results import Metric
 from treeward.evaluation.statistics import expanded_tail, resampled
-from treeward.tables import Column
 
 Floats = NDArray[np.float64]
 Scores = Sequence[Sequence[float | None]]
@@ -246,103 +241,3 @@ def _derive(means: Floats, num: int) -> dict[str, Floats]:
 def _divisor(values: Floats, beside: Floats) -> Floats:
     """The values, with NaN for those that are 0 but for the rounding of what they were computed from."""
     return np.where(values > _ROUNDING * np.abs(beside).max(axis=-1, keepdims=True), values, np.nan)
-
-
-# --- the report ------------------------------------------------------------------------------------------------------
-
-_IN_SD = "in standard deviations within a prompt"
-_DASHED = 1
-_COLUMNS = {
-    "n": ("n", "integer", None),
-    "kl": ("KL, nats", "number", ".3f"),
-    "proxy": ("by the proxy", "number", None),
-    "gold": ("gold", "number", None),
-    "low": ("95 % from", "number", None),
-    "high": ("to", "number", None),
-    "best": ("best gold", "number", None),
-}
-"""The columns of the table: the heading, the format in the report, and the format on a terminal."""
-LEGEND = "KL, in nats, is how far choosing among n is from one sample; best gold is that of choosing by gold."
-"""What the columns mean: for below a table."""
-_GAINS = (
-    f"Gain over one sample, {_IN_SD}, of what the proxy chooses among n: by gold and (dashed) by itself, and what "
-    "choosing by gold would reach. Where gold falls while the proxy rises, the proxy is being exploited."
-)
-
-
-def write(folder: Path, result: BestOfN, proxy: str, gold: str, data: str) -> Path:
-    """Write `bon.json` and the report; returns the report's path. `proxy`, `gold`: their names; `data`: the file's.
-
-    Raises `DataError` where they cannot be written.
-    """
-    content = {"gold": gold, "data": data, "proxy": proxy} | to_json(result)
-    subtitle = f"gold: {gold}; samples: {data}"
-    blocks = list(report_blocks(result, proxy, gold))
-    return write_report(folder, f"Best of n: {proxy}", blocks, {}, subtitle=subtitle, files={"bon.json": content})
-
-
-def to_json(result: BestOfN) -> dict[str, Any]:
-    """Every number, as JSON has them."""
-    content = asdict(result)
-    return {"n": content.pop("sizes"), "sentence": result.sentence, **content}
-
-
-def table(result: BestOfN) -> tuple[list[dict[str, Any]], list[Column]]:
-    """A row for n = 1, 2, 4, ... and the largest n."""
-    rows = []
-    for i, n in enumerate(result.sizes):
-        if n & (n - 1) == 0 or n == result.max_n:
-            row = {"n": n, "kl": result.kl[i]} | {key: curve.mean[i] for key, curve in result.curves.items()}
-            rows.append(row | {"low": result.curves["gold"].low[i], "high": result.curves["gold"].high[i]})
-    return rows, [Column(key, title, form) for key, (title, _, form) in _COLUMNS.items()]
-
-
-def report_blocks(result: BestOfN, proxy: str, gold: str) -> Iterator[Block]:
-    """Blocks of the report; `proxy` and `gold` are the names of what scored."""
-    left_out = {
-        "samples without a proxy score": result.counts["num_without_proxy"],
-        "samples without a gold score": result.counts["num_without_gold"],
-        f"prompts with fewer than {result.max_n} scored samples": result.counts["num_prompts_with_fewer_samples"],
-    }
-    missing = ", ".join(f"{count:,} {what}" for what, count in left_out.items() if count)
-    num_samples, num_prompts = result.counts["num_samples"], result.counts["num_prompts"]
-    samples = f"Samples: {num_samples:,}, of {num_prompts:,} prompts; gold is `{gold}`."
-    samples += f" Left out: {missing}." if missing else ""
-    yield text_block("\n\n".join([result.sentence, samples]), title="Best of n")
-    most = result.max_n
-    yield headline_block(
-        [
-            bar_item(f"gold gained at n = {most}", result.at("gold_gain", most), _IN_SD, format="signed"),
-            bar_item(f"proxy gained at n = {most}", result.at("proxy_gain", most), _IN_SD, format="signed"),
-            bar_item("correlation with gold", result.correlation, "within prompts", format="signed"),
-        ]
-    )
-    gains = [
-        _series(result, "gold_gain", f"{proxy}: gold", colour=0),
-        _series(result, "proxy_gain", f"{proxy}: by itself", colour=0, dash=_DASHED, dots=False),
-        _series(result, "best_gain", "best possible gold", colour=1),
-    ]
-    ticks = [
-        {"x": x, "label": f"{n:,}"}
-        for n, x in zip(result.sizes, np.sqrt(result.kl).tolist(), strict=True)
-        if n == most or (n & (n - 1) == 0 and 3 * n <= 2 * most)
-    ]
-    label = "n, spaced by the square root of KL(n)"
-    yield curves_block("Over-optimisation", gains, _GAINS, x_label=label, x_ticks=ticks, y_label="standard deviations")
-    rows, columns = table(result)
-    labels = {column.key: _COLUMNS[column.key][:2] for column in columns}
-    yield table_block("Best of n in numbers", labels, rows, LEGEND)
-
-
-def _series(result: BestOfN, key: str, name: str, **look: Any) -> Block:
-    """One curve; `look`: its colour, dash and dots."""
-    curve = result.curves[key]
-    return {
-        "name": name,
-        "x": np.sqrt(result.kl).tolist(),
-        "y": list(curve.mean),
-        "low": list(curve.low),
-        "high": list(curve.high),
-        "labels": [f"n = {n:,}" for n in result.sizes],
-        **look,
-    }

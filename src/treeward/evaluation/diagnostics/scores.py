@@ -13,14 +13,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from scipy import stats
 
 from treeward.data.preference import Completion, Preference
 from treeward.evaluation.diagnostics.biases import collect_pairs, diagnose_length
-from treeward.evaluation.results import Block, Diagnostic, Metric, ScoredExample, SuiteResult, by_subset
+from treeward.evaluation.results import Diagnostic, Metric, ScoredExample, SuiteResult, by_subset
 from treeward.evaluation.statistics import (
     accuracy_metric,
     expected_calibration_error,
@@ -38,38 +40,73 @@ def statistics_of(
 
     `temperature`: the T for which sigma(margin / T) predicts these pairs best; no value where none does. `ece_fitted`:
     at that temperature. `worst_subset`: of `result`. The others are those of `orders_and_confidences` and
-    `grade_errors`. `name`: for the log. The points are those of the reliability curve.
+    `grade_errors`. `name`: for the log.
     """
     pairs = collect_pairs(scored)
+    outcomes = [pair.outcome for pair in pairs]
+    prompts = [pair.prompt for pair in pairs]
     with_scores = [pair for pair in pairs if not math.isnan(pair.margin)]
-    margins, count = np.array([pair.margin for pair in with_scores], dtype=np.float64), len(with_scores)
-    fitted = fit_temperature(margins, name=name) if count else None
-    scale = None if fitted is None else fitted.value
-    ece_fitted = None if scale is None else expected_calibration_error(*pair_confidences(margins, scale))
-    missing = "There is none: the better completions do not score higher on average." if scale is None else None
-    scores = np.array([score for example in scored for score in example.scores if score is not None])
-    subsets = [subset for subset in (result.subsets if result else ()) if subset.value is not None]
-    worst = min(subsets, key=lambda subset: (subset.value or 0.0, subset.name), default=Metric("worst_subset", None))
-    numbers = (
-        accuracy_metric([pair.outcome for pair in pairs], "pair_accuracy", [pair.prompt for pair in pairs]),
-        accuracy_metric((margins == 0).astype(float).tolist(), "ties", [pair.prompt for pair in with_scores]),
+    prompts_with_scores = [pair.prompt for pair in with_scores]
+    margins = np.array([pair.margin for pair in with_scores], dtype=np.float64)
+    is_tie = (margins == 0).astype(float)
+    numbers = [
+        accuracy_metric(outcomes, "pair_accuracy", prompts),
+        accuracy_metric(is_tie.tolist(), "ties", prompts_with_scores),
         *orders_and_confidences(scored).values(),
         *grade_errors(scored).values(),
-        Metric("ece_fitted", ece_fitted, count=count),
-        Metric("temperature", scale, count=count, note=missing),
-        replace(worst, name="worst_subset", note=worst.name if subsets else None),
-        Metric("score_mean", float(scores.mean()) if len(scores) else None, count=len(scores)),
-        Metric("score_std", float(scores.std()) if len(scores) else None, count=len(scores)),
+        *_fitted_temperature(margins, name),
+        _worst_subset(result),
+        *_score_moments(scored),
+    ]
+    return Diagnostic({metric.name: metric for metric in numbers})
+
+
+def _fitted_temperature(margins: NDArray[np.float64], name: str | None) -> tuple[Metric, Metric]:
+    """`ece_fitted` and `temperature`."""
+    count = len(margins)
+    # The log has a warning of an empty set, which needs none here.
+    fitted = fit_temperature(margins, name=name) if count else None
+    if fitted is None:
+        missing = "There is none: the better completions do not score higher on average."
+        return (
+            Metric("ece_fitted", None, count=count),
+            Metric("temperature", None, count=count, note=missing),
+        )
+    ece = expected_calibration_error(*pair_confidences(margins, fitted.value))
+    return (
+        Metric("ece_fitted", ece, count=count),
+        Metric("temperature", fitted.value, count=count),
     )
-    bins = reliability_curve(*pair_confidences(margins))
-    points: Block = {
-        "x": [bin["mean_probability"] for bin in bins],
-        "y": [bin["frequency"] for bin in bins],
-        "low": [bin["interval"][0] for bin in bins],
-        "high": [bin["interval"][1] for bin in bins],
-        "labels": [f"predicted {bin['mean_probability']:.1%}, n = {bin['count']}" for bin in bins],
-    }
-    return Diagnostic({metric.name: metric for metric in numbers}, points=points if count else None)
+
+
+def _worst_subset(result: SuiteResult | None) -> Metric:
+    """The subset of the lowest value, which its note names."""
+    subsets = []
+    if result is not None:
+        subsets = [subset for subset in result.subsets if subset.value is not None]
+    if not subsets:
+        return Metric("worst_subset", None)
+    worst = min(subsets, key=lambda subset: (subset.value or 0.0, subset.name))
+    return replace(worst, name="worst_subset", note=worst.name)
+
+
+def _score_moments(scored: Sequence[ScoredExample]) -> tuple[Metric, Metric]:
+    """Mean and standard deviation of all scores."""
+    scores: list[float] = []
+    for example in scored:
+        scores += [score for score in example.scores if score is not None]
+    mean = float(np.mean(scores)) if scores else None
+    deviation = float(np.std(scores)) if scores else None
+    return (
+        Metric("score_mean", mean, count=len(scores)),
+        Metric("score_std", deviation, count=len(scores)),
+    )
+
+
+def reliability_of(scored: Sequence[ScoredExample]) -> list[dict[str, Any]]:
+    """How often the higher score was right over how sure sigma(|margin|) was: bins of `reliability_curve`."""
+    margins = [pair.margin for pair in collect_pairs(scored) if not math.isnan(pair.margin)]
+    return reliability_curve(*pair_confidences(margins))
 
 
 def grade_errors(scored: Sequence[ScoredExample]) -> dict[str, Metric]:

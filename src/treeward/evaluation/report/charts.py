@@ -1,6 +1,7 @@
-"""Figures of the report: a block of numbers becomes an Altair chart, a legend, a description and a table.
+"""Charts of a report: numbers become an Altair chart, a legend and the table of the same numbers.
 
-    draw({"kind": "bars", "title": "Subsets", "series": [...]}).chart["layer"]        # Vega-Lite
+    bar_chart({"a model": {"accuracy": Metric("accuracy", 0.71, 0.62, 0.79, 100)}}).chart["layer"]    # Vega-Lite
+    curve_chart([Line("gold", x=[0, 1], y=[0.0, 0.4])], x_label="step", y_label="gold")
 
 Colours are CSS variables of the page, so that one chart serves light, dark and print. A row of a chart's data says how
 its mark looks (`colour`, `dash`) and has a text `tip`, which the page shows under the pointer.
@@ -11,20 +12,29 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import altair as alt
 
-from treeward.evaluation.report.blocks import format_interval, is_number, size_of
-from treeward.evaluation.results import Block
+from treeward.evaluation.report.intervals import interval_text, is_number, size_of
+from treeward.evaluation.report.tables import TableColumn
+from treeward.evaluation.results import Metric
 from treeward.formatting import format_number
 
 _NUM_COLOURS = 6
 _DASHES: tuple[list[int], ...] = ([], [7, 4], [2, 3], [9, 3, 2, 3], [4, 2], [1, 4])
+SOLID, DASHED, DOTTED = 0, 1, 2
+"""Dashes of a `Line`, by number."""
+
 _WIDE = "width > 480"
+_ROOM_FOR_WORDS = f"width - ({_WIDE} ? 205 : 52)"
+_LANE_HEIGHT = 20.5
+_HEIGHT, _SQUARE_HEIGHT = 340, 240
+_MOST_DOTS = 40
 _FONT = '"Inter", "Segoe UI", -apple-system, "Roboto", "Noto Sans", "Liberation Sans", Arial, sans-serif'
-_COLOUR, _DASH = alt.Color("colour:N", scale=None), alt.StrokeDash("dash:N", scale=None)
+_COLOUR = alt.Color("colour:N", scale=None)
 _STROKE = alt.Stroke("colour:N", scale=None)
+_DASH = alt.StrokeDash("dash:N", scale=None)
 
 THEME: dict[str, Any] = {
     "background": None,
@@ -32,55 +42,79 @@ THEME: dict[str, Any] = {
     "font": _FONT,
     "view": {"stroke": None},
     "text": {"font": _FONT, "fontSize": 12.5, "color": "var(--ink)"},
-    "title": {"font": _FONT, "fontSize": 12.5, "fontWeight": "normal", "color": "var(--soft)", "anchor": "start"},
+    "title": {
+        "font": _FONT,
+        "fontSize": 12.5,
+        "fontWeight": "normal",
+        "color": "var(--soft)",
+        "anchor": "start",
+    },
     "axis": {
-        "labelFontSize": 12.5, "titleFontSize": 12.5, "titleFontWeight": "normal", "labelColor": "var(--soft)",
-        "titleColor": "var(--soft)", "gridColor": "var(--rule)", "domainColor": "var(--edge)",
-        "tickColor": "var(--edge)", "titlePadding": 10, "labelOverlap": "greedy", "labelSeparation": 6,
+        "labelFontSize": 12.5,
+        "titleFontSize": 12.5,
+        "titleFontWeight": "normal",
+        "labelColor": "var(--soft)",
+        "titleColor": "var(--soft)",
+        "gridColor": "var(--rule)",
+        "domainColor": "var(--edge)",
+        "tickColor": "var(--edge)",
+        "titlePadding": 10,
+        "labelOverlap": "greedy",
+        "labelSeparation": 6,
     },
     "axisX": {"grid": False, "tickCount": {"expr": "ceil(width / 90)"}},
     "axisY": {"domain": False, "ticks": False, "labelPadding": 8, "tickCount": 5},
-}  # fmt: skip
+}
 """The configuration of every chart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A curve: `y` over `x`, with a band from `low` to `high` if they are known.
+
+    `labels`: of the points. `colour`: its number in the palette; `dash`: `SOLID`, `DASHED`, `DOTTED`. `dots`: whether
+    points are marked; None: if there are few.
+    """
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float | None]
+    low: Sequence[float | None] | None = None
+    high: Sequence[float | None] | None = None
+    labels: Sequence[str] | None = None
+    colour: int = 0
+    dash: int = SOLID
+    dots: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A place on the x axis: a tick with a name, or a dashed vertical line in the colour of a `Line`."""
+
+    x: float
+    label: str
+    colour: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
     """A chart (None where there is nothing to draw) and what stands around it.
 
-    `legend`: (colour, dash or None for a filled square, name). `columns` and `rows`: its numbers, as a block of kind
-    `table` has them.
+    `legend`: (colour, dash or None for a filled square, name). `axes`: what is against what, in words. `columns` and
+    `rows`: its numbers, as a table.
     """
 
+    kind: Literal["bars", "curves"]
     chart: dict[str, Any] | None
-    legend: list[tuple[str, Sequence[int] | None, str]]
-    description: str
-    columns: Sequence[Block]
-    rows: Sequence[Block]
+    legend: list[tuple[str, list[int] | None, str]]
+    columns: list[TableColumn]
+    rows: list[dict[str, Any]]
+    axes: str = ""
+    is_square: bool = False
 
 
-def draw(block: Block) -> Figure:
-    """The figure of a block of kind bars or curves."""
-    is_bars = block["kind"] == "bars"
-    chart, columns, rows = _bars(block) if is_bars else _curves(block)
-    looks = [_look(of_model, order) for order, of_model in enumerate(block["series"])]
-    legend = [(look["colour"], None if is_bars else look["dash"], look["series"]) for look in looks if len(looks) > 1]
-    shown: list[Block] = [{"key": key, "label": label, "format": form} for key, (label, form) in columns.items()]
-    axes = " against ".join(filter(None, (block.get("y_label"), block.get("x_label"))))
-    if is_bars:
-        for column in shown:
-            column["size"] = size_of(rows)
-    name = "Bar chart" if is_bars else "Curves"
-    words = f"{name}: {block['title']}{f', {axes}' if axes else ''}. The table below has its numbers."
-    is_empty = not any(is_number(row["value"]) for row in rows)
-    return Figure(None if is_empty else chart, legend, words, shown, rows)
-
-
-def _look(series: Block, order: int) -> dict[str, Any]:
-    """What rows of a series have in common; `colour` and `dash` are numbers in the block."""
-    colour, dash = series.get("colour", order), series.get("dash", order)
-    look = {"colour": f"var(--s{colour % _NUM_COLOURS})", "dash": _DASHES[dash % len(_DASHES)]}
-    return {"series": series["name"], "order": order, **look}
+def _colour(number: int) -> str:
+    return f"var(--s{number % _NUM_COLOURS})"
 
 
 def _layer(rows: Iterable[Mapping[str, Any]]) -> alt.Chart:
@@ -88,153 +122,306 @@ def _layer(rows: Iterable[Mapping[str, Any]]) -> alt.Chart:
 
 
 def _axis(format: str | None, **options: Any) -> alt.Axis:
-    return alt.Axis(format="~%", **options) if format == "percent" else alt.Axis(**options)
+    if format == "percent":
+        return alt.Axis(format="~%", **options)
+    return alt.Axis(**options)
 
 
-def _finish(layers: Sequence[alt.Chart], title: str | None, height: int) -> dict[str, Any]:
+def _finish(layers: Sequence[alt.Chart], title: str, height: int) -> dict[str, Any]:
     chart = alt.layer(*layers).properties(width="container", height=height)
     if title:
         chart = chart.properties(title=alt.TitleParams(title, frame="bounds", offset=8))
-    made: dict[str, Any] = chart.to_dict(validate=False)  # its JSON schema would take half the time of a report
-    return {key: value for key, value in made.items() if key not in ("$schema", "config")}
+    # Validation against the JSON schema would take half the time of a report.
+    made: dict[str, Any] = chart.to_dict(validate=False)
+    del made["$schema"]
+    made.pop("config", None)  # the page has one for all charts
+    return made
+
+
+def _tip(series: str, text: str) -> str:
+    return f"{series}: {text}" if series else text
 
 
 # --- bars ------------------------------------------------------------------------------------------------------------
 
 
-def _bars(block: Block) -> tuple[dict[str, Any], dict[str, tuple[str, str]], list[Block]]:
-    """Horizontal bars in groups of one label, with whiskers, the numbers in words, and the line of chance."""
-    low, high = block.get("x_range") or (0, 1)
-    form, series = block.get("format") or "percent", block["series"]
-    many = len(series) > 1
-    labels = list(dict.fromkeys(item["label"] for one in series for item in one["items"]))
-    size = size_of(item for one in series for item in one["items"])
-    rows = []
-    for order, one in enumerate(series):
-        for item in one["items"]:
-            rows.append(_bar(item, _look(one, order), form, (low, high), many, size))
-    lanes = ["head", *(f"s{order}" for order in range(len(series)))]
-    room = f"width - ({_WIDE} ? 205 : 52)" if many else "width"
-    scale = alt.Scale(domain=[low, high], nice=False, rangeMax=alt.ExprRef(room))
-    x = alt.X("value:Q", title=block.get("x_label"), axis=_axis(form, grid=True), scale=scale)
+def bar_chart(
+    series: Mapping[str, Mapping[str, Metric]],
+    labels: Mapping[str, str] | None = None,
+    *,
+    format: str = "percent",
+    reference: float | None = 0.5,
+    x_range: tuple[float, float] = (0.0, 1.0),
+) -> Figure:
+    """Horizontal bars in groups of one label, with whiskers, the numbers in words, and the line of chance.
+
+    `series`: metrics by name, of each model. `labels`: of the metrics that are shown, in order; None shows all by their
+    names. `reference`: where the line of chance is.
+    """
+    bars = _shown_bars(series, labels)
+    size = size_of(bar.metric for bar in bars)
+    rows = [_bar_row(bar, format, x_range, size) for bar in bars]
+    legend: list[tuple[str, list[int] | None, str]] = []
+    if len(series) > 1:
+        legend = [(_colour(number), None, name) for number, name in enumerate(series)]
+    chart = None
+    if any(is_number(row["value"]) for row in rows):
+        chart = _bars(rows, format, x_range, reference, num_series=len(series))
+    columns = [
+        TableColumn("label", "Label"),
+        TableColumn("series", "Series"),
+        TableColumn("value", "Value", format, size=size),
+        TableColumn("low", "Low", format, size=size),
+        TableColumn("high", "High", format, size=size),
+        TableColumn("count", "n", "integer"),
+    ]
+    return Figure("bars", chart, legend, columns, rows)
+
+
+class _Bar(NamedTuple):
+    """`order`: the number of its series."""
+
+    series: str
+    order: int
+    label: str
+    metric: Metric
+
+
+def _shown_bars(series: Mapping[str, Mapping[str, Metric]], labels: Mapping[str, str] | None) -> list[_Bar]:
+    bars = []
+    for order, (name, metrics) in enumerate(series.items()):
+        shown = {metric: metric for metric in metrics} if labels is None else labels
+        for metric, label in shown.items():
+            bars.append(_Bar(name, order, label, metrics[metric]))
+    return bars
+
+
+def _bar_row(bar: _Bar, format: str, x_range: tuple[float, float], size: float) -> dict[str, Any]:
+    value, interval = interval_text(bar.metric, format, size=size)
+    _, without_count = interval_text(bar.metric, format, with_count=False, size=size)
+    return {
+        "series": bar.series,
+        "label": bar.label,
+        "lane": f"s{bar.order}",
+        "colour": _colour(bar.order),
+        "value": _within(bar.metric.value, x_range),
+        "low": _within(bar.metric.low, x_range),
+        "high": _within(bar.metric.high, x_range),
+        "count": bar.metric.count,
+        "shown": value,
+        "brief": f"{value}  {without_count}",
+        "words": f"{value}  {interval}",
+        "tip": f"{_tip(bar.series, bar.label)}\n{value} {interval}",
+    }
+
+
+def _within(number: float | None, x_range: tuple[float, float]) -> float | None:
+    if not is_number(number):
+        return None
+    return min(max(number, x_range[0]), x_range[1])
+
+
+def _bars(
+    rows: Sequence[dict[str, Any]],
+    format: str,
+    x_range: tuple[float, float],
+    reference: float | None,
+    num_series: int,
+) -> dict[str, Any]:
+    labels = list(dict.fromkeys(row["label"] for row in rows))
+    # Each label has a lane for its own text and one for each series.
+    lanes = ["head", *(f"s{number}" for number in range(num_series))]
+    has_several = num_series > 1
+    scale = alt.Scale(
+        domain=list(x_range),
+        nice=False,
+        rangeMax=alt.ExprRef(_ROOM_FOR_WORDS if has_several else "width"),
+    )
+    x = alt.X("value:Q", title=None, axis=_axis(format, grid=True), scale=scale)
+    zero = _within(0.0, x_range)
     place: dict[str, Any] = {
-        "y": alt.Y("label:N", sort=None, axis=None,
-                   scale=alt.Scale(domain=labels, paddingInner=0.12, paddingOuter=0.04)),
+        "y": alt.Y(
+            "label:N",
+            sort=None,
+            axis=None,
+            scale=alt.Scale(domain=labels, paddingInner=0.12, paddingOuter=0.04),
+        ),
         "yOffset": alt.YOffset("lane:N", sort=None, scale=alt.Scale(domain=lanes)),
-    }  # fmt: skip
+    }
     base = _layer(row for row in rows if row["value"] is not None).encode(**place)
-    ends = _layer(row for row in rows if row["low"] is not None and row["high"] is not None).encode(**place)
-    spans = ends.encode(x="low:Q", x2="high:Q")
+    with_interval = [row for row in rows if row["low"] is not None and row["high"] is not None]
+    ends = _layer(with_interval).encode(**place)
+    tick = ends.mark_tick(color="var(--ink)", thickness=1.6, height=9)
     names = _layer({"label": label, "lane": "head"} for label in labels).encode(**place)
-    said = _layer({**row, "lane": row["text_lane"]} for row in rows).encode(**place)
-    in_words = alt.ExprRef(f"{_WIDE} ? datum.words : datum.{'shown' if many else 'brief'}")
+    # With several series each bar has its words beside it, and a single one has them above.
+    words = _layer(row if has_several else row | {"lane": "head"} for row in rows).encode(**place)
+    shown_where_narrow = "shown" if has_several else "brief"
+    text = alt.ExprRef(f"{_WIDE} ? datum.words : datum.{shown_where_narrow}")
     layers = [
         # Half transparent, with an edge: a whisker in the colour of text is seen on it, in light and dark.
         base.mark_bar(size=13, fillOpacity=0.4, strokeWidth=1).encode(
-            x=x, x2=alt.X2Datum(min(max(0, low), high)), color=_COLOUR, stroke=_STROKE, tooltip="tip:N"
+            x=x, x2=alt.X2Datum(zero), color=_COLOUR, stroke=_STROKE, tooltip="tip:N"
         ),
-        spans.mark_rule(color="var(--ink)", strokeWidth=1.6),
-        *(ends.mark_tick(color="var(--ink)", thickness=1.6, height=9).encode(x=f"{end}:Q") for end in ("low", "high")),
+        ends.mark_rule(color="var(--ink)", strokeWidth=1.6).encode(x="low:Q", x2="high:Q"),
+        tick.encode(x="low:Q"),
+        tick.encode(x="high:Q"),
         names.mark_text(align="left", dy=3, fontSize=13.5, limit=alt.ExprRef("width * 0.55")).encode(
-            x=alt.value(0), text="label:N"),
-        said.mark_text(align="right", text=in_words).encode(x=alt.value("width")),
-    ]  # fmt: skip
-    if is_number(block.get("reference")):
-        value = block["reference"]
-        label = f"chance {100 * value:g}%" if form == "percent" and value else f"{value:g}"
-        line = _layer([{"value": value, "label": label}]).encode(x="value:Q")
-        layers += [
-            line.mark_rule(color="var(--ink)", strokeDash=[4, 4], strokeWidth=1.4),
-            line.mark_text(color="var(--soft)", baseline="bottom").encode(y=alt.value(-4), text="label:N"),
-        ]
-    columns = {"label": ("Label", "text"), "series": ("Series", "text"), "value": ("Value", form)}
-    columns |= {"low": ("Low", form), "high": ("High", form), "count": ("n", "integer")}
-    return _finish(layers, None, round(20.5 * len(lanes) * len(labels))), columns, rows
+            x=alt.value(0), text="label:N"
+        ),
+        words.mark_text(align="right", text=text).encode(x=alt.value("width")),
+    ]
+    if reference is not None:
+        layers += _reference_line(reference, format)
+    return _finish(layers, "", round(_LANE_HEIGHT * len(lanes) * len(labels)))
 
 
-def _bar(item: Block, look: Block, form: str, span: tuple[float, float], many: bool, size: float) -> Block:
-    value, interval = format_interval(item, form, size=size)
-    _, without_count = format_interval(item, form, with_count=False, size=size)
-    within = {
-        name: min(max(item[name], span[0]), span[1]) if is_number(item.get(name)) else None
-        for name in ("value", "low", "high")
-    }
-    lane = f"s{look['order']}"
-    return look | within | {
-        "label": item["label"], "count": item.get("count"), "lane": lane, "text_lane": lane if many else "head",
-        "shown": value, "brief": f"{value}  {without_count}",
-        "words": f"{value}  {interval}", "tip": f"{_named(look, item['label'])}\n{value} {interval}",
-    }  # fmt: skip
-
-
-def _named(look: Block, text: str) -> str:
-    return f"{look['series']}: {text}" if look["series"] else text
+def _reference_line(value: float, format: str) -> list[alt.Chart]:
+    label = f"{value:g}"
+    if format == "percent" and value:
+        label = f"chance {100 * value:g}%"
+    line = _layer([{"value": value, "label": label}]).encode(x="value:Q")
+    return [
+        line.mark_rule(color="var(--ink)", strokeDash=[4, 4], strokeWidth=1.4),
+        line.mark_text(color="var(--soft)", baseline="bottom").encode(y=alt.value(-4), text="label:N"),
+    ]
 
 
 # --- curves ----------------------------------------------------------------------------------------------------------
 
 
-def _curves(block: Block) -> tuple[dict[str, Any], dict[str, tuple[str, str]], list[Block]]:
-    """Lines with bands, named places on the x axis, and marked places; `is_square`: shares, and the diagonal."""
-    series, form = block["series"], block.get("format") or "number"
-    x_name, y_name = block.get("x_label") or "x", block.get("y_label") or "y"
-    rows = [row for order, one in enumerate(series) for row in _points(one, _look(one, order), form, x_name)]
-    scale = alt.Scale(zero=False, nice=False)
-    y_scale = alt.Scale(zero=False)
-    x_axis, height = _axis(None), 340
-    if ticks := block.get("x_ticks"):
-        names = json.dumps([tick["label"] for tick in ticks])
-        places = [tick["x"] for tick in ticks]
-        x_axis = alt.Axis(values=places, labelExpr=f"{names}[round(datum.index * {max(1, len(ticks) - 1)})]")
-    if block.get("is_square"):
-        scale = y_scale = alt.Scale(domain=[0, 1], nice=False)
-        x_axis, height = _axis(form), 240
-    x = alt.X("x:Q", title=block.get("x_label"), axis=x_axis, scale=scale)
-    y = alt.Y("value:Q", title=None, axis=_axis(form), scale=y_scale)
-    band = _layer(row for row in rows if is_number(row["low"]) and is_number(row["high"])).encode(x=x, color=_COLOUR)
-    base = _layer(rows).encode(x=x, y=y)
-    dots = _layer(row for row in rows if row["dots"]).encode(x=x, y=y, color=_COLOUR)
-    layers = [
-        band.mark_area(opacity=0.16).encode(y=alt.Y("low:Q"), y2="high:Q", detail="order:N"),
-        base.mark_line(strokeWidth=2.2).encode(color=_COLOUR, strokeDash=_DASH, detail="order:N", order="x:Q"),
-        dots.mark_circle(opacity=1, size=36, stroke="var(--paper)", strokeWidth=1.2),
-        base.mark_circle(opacity=0, size=160).encode(tooltip="tip:N"),  # room for the pointer
-        *_rules(block.get("lines") or ()),
+def curve_chart(
+    lines: Sequence[Line],
+    *,
+    x_label: str,
+    y_label: str,
+    format: str = "number",
+    is_square: bool = False,
+    x_ticks: Sequence[Place] = (),
+    marks: Sequence[Place] = (),
+) -> Figure:
+    """Lines with bands.
+
+    `is_square`: shares against shares, with the diagonal. `x_ticks`: named places on the x axis, in place of numbers.
+    `marks`: places with a dashed vertical line.
+    """
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(lines):
+        rows += _points(line, number, format, x_label)
+    legend: list[tuple[str, list[int] | None, str]] = []
+    if len(lines) > 1:
+        for line in lines:
+            legend.append((_colour(line.colour), _dash(line), line.name))
+    chart = None
+    if rows:
+        layers = [*_curves(rows, x_label, format, is_square, x_ticks), *_marks(marks)]
+        chart = _finish(layers, y_label, _SQUARE_HEIGHT if is_square else _HEIGHT)
+    columns = [
+        TableColumn("series", "Series"),
+        TableColumn("x", x_label, "number"),
+        TableColumn("value", y_label, format),
+        TableColumn("low", "Low", format),
+        TableColumn("high", "High", format),
     ]
-    if block.get("is_square"):
-        diagonal = _layer([{"x": end, "value": end} for end in (0, 1)]).encode(x=x, y=y)
-        layers.insert(0, diagonal.mark_line(color="var(--edge)", strokeDash=[3, 4], strokeWidth=1.2))
-    columns = {"series": ("Series", "text"), "label": ("Point", "text"), "x": (x_name, "number")}
-    columns |= {"value": (y_name, form), "low": ("Low", form), "high": ("High", form)}
-    if not any(one.get("labels") for one in series):
-        del columns["label"]
-    return _finish(layers, block.get("y_label"), height), columns, rows
+    if any(line.labels for line in lines):
+        columns.insert(1, TableColumn("label", "Point"))
+    axes = f"{y_label} against {x_label}"
+    return Figure("curves", chart, legend, columns, rows, axes, is_square)
 
 
-def _points(series: Block, look: Block, form: str, x_name: str) -> list[Block]:
+def _dash(line: Line) -> list[int]:
+    return _DASHES[line.dash % len(_DASHES)]
+
+
+def _points(line: Line, order: int, format: str, x_label: str) -> list[dict[str, Any]]:
     """The known points of a curve."""
-    num = len(series["y"])
-    labels, lows, highs = (series.get(name) or [None] * num for name in ("labels", "low", "high"))
+    nothing = [None] * len(line.y)
     rows = []
-    for x, y, label, low, high in zip(series["x"], series["y"], labels, lows, highs, strict=True):
-        if is_number(x) and is_number(y):
-            row = {"x": x, "value": y, "low": low, "high": high, "label": label or ""}
-            said = " ".join(format_interval(row, form))
-            tip = _named(look, f"{label or f'{x_name} {format_number(x)}'}\n{said}")
-            rows.append(look | row | {"tip": tip, "dots": series.get("dots", num <= 40)})
+    for x, y, low, high, label in zip(
+        line.x,
+        line.y,
+        line.low or nothing,
+        line.high or nothing,
+        line.labels or nothing,
+        strict=True,
+    ):
+        if not (is_number(x) and is_number(y)):
+            continue
+        words = " ".join(interval_text(Metric(line.name, y, low, high), format))
+        tip = _tip(line.name, label or f"{x_label} {format_number(x)}")
+        rows.append(
+            {
+                "series": line.name,
+                "order": order,
+                "colour": _colour(line.colour),
+                "dash": _dash(line),
+                "x": float(x),
+                "value": float(y),
+                "low": float(low) if is_number(low) else None,
+                "high": float(high) if is_number(high) else None,
+                "label": label or "",
+                "tip": f"{tip}\n{words}",
+                "dots": len(line.y) <= _MOST_DOTS if line.dots is None else line.dots,
+            }
+        )
     return rows
 
 
-def _rules(lines: Sequence[Block]) -> list[alt.Chart]:
+def _curves(
+    rows: Sequence[dict[str, Any]],
+    x_label: str,
+    format: str,
+    is_square: bool,
+    x_ticks: Sequence[Place],
+) -> list[alt.Chart]:
+    x_scale = alt.Scale(zero=False, nice=False)
+    y_scale = alt.Scale(zero=False)
+    x_axis = _axis(None)
+    if is_square:
+        x_scale = y_scale = alt.Scale(domain=[0, 1], nice=False)
+        x_axis = _axis(format)
+    if x_ticks:
+        x_axis = _named_ticks(x_ticks)
+    x = alt.X("x:Q", title=x_label, axis=x_axis, scale=x_scale)
+    y = alt.Y("value:Q", title=None, axis=_axis(format), scale=y_scale)
+    band = _layer(row for row in rows if row["low"] is not None and row["high"] is not None)
+    base = _layer(rows).encode(x=x, y=y)
+    dots = _layer(row for row in rows if row["dots"])
+    layers = [
+        band.mark_area(opacity=0.16).encode(x=x, y=alt.Y("low:Q"), y2="high:Q", color=_COLOUR, detail="order:N"),
+        base.mark_line(strokeWidth=2.2).encode(color=_COLOUR, strokeDash=_DASH, detail="order:N", order="x:Q"),
+        dots.mark_circle(opacity=1, size=36, stroke="var(--paper)", strokeWidth=1.2).encode(x=x, y=y, color=_COLOUR),
+        base.mark_circle(opacity=0, size=160).encode(tooltip="tip:N"),  # room for the pointer
+    ]
+    if is_square:
+        diagonal = _layer([{"x": 0, "value": 0}, {"x": 1, "value": 1}]).encode(x=x, y=y)
+        layers.insert(0, diagonal.mark_line(color="var(--edge)", strokeDash=[3, 4], strokeWidth=1.2))
+    return layers
+
+
+def _named_ticks(ticks: Sequence[Place]) -> alt.Axis:
+    names = json.dumps([tick.label for tick in ticks])
+    # The index of a tick is between 0, the first, and 1, the last.
+    last = max(1, len(ticks) - 1)
+    expression = f"{names}[round(datum.index * {last})]"
+    return alt.Axis(values=[tick.x for tick in ticks], labelExpr=expression)
+
+
+def _marks(marks: Sequence[Place]) -> list[alt.Chart]:
     """Dashed vertical lines, each with its name at the top, on the side where there is room."""
-    if not lines:
+    if not marks:
         return []
-    rows = [{**line, "colour": f"var(--s{line.get('colour', 0) % _NUM_COLOURS})", "place": 4 + 17 * row}
-            for row, line in enumerate(lines)]  # fmt: skip
+    rows = []
+    for number, mark in enumerate(marks):
+        row = {"x": mark.x, "label": mark.label, "colour": _colour(mark.colour)}
+        rows.append(row | {"place": 4 + 17 * number})
     base = _layer(rows).encode(x="x:Q")
-    at_right = "scale('x', datum.x) > width * 0.6"
+    place = "scale('x', datum.x)"
+    at_right = f"{place} > width * 0.6"
     text = base.mark_text(
-        align=alt.ExprRef(f"{at_right} ? 'right' : 'left'"), dx=alt.ExprRef(f"{at_right} ? -6 : 6"), color="var(--soft)"
+        align=alt.ExprRef(f"{at_right} ? 'right' : 'left'"),
+        dx=alt.ExprRef(f"{at_right} ? -6 : 6"),
+        limit=alt.ExprRef(f"({at_right} ? {place} : width - {place}) - 6"),
+        color="var(--soft)",
     )
     return [
         base.mark_rule(strokeDash=[4, 4], strokeWidth=1.4).encode(color=_COLOUR),

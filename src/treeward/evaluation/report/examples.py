@@ -1,0 +1,104 @@
+"""The examples behind a report's numbers, as its table shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+from treeward.data.conversation import Message, last_text
+from treeward.evaluation.report.intervals import is_number
+from treeward.formatting import ABSENT
+
+OUTCOMES = {
+    "wrong": "✗ wrong",
+    "tie": "= tie",
+    "right": "✓ right",
+    "failed": "! failed",
+    "none": "· no order",
+}
+"""The outcomes of an example in the order of the table, and how they are shown."""
+
+
+def example_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of `examples.jsonl` with a `model`, as the table shows them.
+
+    `share` is the size of the margin; that of the widest is 1.
+    """
+    widest = 0.0
+    for row in rows:
+        if is_number(row.get("margin")):
+            widest = max(widest, abs(row["margin"]))
+    order = list(OUTCOMES)
+    shown_rows = []
+    for row in rows:
+        outcome = row.get("outcome") or "none"
+        margin = row.get("margin")
+        shown = {
+            "outcome": outcome,
+            "rank": order.index(outcome),
+            "margin": margin,
+            "share": abs(margin) / widest if margin else 0.0,
+            "context": messages(row.get("context")),
+            "prompt": prompt_text(row.get("context")),
+            "completions": _completions(row),
+        }
+        for key in ("id", "subset", "model"):
+            shown[key] = ABSENT if row.get(key) is None else str(row[key])
+        shown_rows.append(shown)
+    return shown_rows
+
+
+def messages(value: Sequence[Message] | None) -> list[dict[str, str]]:
+    """Messages as role and text."""
+    shown = []
+    for message in value or ():
+        shown.append({"role": message.get("role", ""), "text": last_text([message])})
+    return shown
+
+
+def prompt_text(context: Sequence[Message] | None) -> str:
+    """The last message of the user, or the last of all."""
+    shown = messages(context)
+    for message in reversed(shown):
+        if message["role"] == "user":
+            return message["text"]
+    return shown[-1]["text"] if shown else ""
+
+
+def _completions(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The completions by rank, each with its name, whether it is better, and its numbers."""
+    ranks = row.get("ranks") or []
+    distinct = sorted(set(ranks))
+    known_scores = [score for score in row.get("scores") or () if score is not None]
+    highest = max(known_scores, default=None)
+    columns = [row.get(name) or () for name in ("completions", "scores", "lengths", "num_tokens", "errors")]
+    shown = []
+    for i, (completion, score, length, num_tokens, error) in enumerate(zip_longest(*columns)):
+        place = 0
+        is_better = False
+        name = "Tied" if len(ranks) > 1 else "Completion"
+        if i < len(ranks) and len(distinct) > 1:
+            place = distinct.index(ranks[i])
+            is_better = place == 0
+            name = _name(place, len(distinct))
+        shown.append(
+            {
+                "name": name,
+                "is_better": is_better,
+                "place": place,
+                "score": score,
+                "length": length,
+                "is_chosen": len(ranks) > 1 and score is not None and score == highest,
+                "num_tokens": num_tokens,
+                "error": error,
+                "messages": messages(completion),
+            }
+        )
+    return sorted(shown, key=lambda completion: completion["place"])
+
+
+def _name(place: int, num_places: int) -> str:
+    if num_places > 2:
+        return f"Rank {place + 1} of {num_places}"
+    return "Worse completion" if place else "Better completion"

@@ -1,0 +1,75 @@
+"""Tables of a report: how columns are laid out, and what a cell shows.
+
+columns = table_layout([TableColumn("suite", "Suite"), TableColumn("value", "Value", "percent")], rows)
+cell_text({"suite": "llmbar", "value": Metric("accuracy", 0.71)}, columns[1])   # ("71.0%", "")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from treeward.evaluation.report.intervals import interval_text, is_number
+from treeward.evaluation.results import Metric
+
+_MOST_SIDE_BY_SIDE = 3  # columns with intervals, or columns on a phone
+
+
+@dataclass(frozen=True, slots=True)
+class TableColumn:
+    """A column: the rows' `key`, its heading and the format of its numbers, or "text".
+
+    `explains`: the column whose cells this one explains; narrow screens show it below them. `with_count`: whether
+    metrics show what they count. `size`: of all numbers of
+    the table, where they share their number of decimals. `is_dense`: intervals stand below their values, as there are
+    many columns. `is_wide`: on a narrow screen each row is a list, because its cells do not fit side by side.
+    """
+
+    key: str
+    label: str
+    format: str = "text"
+    explains: str | None = None
+    with_count: bool = True
+    size: float | None = None
+    is_dense: bool = False
+    is_wide: bool = False
+
+    @property
+    def is_text(self) -> bool:
+        return self.format == "text"
+
+
+def table_layout(columns: Sequence[TableColumn], rows: Sequence[Mapping[str, Any]]) -> list[TableColumn]:
+    """The columns with what their cells share."""
+    num_with_intervals = 0
+    formats = []
+    for column in columns:
+        values = [row.get(column.key) for row in rows]
+        if any(isinstance(value, Metric) and is_number(value.low) for value in values):
+            num_with_intervals += 1
+        known = [value for value in values if value is not None]
+        is_whole = all(is_number(value) and value == round(value) for value in known)
+        # Whole numbers have no decimals if the column has nothing else.
+        formats.append("integer" if column.format == "number" and is_whole else column.format)
+    is_dense = num_with_intervals > _MOST_SIDE_BY_SIDE or len(columns) > 2 * _MOST_SIDE_BY_SIDE
+    num_side_by_side = sum(column.explains is None for column in columns)
+    is_wide = num_side_by_side > _MOST_SIDE_BY_SIDE
+    return [
+        replace(column, format=format, is_dense=is_dense, is_wide=is_wide)
+        for column, format in zip(columns, formats, strict=True)
+    ]
+
+
+def cell_text(row: Mapping[str, Any], column: TableColumn) -> tuple[str, str]:
+    """A cell's value and, in brackets, its interval and count. A row's own "format" comes before its columns'."""
+    value = row.get(column.key)
+    if isinstance(value, str):
+        return value, ""
+    format = column.format
+    if column.is_text:
+        format = "number"
+    elif isinstance(value, Metric):
+        format = row.get("format", format)
+    metric = value if isinstance(value, Metric) else Metric(column.key, value)
+    return interval_text(metric, format, with_count=column.with_count, size=column.size)
