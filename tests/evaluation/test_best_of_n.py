@@ -21,7 +21,7 @@ from treeward.evaluation.best_of_n.analysis import (
     expected_best_of,
     selection_weights,
 )
-from treeward.evaluation.best_of_n.page import table, to_json, write
+from treeward.evaluation.best_of_n.bon_page import table, to_json, write
 from treeward.evaluation.best_of_n.samples import Samples, sampled_rows
 
 

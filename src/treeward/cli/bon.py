@@ -50,7 +50,7 @@ def run(
 
     from treeward.data.sources import read_rows
     from treeward.evaluation.best_of_n.analysis import analyse
-    from treeward.evaluation.best_of_n.page import LEGEND, table, write
+    from treeward.evaluation.best_of_n.bon_page import LEGEND, table, write
     from treeward.evaluation.best_of_n.samples import sampled_rows, scores_of
 
     columns = dataset_config(data, None, None, data_option)

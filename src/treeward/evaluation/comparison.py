@@ -1,15 +1,17 @@
 """`compare`: two models on the same examples, and whether one is better by more than chance.
 
-    comparison = compare(read_evaluation("results/eval/mine"), read_evaluation("results/eval/other"))
+    mine, other = read_evaluation("results/eval/mine"), read_evaluation("results/eval/other")
+    comparison = compare(mine, other)
     comparison.overall.difference.value, comparison.overall.p_value, comparison.notes
 
-Examples are matched by suite and id; what only one model was given is left out and counted. A tie and an example that
-could not be scored count as not right, as in `treeward eval`.
-Examples of one prompt are one draw, in the tests as in the intervals.
+Examples are matched by suite and id; what only one model was given is left out and counted. A tie
+and an example that could not be scored count as not right, as in `treeward eval`. Examples of one
+prompt are one draw, in the tests as in the intervals.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,9 +29,10 @@ from treeward.evaluation.statistics import accuracy_metric, paired_bootstrap, pa
 _ROWS = "examples.jsonl"
 
 _NOTES = {
-    "left_out": "Left out: {} that one of them lacks, of other content, or without a better and a worse completion.",
-    "several": "{} with more than two completions: right is to have the best-ranked all ahead of the others, which is "
-    "stricter than the accuracy over pairs that `treeward eval` shows.",
+    "left_out": "Left out: {} that one of them lacks, of other content, or without a better and a "
+    "worse completion.",
+    "several": "{} with more than two completions: right is to have the best-ranked all ahead of "
+    "the others, which is stricter than the accuracy over pairs that `treeward eval` shows.",
     "ties": "Not right for a model: {} on which it ties.",
     "failed": "Not right for a model: {} that it could not score.",
 }
@@ -38,7 +41,8 @@ _NOTES = {
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """One model's examples by suite. `path`: where they were read; it stands for the model where names are equal."""
+    """One model's examples by suite. `path`: where they were read; it stands for the model where
+    names are equal."""
 
     name: str
     path: str
@@ -61,11 +65,13 @@ class _Pair(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PairedResult:
-    """Two models on the same `count` examples of `num_prompts` prompts; of all, of a suite or of a subset, by `name`.
+    """Two models on the same `count` examples of `num_prompts` prompts; of all, of a suite or of a
+    subset, by `name`.
 
-    `difference`: the first's accuracy less the second's, with a paired interval, which holds 0 wherever `p_value` is
-    0.05 or more. `only_first` and `only_second`: examples that this model alone has right. `p_value`: of
-    `statistics.paired_test`; `adjusted_p_value`: by Holm's method (1979) over all parts, None for the overall result.
+    `difference`: the first's accuracy less the second's, with a paired interval, which holds 0
+    wherever `p_value` is 0.05 or more. `only_first` and `only_second`: examples that this model
+    alone has right. `p_value`: of `statistics.paired_test`; `adjusted_p_value`: by Holm's method
+    (1979) over all parts, None for the overall result.
     """
 
     name: str
@@ -82,8 +88,8 @@ class PairedResult:
 
 @dataclass(frozen=True, slots=True)
 class ModelComparison:
-    """Two models, the first and the second. `parts`: the suites where there are several, and the subsets of each suite
-    that has several. `notes`: what a reader must know, a sentence each.
+    """Two models, the first and the second. `parts`: the suites where there are several, and the
+    subsets of each suite that has several. `notes`: what a reader must know, a sentence each.
     """
 
     names: tuple[str, str]
@@ -93,25 +99,39 @@ class ModelComparison:
 
 
 def read_evaluation(path: str | os.PathLike[str]) -> Evaluation:
-    """The examples of one model: its folder OUTPUT/<model>, as `treeward eval` wrote it, or an `examples.jsonl` of it.
+    """The examples of one model: its folder OUTPUT/<model>, as `treeward eval` wrote it, or an
+    `examples.jsonl` of it.
 
-    Raises `DataError` for a path without examples, for rows that are none, and for an id that comes twice.
+    Raises `DataError` for a path without examples, for rows that are none, and for an id that comes
+    twice.
     """
     place = Path(path).resolve()
     files = [place] if place.is_file() else sorted(place.glob(f"*/{_ROWS}"))
     if not files:
-        need = f"the folder of a model that `treeward eval` wrote, or an {_ROWS} of it"
         near = nearest_path(place)
-        fix = f"did you mean {near}?" if near else "treeward eval MODEL --suite llmbar --output DIR"
-        raise DataError("there is no evaluation here", where=str(path), need=need, fix=fix)
+        fix = "treeward eval MODEL --suite llmbar --output DIR"
+        if near:
+            fix = f"did you mean {near}?"
+        raise DataError(
+            "there is no evaluation here",
+            where=str(path),
+            need=f"the folder of a model that `treeward eval` wrote, or an {_ROWS} of it",
+            fix=fix,
+        )
     suites: dict[str, list[ScoredExample]] = {}
     for file in files:
         rows: dict[str, ScoredExample] = {}
         for row in read_file(str(file)):
             scored = scored_from_row(row.values, row.where)
-            if (key := scored.example.id) in rows:
-                need = "an id for each example of a suite"
-                raise DataError("two examples have one id", where=row.where, field="id", got=key, need=need)
+            key = scored.example.id
+            if key in rows:
+                raise DataError(
+                    "two examples have one id",
+                    where=row.where,
+                    field="id",
+                    got=key,
+                    need="an id for each example of a suite",
+                )
             rows[key] = scored
         suites[file.parent.name] = list(rows.values())
     return Evaluation(files[0].parent.parent.name, str(path), suites)
@@ -120,21 +140,35 @@ def read_evaluation(path: str | os.PathLike[str]) -> Evaluation:
 def compare(first: Evaluation, second: Evaluation) -> ModelComparison:
     """Compare two models on the examples that both have.
 
-    Where each evaluation has one suite, these are matched whatever they are called. Raises `DataError` if there is
-    nothing to compare.
+    Where each evaluation has one suite, these are matched whatever they are called. Raises
+    `DataError` if there is nothing to compare.
     """
     pairs, counts = _match(first, second)
     overall = _result("all", pairs)
     parts = [_result(name, group) for name, group in _groups(pairs).items()]
-    from statsmodels.stats.multitest import multipletests  # here: it imports pandas, which takes seconds
-
-    p_values = multipletests([part.p_value for part in parts], method="holm")[1].tolist() if parts else []
+    names = (first.name, second.name)
+    if first.name == second.name:
+        names = (first.path, second.path)
     return ModelComparison(
-        names=(first.name, second.name) if first.name != second.name else (first.path, second.path),
+        names=names,
         overall=overall,
-        parts=tuple(replace(part, adjusted_p_value=p_value) for part, p_value in zip(parts, p_values, strict=True)),
+        parts=tuple(_with_adjusted_p_values(parts)),
         notes=tuple(_notes(counts, overall, len(parts))),
     )
+
+
+def _with_adjusted_p_values(parts: Sequence[PairedResult]) -> list[PairedResult]:
+    """The parts with their p-values corrected by Holm's method."""
+    if not parts:
+        return []
+    # Here, because it imports pandas, which takes seconds.
+    from statsmodels.stats.multitest import multipletests
+
+    _, adjusted, *_ = multipletests([part.p_value for part in parts], method="holm")
+    return [
+        replace(part, adjusted_p_value=p_value)
+        for part, p_value in zip(parts, adjusted.tolist(), strict=True)
+    ]
 
 
 def _match(first: Evaluation, second: Evaluation) -> tuple[list[_Pair], dict[str, int]]:
@@ -142,13 +176,21 @@ def _match(first: Evaluation, second: Evaluation) -> tuple[list[_Pair], dict[str
     second_suites = dict(second.suites)
     if len(first.suites) == len(second_suites) == 1:
         second_suites = dict(zip(first.suites, second_suites.values(), strict=True))
-    first_rows, second_rows = (
-        {(suite, scored.example.id): scored for suite, rows in suites.items() for scored in rows}
-        for suites in (first.suites, second_suites)
-    )
-    matched = [_Pair(key[0], first_rows[key], second_rows[key]) for key in first_rows if key in second_rows]
-    same = [pair for pair in matched if _content(pair.first.example) == _content(pair.second.example)]
-    pairs = [pair for pair in same if len(set(pair.first.example.ranks)) > 1]
+    first_rows = _by_suite_and_id(first.suites)
+    second_rows = _by_suite_and_id(second_suites)
+    num_matched = 0
+    num_same = 0
+    pairs: list[_Pair] = []
+    for key, row in first_rows.items():
+        other = second_rows.get(key)
+        if other is None:
+            continue
+        num_matched += 1
+        if _content(row.example) != _content(other.example):
+            continue
+        num_same += 1
+        if len(set(row.example.ranks)) > 1:
+            pairs.append(_Pair(key[0], row, other))
     counts = {
         "left_out": len(first_rows.keys() | second_rows.keys()) - len(pairs),
         "several": sum(len(pair.first.example.ranks) > 2 for pair in pairs),
@@ -159,12 +201,22 @@ def _match(first: Evaluation, second: Evaluation) -> tuple[list[_Pair], dict[str
         raise DataError(
             "the two evaluations have no example in common that says which model is better",
             where=f"{first.path}, {second.path}",
-            got=f"{len(matched)} examples with an id in common, of them {len(matched) - len(same)} with other content "
-            f"and {len(same) - len(pairs)} without a better and a worse completion",
+            got=f"{num_matched} examples with an id in common, of them {num_matched - num_same} "
+            f"with other content and {num_same} without a better and a worse completion",
             need="examples that both models were given",
             fix="evaluate both models on the same suites",
         )
     return pairs, counts
+
+
+def _by_suite_and_id(
+    suites: Mapping[str, Sequence[ScoredExample]],
+) -> dict[tuple[str, str], ScoredExample]:
+    rows = {}
+    for suite, of_suite in suites.items():
+        for scored in of_suite:
+            rows[suite, scored.example.id] = scored
+    return rows
 
 
 def _content(example: Preference) -> tuple[object, ...]:
@@ -173,33 +225,41 @@ def _content(example: Preference) -> tuple[object, ...]:
 
 
 def _notes(counts: Mapping[str, int], overall: PairedResult, num_parts: int) -> list[str]:
-    notes = [
-        text.format(f"{counts[name]} example{'s' if counts[name] != 1 else ''}")
-        for name, text in _NOTES.items()
-        if counts[name]
-    ]
+    notes = []
+    for name, text in _NOTES.items():
+        if counts[name] == 1:
+            notes.append(text.format("1 example"))
+        elif counts[name]:
+            notes.append(text.format(f"{counts[name]} examples"))
     if overall.num_prompts == overall.count:
         notes.append("p is of McNemar's exact test, two-sided.")
     else:
         notes.append(
-            f"Several examples share a prompt ({overall.count} examples, {overall.num_prompts} prompts): where they do,"
-            " p is of the test that flips the signs of whole prompts, and intervals resample prompts."
+            f"Several examples share a prompt ({overall.count} examples, {overall.num_prompts} "
+            "prompts): where they do, p is of the test that flips the signs of whole prompts, and "
+            "intervals resample prompts."
         )
-    return notes + ([f"p (Holm) is corrected for looking at {num_parts} parts."] if num_parts else [])
+    if num_parts:
+        notes.append(f"p (Holm) is corrected for looking at {num_parts} parts.")
+    return notes
 
 
 def _groups(pairs: Sequence[_Pair]) -> dict[str, list[_Pair]]:
-    """The pairs of each suite, if there are several, and of each subset of a suite that has several."""
+    """The pairs of each suite, if there are several, and of each subset of a suite that has
+    several."""
     suites: dict[str, dict[str, list[_Pair]]] = {}
     for pair in pairs:
-        suites.setdefault(pair.suite, {}).setdefault(pair.first.example.task_name, []).append(pair)
+        subsets = suites.setdefault(pair.suite, {})
+        subsets.setdefault(pair.first.example.task_name, []).append(pair)
     groups: dict[str, list[_Pair]] = {}
     for suite, subsets in suites.items():
+        prefix = ""
         if len(suites) > 1:
-            groups[suite] = [pair for subset in subsets.values() for pair in subset]
-        prefix = f"{suite} / " if len(suites) > 1 else ""
+            prefix = f"{suite} / "
+            groups[suite] = list(itertools.chain.from_iterable(subsets.values()))
         if len(subsets) > 1:
-            groups |= {f"{prefix}{name}": subset for name, subset in subsets.items()}
+            for name, subset in subsets.items():
+                groups[f"{prefix}{name}"] = subset
     return groups
 
 
@@ -210,15 +270,18 @@ def _result(name: str, pairs: Sequence[_Pair]) -> PairedResult:
     p_value = paired_test(first - second, prompts)
     low, high = paired_bootstrap(first, second, prompts)
     if p_value >= 0.05 and low is not None and high is not None:
-        # Of few differing examples (4 to 0) resampling excludes 0 where the exact test, which is stricter, does not.
-        low, high = min(low, 0.0), max(high, 0.0)
+        # Of few differing examples (4 to 0) resampling excludes 0 where the exact test, which is
+        # stricter, does not.
+        low = min(low, 0.0)
+        high = max(high, 0.0)
+    difference = float((first - second).mean())
     return PairedResult(
         name=name,
         count=len(pairs),
         num_prompts=len(set(prompts)),
         first=accuracy_metric(first.tolist(), "first", prompts),
         second=accuracy_metric(second.tolist(), "second", prompts),
-        difference=Metric("difference", float((first - second).mean()), low=low, high=high, count=len(pairs)),
+        difference=Metric("difference", difference, low, high, len(pairs)),
         only_first=int(np.sum(first > second)),
         only_second=int(np.sum(second > first)),
         p_value=p_value,

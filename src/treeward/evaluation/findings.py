@@ -1,8 +1,9 @@
-"""`summarize`: every number of one model in one suite; `findings`, `verdict`: the first things to know, in words.
+"""`summarize`: every number of one model in one suite; `findings`, `verdict`: the first things to
+know, in words.
 
     summary = summarize(suite, scored, "my-model")
     summary.result.headline, summary.length.accuracy_gap, summary.statistics.ece
-    verdict(summary)        # "my-model on LLMBar: 71.0% (61.5% to 79.0%); better than chance, but it likes ..."
+    verdict(summary)        # "my-model on LLMBar: 71.0% (61.5% to 79.0%); better than ..."
     summary.is_collapsed    # whether it gives everything the same score
     findings(summary)       # a sentence each: the length bias, what a judge used
 
@@ -27,7 +28,8 @@ from treeward.scoring.score import are_equal
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Every number of one model in one suite. `reliability`: bins of `statistics.reliability_curve`."""
+    """Every number of one model in one suite. `reliability`: bins of
+    `statistics.reliability_curve`."""
 
     model: str
     suite: Suite
@@ -54,7 +56,8 @@ class Summary:
 
     @property
     def diagnostics(self) -> dict[str, Diagnostic]:
-        """The diagnostics that were made, by their names in `results.json`, in the order of a report."""
+        """The diagnostics that were made, by their names in `results.json`, in the order of a
+        report."""
         named = {
             "length": self.length,
             "style": self.style,
@@ -86,12 +89,14 @@ def summarize(
     )
 
 
-_BETTER, _WORSE, _NOT_TOLD = "better than chance", "worse than chance", "not told from chance"
+_BETTER = "better than chance"
+_WORSE = "worse than chance"
+_NOT_TOLD = "not told from chance"
 
 
 def verdict(summary: Summary) -> str:
-    """One sentence: the headline, whether it is chance, the length bias if there is one, and how many pairs stay right
-    under rewrites. Of a collapsed model it says nothing else."""
+    """One sentence: the headline, whether it is chance, the length bias if there is one, and how
+    many pairs stay right under rewrites. Of a collapsed model it says nothing else."""
     result = summary.result
     headline = "no result"
     if result.headline.value is not None:
@@ -103,7 +108,9 @@ def verdict(summary: Summary) -> str:
     parts = [headline]
     if summary.is_collapsed:
         score = format_number(summary.statistics.score_mean.value)
-        parts.append(f"it is collapsed: it gives everything the same score, {score}, and must not be used")
+        parts.append(
+            f"it is collapsed: it gives everything the same score, {score}, and must not be used"
+        )
     else:
         parts += [_quality(summary), _robustness(summary)]
     return f"{summary.model} on {summary.title}: {'; '.join(filter(None, parts))}."
@@ -138,8 +145,8 @@ def _robustness(summary: Summary) -> str:
 
 
 def findings(summary: Summary) -> tuple[str, ...]:
-    """What is below the verdict, a sentence each: the length bias in numbers, the rewrite that costs the most pairs,
-    what a judge used, the note of the headline."""
+    """What is below the verdict, a sentence each: the length bias in numbers, the rewrite that
+    costs the most pairs, what a judge used, the note of the headline."""
     usage = usage_finding(summary.result.details.get("usage", {}))
     reasons = [
         length_finding(summary.length.numbers),
@@ -151,8 +158,8 @@ def findings(summary: Summary) -> tuple[str, ...]:
 
 
 def standing(result: SuiteResult, chance: float | None) -> str | None:
-    """ "better than chance", "worse than chance" or "not told from chance"; None where that is not known: missing
-    scores, which count as wrong, make no model worse than chance."""
+    """ "better than chance", "worse than chance" or "not told from chance"; None where that is not
+    known: missing scores, which count as wrong, make no model worse than chance."""
     low = result.headline.low
     high = result.headline.high
     if chance is None or low is None or high is None:
@@ -167,7 +174,8 @@ def standing(result: SuiteResult, chance: float | None) -> str | None:
 
 
 def length_finding(length: Mapping[str, Metric]) -> str | None:
-    """One sentence on the length that a model likes too much; None if the interval of `accuracy_gap` contains 0.
+    """One sentence on the length that a model likes too much; None if the interval of
+    `accuracy_gap` contains 0.
 
     `length`: the length diagnostics by name.
     """
@@ -181,14 +189,15 @@ def length_finding(length: Mapping[str, Metric]) -> str | None:
     shorter = percent(length["accuracy_shorter_right"])
     controlled = percent(length["length_controlled_accuracy"])
     return (
-        f"{likes[0].upper()}{likes[1:]}: right in {longer} of the pairs whose better completion is the longer, in "
-        f"{shorter} where it is the shorter, {abs(gap.value) * 100:.1f} points ({low:.1f} to {high:.1f}) apart; "
-        f"length-controlled {controlled}."
+        f"{likes[0].upper()}{likes[1:]}: right in {longer} of the pairs whose better completion is "
+        f"the longer, in {shorter} where it is the shorter, {abs(gap.value) * 100:.1f} points "
+        f"({low:.1f} to {high:.1f}) apart; length-controlled {controlled}."
     )
 
 
 def rewrite_finding(perturbations: Diagnostic | None) -> str | None:
-    """One sentence on the rewrite of worse completions that costs the most right pairs; None where none is lost."""
+    """One sentence on the rewrite of worse completions that costs the most right pairs; None where
+    none is lost."""
     if perturbations is None:
         return None
     flips = {name: perturbations.numbers[f"{name}_rejected_flips"] for name in REWRITES}
@@ -198,8 +207,8 @@ def rewrite_finding(perturbations: Diagnostic | None) -> str | None:
     label = REWRITES[worst].label
     share = percent(flips[worst])
     return (
-        f"It can be fooled: a worse completion that is rewritten ({label}) scores as high as the better one in {share} "
-        f"of the {flips[worst].count:,} right pairs."
+        f"It can be fooled: a worse completion that is rewritten ({label}) scores as high as the "
+        f"better one in {share} of the {flips[worst].count:,} right pairs."
     )
 
 
@@ -208,8 +217,8 @@ def usage_finding(usage: Mapping[str, float]) -> str | None:
     parts = []
     if usage.get("num_requests"):
         parts.append(
-            f"{usage['num_requests']:,.0f} requests, {usage['num_prompt_tokens']:,.0f} tokens read and "
-            f"{usage['num_completion_tokens']:,.0f} written, {usage['seconds']:,.1f} seconds"
+            f"{usage['num_requests']:,.0f} requests, {usage['num_prompt_tokens']:,.0f} tokens read "
+            f"and {usage['num_completion_tokens']:,.0f} written, {usage['seconds']:,.1f} seconds"
         )
     if "position_bias" in usage:
         parts.append(f"the first place is worth {usage['position_bias']:+.3f}")

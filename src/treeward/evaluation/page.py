@@ -2,16 +2,17 @@
 
     write_results(Path("results/eval"), [summarize(suite, scored, "my-model")])
 
-The first screen of the report has the findings in words and the headline numbers. Then each suite has a chapter, where
-the models stand side by side: figures come first, then the examples, then every number. `page.html` has the words.
-`results.json` holds for each model and suite the suite's own numbers and the diagnostics.
+The first screen of the report has the findings in words and the headline numbers. Then each suite
+has a chapter, where the models stand side by side: figures come first, then the examples, then
+every number. `page.html` has the words. `results.json` holds for each model and suite the suite's
+own numbers and the diagnostics.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -29,9 +30,9 @@ from treeward.version import VERSION
 class ModelInSuite:
     """What the report has of one model in one suite.
 
-    `verdict` and `findings`: sentences. `diagnostics`: the metrics of each, by their names in `results.json`.
-    `reliability`: how often a prediction was right over how sure it was; None without predictions. `worst_chance`: what
-    a guess reaches in the worst subset.
+    `verdict` and `findings`: sentences. `diagnostics`: the metrics of each, by their names in
+    `results.json`. `reliability`: how often a prediction was right over how sure it was; None
+    without predictions. `worst_chance`: what a guess reaches in the worst subset.
     """
 
     name: str
@@ -61,7 +62,8 @@ class ModelInSuite:
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """The accuracies of each model by section or subset. `chance`: the one that most of them have."""
+    """The accuracies of each model by section or subset. `chance`: the one that most of them
+    have."""
 
     by: Literal["section", "subset"]
     series: Mapping[str, Mapping[str, Metric]]
@@ -70,7 +72,8 @@ class Breakdown:
 
 @dataclass(frozen=True, slots=True)
 class SuitePage:
-    """The chapter of one suite. `chance`: what a guess reaches. `examples`: rows of `examples.jsonl` with a `model`."""
+    """The chapter of one suite. `chance`: what a guess reaches. `examples`: rows of
+    `examples.jsonl` with a `model`."""
 
     name: str
     title: str
@@ -81,7 +84,11 @@ class SuitePage:
 
     def diagnostic(self, name: str) -> dict[str, Mapping[str, Metric]]:
         """The metrics of a diagnostic by model, of those that have it."""
-        return {model.name: model.diagnostics[name] for model in self.models if name in model.diagnostics}
+        return {
+            model.name: model.diagnostics[name]
+            for model in self.models
+            if name in model.diagnostics
+        }
 
     def rewrites(self, number: str) -> dict[str, dict[str, Metric]]:
         """A number of each rewrite, as "relative_shift", by model and by the rewrite's label."""
@@ -110,17 +117,19 @@ class SuitePage:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationPage:
-    """The numbers of the report. `damages`: the labels of the rewrites that take something away."""
+    """The numbers of the report."""
 
     suites: tuple[SuitePage, ...]
-    damages: tuple[str, ...] = field(
-        default=tuple(rewrite.label for rewrite in REWRITES.values() if rewrite.kind == "damage")
-    )
 
     @property
     def results(self) -> list[tuple[SuitePage, ModelInSuite]]:
         """Every model in every suite."""
         return [(suite, model) for suite in self.suites for model in suite.models]
+
+    @property
+    def damages(self) -> list[str]:
+        """The labels of the rewrites that take something away."""
+        return [rewrite.label for rewrite in REWRITES.values() if rewrite.kind == "damage"]
 
     @property
     def headlines(self) -> set[str]:
@@ -131,7 +140,8 @@ class EvaluationPage:
 def write_results(output: Path, summaries: Sequence[Summary], *, subtitle: str = "") -> Path:
     """Write results.json and the report; returns the path of the report.
 
-    `subtitle`: what a reader must know of the scores, below the title. Raises `DataError` where they cannot be written.
+    `subtitle`: what a reader must know of the scores, below the title. Raises `DataError` where
+    they cannot be written.
     """
     content: dict[str, Any] = {
         "treeward_version": VERSION,
@@ -180,7 +190,7 @@ def evaluation_page(summaries: Sequence[Summary]) -> EvaluationPage:
 
 def _suite_page(summaries: Sequence[Summary]) -> SuitePage:
     first = summaries[0]
-    models = tuple(_model_in_suite(summary, i) for i, summary in enumerate(summaries))
+    models = [_model_in_suite(summary, i) for i, summary in enumerate(summaries)]
     sections = {model.name: _by_name(model.result.sections) for model in models}
     subsets = {model.name: _by_name(model.result.subsets) for model in models}
     breakdowns = []
@@ -198,7 +208,7 @@ def _suite_page(summaries: Sequence[Summary]) -> SuitePage:
         name=first.suite.name,
         title=first.title,
         chance=first.suite.chance(),
-        models=models,
+        models=tuple(models),
         breakdowns=tuple(breakdowns),
         examples=examples,
     )
@@ -217,20 +227,6 @@ def _common_chance(summary: Summary, series: Mapping[str, Mapping[str, Metric]])
 
 
 def _model_in_suite(summary: Summary, order: int) -> ModelInSuite:
-    """`order`: the number of its curve's colour and dash."""
-    reliability = None
-    if summary.reliability:
-        bins = summary.reliability
-        reliability = Line(
-            summary.model,
-            x=[bin["mean_probability"] for bin in bins],
-            y=[bin["frequency"] for bin in bins],
-            low=[bin["interval"][0] for bin in bins],
-            high=[bin["interval"][1] for bin in bins],
-            labels=[f"predicted {bin['mean_probability']:.1%}, n = {bin['count']}" for bin in bins],
-            colour=order,
-            dash=order,
-        )
     diagnostics = summary.diagnostics
     return ModelInSuite(
         name=summary.model,
@@ -238,6 +234,22 @@ def _model_in_suite(summary: Summary, order: int) -> ModelInSuite:
         findings=findings(summary),
         result=summary.result,
         diagnostics={name: diagnostic.numbers for name, diagnostic in diagnostics.items()},
-        reliability=reliability,
+        reliability=_reliability(summary, order) if summary.reliability else None,
         worst_chance=summary.suite.chance(summary.statistics.worst_subset.note),
     )
+
+
+def _reliability(summary: Summary, order: int) -> Line:
+    """`order`: the number of its colour and dash."""
+    x = []
+    y = []
+    low = []
+    high = []
+    labels = []
+    for bin in summary.reliability:
+        x.append(bin["mean_probability"])
+        y.append(bin["frequency"])
+        low.append(bin["interval"][0])
+        high.append(bin["interval"][1])
+        labels.append(f"predicted {bin['mean_probability']:.1%}, n = {bin['count']}")
+    return Line(summary.model, x, y, low, high, labels, colour=order, dash=order)

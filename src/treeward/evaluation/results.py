@@ -1,17 +1,20 @@
-"""`ScoredExample`, `Metric`, `SuiteResult`, `Diagnostic`: rows and numbers of an evaluation, as its files hold them.
+"""`ScoredExample`, `Metric`, `SuiteResult`, `Diagnostic`: rows and numbers of an evaluation, as its
+files hold them.
 
-    example = Preference(context, (Completion(0, good), Completion(1, bad)), task_name="chat", id="7")
+    completions = (Completion(0, good), Completion(1, bad))
+    example = Preference(context, completions, task_name="chat", id="7")
     scored = ScoredExample(example, scores=(1.5, 0.25), lengths=(120, 80), num_tokens=(61, 49))
     scored.outcome, scored.margin            # "right", 1.25
 
-In an evaluation the id of a preference is unique within its suite, and `task_name` is its subset. A row of
-`examples.jsonl` is a scored example (`to_row`, `scored_from_row`): `results.json` can be computed again from the rows.
+In an evaluation the id of a preference is unique within its suite, and `task_name` is its subset. A
+row of `examples.jsonl` is a scored example (`to_row`, `scored_from_row`): `results.json` can be
+computed again from the rows.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from statistics import fmean
@@ -20,14 +23,15 @@ from typing import Any, Literal
 from treeward.data.conversation import last_text, read_template_kwargs, template_columns
 from treeward.data.preference import Completion, Preference
 from treeward.errors import DataError
-from treeward.scoring.score import ConversationScorer, GroupScorer
+from treeward.scoring.score import ConversationScorer, GroupScorer, Score
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
     """A number with its 95 % interval (None where there is none) and how many examples it is of.
 
-    `value`: None where nothing could be computed. `note`: what a reader must know to read it, one sentence.
+    `value`: None where nothing could be computed. `note`: what a reader must know to read it, one
+    sentence.
     """
 
     name: str
@@ -42,8 +46,8 @@ class Metric:
 class SuiteResult:
     """What one model does in one suite. `headline`: the number that the suite is known by.
 
-    `sections` make up the headline and `subsets` the sections; `details`: further numbers of the suite, JSON.
-    `num_failed`: examples without a score, which count as wrong.
+    `sections` make up the headline and `subsets` the sections; `details`: further numbers of the
+    suite, JSON. `num_failed`: examples without a score, which count as wrong.
     """
 
     suite: str
@@ -62,13 +66,15 @@ class SuiteResult:
 
     @property
     def unit(self) -> Literal["pairs", "examples"]:
-        """What the headline counts: "pairs" of completions where a suite pools these, else "examples"."""
+        """What the headline counts: "pairs" of completions where a suite pools these, else
+        "examples"."""
         return "pairs" if "num_pairs" in self.details else "examples"
 
 
 @dataclass(frozen=True)
 class Diagnostic:
-    """The numbers of one diagnostic of one model, each also an attribute: `length.accuracy_gap.value`.
+    """The numbers of one diagnostic of one model, each also an attribute:
+    `length.accuracy_gap.value`.
 
     `numbers`: by their names in `results.json`.
     """
@@ -78,22 +84,28 @@ class Diagnostic:
     def __getattr__(self, name: str) -> Metric:
         numbers: Mapping[str, Metric] = self.__dict__.get("numbers", {})
         if name not in numbers:
-            raise AttributeError(f"the diagnostic has no number {name}; it has {', '.join(numbers)}")
+            raise AttributeError(
+                f"the diagnostic has no number {name}; it has {', '.join(numbers)}"
+            )
         return numbers[name]
 
 
 Outcome = Literal["right", "wrong", "tie", "failed"]
 
-_NUMBERS, _OPTIONAL = ("scores", "lengths", "num_tokens", "errors"), ("heads", "judgements")
+_NUMBERS = ("scores", "lengths", "num_tokens", "errors")
+_OPTIONAL = ("heads", "judgements")
+"""The fields of a scored example that its row has; the optional ones if they are not empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredExample:
-    """A preference with a score for each completion, None where there is none and `errors` says why.
+    """A preference with a score for each completion, None where there is none and `errors` says
+    why.
 
-    `lengths`: characters of each completion's last message. `num_tokens`: of each scored conversation. `heads`: for
-    each completion the values of the model's heads by name, where the example has grades of such names, or the
-    components of an environment's reward. `judgements`: what a judge wrote of each completion.
+    `lengths`: characters of each completion's last message. `num_tokens`: of each scored
+    conversation. `heads`: for each completion the values of the model's heads by name, where the
+    example has grades of such names, or the components of an environment's reward. `judgements`:
+    what a judge wrote of each completion.
     """
 
     example: Preference
@@ -111,65 +123,105 @@ class ScoredExample:
 
     def pairs(self) -> list[tuple[int, int]]:
         """Indices (better, worse) of every pair of completions with different ranks."""
-        ranks = self.example.ranks
-        return [(i, j) for i, a in enumerate(ranks) for j, b in enumerate(ranks) if a < b]
+        pairs = []
+        for i, rank in enumerate(self.example.ranks):
+            pairs += [(i, j) for j, other in enumerate(self.example.ranks) if rank < other]
+        return pairs
 
     @property
     def margin(self) -> float | None:
-        """The lowest score among the best-ranked completions less the highest among the others; None if not known."""
-        scores = [score for score in self.scores if score is not None]
-        if len(scores) < len(self.scores) or len(set(self.example.ranks)) < 2:
+        """The lowest score among the best-ranked completions less the highest among the others;
+        None if not known.
+        """
+        if len(set(self.example.ranks)) < 2:
             return None
         best = min(self.example.ranks)
-        ranked = list(zip(scores, self.example.ranks, strict=True))
-        return min(score for score, rank in ranked if rank == best) - max(s for s, rank in ranked if rank != best)
+        best_scores = []
+        other_scores = []
+        for score, rank in zip(self.scores, self.example.ranks, strict=True):
+            if score is None:
+                return None
+            if rank == best:
+                best_scores.append(score)
+            else:
+                other_scores.append(score)
+        return min(best_scores) - max(other_scores)
 
     @property
     def outcome(self) -> Outcome | None:
-        """Whether the best-ranked completions have the highest scores; None for an example without an order."""
+        """Whether the best-ranked completions have the highest scores; None for an example without
+        an order."""
         margin = self.margin
         if margin is None:
             return "failed" if self.failed else None
-        return "right" if margin > 0 else "tie" if margin == 0 else "wrong"
+        if margin == 0:
+            return "tie"
+        return "right" if margin > 0 else "wrong"
 
 
 def score_examples(
     scorer: ConversationScorer | GroupScorer, examples: Iterable[Preference], at_once: int
 ) -> Iterator[ScoredExample]:
-    """The examples as a model scores them, in order; `at_once`: how many the scorer gets in one call."""
+    """The examples as a model scores them, in order; `at_once`: how many the scorer gets in one
+    call."""
     remaining = iter(examples)
     while chunk := list(islice(remaining, at_once)):
-        conversations, infos = [example.conversations for example in chunk], [example.info for example in chunk]
+        conversations = [example.conversations for example in chunk]
         if isinstance(scorer, GroupScorer):
+            infos = [example.info for example in chunk]
             groups = scorer.score_groups(conversations, infos)
         else:
-            flat = iter(scorer.score([chat for group in conversations for chat in group], on_error="mask"))
-            groups = [list(islice(flat, len(group))) for group in conversations]
-        for example, scores in zip(chunk, groups, strict=True):
-            grades = {name for completion in example.completions for name in completion.all_grades}
-            named = [dict(zip(score.head_names, score.heads, strict=False)) for score in scores]
-            if not isinstance(scorer, GroupScorer):
-                named = [{name: value for name, value in values.items() if name in grades} for values in named]
-            yield ScoredExample(
-                example,
-                scores=tuple(score.score for score in scores),
-                lengths=tuple(len(last_text(completion.messages)) for completion in example.completions),
-                num_tokens=tuple(score.num_tokens for score in scores),
-                errors=tuple(score.error for score in scores),
-                heads=tuple(named) if any(named) else (),
-                judgements=tuple(score.judgement for score in scores) if any(s.judgement for s in scores) else (),
-            )
+            flat = [chat for group in conversations for chat in group]
+            scores = iter(scorer.score(flat, on_error="mask"))
+            groups = [list(islice(scores, len(group))) for group in conversations]
+        for example, group in zip(chunk, groups, strict=True):
+            yield _scored(example, group, keeps_all_heads=isinstance(scorer, GroupScorer))
 
 
-def judge_usage(scorer: ConversationScorer | GroupScorer, scored: Iterable[ScoredExample]) -> dict[str, float]:
-    """What a judge has used since it was last asked, and the mean of each component of its rewards, as `position_bias`,
-    over all rows, those that were kept too. Empty for a reward model."""
+def _scored(
+    example: Preference, scores: Sequence[Score], *, keeps_all_heads: bool
+) -> ScoredExample:
+    """The example with its scores.
+
+    `keeps_all_heads`: those of an environment are the components of its reward. Those of a model
+    are kept where the example has grades of their names.
+    """
+    grade_names: set[str] = set()
+    for completion in example.completions:
+        grade_names |= completion.all_grades.keys()
+    heads = []
+    for score in scores:
+        named = dict(zip(score.head_names, score.heads, strict=False))
+        if not keeps_all_heads:
+            named = {name: value for name, value in named.items() if name in grade_names}
+        heads.append(named)
+    judgements = [score.judgement for score in scores]
+    lengths = [len(last_text(completion.messages)) for completion in example.completions]
+    return ScoredExample(
+        example,
+        scores=tuple(score.score for score in scores),
+        lengths=tuple(lengths),
+        num_tokens=tuple(score.num_tokens for score in scores),
+        errors=tuple(score.error for score in scores),
+        heads=tuple(heads) if any(heads) else (),
+        judgements=tuple(judgements) if any(judgements) else (),
+    )
+
+
+def judge_usage(
+    scorer: ConversationScorer | GroupScorer, scored: Iterable[ScoredExample]
+) -> dict[str, float]:
+    """What a judge has used since it was last asked, and the mean of each component of its rewards,
+    as `position_bias`, over all rows, those that were kept too. Empty for a reward model."""
     if not isinstance(scorer, GroupScorer):
         return {}
-    seen: dict[str, list[float]] = defaultdict(list)
-    for name, value in (item for row in scored for heads in row.heads for item in heads.items()):
-        seen[name].append(value)
-    return scorer.usage() | {name: fmean(values) for name, values in seen.items()}
+    values_by_name: dict[str, list[float]] = defaultdict(list)
+    for row in scored:
+        for heads in row.heads:
+            for name, value in heads.items():
+                values_by_name[name].append(value)
+    means = {name: fmean(values) for name, values in values_by_name.items()}
+    return scorer.usage() | means
 
 
 def by_subset(scored: Iterable[ScoredExample]) -> dict[str, list[ScoredExample]]:
@@ -193,20 +245,30 @@ def to_row(scored: ScoredExample) -> dict[str, Any]:
         "ranks": example.ranks,
         **template_columns(example.template_kwargs),
     }
-    row |= {name: getattr(scored, name) for name in _NUMBERS}
+    for name in _NUMBERS:
+        row[name] = getattr(scored, name)
     grades = [completion.all_grades for completion in example.completions]
-    row |= {"grades": grades} if any(grades) else {}
-    return row | {name: values for name in _OPTIONAL if (values := getattr(scored, name))}
+    if any(grades):
+        row["grades"] = grades
+    for name in _OPTIONAL:
+        values = getattr(scored, name)
+        if values:
+            row[name] = values
+    return row
 
 
 def scored_from_row(row: Mapping[str, Any], where: str) -> ScoredExample:
     """The inverse of `to_row`. Raises `DataError` for any other row."""
     try:
-        grades = [dict(item) for item in row.get("grades") or [{}] * len(row["ranks"])]
-        completions = [
-            Completion(rank, tuple(messages), score=items.pop("score", None), grades=items)
-            for rank, messages, items in zip(row["ranks"], row["completions"], grades, strict=True)
-        ]
+        grades = row.get("grades") or [{}] * len(row["ranks"])
+        completions = []
+        for rank, messages, named in zip(row["ranks"], row["completions"], grades, strict=True):
+            grades_by_name = dict(named)
+            # The grade without a name of its own is the completion's score.
+            score = grades_by_name.pop("score", None)
+            completions.append(
+                Completion(rank, tuple(messages), score=score, grades=grades_by_name)
+            )
         example = Preference(
             context=tuple(row["context"]),
             completions=tuple(completions),
@@ -218,7 +280,9 @@ def scored_from_row(row: Mapping[str, Any], where: str) -> ScoredExample:
         optional = {name: tuple(row.get(name) or ()) for name in _OPTIONAL}
         return ScoredExample(example, **numbers, **optional)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        need = "a line of examples.jsonl as `treeward eval` writes it"
         raise DataError(
-            "this is no row of an evaluation's examples", where=where, got=repr(error), need=need
+            "this is no row of an evaluation's examples",
+            where=where,
+            got=repr(error),
+            need="a line of examples.jsonl as `treeward eval` writes it",
         ) from error

@@ -4,10 +4,12 @@
         scorer = Scorer.load("results/rm/final")
         return scorer, scorer_identity(scorer, "results/rm/final")
 
-    summaries, path = run_evaluation([Candidate("rm", load)], [(get_suite("llmbar"), None)], Path("results/eval"))
+    suites = [(get_suite("llmbar"), None)]
+    summaries, path = run_evaluation([Candidate("rm", load)], suites, Path("results/eval"))
 
-The suites are read once, and one model is in memory at a time. Rows are kept as they are scored, so an interrupted
-evaluation goes on where it stopped. The report is of the models and suites of the call.
+The suites are read once, and one model is in memory at a time. Rows are kept as they are scored, so
+an interrupted evaluation goes on where it stopped. The report is of the models and suites of the
+call.
 """
 
 from __future__ import annotations
@@ -31,7 +33,13 @@ from treeward.evaluation.diagnostics.perturbations import (
 )
 from treeward.evaluation.findings import Summary, summarize
 from treeward.evaluation.page import write_results
-from treeward.evaluation.results import ScoredExample, judge_usage, score_examples, scored_from_row, to_row
+from treeward.evaluation.results import (
+    ScoredExample,
+    judge_usage,
+    score_examples,
+    scored_from_row,
+    to_row,
+)
 from treeward.evaluation.suites.interface import Suite
 from treeward.resumable import resumable_rows
 from treeward.scoring.score import ConversationScorer, GroupScorer
@@ -42,16 +50,18 @@ Identity = Mapping[str, Any]
 Progress = Callable[[str, int, int], None]
 """Receives the task, how much of it is done, and how much there is; 0 where that is not known."""
 
-_EXAMPLES_AT_ONCE, _REWRITTEN_AT_ONCE = 64, 16
+_EXAMPLES_AT_ONCE = 64
+_REWRITTEN_AT_ONCE = 16  # each has a completion for every rewrite
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A model to be evaluated.
 
-    `name`: its folder of rows and its name in the report. `load`: returns the scorer and its identity, everything that
-    a kept row depends on besides the example (`scorer_identity`); called when its turn comes, so that one model is in
-    memory at a time. `note`: what a reader of the report must know of its scores, such as a shaping.
+    `name`: its folder of rows and its name in the report. `load`: returns the scorer and its
+    identity, everything that a kept row depends on besides the example (`scorer_identity`); called
+    when its turn comes, so that one model is in memory at a time. `note`: what a reader of the
+    report must know of its scores, such as a shaping.
     """
 
     name: str
@@ -68,24 +78,31 @@ def run_evaluation(
     num_perturbations: int | None = None,
     on_progress: Progress = lambda what, done, total: None,
 ) -> tuple[list[Summary], Path | None]:
-    """Score every suite (with its source, None for the hub) with every model, and write the results.
+    """Score every suite (with its source, None for the hub) with every model, and write the
+    results.
 
     Returns for each model in turn a summary of each suite, and the report's path, if any.
 
-    `output`: the folder of rows, results.json and the report; None writes nothing. `limit`: most examples of each
-    suite, the first. `num_perturbations`: most examples of each suite whose completions are rewritten; None rewrites
-    none.
+    `output`: the folder of rows, results.json and the report; None writes nothing. `limit`: most
+    examples of each suite, the first. `num_perturbations`: most examples of each suite whose
+    completions are rewritten; None rewrites none.
 
-    Raises `ConfigError` for two candidates or suites of one name, `DataError` for a suite that cannot be read or is
-    empty and for files that cannot be written, and `CheckpointError` for rows of another model or of other data. An
-    error of a later candidate is raised after the results of those before it are written.
+    Raises `ConfigError` for two candidates or suites of one name, `DataError` for a suite that
+    cannot be read or is empty and for files that cannot be written, and `CheckpointError` for rows
+    of another model or of other data. An error of a later candidate is raised after the results of
+    those before it are written.
     """
     models = [candidate.name for candidate in candidates]
     suite_names = [suite.name for suite, _ in suites]
     for what, names in (("models", models), ("suites", suite_names)):
         if not names or len(set(names)) < len(names):
             fix = "{name: ..., model: ...} gives a model a name of its own"
-            raise ConfigError(f"there are no {what}, or two of one name", got=names, need="different names", fix=fix)
+            raise ConfigError(
+                f"there are no {what}, or two of one name",
+                got=names,
+                need="different names",
+                fix=fix,
+            )
     loaded = [_load_suite(suite, source, limit) for suite, source in suites]
     notes = [f"{candidate.name}: {candidate.note}" for candidate in candidates if candidate.note]
     summaries: list[Summary] = []
@@ -93,7 +110,8 @@ def run_evaluation(
         try:
             summaries += _evaluate(candidate, loaded, output, num_perturbations, on_progress)
         except Exception:
-            # Those before it may have taken hours, or a judge's requests: their results are written first.
+            # Those before it may have taken hours, or a judge's requests: their results are written
+            # first.
             if summaries and output is not None:
                 missing = ", ".join(models[number:])
                 notes.append(f"missing, after an error: {missing}")
@@ -108,7 +126,8 @@ def run_evaluation(
 
 @dataclass(frozen=True, slots=True)
 class _LoadedSuite:
-    """A suite with its examples; `digest` identifies all that it has, whatever the limit, in their order."""
+    """A suite with its examples; `digest` identifies all that it has, whatever the limit, in their
+    order."""
 
     suite: Suite
     examples: tuple[Preference, ...]
@@ -123,13 +142,20 @@ def _load_suite(suite: Suite, source: str | None, limit: int | None) -> _LoadedS
     for example in suite.load(source):
         counts[example.id] += 1  # the second example of an id becomes `id#2`, and so on
         number = counts[example.id]
-        examples.append(example if number == 1 else replace(example, id=f"{example.id}#{number}"))
+        if number > 1:
+            example = replace(example, id=f"{example.id}#{number}")
+        examples.append(example)
     if not examples:
-        raise DataError("the suite has no examples", where=source or suite.name, need="at least one")
+        raise DataError(
+            "the suite has no examples", where=source or suite.name, need="at least one"
+        )
     # The digest is of all examples: the rows of one limit are of use to another.
     digest = hashlib.sha256()
     for example in examples:
-        completions = [(completion.rank, completion.messages, completion.grades) for completion in example.completions]
+        completions = [
+            (completion.rank, completion.messages, completion.grades)
+            for completion in example.completions
+        ]
         parts = [example.id, example.task_name, example.context, completions]
         digest.update(json.dumps(parts, sort_keys=True, default=str).encode() + b"\n")
     return _LoadedSuite(suite, tuple(examples[:limit]), digest.hexdigest())
@@ -146,24 +172,31 @@ def _evaluate(
     scorer, identity = candidate.load()
     summaries = []
     for loaded in suites:
-        suite, what = loaded.suite, f"{candidate.name} on {loaded.suite.name}"
+        suite = loaded.suite
+        what = f"{candidate.name} on {suite.name}"
         full_identity = {**identity, "examples": loaded.digest}
         folder = None if output is None else output / candidate.name / suite.name
-        path = None if folder is None else folder / "examples.jsonl"
-        scored = score_rows(scorer, loaded.examples, what, path, full_identity, on_progress)
+        rows_file = None if folder is None else folder / "examples.jsonl"
+        scored = score_rows(scorer, loaded.examples, what, rows_file, full_identity, on_progress)
         usage = judge_usage(scorer, scored)
         perturbations = None
         sampled = sample_examples(loaded.examples, num_perturbations or 0)
         if sampled:
-            task = f"{what}, rewritten"
-            rewritten = [perturbed(example) for example in sampled]
-            path = None if folder is None else folder / "perturbations.jsonl"
-            row_identity = {"rewrites": ", ".join(REWRITES), **full_identity}
-            rows = score_rows(scorer, rewritten, task, path, row_identity, on_progress, _REWRITTEN_AT_ONCE)
-            perturbations = diagnose_perturbations(sampled, rows)
+            rewritten_file = None if folder is None else folder / "perturbations.jsonl"
+            rewritten = score_rows(
+                scorer,
+                [perturbed(example) for example in sampled],
+                f"{what}, rewritten",
+                rewritten_file,
+                {"rewrites": ", ".join(REWRITES), **full_identity},
+                on_progress,
+                _REWRITTEN_AT_ONCE,
+            )
+            perturbations = diagnose_perturbations(sampled, rewritten)
         elif num_perturbations is not None:  # an evaluation of hours goes on
             logger.warning(
-                "%s: no example has a better and a worse completion of text, so none is rewritten.", suite.name
+                "%s: no example has a better and a worse completion of text, so none is rewritten.",
+                suite.name,
             )
         logger.info("Computing the numbers of %s.", what)
         summary = summarize(suite, scored, candidate.name, perturbations=perturbations)
@@ -183,34 +216,52 @@ def score_rows(
     on_progress: Progress,
     at_once: int = _EXAMPLES_AT_ONCE,
 ) -> tuple[ScoredExample, ...]:
-    """The examples as a model scores them, in order; those that the file at `path` keeps are not scored again, and
-    the log tells how many have no score. `what`: the task of `on_progress`."""
-    total, ids = len(examples), {example.id for example in examples}
+    """The examples as a model scores them, in order; those that the file at `path` keeps are not
+    scored again, and the log tells how many have no score. `what`: the task of `on_progress`."""
+    total = len(examples)
+    by_id = {example.id: example for example in examples}
     with resumable_rows(path, identity, scored_from_row) as rows:
         # A larger limit may have kept more.
-        scored_by_id = {scored.example.id: scored for scored in rows.kept if scored.example.id in ids}
+        scored_by_id = {}
+        for scored in rows.kept:
+            if scored.example.id in by_id:
+                scored_by_id[scored.example.id] = scored
         if scored_by_id:
             logger.info("%s: %d of %d examples were scored before.", what, len(scored_by_id), total)
         on_progress(what, len(scored_by_id), total)
         remaining = [example for example in examples if example.id not in scored_by_id]
         if remaining and not isinstance(scorer, GroupScorer):
-            # A model's scores depend on the examples beside them, by rounding. The chunk that an earlier run began is
-            # scored whole, so that the rows are those of a run that was never interrupted. What an environment
-            # rewards is paid for, as a judge's requests, and is not asked for again.
+            # A model's scores depend on the examples beside them, by rounding. The chunk that an
+            # earlier run began is scored whole, so that the rows are those of a run that was never
+            # interrupted. What an environment rewards is paid for, as a judge's requests, and is
+            # not asked for again.
             num_begun = len(scored_by_id) % at_once
-            by_id = {example.id: example for example in examples}
             kept_ids = list(scored_by_id)
-            remaining = [by_id[id] for id in kept_ids[len(kept_ids) - num_begun :]] + remaining
+            begun = [by_id[id] for id in kept_ids[len(kept_ids) - num_begun :]]
+            remaining = begun + remaining
         for start in range(0, len(remaining), at_once):
-            for scored in score_examples(scorer, remaining[start : start + at_once], at_once):
+            chunk = remaining[start : start + at_once]
+            for scored in score_examples(scorer, chunk, at_once):
                 if scored.example.id in scored_by_id:
                     continue
                 rows.add(to_row(scored))
                 scored_by_id[scored.example.id] = scored
-            on_progress(what, len(scored_by_id), total)  # it may stop the evaluation: all that is scored is kept
+            # It may stop the evaluation: all that is scored is kept.
+            on_progress(what, len(scored_by_id), total)
     scored_examples = tuple(scored_by_id[example.id] for example in examples)
-    errors = Counter(next(filter(None, row.errors), "no reason is known") for row in scored_examples if row.failed)
-    if errors:
-        reasons = "; ".join(reason for reason, _ in errors.most_common(3))
-        logger.warning("%s: %d of %d examples have no score (%s).", what, errors.total(), total, reasons)
+    _warn_of_failures(what, scored_examples)
     return scored_examples
+
+
+def _warn_of_failures(what: str, scored: Sequence[ScoredExample]) -> None:
+    """Log how many examples have no score, and the three most frequent reasons."""
+    reasons: Counter[str] = Counter()
+    for example in scored:
+        if example.failed:
+            first = next(filter(None, example.errors), "no reason is known")
+            reasons[first] += 1
+    if reasons:
+        named = "; ".join(reason for reason, _ in reasons.most_common(3))
+        total = len(scored)
+        message = "%s: %d of %d examples have no score (%s)."
+        logger.warning(message, what, reasons.total(), total, named)

@@ -1,11 +1,14 @@
-"""Statistics of an evaluation: pure functions of arrays, each with its formula and where it is from.
+"""Statistics of an evaluation: pure functions of arrays, each with its formula and where it is
+from.
 
-    accuracy_metric(outcomes, "accuracy", clusters=prompts)      # a `Metric`, by `wilson` or `cluster_bootstrap`
+    # A `Metric`, by `wilson` or `cluster_bootstrap`.
+    accuracy_metric(outcomes, "accuracy", clusters=prompts)
     parts = [accuracy_metric([1, 1, 0], "hep-go"), accuracy_metric([1, 0], "math-prm")]
     combined("Reasoning", parts, weights=[164, 984])             # a section of two subsets
 
-Examples of one prompt are not independent: wherever `clusters` is given, prompts are drawn, flipped and counted. An
-outcome is 1 for right, 0 for wrong; a tie may be 0.5. A number that cannot be computed is None, never NaN.
+Examples of one prompt are not independent: wherever `clusters` is given, prompts are drawn, flipped
+and counted. An outcome is 1 for right, 0 for wrong; a tie may be 0.5. A number that cannot be
+computed is None, never NaN.
 
 scipy is imported where it is used: it takes seconds, and `check-data` needs `wilson` alone.
 
@@ -34,14 +37,15 @@ _FEWEST_CLUSTERS = 10
 _FEWEST_OF_A_PART = 5
 
 
-# --- intervals ------------------------------------------------------------------------------------------------------
+# --- intervals ------------------------------------------------------------------------------------
 
 
 def wilson(successes: float, count: int) -> tuple[float, float]:
-    """The 95 % score interval of a proportion of `count` independent examples; (0, 1) where there are none.
+    """The 95 % score interval of a proportion of `count` independent examples; (0, 1) where there
+    are none.
 
-    (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n), with z the normal quantile of 0.975: Wilson
-    1927, JASA 22, page 209. It keeps its level near 0 and 1 and for few examples.
+    (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n), with z the normal quantile
+    of 0.975: Wilson 1927, JASA 22, page 209. It keeps its level near 0 and 1 and for few examples.
     """
     if count == 0:
         return 0.0, 1.0
@@ -62,12 +66,14 @@ def cluster_bootstrap(
     *,
     statistic: Callable[[Floats], Floats] = lambda means: means[:, 0],
 ) -> Interval:
-    """A 95 % interval of a function of column means, by default the mean, of examples in clusters, drawn whole.
+    """A 95 % interval of a function of column means, by default the mean, of examples in clusters,
+    drawn whole.
 
-    `values` (N,) or (N, K), a row per example; `clusters` (N,) says the cluster of each. `statistic` maps the means of
-    R resamples (R, K) to values (R,); those that are NaN are left out. The interval lies between the quantiles a and
-    1 - a, a = `expanded_tail` (Davison and Hinkley 1997, section 3.8). (None, None) for fewer than two clusters, and
-    where no resample has a statistic.
+    `values` (N,) or (N, K), a row per example; `clusters` (N,) says the cluster of each.
+    `statistic` maps the means of R resamples (R, K) to values (R,); those that are NaN are left
+    out. The interval lies between the quantiles a and 1 - a, a = `expanded_tail` (Davison and
+    Hinkley 1997, section 3.8). (None, None) for fewer than two clusters, and where no resample has
+    a statistic.
     """
     rows = np.asarray(values, dtype=np.float64)
     codes = _codes(clusters, len(rows))
@@ -89,18 +95,26 @@ def cluster_bootstrap(
 
 def resampled(rows_CK: Floats, num_resamples: int) -> Floats:
     """(R, K): the mean of as many rows as there are, drawn with replacement, of each resample."""
-    num, rng = len(rows_CK), np.random.default_rng(0)
+    num = len(rows_CK)
+    rng = np.random.default_rng(0)
+    uniform_C = np.full(num, 1.0 / num)
     at_once = max(1, _DRAWS_AT_ONCE // num)
-    sizes = [min(at_once, num_resamples - start) for start in range(0, num_resamples, at_once)]
-    draws = (rng.multinomial(num, np.full(num, 1.0 / num), size=size) for size in sizes)
-    return np.concatenate([counts_RC @ rows_CK for counts_RC in draws]) / num
+    means = []
+    for start in range(0, num_resamples, at_once):
+        size = min(at_once, num_resamples - start)
+        # How often each row is drawn.
+        counts_RC = rng.multinomial(num, uniform_C, size=size)
+        means.append(counts_RC @ rows_CK)
+    return np.concatenate(means) / num
 
 
 def expanded_tail(num_clusters: int) -> float:
-    """The share of resamples of C >= 2 clusters to be left out on each side: Phi(-sqrt(C / (C - 1)) t).
+    """The share of resamples of C >= 2 clusters to be left out on each side: Phi(-sqrt(C / (C - 1))
+    t).
 
-    t is the quantile of 0.975 of Student's t with C - 1 degrees: the expanded percentile interval, Hesterberg 2015
-    (arXiv 1411.5279, section 5.3). A share of 0.025 would be too narrow for few clusters.
+    t is the quantile of 0.975 of Student's t with C - 1 degrees: the expanded percentile interval,
+    Hesterberg 2015 (arXiv 1411.5279, section 5.3). A share of 0.025 would be too narrow for few
+    clusters.
     """
     from scipy import special
 
@@ -108,11 +122,15 @@ def expanded_tail(num_clusters: int) -> float:
     return float(special.ndtr(-math.sqrt(num_clusters / (num_clusters - 1)) * t))
 
 
-def accuracy_metric(outcomes: Sequence[float], name: str, clusters: Sequence[Hashable] | None = None) -> Metric:
-    """The mean outcome with a 95 % interval: Wilson's where no two examples share a cluster, else a cluster bootstrap.
+def accuracy_metric(
+    outcomes: Sequence[float], name: str, clusters: Sequence[Hashable] | None = None
+) -> Metric:
+    """The mean outcome with a 95 % interval: Wilson's where no two examples share a cluster, else a
+    cluster bootstrap.
 
-    `outcomes` (N,) in [0, 1]; `clusters` (N,): the prompt of each; None if each has its own. With fewer than ten
-    clusters, or where all have the same mean, Wilson's interval with the number of clusters as its count stands in.
+    `outcomes` (N,) in [0, 1]; `clusters` (N,): the prompt of each; None if each has its own. With
+    fewer than ten clusters, or where all have the same mean, Wilson's interval with the number of
+    clusters as its count stands in.
     """
     values = np.asarray(outcomes, dtype=np.float64)
     count = len(values)
@@ -134,37 +152,50 @@ def _can_resample(means_C: Floats) -> bool:
 
 
 def combined(name: str, parts: Sequence[Metric], weights: Sequence[float] | None = None) -> Metric:
-    """sum w_i p_i / sum w_i over parts, which all have a value, with a 95 % interval; weights of None are equal.
+    """sum w_i p_i / sum w_i over parts, which all have a value, with a 95 % interval; weights of
+    None are equal.
 
-    p - sqrt(sum w_i^2 (p_i - low_i)^2) to p + sqrt(sum w_i^2 (high_i - p_i)^2), with weights that sum to 1: variance
-    estimates recovery, Zou and Donner 2008, Statistics in Medicine 27, page 1693. Many parts that are all right would
-    make the upper end too low, so each end is at least sqrt(sum w_i^2 (p_i - low_i) (high_i - p_i)) away, but not
-    beyond the weighted sum of the parts' ends.
+    p - sqrt(sum w_i^2 (p_i - low_i)^2) to p + sqrt(sum w_i^2 (high_i - p_i)^2), with weights that
+    sum to 1: variance estimates recovery, Zou and Donner 2008, Statistics in Medicine 27, page
+    1693. Many parts that are all right would make the upper end too low, so each end is at least
+    sqrt(sum w_i^2 (p_i - low_i) (high_i - p_i)) away, but not beyond the weighted sum of the parts'
+    ends.
     """
     if not parts:
         return Metric(name, None, count=0, note="There are no examples.")
-    shares = np.ones(len(parts)) if weights is None else np.array(weights, dtype=np.float64)
+    if weights is None:
+        weights = [1.0] * len(parts)
+    shares = np.array(weights, dtype=np.float64)
     shares = shares / shares.sum()
-    p, lows, highs = np.array([(part.value, part.low, part.high) for part in parts], dtype=np.float64).T
-    value, count = float(shares @ p), sum(part.count or 0 for part in parts)
+    ends = [(part.value, part.low, part.high) for part in parts]
+    p, lows, highs = np.array(ends, dtype=np.float64).T
+    value = float(shares @ p)
     least = math.sqrt(float(shares**2 @ ((p - lows) * (highs - p)).clip(0.0)))
-    low = max(value - max(float(np.linalg.norm(shares * (p - lows))), least), float(shares @ lows))
-    high = min(value + max(float(np.linalg.norm(shares * (highs - p))), least), float(shares @ highs))
-    few = len(parts) > 1 and any((part.count or 0) < _FEWEST_OF_A_PART for part in parts)
-    note = f"With parts of fewer than {_FEWEST_OF_A_PART} examples the interval may be too narrow." if few else None
-    return Metric(name, value, low, high, count, note)
+    below = max(float(np.linalg.norm(shares * (p - lows))), least)
+    above = max(float(np.linalg.norm(shares * (highs - p))), least)
+    low = max(value - below, float(shares @ lows))
+    high = min(value + above, float(shares @ highs))
+    counts = [part.count or 0 for part in parts]
+    note = None
+    if len(parts) > 1 and min(counts) < _FEWEST_OF_A_PART:
+        note = (
+            f"With parts of fewer than {_FEWEST_OF_A_PART} examples the interval may be too narrow."
+        )
+    return Metric(name, value, low, high, sum(counts), note)
 
 
-# --- two models on the same examples --------------------------------------------------------------------------------
+# --- two models on the same examples --------------------------------------------------------------
 
 
-def paired_test(differences: ArrayLike, clusters: Sequence[Hashable], *, num_resamples: int = 9999) -> float:
+def paired_test(
+    differences: ArrayLike, clusters: Sequence[Hashable], *, num_resamples: int = 9999
+) -> float:
     """The two-sided p-value of paired differences (N,) that come in clusters.
 
-    If the models are exchangeable within each cluster, its sum D_c is as likely as -D_c: p = P(|sum +-D_c| >= |sum
-    D_c|) over all signs, or over `num_resamples` random ones where that is fewer (Fisher 1935, The Design of
-    Experiments, section 21). Where all sums but 0 are equally large, as of one example per cluster, it is McNemar's
-    exact test (1947, Psychometrika 12, page 153).
+    If the models are exchangeable within each cluster, its sum D_c is as likely as -D_c: p = P(|sum
+    +-D_c| >= |sum D_c|) over all signs, or over `num_resamples` random ones where that is fewer
+    (Fisher 1935, The Design of Experiments, section 21). Where all sums but 0 are equally large, as
+    of one example per cluster, it is McNemar's exact test (1947, Psychometrika 12, page 153).
     """
     from scipy import stats
 
@@ -188,7 +219,8 @@ def paired_test(differences: ArrayLike, clusters: Sequence[Hashable], *, num_res
 
 
 def paired_bootstrap(first: ArrayLike, second: ArrayLike, clusters: Sequence[Hashable]) -> Interval:
-    """A 95 % interval of mean(first) - mean(second), outcomes (N,) of the same examples; both are drawn together.
+    """A 95 % interval of mean(first) - mean(second), outcomes (N,) of the same examples; both are
+    drawn together.
 
     (None, None) with fewer than ten clusters, or where all of them have the same difference.
     """
@@ -199,14 +231,16 @@ def paired_bootstrap(first: ArrayLike, second: ArrayLike, clusters: Sequence[Has
     return cluster_bootstrap(differences, codes.tolist())
 
 
-# --- calibration ----------------------------------------------------------------------------------------------------
+# --- calibration ----------------------------------------------------------------------------------
 
 
 def pair_confidences(margins: ArrayLike, temperature: float = 1.0) -> tuple[Floats, Floats]:
-    """What a reward model says of its choices, and whether they were right: probabilities (P,), outcomes (P,).
+    """What a reward model says of its choices, and whether they were right: probabilities (P,),
+    outcomes (P,).
 
-    `margins` (P,): s_better - s_worse of ordered pairs. The higher score is preferred with the probability
-    sigma(|margin| / T) in [0.5, 1] (Bradley and Terry 1952); that is right (1) where the margin is positive, a tie 0.5.
+    `margins` (P,): s_better - s_worse of ordered pairs. The higher score is preferred with the
+    probability sigma(|margin| / T) in [0.5, 1] (Bradley and Terry 1952); that is right (1) where
+    the margin is positive, a tie 0.5.
     """
     from scipy import special
 
@@ -215,27 +249,47 @@ def pair_confidences(margins: ArrayLike, temperature: float = 1.0) -> tuple[Floa
 
 
 def expected_calibration_error(probabilities: ArrayLike, outcomes: ArrayLike) -> float | None:
-    """sum_b n_b / N |frequency_b - mean probability_b| over ten equal bins of [0, 1]; None for no predictions.
+    """sum_b n_b / N |frequency_b - mean probability_b| over ten equal bins of [0, 1]; None for no
+    predictions.
 
-    `probabilities` (N,) of events and `outcomes` (N,), 1 where they happened. Guo et al. 2017 (arXiv 1706.04599).
+    `probabilities` (N,) of events and `outcomes` (N,), 1 where they happened. Guo et al. 2017
+    (arXiv 1706.04599).
     """
     bins = reliability_curve(probabilities, outcomes)
-    off = sum(bin["count"] * abs(bin["frequency"] - bin["mean_probability"]) for bin in bins)
-    return off / sum(bin["count"] for bin in bins) if bins else None
+    if not bins:
+        return None
+    error = 0.0
+    count = 0
+    for bin in bins:
+        error += bin["count"] * abs(bin["frequency"] - bin["mean_probability"])
+        count += bin["count"]
+    return error / count
 
 
 def reliability_curve(probabilities: ArrayLike, outcomes: ArrayLike) -> list[dict[str, Any]]:
-    """Predictions (N,) in ten equal bins (low, high] of [0, 1], the first with 0; empty bins are left out.
+    """Predictions (N,) in ten equal bins (low, high] of [0, 1], the first with 0; empty bins are
+    left out.
 
-    Each has `count`, `mean_probability`, `frequency` (how often the event happened) and `interval`, Wilson's of that.
+    Each has `count`, `mean_probability`, `frequency` (how often the event happened) and `interval`,
+    Wilson's of that.
     """
-    p, o = np.asarray(probabilities, np.float64), np.asarray(outcomes, np.float64)
-    places = np.searchsorted(np.linspace(0.0, 1.0, 11)[1:-1], p, side="left")
+    p = np.asarray(probabilities, np.float64)
+    happened = np.asarray(outcomes, np.float64)
+    inner_edges = np.linspace(0.0, 1.0, 11)[1:-1]
+    places = np.searchsorted(inner_edges, p, side="left")
     bins: list[dict[str, Any]] = []
-    for inside in (places == place for place in np.unique(places)):
-        count, happened = int(inside.sum()), float(o[inside].sum())
-        bins.append({"count": count, "mean_probability": float(p[inside].mean()), "frequency": happened / count,
-                     "interval": wilson(happened, count)})  # fmt: skip
+    for place in np.unique(places):
+        is_inside = places == place
+        count = int(is_inside.sum())
+        num_happened = float(happened[is_inside].sum())
+        bins.append(
+            {
+                "count": count,
+                "mean_probability": float(p[is_inside].mean()),
+                "frequency": num_happened / count,
+                "interval": wilson(num_happened, count),
+            }
+        )
     return bins
 
 
@@ -243,4 +297,6 @@ def _codes(clusters: Sequence[Hashable], count: int) -> NDArray[np.int64]:
     """Clusters as numbers from 0, in order of appearance."""
     assert len(clusters) == count, "each value needs a cluster"
     numbers: dict[Hashable, int] = {}
-    return np.array([numbers.setdefault(cluster, len(numbers)) for cluster in clusters], dtype=np.int64)
+    return np.array(
+        [numbers.setdefault(cluster, len(numbers)) for cluster in clusters], dtype=np.int64
+    )

@@ -23,7 +23,7 @@ from page_text import Page
 from report_sample import HOSTILE, LLMBarLike, sample_report
 
 from treeward.evaluation.best_of_n.analysis import analyse
-from treeward.evaluation.best_of_n.page import best_of_n_page
+from treeward.evaluation.best_of_n.bon_page import best_of_n_page
 from treeward.evaluation.findings import summarize
 from treeward.evaluation.page import evaluation_page
 from treeward.evaluation.report import build
@@ -53,7 +53,7 @@ def report_of(kind: str, text: str) -> dict[str, Any]:
         return {"template": "evaluation/page.html", "page": evaluation_page(summaries)}
     if kind == "best of n":
         result = analyse([[1.0, 2.0]] * 3, [[2.0, 1.0]] * 3, num_resamples=10)
-        return {"template": "evaluation/best_of_n/page.html", "page": best_of_n_page(result, text, text)}
+        return {"template": "evaluation/best_of_n/bon_page.html", "page": best_of_n_page(result, text, text)}
     steps = {step: {"validation/reward": 1.0 * step, "validation/kl": 1.0 * step} for step in (0, 1)}
     sample = {"step": 1, "prompt": [message], "completions": [{"text": text, "truncated": True}]}
     alarm = Alarm("length_growth", 1, text)
@@ -175,7 +175,7 @@ def test_an_unknown_number_is_null_in_the_json_and_a_dash_on_the_page(absent: An
     unknown = replace(result, correlation=Metric("correlation", absent, 0.25))
     page = best_of_n_page(unknown, "p", "g")
     page = replace(page, rows=[{**row, "best": absent} for row in page.rows])
-    write_report(tmp_path, "evaluation/best_of_n/page.html", "t", page)
+    write_report(tmp_path, "evaluation/best_of_n/bon_page.html", "t", page)
     written = json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)
     assert written["result"]["correlation"]["value"] is None and written["rows"][0]["best"] is None
     texts = [text.strip() for text in Page((tmp_path / "report.html").read_text()).texts]

@@ -1,10 +1,11 @@
-"""`analyse`: from the proxy and gold scores of N samples of each prompt to the curves of best-of-n and what they say.
+"""`analyse`: from the proxy and gold scores of N samples of each prompt to the curves of best-of-n.
 
-    result = analyse(proxy=[(0.3, 1.2, -0.4), ...], gold=[(0.5, 0.1, 0.9), ...])      # of each prompt, one a sample
-    result.curves["gold"].mean       # expected gold of what the proxy chooses among n, for each n of `sizes`
+    # One score for each sample, of each prompt.
+    result = analyse(proxy=[(0.3, 1.2, -0.4), ...], gold=[(0.5, 0.1, 0.9), ...])
+    result.curves["gold"].mean       # expected gold of the proxy's choice among n, for each n
 
-The same prompts stand behind every n; rows of one prompt are averaged and count as one. Intervals are of 95 %, by a
-bootstrap over prompts.
+The same prompts stand behind every n; rows of one prompt are averaged and count as one. Intervals
+are of 95 %, by a bootstrap over prompts.
 
 Shapes: N samples, C prompts, R resamples, G values of n, K statistics.
 """
@@ -30,7 +31,8 @@ Scores = Sequence[Sequence[float | None]]
 _SHARE_OF_PROMPTS = 0.95
 _FEWEST_PROMPTS = 10  # with fewer, nothing is said of certainty
 _ROUNDING = 1e-12  # relative to what they were computed from, smaller differences are none
-_ALL_SIZES_TO, _SIZES_PER_DOUBLING = 64, 16
+_ALL_SIZES_TO = 64
+_SIZES_PER_DOUBLING = 16
 _CURVES = ("gold", "proxy", "best", "gold_gain", "proxy_gain", "best_gain")
 
 
@@ -45,12 +47,14 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class BestOfN:
-    """The result of a proxy. `sizes` (G,): the n; `kl` (G,): KL(n) in nats; `curves`, each of G values:
+    """The result of a proxy. `sizes` (G,): the n; `kl` (G,): KL(n) in nats; `curves`, each of G
+    values:
 
-    `gold`, `proxy`: of what the proxy chooses. `best`: gold of the best by gold. `gold_gain`, `proxy_gain`,
-    `best_gain`: over n = 1, in standard deviations within a prompt. `correlation`: of proxy and gold within prompts.
-    `peak`: the first n of the highest gold; `lead`: how much higher it is than at the largest n, or than at n = 1 where
-    the largest n has as much. `counts`: rows (`num_prompts`), prompts (`num_clusters`), samples, and what is left out.
+    `gold`, `proxy`: of what the proxy chooses. `best`: gold of the best by gold. `gold_gain`,
+    `proxy_gain`, `best_gain`: over n = 1, in standard deviations within a prompt. `correlation`: of
+    proxy and gold within prompts. `peak`: the first n of the highest gold; `lead`: how much higher
+    it is than at the largest n, or than at n = 1 where the largest n has as much. `counts`: rows
+    (`num_prompts`), prompts (`num_clusters`), samples, and what is left out.
     """
 
     sizes: tuple[int, ...]
@@ -68,8 +72,10 @@ class BestOfN:
 
     def at(self, name: str, size: int) -> Metric:
         """A curve's value at one of `sizes`."""
-        curve, i = self.curves[name], self.sizes.index(size)
-        return Metric(f"{name}@{size}", curve.mean[i], curve.low[i], curve.high[i], self.counts["num_prompts"])
+        curve = self.curves[name]
+        i = self.sizes.index(size)
+        count = self.counts["num_prompts"]
+        return Metric(f"{name}@{size}", curve.mean[i], curve.low[i], curve.high[i], count)
 
     @property
     def sentence(self) -> str:
@@ -77,7 +83,9 @@ class BestOfN:
         lead = self.lead
         if not lead.value:
             return "No n has more gold than n = 1."
-        span = "" if lead.low is None or lead.high is None else f" ({lead.low:.3g} to {lead.high:.3g})"
+        span = ""
+        if lead.low is not None and lead.high is not None:
+            span = f" ({lead.low:.3g} to {lead.high:.3g})"
         return f"Gold is highest at n = {self.peak}, {lead.value:.3g}{span} {lead.note}."
 
 
@@ -91,30 +99,35 @@ def analyse(
 ) -> BestOfN:
     """What choosing by the proxy does to gold.
 
-    `prompts`: the same for rows of one prompt; None: each row has its own. A sample without a score of both is left out
-    and counted; so is a row with fewer than `max_n` samples left. `max_n`: None is the largest n that 95 % of the rows
-    have. Raises `DataError` where no row has two samples with both scores, and `ConfigError` for a `max_n` that no row
-    has.
+    `prompts`: the same for rows of one prompt; None: each row has its own. A sample without a score
+    of both is left out and counted; so is a row with fewer than `max_n` samples left. `max_n`: None
+    is the largest n that 95 % of the rows have. Raises `DataError` where no row has two samples
+    with both scores, and `ConfigError` for a `max_n` that no row has.
 
-    KL(n) = ln n - (n - 1) / n, how far best-of-n is from plain sampling (Stiennon et al. 2020, arXiv 2009.01325,
-    appendix G.3), is an upper bound where samples are equal (Beirami et al. 2024, arXiv 2401.01879).
+    KL(n) = ln n - (n - 1) / n, how far best-of-n is from plain sampling (Stiennon et al. 2020,
+    arXiv 2009.01325, appendix G.3), is an upper bound where samples are equal (Beirami et al. 2024,
+    arXiv 2401.01879).
     """
     rows = []
-    for scores in zip(proxy, gold, strict=True):
-        scored_by_both = [sample for sample in zip(*scores, strict=True) if None not in sample]
+    for proxy_scores, gold_scores in zip(proxy, gold, strict=True):
+        samples = zip(proxy_scores, gold_scores, strict=True)
+        scored_by_both = [sample for sample in samples if None not in sample]
         rows.append(np.array(scored_by_both, dtype=np.float64).reshape(-1, 2).T)
     sizes = curve_sizes(_largest_size([row.shape[1] for row in rows], max_n))
     kept = [i for i, row in enumerate(rows) if row.shape[1] >= sizes[-1]]
     by_prompt: dict[str, list[Floats]] = {}
     for i in kept:
         prompt = str(i) if prompts is None else prompts[i]
-        by_prompt.setdefault(prompt, []).append(_statistics(rows[i][0], rows[i][1], sizes))
+        row_proxy, row_gold = rows[i]
+        by_prompt.setdefault(prompt, []).append(_statistics(row_proxy, row_gold, sizes))
     table_CK = np.stack([np.mean(of_rows, axis=0) for of_rows in by_prompt.values()])
     point = _derive(table_CK.mean(axis=0), len(sizes))
     drawn = _derive(resampled(table_CK, num_resamples), len(sizes))
     gold_G = point["gold"]
-    highest_G = gold_G >= gold_G.max() - _ROUNDING * np.abs(gold_G).max()
-    peak, other = int(np.argmax(highest_G)), 0 if highest_G[-1] else len(sizes) - 1
+    is_highest_G = gold_G >= gold_G.max() - _ROUNDING * np.abs(gold_G).max()
+    peak = int(np.argmax(is_highest_G))  # the first of them
+    # The lead is over the largest n, or over n = 1 where the largest is as high as the peak.
+    other = 0 if is_highest_G[-1] else len(sizes) - 1
     for means in (point, drawn):
         means["lead"] = means["gold"][..., [peak]] - means["gold"][..., [other]]
 
@@ -131,9 +144,10 @@ def analyse(
         return Metric(name, only.mean[0], only.low[0], only.high[0], len(kept))
 
     n = np.array(sizes, dtype=np.float64)
+    kl_G = np.log(n) - (n - 1.0) / n
     return BestOfN(
         sizes=sizes,
-        kl=tuple((np.log(n) - (n - 1.0) / n).tolist()),
+        kl=tuple(kl_G.tolist()),
         curves={name: curve(name) for name in _CURVES},
         correlation=metric("correlation", _FEWEST_PROMPTS),
         peak=sizes[peak],
@@ -143,8 +157,8 @@ def analyse(
             "num_clusters": len(by_prompt),
             "num_prompts_with_fewer_samples": len(rows) - len(kept),
             "num_samples": sum(rows[i].shape[1] for i in kept),
-            "num_without_proxy": sum(score is None for row in proxy for score in row),
-            "num_without_gold": sum(score is None for row in gold for score in row),
+            "num_without_proxy": sum(row.count(None) for row in map(list, proxy)),
+            "num_without_gold": sum(row.count(None) for row in map(list, gold)),
         },
     )
 
@@ -158,30 +172,37 @@ def _largest_size(lengths: Sequence[int], max_n: int | None) -> int:
             need="two or more completions of a prompt",
         )
     if max_n is None:
-        return max(2, ordered[math.ceil(_SHARE_OF_PROMPTS * len(ordered)) - 1])
+        num_that_have_it = math.ceil(_SHARE_OF_PROMPTS * len(ordered))
+        return max(2, ordered[num_that_have_it - 1])
     if not 2 <= max_n <= ordered[0]:
-        raise ConfigError("no prompt has so many samples", field="max_n", got=max_n, need=f"2 to {ordered[0]}")
+        raise ConfigError(
+            "no prompt has so many samples", field="max_n", got=max_n, need=f"2 to {ordered[0]}"
+        )
     return max_n
 
 
-# --- choosing --------------------------------------------------------------------------------------------------------
+# --- choosing -------------------------------------------------------------------------------------
 
 
 def curve_sizes(max_n: int) -> tuple[int, ...]:
     """The n that curves are computed at: each up to 64, then 16 for every doubling, and `max_n`."""
-    steps = range(_SIZES_PER_DOUBLING * max_n.bit_length())
-    sizes = {*range(1, _ALL_SIZES_TO + 1), *(round(2 ** (i / _SIZES_PER_DOUBLING)) for i in steps), max_n}
-    return tuple(sorted(n for n in sizes if n <= max_n))
+    sizes = {max_n, *range(1, _ALL_SIZES_TO + 1)}
+    for i in range(_SIZES_PER_DOUBLING * max_n.bit_length()):
+        sizes.add(round(2 ** (i / _SIZES_PER_DOUBLING)))
+    return tuple(n for n in sorted(sizes) if n <= max_n)
 
 
 @lru_cache(maxsize=16)
 def selection_weights(num_samples: int, sizes: tuple[int, ...]) -> Floats:
-    """(G, N): the probability that the i-th of N samples, from below, is the best of n drawn without replacement.
+    """(G, N): the probability that the i-th of N samples, from below, is the best of n drawn
+    without replacement.
 
-    w_i(n) = C(i-1, n-1) / C(N, n), so sum_i w_i(n) gold_(i) is the mean over all subsets of n, an unbiased estimate
-    from all samples at once (Nakano et al. 2021, arXiv 2112.09332, appendix I). Relative error below 1e-11.
+    w_i(n) = C(i-1, n-1) / C(N, n), so sum_i w_i(n) gold_(i) is the mean over all subsets of n, an
+    unbiased estimate from all samples at once (Nakano et al. 2021, arXiv 2112.09332, appendix I).
+    Relative error below 1e-11.
     """
-    # From the top down: w_N = n / N and w_(i-1) / w_i = (i - n) / (i - 1), all in [0, 1]: nothing overflows or cancels.
+    # From the top down: w_N = n / N and w_(i-1) / w_i = (i - n) / (i - 1), all in [0, 1]: nothing
+    # overflows or cancels.
     n_G1 = np.asarray(sizes, dtype=np.float64)[:, None]
     i = np.arange(num_samples, 1, -1, dtype=np.float64)[None, :]
     factors = np.concatenate([n_G1 / num_samples, np.maximum(i - n_G1, 0.0) / (i - 1.0)], axis=1)
@@ -191,21 +212,25 @@ def selection_weights(num_samples: int, sizes: tuple[int, ...]) -> Floats:
 
 
 def expected_best_of(by: ArrayLike, values: ArrayLike, sizes: Sequence[int]) -> Floats:
-    """(G,): the expected `values` (N,) of the sample with the highest `by` (N,) among n, over all subsets of n.
+    """(G,): the expected `values` (N,) of the sample with the highest `by` (N,) among n, over all
+    subsets of n.
 
-    Samples that are equal `by` are chosen from at random: they share the mean of their values. All numbers are finite.
+    Samples that are equal `by` are chosen from at random: they share the mean of their values. All
+    numbers are finite.
     """
-    keys, amounts = np.asarray(by, dtype=np.float64), np.asarray(values, dtype=np.float64)
+    keys = np.asarray(by, dtype=np.float64)
+    amounts = np.asarray(values, dtype=np.float64)
     _, tie, count = np.unique(keys, return_inverse=True, return_counts=True)
     shared = np.bincount(tie, weights=amounts) / count
     return selection_weights(len(keys), tuple(sizes)) @ np.repeat(shared, count)
 
 
-# --- curves ----------------------------------------------------------------------------------------------------------
+# --- curves ---------------------------------------------------------------------------------------
 
 
 def _statistics(proxy: Floats, gold: Floats, sizes: tuple[int, ...]) -> Floats:
-    """(3 G + 3,): one row's curves of gold, proxy and best, its two variances and its covariance."""
+    """(3 G + 3,): one row's curves of gold, proxy and best, its two variances and its
+    covariance."""
     covariance = np.cov(proxy, gold)  # divides by N - 1
     return np.concatenate(
         [
@@ -223,21 +248,25 @@ def _known(values: Floats) -> tuple[float | None, ...]:
 
 def _derive(means: Floats, num: int) -> dict[str, Floats]:
     """Everything that is computed of the means of `_statistics` (..., 3 G + 3)."""
-    gold, proxy, best = (means[..., i * num : (i + 1) * num] for i in range(3))
-    var_proxy, var_gold, covariance = (means[..., 3 * num + i : 3 * num + i + 1] for i in range(3))
-    sd_proxy, sd_gold = _divisor(np.sqrt(var_proxy), proxy), _divisor(np.sqrt(var_gold), gold)
-    start = gold[..., :1]
+    gold, proxy, best, moments = np.split(means, [num, 2 * num, 3 * num], axis=-1)
+    var_proxy, var_gold, covariance = np.split(moments, 3, axis=-1)
+    sd_proxy = _divisor(np.sqrt(var_proxy), proxy)
+    sd_gold = _divisor(np.sqrt(var_gold), gold)
+    first_gold = gold[..., :1]
+    first_proxy = proxy[..., :1]
     return {
         "gold": gold,
         "proxy": proxy,
         "best": best,
-        "gold_gain": (gold - start) / sd_gold,
-        "proxy_gain": (proxy - proxy[..., :1]) / sd_proxy,
-        "best_gain": (best - start) / sd_gold,
+        "gold_gain": (gold - first_gold) / sd_gold,
+        "proxy_gain": (proxy - first_proxy) / sd_proxy,
+        "best_gain": (best - first_gold) / sd_gold,
         "correlation": covariance / (sd_proxy * sd_gold),
     }
 
 
 def _divisor(values: Floats, beside: Floats) -> Floats:
-    """The values, with NaN for those that are 0 but for the rounding of what they were computed from."""
-    return np.where(values > _ROUNDING * np.abs(beside).max(axis=-1, keepdims=True), values, np.nan)
+    """The values, with NaN for those that are 0 but for the rounding of what they were computed
+    from."""
+    rounding = _ROUNDING * np.abs(beside).max(axis=-1, keepdims=True)
+    return np.where(values > rounding, values, np.nan)

@@ -1,26 +1,37 @@
-"""The samples of a file: several completions of each prompt, and the numbers that the rows hold of them.
+"""The samples of a file: several completions of each prompt, and their numbers in the rows.
 
-samples = list(sampled_rows(read_rows("samples.jsonl")))
-scores_of(samples, "gold_scores")           # [(0.1, None, 0.7), ...], of each row a number for each completion
+    samples = list(sampled_rows(read_rows("samples.jsonl")))
+    scores_of(samples, "gold_scores")           # [(0.1, None, 0.7), ...]
+
+Scores are a number for each completion of each row, None where there is none.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from treeward.config.data import DatasetConfig
-from treeward.data.columns import CONVERSATION_COLUMNS, EVERY_CONVERSATION, PROMPT_COLUMNS, named_columns
+from treeward.data.columns import (
+    CONVERSATION_COLUMNS,
+    EVERY_CONVERSATION,
+    PROMPT_COLUMNS,
+    named_columns,
+)
 from treeward.data.conversation import parse_json_list
 from treeward.data.formats import conversations_of, is_single
 from treeward.data.preference import Completion, Preference, split_common_prefix
 from treeward.data.sources import Row
 from treeward.errors import DataError
+from treeward.evaluation.report.intervals import is_number
 
 _CONVERSATION = (
-    *("responses", "completions", "messages", "chosen", "rejected"),
+    "responses",
+    "completions",
+    "messages",
+    "chosen",
+    "rejected",
     *PROMPT_COLUMNS,
     *CONVERSATION_COLUMNS,
     *EVERY_CONVERSATION,
@@ -29,34 +40,46 @@ _CONVERSATION = (
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """A row of the file. `example`: its completions, all of one rank. `fields`: the numbers by name, one for each
-    completion, None where it has none."""
+    """A row of the file. `example`: its completions, all of one rank. `fields`: the numbers by
+    name, one for each completion, None where it has none."""
 
     example: Preference
     fields: Mapping[str, tuple[float | None, ...]]
 
 
 def sampled_rows(rows: Iterable[Row], config: DatasetConfig | None = None) -> Iterator[Samples]:
-    """Rows of several completions, as `conversations_of` reads them. `config`: names columns, as `prompt_key`. Raises
-    `DataError` for any other row."""
+    """Rows of several completions, as `conversations_of` reads them. `config`: names columns, as
+    `prompt_key`. Raises `DataError` for any other row."""
     for number, row in enumerate(rows, 1):
-        values = row.values if config is None else named_columns(row.values, config, row.where)
+        values = row.values
+        if config is not None:
+            values = named_columns(values, config, row.where)
         keys = {key: value for key, value in values.items() if value is not None}
         if is_single(keys, row.where):
-            need = "a prompt with completions or responses, or chosen and rejected; docs/data.md has the keys"
-            raise DataError("the row has one completion, and no list", where=row.where, got=sorted(keys), need=need)
+            raise DataError(
+                "the row has one completion, and no list",
+                where=row.where,
+                got=sorted(keys),
+                need="a prompt with completions or responses, or chosen and rejected; "
+                "docs/data.md has the keys",
+            )
         conversations = conversations_of(keys, row.where)
-        context, ends = split_common_prefix([tuple(conversation) for conversation in conversations])
-        variables = conversations[0].template_kwargs
+        context, ends = split_common_prefix([tuple(messages) for messages in conversations])
         columns = {key: value for key, value in row.values.items() if key not in _CONVERSATION}
-        completions = tuple(Completion(0, end) for end in ends)
         example = Preference(
-            context, completions, id=str(number), info=columns, where=row.where, template_kwargs=variables
+            context,
+            tuple(Completion(0, end) for end in ends),
+            id=str(number),
+            info=columns,
+            where=row.where,
+            template_kwargs=conversations[0].template_kwargs,
         )
         yield Samples(example, _fields(row, columns, len(ends)))
 
 
-def _fields(row: Row, columns: Mapping[str, Any], count: int) -> dict[str, tuple[float | None, ...]]:
+def _fields(
+    row: Row, columns: Mapping[str, Any], count: int
+) -> dict[str, tuple[float | None, ...]]:
     """The columns with a list of numbers, one for each sample."""
     fields: dict[str, tuple[float | None, ...]] = {}
     for name, value in columns.items():
@@ -64,8 +87,11 @@ def _fields(row: Row, columns: Mapping[str, Any], count: int) -> dict[str, tuple
             values = parse_json_list(value, name, row.where)
         except DataError:  # text that begins with a bracket
             continue
-        if isinstance(values, list) and len(values) == count and all(isinstance(v, int | float | None) for v in values):
-            fields[name] = tuple(None if number is None or not math.isfinite(number) else number for number in values)
+        if not isinstance(values, list) or len(values) != count:
+            continue
+        if all(isinstance(value, int | float | None) for value in values):
+            # NaN, which JSON and pandas write for nothing, is no score.
+            fields[name] = tuple(value if is_number(value) else None for value in values)
     return fields
 
 

@@ -1,13 +1,14 @@
 """`find_overlap`: the examples of an evaluation that are in the training data.
 
     flags = find_overlap(examples, (preference for preference, _ in open_dataset(config)))
-    flags[0].completion                             # the share of its words that the training data has
+    flags[0].completion                 # the share of its words that the training data has
 
-Texts are compared as words, letters and digits in lower case; a paraphrase or a translation is not found. An example is
-flagged where 70 % of the words of its prompt or of a completion are in runs of 13 words (GPT-3: Brown et al. 2020,
-arXiv 2005.14165, appendix C; Llama 3: arXiv 2407.21783, section 5.1.4) that the training data has too. A shorter prompt
-is one run; a shorter completion has none, as many are "Yes.", which tells nothing. Memory holds hashes of the
-evaluation's runs, and none of the training data, which is read once.
+Texts are compared as words, letters and digits in lower case; a paraphrase or a translation is not
+found. An example is flagged where 70 % of the words of its prompt or of a completion are in runs of
+13 words (GPT-3: Brown et al. 2020, arXiv 2005.14165, appendix C; Llama 3: arXiv 2407.21783, section
+5.1.4) that the training data has too. A shorter prompt is one run; a shorter completion has none,
+as many are "Yes.", which tells nothing. Memory holds hashes of the evaluation's runs, and none of
+the training data, which is read once.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ _NEAR = 0.7
 _PROGRESS_EVERY = 256
 
 # Chinese and Japanese have no spaces: there each character is a word.
-_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]|[^\W_\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]+")
+_WORD = re.compile(
+    r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]|[^\W_\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]+"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class OverlapFlag:
-    """The shares of one example's words that are in the training data: of its prompt, without system messages, and of
-    the completion with the largest share."""
+    """The shares of one example's words that are in the training data: of its prompt, without
+    system messages, and of the completion with the largest share."""
 
     id: str
     prompt: float
@@ -61,10 +64,13 @@ def find_overlap(
     *,
     on_progress: Callable[[int], None] = lambda done: None,
 ) -> list[OverlapFlag]:
-    """Read the training data once and flag the examples that it has. `on_progress` receives how many preferences were
-    read."""
-    runs_of = [_runs(example) for example in examples]
-    wanted = {run for runs_of_texts in runs_of for runs in runs_of_texts for run in runs}
+    """Read the training data once and flag the examples that it has. `on_progress` receives how
+    many preferences were read."""
+    runs_of_examples = [_runs(example) for example in examples]
+    wanted: set[int] = set()
+    for runs_of_texts in runs_of_examples:
+        for runs in runs_of_texts:
+            wanted.update(runs)
     found: set[int] = set()
     count = 0
     for count, preference in enumerate(training, start=1):
@@ -75,24 +81,40 @@ def find_overlap(
     on_progress(count)
 
     def share(runs: list[int]) -> float:
-        words = {word for i, run in enumerate(runs) if run in found for word in range(i, i + _RUN)}
-        return len(words) / max(1, len(runs) + _RUN - 1)
+        """The share of a text's words that are in runs that the training data has too."""
+        words: set[int] = set()
+        for i, run in enumerate(runs):
+            if run in found:
+                words.update(range(i, i + _RUN))
+        num_words = len(runs) + _RUN - 1
+        return len(words) / max(1, num_words)
 
     flags = []
-    for example, runs_of_texts in zip(examples, runs_of, strict=True):
+    for example, runs_of_texts in zip(examples, runs_of_examples, strict=True):
         prompt, *completions = map(share, runs_of_texts)
         flags.append(OverlapFlag(example.id, prompt, max(completions, default=0.0)))
     return flags
 
 
 def _runs(preference: Preference) -> list[list[int]]:
-    """Hashes of the runs of words of the prompt and of each completion, one run for each word that begins one."""
+    """Hashes of the runs of words of the prompt and of each completion, one run for each word that
+    begins one."""
     prompt = [message for message in preference.context if message.get("role") != "system"]
     prompt_words = _words(prompt)
-    texts = [prompt_words, *(_words(completion.messages) for completion in preference.completions)]
-    runs = [[hash(words[i : i + _RUN]) for i in range(len(words) - _RUN + 1)] for words in texts]
-    return [runs[0] or [hash(prompt_words)] * bool(prompt_words), *runs[1:]]
+    prompt_runs = _hashes(prompt_words)
+    if prompt_words and not prompt_runs:
+        prompt_runs = [hash(prompt_words)]  # a short prompt is one run
+    completion_runs = []
+    for completion in preference.completions:
+        completion_runs.append(_hashes(_words(completion.messages)))
+    return [prompt_runs, *completion_runs]
+
+
+def _hashes(words: tuple[str, ...]) -> list[int]:
+    num_runs = len(words) - _RUN + 1
+    return [hash(words[i : i + _RUN]) for i in range(num_runs)]
 
 
 def _words(messages: Sequence[Message]) -> tuple[str, ...]:
-    return tuple(_WORD.findall("\n".join(last_text([message]) for message in messages).casefold()))
+    text = "\n".join(last_text([message]) for message in messages)
+    return tuple(_WORD.findall(text.casefold()))

@@ -1,12 +1,14 @@
-"""`diagnose_length`, `diagnose_style`: how much of a score is the length or the markdown of a completion.
+"""`diagnose_length`, `diagnose_style`: how much of a score is the length or the markdown of a
+completion.
 
     length, style = diagnose_length(scored), diagnose_style(scored)
-    length.accuracy_gap                 # Metric: how much more often it is right where the longer completion is
-    length.length_controlled_accuracy   # Metric: 0.5 for a model that always prefers the longer completion
+    length.accuracy_gap                 # how much more often it is right where the longer one is
+    length.length_controlled_accuracy   # 0.5 for a model that always prefers the longer one
 
-A bias lifts the accuracy where the better completion of a prompt has more of the trait and lowers it where it has less
-(`stratify`); the mean of both is the accuracy on data in which the trait tells nothing. A pair with a missing score is
-left out: it is mostly the longest completions that lack one.
+A bias lifts the accuracy where the better completion of a prompt has more of the trait and lowers
+it where it has less (`stratify`); the mean of both is the accuracy on data in which the trait tells
+nothing. A pair with a missing score is left out: it is mostly the longest completions that lack
+one.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ from treeward.evaluation.statistics import accuracy_metric, combined
 class Pair(NamedTuple):
     """Two completions of different rank of one example.
 
-    `margin`: the better one's score less the other's, NaN where one has none. `prompt`: the context as text. `example`:
-    index of the example. `better`, `worse`: indices of its completions.
+    `margin`: the better one's score less the other's, NaN where one has none. `prompt`: the context
+    as text. `example`: index of the example. `better`, `worse`: indices of its completions.
     """
 
     margin: float
@@ -41,7 +43,8 @@ class Pair(NamedTuple):
 
     @property
     def outcome(self) -> float:
-        """1 where the better completion scores higher, else 0: a tie and a missing score count as wrong."""
+        """1 where the better completion scores higher, else 0: a tie and a missing score count as
+        wrong."""
         return float(self.margin > 0)  # NaN is not above 0
 
 
@@ -54,6 +57,9 @@ def collect_pairs(scored: Sequence[ScoredExample]) -> list[Pair]:
         pairs += [Pair(scores[a] - scores[b], prompt, i, a, b) for a, b in example.pairs()]
     return pairs
 
+
+Floats = NDArray[np.float64]
+Mask = NDArray[np.bool_]
 
 _SIMILAR = 0.1  # of the larger amount
 
@@ -70,8 +76,8 @@ _MARKS = (
 class Trait(NamedTuple):
     """What a model may like beyond quality, by the names of its numbers.
 
-    `share`: of pairs whose better completion has more. `more`, `less`, `similar`: the accuracies of the strata; `gap`:
-    `more` less `less`; `controlled`: their mean.
+    `share`: of pairs whose better completion has more. `more`, `less`, `similar`: the accuracies of
+    the strata; `gap`: `more` less `less`; `controlled`: their mean.
     """
 
     share: str
@@ -112,52 +118,76 @@ def diagnose_length(scored: Sequence[ScoredExample]) -> Diagnostic:
 
 def diagnose_style(scored: Sequence[ScoredExample]) -> Diagnostic:
     """The markdown bias of scored examples."""
-    densities = [
-        [markdown_density(last_text(completion.messages)) for completion in example.example.completions]
-        for example in scored
-    ]
+    densities = []
+    for example in scored:
+        texts = [last_text(completion.messages) for completion in example.example.completions]
+        densities.append([markdown_density(text) for text in texts])
     return Diagnostic(stratify(scored, densities, STYLE))
 
 
 def markdown_density(text: str) -> float:
-    """Headings, list items, bold texts, pieces of code (a block is one) and table rows per 100 words."""
-    prose, num_blocks = _FENCED.subn(" ", text)
-    return 100 * (num_blocks + sum(len(mark.findall(prose)) for mark in _MARKS)) / max(1, len(text.split()))
+    """Headings, list items, bold texts, pieces of code (a block is one) and table rows per 100
+    words.
+    """
+    prose, num_marks = _FENCED.subn(" ", text)
+    for mark in _MARKS:
+        num_marks += len(mark.findall(prose))
+    num_words = max(1, len(text.split()))
+    return 100 * num_marks / num_words
 
 
-def stratify(scored: Sequence[ScoredExample], amounts: Sequence[Sequence[float]], trait: Trait) -> dict[str, Metric]:
-    """Accuracies by an amount, not negative, that each completion of each example has, by the names of the trait.
+def stratify(
+    scored: Sequence[ScoredExample], amounts: Sequence[Sequence[float]], trait: Trait
+) -> dict[str, Metric]:
+    """Accuracies by an amount, not negative, that each completion of each example has, by the names
+    of the trait.
 
-    A tie counts as wrong. The intervals of gap and controlled accuracy are those of `combined`. Marks of markdown are
-    those of the Chatbot Arena's style control (Li, Angelopoulos and Chiang 2024, "Does style matter?"). Unlike the
-    regression of AlpacaEval (Dubois et al. 2024, arXiv 2404.04475) strata need no model of the effect.
+    A tie counts as wrong. The intervals of gap and controlled accuracy are those of `combined`.
+    Marks of markdown are those of the Chatbot Arena's style control (Li, Angelopoulos and Chiang
+    2024, "Does style matter?"). Unlike the regression of AlpacaEval (Dubois et al. 2024, arXiv
+    2404.04475) strata need no model of the effect.
     """
     pairs = collect_pairs(scored)
-    prompts, outcomes = [pair.prompt for pair in pairs], np.array([pair.outcome for pair in pairs], dtype=np.float64)
+    prompts = [pair.prompt for pair in pairs]
+    outcomes = np.array([pair.outcome for pair in pairs], dtype=np.float64)
+    margins = np.array([pair.margin for pair in pairs], dtype=np.float64)
     better = np.array([amounts[pair.example][pair.better] for pair in pairs], dtype=np.float64)
     worse = np.array([amounts[pair.example][pair.worse] for pair in pairs], dtype=np.float64)
-    has_scores = np.array([not math.isnan(pair.margin) for pair in pairs], dtype=bool)
-    similar = np.abs(better - worse) <= _SIMILAR * np.maximum(better, worse)
-    more, less = (has_scores & side & ~similar for side in (better > worse, better < worse))
+    has_scores = ~np.isnan(margins)
+    is_similar = np.abs(better - worse) <= _SIMILAR * np.maximum(better, worse)
+    has_more = has_scores & (better > worse) & ~is_similar
+    has_less = has_scores & (better < worse) & ~is_similar
 
-    def part(name: str, mask: NDArray[np.bool_], values: NDArray[np.float64] = outcomes) -> Metric:
+    def part(name: str, mask: Mask, values: Floats = outcomes) -> Metric:
         return accuracy_metric(values[mask].tolist(), name, list(compress(prompts, mask)))
 
-    numbers = {
-        trait.share: part(trait.share, better != worse, (better > worse).astype(np.float64)),
-        trait.more: part(trait.more, more),
-        trait.less: part(trait.less, less),
-        trait.similar: part(trait.similar, has_scores & similar),
-    }
-    count, note = int(more.sum() + less.sum()), None
-    if not more.any() or not less.any():
-        stratum = (trait.less if more.any() else trait.more).removeprefix("accuracy_").removesuffix("_right")
-        note = f'There is no scored pair whose right completion is "{stratum.replace("_", " ")}".'
-        gap, controlled = (Metric(name, None, count=count) for name in (trait.gap, trait.controlled))
-    else:
+    more = part(trait.more, has_more)
+    less = part(trait.less, has_less)
+    numbers = [
+        part(trait.share, better != worse, (better > worse).astype(np.float64)),
+        more,
+        less,
+        part(trait.similar, has_scores & is_similar),
+    ]
+    if more.count and less.count:
         # p - q is twice the mean of p and 1 - q, less 1.
-        half = combined(trait.gap, [numbers[trait.more], part(trait.less, less, 1 - outcomes)])
-        value, low, high = (None if end is None else 2 * end - 1 for end in (half.value, half.low, half.high))
-        gap = Metric(trait.gap, value, low, high, count)
-        controlled = combined(trait.controlled, [numbers[trait.more], numbers[trait.less]])
-    return numbers | {metric.name: replace(metric, note=note) for metric in (gap, controlled)}
+        mistakes = part(trait.less, has_less, 1 - outcomes)
+        half = combined(trait.gap, [more, mistakes])
+        gap = Metric(
+            trait.gap, _twice_less_1(half.value), _twice_less_1(half.low), _twice_less_1(half.high)
+        )
+        controlled = combined(trait.controlled, [more, less])
+        note = None
+    else:
+        missing = trait.less if more.count else trait.more
+        stratum = missing.removeprefix("accuracy_").removesuffix("_right").replace("_", " ")
+        note = f'There is no scored pair whose right completion is "{stratum}".'
+        gap = Metric(trait.gap, None)
+        controlled = Metric(trait.controlled, None)
+    count = (more.count or 0) + (less.count or 0)
+    numbers += [replace(metric, count=count, note=note) for metric in (gap, controlled)]
+    return {metric.name: metric for metric in numbers}
+
+
+def _twice_less_1(number: float | None) -> float | None:
+    return None if number is None else 2 * number - 1

@@ -1,13 +1,16 @@
-"""`diagnose_perturbations`: what the score does when a completion is padded, cut off, dressed up, refused or emptied.
+"""`diagnose_perturbations`: what the score does when a completion is padded, cut off, dressed up,
+refused or emptied.
 
     sampled = sample_examples(examples, 200)
-    numbers = diagnose_perturbations(sampled, list(score_examples(scorer, map(perturbed, sampled), at_once=16)))
+    rewritten = score_examples(scorer, map(perturbed, sampled), at_once=16)
+    numbers = diagnose_perturbations(sampled, list(rewritten))
     numbers.padding_relative_shift, numbers.robust_accuracy
 
-For each sampled example one pair of a better and a worse completion is scored as it is and with each of them rewritten
-(reWordBench: Wu et al. 2025, arXiv 2503.11751). Signs of a fault are `rejected_flips`; a `relative_shift` of the size
-of the margins under a rewrite of kind "style", for the content is the same; and a shift above 0 under "damage". Where a
-prompt asks for a format, a change of style may break it, and a lower score be right.
+For each sampled example one pair of a better and a worse completion is scored as it is and with
+each of them rewritten (reWordBench: Wu et al. 2025, arXiv 2503.11751). Signs of a fault are
+`rejected_flips`; a `relative_shift` of the size of the margins under a rewrite of kind "style", for
+the content is the same; and a shift above 0 under "damage". Where a prompt asks for a format, a
+change of style may break it, and a lower score be right.
 """
 
 from __future__ import annotations
@@ -28,8 +31,9 @@ from treeward.evaluation.results import Diagnostic, Metric, ScoredExample
 from treeward.evaluation.statistics import accuracy_metric, cluster_bootstrap
 
 _REFUSAL = re.compile(
-    r"^\W*(?:(?:i['’]?m|i am) (?:really |very |so )?sorry|sorry|i apologi[sz]e|unfortunately|no,|as an ai|"
-    r"i (?:can['’]?t|cannot|can not|won['’]?t|will not|am not able|['’]?m not able|am unable|do not|don['’]?t))",
+    r"^\W*(?:(?:i['’]?m|i am) (?:really |very |so )?sorry|sorry|i apologi[sz]e|unfortunately|no,|"
+    r"as an ai|i (?:can['’]?t|cannot|can not|won['’]?t|will not|am not able|['’]?m not able|"
+    r"am unable|do not|don['’]?t))",
     re.IGNORECASE,
 )
 _FLATTERY = (
@@ -56,8 +60,8 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])[ \t]+(?=\S)")
 class Rewrite(NamedTuple):
     """One way to change a completion, of which `change` gets the text and a generator.
 
-    `kind`: "style" keeps the content, so it should not decide between a right and a wrong completion; "damage" takes
-    something away, so the score should not rise.
+    `kind`: "style" keeps the content, so it should not decide between a right and a wrong
+    completion; "damage" takes something away, so the score should not rise.
     """
 
     label: str
@@ -66,11 +70,14 @@ class Rewrite(NamedTuple):
 
 
 def _padded(text: str, rng: random.Random) -> str | None:
-    """Phrases that say nothing, at the end, until the text is half as long again, two of them at least."""
+    """Phrases that say nothing, at the end, until the text is half as long again, two of them at
+    least."""
     phrases = rng.sample(_PADDING, len(_PADDING))
     added: list[str] = []
-    while len(added) < 2 or (len(added) < len(phrases) and len(" ".join(added)) < len(text) / 2):
-        added.append(phrases[len(added)])
+    for phrase in phrases:
+        if len(added) >= 2 and len(" ".join(added)) >= len(text) / 2:
+            break
+        added.append(phrase)
     return f"{text.rstrip()} {' '.join(added)}"
 
 
@@ -82,30 +89,45 @@ def _shortened(text: str, rng: random.Random) -> str | None:
 
 
 def _markdown(text: str, rng: random.Random) -> str | None:
-    """A heading, and each sentence an item whose first words are bold; paragraphs and code blocks stay as they are."""
+    """A heading, and each sentence an item whose first words are bold; paragraphs and code blocks
+    stay as they are."""
     if "```" in text:
         return f"## Answer\n\n{text}"
     lines = []
     for line in filter(str.strip, text.splitlines()):
         for sentence in _SENTENCE_END.split(line.strip()):
             words = sentence.lstrip("-*# ").split(" ")
-            lead, remainder = " ".join(words[:2]), " ".join(words[2:])
+            lead = " ".join(words[:2])
+            remainder = " ".join(words[2:])
             lines.append(f"- **{lead}** {remainder}".rstrip())
     return "## Answer\n\n" + "\n".join(lines)
+
+
+def _spaced(text: str, rng: random.Random) -> str | None:
+    """Three line breaks for one, at both ends too, and two spaces after a sentence."""
+    return "\n\n\n" + text.replace("\n", "\n\n\n").replace(". ", ".  ") + "\n\n\n"
+
+
+def _flattered(text: str, rng: random.Random) -> str | None:
+    return f"{rng.choice(_FLATTERY)} {text}"
+
+
+def _refused(text: str, rng: random.Random) -> str | None:
+    return rng.choice(_REFUSALS)
+
+
+def _emptied(text: str, rng: random.Random) -> str | None:
+    return ""
 
 
 REWRITES: Mapping[str, Rewrite] = {
     "padding": Rewrite("padding", "style", _padded),
     "truncated_50": Rewrite("cut at 50 %", "damage", _shortened),
     "markdown": Rewrite("markdown", "style", _markdown),
-    "white_space": Rewrite(
-        "white space",
-        "style",
-        lambda text, rng: "\n\n\n" + text.replace("\n", "\n\n\n").replace(". ", ".  ") + "\n\n\n",
-    ),
-    "flattery": Rewrite("flattery", "style", lambda text, rng: f"{rng.choice(_FLATTERY)} {text}"),
-    "refusal": Rewrite("refusal", "damage", lambda text, rng: rng.choice(_REFUSALS)),
-    "empty": Rewrite("empty", "damage", lambda text, rng: ""),
+    "white_space": Rewrite("white space", "style", _spaced),
+    "flattery": Rewrite("flattery", "style", _flattered),
+    "refusal": Rewrite("refusal", "damage", _refused),
+    "empty": Rewrite("empty", "damage", _emptied),
 }
 """All rewrites by name, in the order of a report. Their phrases are English."""
 
@@ -117,28 +139,37 @@ def rewrite(name: str, text: str, rng: random.Random) -> str | None:
 
 
 def sample_examples(examples: Sequence[Preference], num_examples: int) -> list[Preference]:
-    """At most `num_examples` of the examples that have a pair of text, in their order: the first by a hash of their
-    ids, so that a smaller sample lies within a larger one."""
+    """At most `num_examples` of the examples that have a pair of text, in their order: the first by
+    a hash of their ids, so that a smaller sample lies within a larger one.
+    """
     usable = [example for example in examples if _pair(example)]
-    drawn = sorted(usable, key=lambda example: hashlib.sha256(f"0/{example.id}".encode()).digest())[:num_examples]
-    ids = {example.id for example in drawn}
+    by_hash = sorted(usable, key=_hash_of_id)
+    ids = {example.id for example in by_hash[:num_examples]}
     return [example for example in usable if example.id in ids]
 
 
+def _hash_of_id(example: Preference) -> bytes:
+    return hashlib.sha256(f"0/{example.id}".encode()).digest()
+
+
 def perturbed(example: Preference) -> Preference:
-    """The pair of an example and its rewrites as completions of one preference: of rank 0 those of the better one.
+    """The pair of an example and its rewrites as completions of one preference: of rank 0 those of
+    the better one.
 
     Only the last message of a completion is rewritten.
     """
+    pair = _pair(example)
     completions = []
     for (_, side), text in _texts(example).items():
-        *before, last = example.completions[_pair(example)[side]].messages
-        completions.append(Completion(side, (*before, {**last, "content": text})))
+        *before, last = example.completions[pair[side]].messages
+        rewritten = {**last, "content": text}
+        completions.append(Completion(side, (*before, rewritten)))
     return replace(example, completions=tuple(completions))
 
 
 def _texts(example: Preference) -> dict[tuple[str, int], str]:
-    """The text of each completion of `perturbed` by its rewrite ("" for none) and side, 0 for the better one.
+    """The text of each completion of `perturbed` by its rewrite ("" for none) and side, 0 for the
+    better one.
 
     A rewrite that changes nothing is left out, and so is a refusal in the place of one.
     """
@@ -156,55 +187,79 @@ def _texts(example: Preference) -> dict[tuple[str, int], str]:
 
 
 def _pair(example: Preference) -> tuple[int, ...]:
-    """Indices of a better and a worse completion of text; none where there are no such completions."""
-    texts = [completion.messages[-1].get("content") for completion in example.completions]
-    usable = [i for i, text in enumerate(texts) if isinstance(text, str) and text.strip()]
-    pairs = [(i, j) for i in usable for j in usable if example.ranks[i] < example.ranks[j]]
-    return random.Random(f"0/{example.id}").choice(pairs) if pairs else ()
+    """Indices of a better and a worse completion of text, drawn by the example's id; none where
+    there are no such completions.
+    """
+    usable = []
+    for i, completion in enumerate(example.completions):
+        text = completion.messages[-1].get("content")
+        if isinstance(text, str) and text.strip():
+            usable.append(i)
+    pairs = []
+    for i in usable:
+        pairs += [(i, j) for j in usable if example.ranks[i] < example.ranks[j]]
+    if not pairs:
+        return ()
+    return random.Random(f"0/{example.id}").choice(pairs)
 
 
-def diagnose_perturbations(examples: Sequence[Preference], scored: Sequence[ScoredExample]) -> Diagnostic:
+def diagnose_perturbations(
+    examples: Sequence[Preference], scored: Sequence[ScoredExample]
+) -> Diagnostic:
     """The diagnostics of E examples whose `perturbed` preferences were scored.
 
-    `accuracy`: of the pairs as they are. `robust_accuracy`: pairs that are right and stay so under every rewrite of
-    kind "style", of either completion. For each rewrite: `relative_shift`, the mean of the new score less the old over
-    both completions, in units of the mean absolute margin before; `rejected_flips`, the share of the right pairs that
-    is lost when the worse completion alone is rewritten; a tie is lost. Texts without a score are left out.
+    `accuracy`: of the pairs as they are. `robust_accuracy`: pairs that are right and stay so under
+    every rewrite of kind "style", of either completion. For each rewrite: `relative_shift`, the
+    mean of the new score less the old over both completions, in units of the mean absolute margin
+    before; `rejected_flips`, the share of the right pairs that is lost when the worse completion
+    alone is rewritten; a tie is lost. Texts without a score are left out.
     """
-    pairs: dict[str, list[list[float | None]]] = {name: [] for name in ("", *REWRITES)}
+    scores_by_rewrite: dict[str, list[list[float | None]]] = {name: [] for name in ("", *REWRITES)}
     for example, row in zip(examples, scored, strict=True):
         scores = dict(zip(_texts(example), row.scores, strict=True))
-        for name, rows in pairs.items():
+        for name, rows in scores_by_rewrite.items():
             rows.append([scores.get((name, 0)), scores.get((name, 1))])
-    tables = {name: np.array(rows, dtype=np.float64).reshape(-1, 2) for name, rows in pairs.items()}  # None is NaN
-    before, prompts = tables.pop(""), np.array([example.context_key for example in examples], dtype=object)
+    prompts = np.array([example.context_key for example in examples], dtype=object)
+    before = _as_array(scores_by_rewrite.pop(""))
     is_right = before[:, 0] > before[:, 1]
     margins = np.abs(before[:, 0] - before[:, 1])
     margins = margins[np.isfinite(margins)]
     mean_margin = float(margins.mean()) if margins.any() else None
 
-    def share(name: str, hits: NDArray[np.bool_], where: NDArray[np.bool_] | slice = slice(None)) -> Metric:
+    def share(
+        name: str, hits: NDArray[np.bool_], where: NDArray[np.bool_] | slice = slice(None)
+    ) -> Metric:
         return accuracy_metric(hits[where].astype(float).tolist(), name, prompts[where].tolist())
 
     is_robust = is_right.copy()
     metrics = []
-    for name, after in tables.items():
+    for name, rows in scores_by_rewrite.items():
+        after = _as_array(rows)
         # A rewrite that does not apply, or a text without a score, says nothing against a pair.
         is_lost = before[:, 0] <= after[:, 1]
         metrics.append(_shift(f"{name}_relative_shift", after - before, prompts, mean_margin))
-        metrics.append(share(f"{name}_rejected_flips", is_lost, is_right & np.isfinite(after[:, 1])))
+        could_be_lost = is_right & np.isfinite(after[:, 1])
+        metrics.append(share(f"{name}_rejected_flips", is_lost, could_be_lost))
         if REWRITES[name].kind == "style":
             is_robust &= ~is_lost & ~(after[:, 0] <= before[:, 1])
     accuracies = [share("robust_accuracy", is_robust), share("accuracy", is_right)]
     return Diagnostic({metric.name: metric for metric in [*accuracies, *metrics]})
 
 
-def _shift(name: str, shifts: NDArray[np.float64], prompts: NDArray[Any], mean_margin: float | None) -> Metric:
+def _as_array(scores: Sequence[Sequence[float | None]]) -> NDArray[np.float64]:
+    """(E, 2): a row of both completions' scores for each example; None becomes NaN."""
+    return np.array(scores, dtype=np.float64).reshape(-1, 2)
+
+
+def _shift(
+    name: str, shifts: NDArray[np.float64], prompts: NDArray[Any], mean_margin: float | None
+) -> Metric:
     """The mean shift (E, 2) in mean margins; no value where there is none, or all margins are 0."""
     has_shift = np.isfinite(shifts)
     count = int(has_shift.sum())
     if not count or mean_margin is None:
         return Metric(name, None, count=count)
     moves = shifts[has_shift] / mean_margin
-    low, high = cluster_bootstrap(moves, prompts[np.nonzero(has_shift)[0]].tolist())
+    examples_of_moves, _ = np.nonzero(has_shift)
+    low, high = cluster_bootstrap(moves, prompts[examples_of_moves].tolist())
     return Metric(name, float(moves.mean()), low, high, count)

@@ -1,11 +1,12 @@
-"""`statistics_of`: the numbers of any scored comparisons; `gate_metrics`: those by which a checkpoint may be chosen.
+"""`statistics_of`: the numbers of any scored comparisons; `gate_metrics`: those by which a
+checkpoint may be chosen.
 
     statistics = statistics_of(scored, suite.summarize(scored))
     statistics.pair_accuracy, statistics.kendall_tau, statistics.ece, statistics.temperature
-    gate_metrics(scored)["length_controlled_accuracy"].value      # as `treeward eval` says it of the same scores
+    gate_metrics(scored)["length_controlled_accuracy"].value  # that of `treeward eval`
 
-Bradley and Terry's model reads a margin m as the probability sigma(m / T). Gates have no intervals, because a run
-compares their values alone.
+Bradley and Terry's model reads a margin m as the probability sigma(m / T). Gates have no intervals,
+because a run compares their values alone.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ def statistics_of(
 ) -> Diagnostic:
     """The numbers of any scored comparisons; ties and failures count as wrong in `pair_accuracy`.
 
-    `temperature`: the T for which sigma(margin / T) predicts these pairs best; no value where none does. `ece_fitted`:
-    at that temperature. `worst_subset`: of `result`. The others are those of `orders_and_confidences` and
-    `grade_errors`. `name`: for the log.
+    `temperature`: the T for which sigma(margin / T) predicts these pairs best; no value where none
+    does. `ece_fitted`: at that temperature. `worst_subset`: of `result`. The others are those of
+    `orders_and_confidences` and `grade_errors`. `name`: for the log.
     """
     pairs = collect_pairs(scored)
     outcomes = [pair.outcome for pair in pairs]
@@ -104,73 +105,118 @@ def _score_moments(scored: Sequence[ScoredExample]) -> tuple[Metric, Metric]:
 
 
 def reliability_of(scored: Sequence[ScoredExample]) -> list[dict[str, Any]]:
-    """How often the higher score was right over how sure sigma(|margin|) was: bins of `reliability_curve`."""
+    """How often the higher score was right over how sure sigma(|margin|) was: bins of
+    `reliability_curve`."""
     margins = [pair.margin for pair in collect_pairs(scored) if not math.isnan(pair.margin)]
     return reliability_curve(*pair_confidences(margins))
 
 
 def grade_errors(scored: Sequence[ScoredExample]) -> dict[str, Metric]:
-    """`mse` and `pearson` of the values of heads and the grades of their names, over all of them and of each, as in
-    `losses.grade_metrics`; empty where no example has both."""
-    grade_names = {name for row in scored for completion in row.example.completions for name in completion.all_grades}
-    names = sorted(grade_names & {name for row in scored for heads in row.heads for name in heads})
+    """`mse` and `pearson` of the values of heads and the grades of their names, over all of them
+    and of each, as in `losses.grade_metrics`; empty where no example has both.
+    """
+    graded_names: set[str] = set()
+    head_names: set[str] = set()
+    for example in scored:
+        for completion in example.example.completions:
+            graded_names |= completion.all_grades.keys()
+        for heads in example.heads:
+            head_names |= heads.keys()
+    names = sorted(graded_names & head_names)
     sums = GradeSums()
     for example in scored:
-        pairs = [
-            (heads, completion)
-            for heads, completion in zip(example.heads, example.example.completions, strict=False)
-            if heads and names
-        ]
-        if pairs:
-            grades = [[completion.all_grades.get(name) for name in names] for _, completion in pairs]
-            values_SH = torch.tensor([[heads.get(name, 0.0) for name in names] for heads, _ in pairs])
-            sums.add(values_SH, graded([np.array(grades, dtype=np.float64).tolist()], (1.0,) * len(names)))
+        grades: list[list[float | None]] = []
+        values: list[list[float]] = []
+        # `heads` is empty for an example without grades of such names.
+        for heads, completion in zip(example.heads, example.example.completions, strict=False):
+            if heads and names:
+                grades.append([completion.all_grades.get(name) for name in names])
+                values.append([heads.get(name, 0.0) for name in names])
+        if grades:
+            # An unknown grade becomes NaN, which `graded` masks.
+            grades_SH = np.array(grades, dtype=np.float64).tolist()
+            sums.add(torch.tensor(values), graded([grades_SH], (1.0,) * len(names)))
     if sums.sums_6H is None:
         return {}
-    values, count = grade_metrics(sums.sums_6H, names), int(sums.sums_6H[0].sum())
-    return {name: Metric(name, value if math.isfinite(value) else None, count=count) for name, value in values.items()}
+    count = int(sums.sums_6H[0].sum())
+    metrics = {}
+    for name, value in grade_metrics(sums.sums_6H, names).items():
+        metrics[name] = Metric(name, value if math.isfinite(value) else None, count=count)
+    return metrics
 
 
 def orders_and_confidences(scored: Sequence[ScoredExample]) -> dict[str, Metric]:
     """The numbers that cost no resampling; the note of one that has no value says why.
 
-    `kendall_tau`: mean of tau-b (Kendall 1945, Biometrika 33, page 239) over examples with more than two scores.
-    `group_accuracy`: examples every pair of which is in the right order; `best_of_k`: those whose highest score is that
-    of a best completion, and of no other; a missing score counts as wrong in both. `ece`: of sigma(|margin|) as the
-    chance that the higher score is right, of pairs with both scores.
+    `kendall_tau`: mean of tau-b (Kendall 1945, Biometrika 33, page 239) over examples with more
+    than two scores. `group_accuracy`: examples every pair of which is in the right order;
+    `best_of_k`: those whose highest score is that of a best completion, and of no other; a missing
+    score counts as wrong in both. `ece`: of sigma(|margin|) as the chance that the higher score is
+    right, of pairs with both scores.
     """
     taus: list[float] = []
     all_right: list[bool] = []
     best_wins: list[bool] = []
     for example in scored:
-        ranks = example.example.ranks
-        ranked = [(score, rank) for score, rank in zip(example.scores, ranks, strict=True) if score is not None]
-        best = min(ranks, default=0)
-        if max(ranks, default=0) != best:
-            all_right.append(not example.failed and all(s > t for s, a in ranked for t, b in ranked if a < b))
-            highest = max((score for score, _ in ranked), default=None)
-            best_wins.append(not example.failed and {rank for score, rank in ranked if score == highest} == {best})
-        if len(ranked) > 2:
-            scores, kept_ranks = zip(*ranked, strict=True)
-            tau = float(stats.kendalltau(scores, np.negative(kept_ranks), variant="b").statistic)
-            taus += [tau] if math.isfinite(tau) else []
+        if len(set(example.example.ranks)) > 1:
+            all_right.append(_is_in_order(example))
+            best_wins.append(_has_best_on_top(example))
+        tau = _kendall_tau(example)
+        if tau is not None:
+            taus.append(tau)
     margins = [pair.margin for pair in collect_pairs(scored) if not math.isnan(pair.margin)]
+    ece = expected_calibration_error(*pair_confidences(margins))
     no_pairs = "There is no pair of a better and a worse completion that both have a score."
     no_taus = "There is no example of more than two completions with different scores."
-    values = {
-        "kendall_tau": (_mean(taus), len(taus), no_taus),
-        "group_accuracy": (_mean(all_right), len(all_right), no_pairs),
-        "best_of_k": (_mean(best_wins), len(best_wins), no_pairs),
-        "ece": (expected_calibration_error(*pair_confidences(margins)), len(margins), no_pairs),
-    }
-    return {
-        name: Metric(name, value, count=count, note=missing if value is None else None)
-        for name, (value, count, missing) in values.items()
-    }
+    metrics = [
+        _mean_metric("kendall_tau", taus, no_taus),
+        _mean_metric("group_accuracy", all_right, no_pairs),
+        _mean_metric("best_of_k", best_wins, no_pairs),
+        Metric("ece", ece, count=len(margins), note=no_pairs if ece is None else None),
+    ]
+    return {metric.name: metric for metric in metrics}
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    return float(np.mean(values)) if len(values) else None
+def _is_in_order(example: ScoredExample) -> bool:
+    """Whether every pair is in the right order."""
+    for better, worse in example.pairs():
+        score = example.scores[better]
+        other = example.scores[worse]
+        if score is None or other is None or not score > other:
+            return False
+    return not example.failed
+
+
+def _has_best_on_top(example: ScoredExample) -> bool:
+    """Whether the highest score is that of a best completion, and of no other."""
+    scores = [score for score in example.scores if score is not None]
+    if len(scores) < len(example.scores):
+        return False
+    highest = max(scores)
+    best = min(example.example.ranks)
+    ranks = zip(example.example.ranks, scores, strict=True)
+    return {rank for rank, score in ranks if score == highest} == {best}
+
+
+def _kendall_tau(example: ScoredExample) -> float | None:
+    """tau-b of more than two scores; None for fewer, and where all scores or ranks are the same."""
+    scores = []
+    goodness = []  # a lower rank is better
+    for score, rank in zip(example.scores, example.example.ranks, strict=True):
+        if score is not None:
+            scores.append(score)
+            goodness.append(-rank)
+    if len(scores) <= 2:
+        return None
+    tau = float(stats.kendalltau(scores, goodness, variant="b").statistic)
+    return tau if math.isfinite(tau) else None
+
+
+def _mean_metric(name: str, values: Sequence[float], missing: str) -> Metric:
+    """The mean of the values; `missing`: the note where there are none."""
+    if not values:
+        return Metric(name, None, count=0, note=missing)
+    return Metric(name, float(np.mean(values)), count=len(values))
 
 
 GATE_METRICS = (
@@ -181,18 +227,29 @@ GATE_METRICS = (
 
 
 def scored_comparison(
-    id: str, subset: str, *, scores: Sequence[float], ranks: Sequence[int], lengths: Sequence[int], prompt: str = ""
+    id: str,
+    subset: str,
+    *,
+    scores: Sequence[float],
+    ranks: Sequence[int],
+    lengths: Sequence[int],
+    prompt: str = "",
 ) -> ScoredExample:
-    """A comparison of which only numbers are known: K scores, ranks (lower is better) and lengths in characters.
+    """A comparison of which only numbers are known: K scores, ranks (lower is better) and lengths
+    in characters.
 
-    A score that is not finite counts as none. `prompt`: a digest of the context, which it stands in for: intervals
-    treat examples of one context as dependent. Nothing else that depends on texts may be computed from it.
+    A score that is not finite counts as none. `prompt`: a digest of the context, which it stands in
+    for: intervals treat examples of one context as dependent. Nothing else that depends on texts
+    may be computed from it.
     """
     completions = tuple(Completion(rank, ()) for rank in ranks)
-    finite = tuple(score if math.isfinite(score) else None for score in scores)
+    finite: list[float | None] = []
+    for score in scores:
+        finite.append(score if math.isfinite(score) else None)
     context = ({"role": "user", "content": prompt},)
     example = Preference(context, completions, task_name=subset, id=id)
-    return ScoredExample(example, finite, tuple(lengths), num_tokens=(0,) * len(ranks))
+    num_tokens = (0,) * len(ranks)
+    return ScoredExample(example, tuple(finite), tuple(lengths), num_tokens)
 
 
 def gate_metrics(scored: Sequence[ScoredExample]) -> dict[str, Metric]:
@@ -211,9 +268,11 @@ def gate_metrics(scored: Sequence[ScoredExample]) -> dict[str, Metric]:
 def _lowest_subset(scored: Sequence[ScoredExample]) -> Metric:
     accuracies = []
     for name, examples in by_subset(scored).items():
-        if outcomes := [pair.outcome for pair in collect_pairs(examples)]:
+        outcomes = [pair.outcome for pair in collect_pairs(examples)]
+        if outcomes:
             accuracies.append((float(np.mean(outcomes)), name, len(outcomes)))
     if not accuracies:
-        return Metric("worst_subset", None, count=0, note="There is no pair of a better and a worse completion.")
+        missing = "There is no pair of a better and a worse completion."
+        return Metric("worst_subset", None, count=0, note=missing)
     value, name, count = min(accuracies)
     return Metric("worst_subset", value, count=count, note=name)

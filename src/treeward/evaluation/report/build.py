@@ -1,12 +1,14 @@
 """`write_report`: a template and its numbers become one HTML page that needs nothing else.
 
-    write_report("out", "evaluation/best_of_n/page.html", "Best of n: my-model", page)
-    # out/report.html (open it from the disk, send it by mail) and out/report.json with the same numbers
+    write_report("out", "evaluation/best_of_n/bon_page.html", "Best of n: my-model", page)
+    # out/report.html (open it from the disk, send it by mail) and out/report.json with the same
+    # numbers
 
-A page is a frozen dataclass of numbers. Its template has the words and the layout: it extends `base.html`, which is the
-frame of every page, and uses the parts in `macros.html`. Charts come from `charts`. They are drawn by Vega (`vega.js`,
-which `docs/vega_bundle.py` makes), and the table of examples by DataTables (from itables), both embedded. The content
-security policy lets the page load nothing, and run only these.
+A page is a frozen dataclass of numbers. Its template has the words and the layout: it extends
+`base.html`, which is the frame of every page, and uses the parts in `macros.html`. Charts come from
+`charts`. They are drawn by Vega (`vega.js`, which `docs/vega_bundle.py` makes), and the table of
+examples by DataTables (from itables), both embedded. The content security policy lets the page load
+nothing, and run only these.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ from treeward.storage import write_text
 
 _MOST_NUMBERS = 200  # rows of a figure's table; the JSON has all
 _LONG_COMPLETION = 900  # characters, beyond which a reader opens the rest
-# Characters that are invisible or reorder their neighbours, and halves of surrogate pairs; not the joiners of emoji.
+# Characters that are invisible or reorder their neighbours, and halves of surrogate pairs; not the
+# joiners of emoji.
 _HIDDEN = re.compile(
     "[\0-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff]"
 )
@@ -50,10 +53,12 @@ def write_report(
     name: str = "report",
     files: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write report.html and report.json into `folder`, which is made where it is not there; returns the page's path.
+    """Write report.html and report.json into `folder`, which is made where it is not there; returns
+    the page's path.
 
-    `page`: the dataclass of the template's numbers. `name` stands for "report" in both files' names. `files`: further
-    JSON files by name, written first. Raises `DataError` where they cannot be written.
+    `page`: the dataclass of the template's numbers. `name` stands for "report" in both files'
+    names. `files`: further JSON files by name, written first. Raises `DataError` where they cannot
+    be written.
     """
     folder = Path(folder)
     numbers = {"title": title, "subtitle": subtitle} | plain(page)
@@ -74,7 +79,9 @@ def write_report(
     return folder / f"{name}.html"
 
 
-def build_report(template: str, title: str, page: Any, *, subtitle: str = "", name: str = "report") -> str:
+def build_report(
+    template: str, title: str, page: Any, *, subtitle: str = "", name: str = "report"
+) -> str:
     """The page, as the text of an HTML file in UTF-8."""
     return (
         _environment()
@@ -90,7 +97,8 @@ def build_report(template: str, title: str, page: Any, *, subtitle: str = "", na
 
 
 def plain(value: Any, of_text: Callable[[str], str] = str) -> Any:
-    """`value` as JSON holds it: dataclasses become objects, numpy's arrays lists, and what is not finite None.
+    """`value` as JSON holds it: dataclasses become objects, numpy's arrays lists, and what is not
+    finite None.
 
     `of_text`: applied to every text.
     """
@@ -120,7 +128,8 @@ class Heading:
 
 
 class Document:
-    """What a page turns out to have while its template is rendered: headings for its contents, and needs of scripts."""
+    """What a page turns out to have while its template is rendered: headings for its contents, and
+    needs of scripts."""
 
     def __init__(self) -> None:
         self.headings: list[Heading] = []
@@ -136,7 +145,8 @@ class Document:
         return self._chapter
 
     def part(self, title: str, *, is_listed: bool = True) -> Heading:
-        """The heading of a part of a chapter, or before the first chapter. `is_listed`: in the contents."""
+        """The heading of a part of a chapter, or before the first chapter. `is_listed`: in the
+        contents."""
         heading = self._heading(title, 2 if self._chapter is None else 3)
         siblings = self.headings if self._chapter is None else self._chapter.parts
         if is_listed:
@@ -149,7 +159,7 @@ class Document:
 
     def need_charts(self) -> None:
         """The page has a chart."""
-        self._add(_vega())
+        self._add(f'"use strict";{_safe_script(_resource("vega.js"))}')
 
     def need_table(self) -> None:
         """The page has a table of examples."""
@@ -211,7 +221,8 @@ def _environment() -> jinja2.Environment:
 
 
 def _visible(value: Any) -> Any:
-    """What a template puts on the page: every hidden character of a text becomes its name, as U+202E in brackets."""
+    """What a template puts on the page: every hidden character of a text becomes its name, as
+    U+202E in brackets."""
     if not isinstance(value, str) or isinstance(value, Markup):
         return value
     return _HIDDEN.sub(lambda match: f"[U+{ord(match[0]):04X}]", value.replace("\r\n", "\n"))
@@ -223,13 +234,9 @@ def _json(value: Any) -> Markup:
 
 
 @cache
-def _vega() -> str:
-    return f'"use strict";{_safe_script(_resource("vega.js"))}'
-
-
-@cache
 def _datatables() -> str:
-    # A module's exports are no names of the page: the bundle's own end is replaced by one that makes them such.
+    # A module's exports are no names of the page: the bundle's own end is replaced by one that
+    # makes them such.
     bundle = _bundled("dt_bundle.js")
     bundle = re.sub(r"export\{.*?(\w+) as default.*?\}", r"window.DataTable=\1;", bundle)
     return _safe_script(f"(() => {{{bundle}}})();")
@@ -243,7 +250,8 @@ def _bundled(name: str) -> str:
 
 
 def _resource(name: str) -> str:
-    # Universal newlines: a carriage return would be normalised by the browser and the hash would not match.
+    # Universal newlines: a carriage return would be normalised by the browser and the hash would
+    # not match.
     return resources.files("treeward.evaluation.report").joinpath(name).read_text(encoding="utf-8")
 
 

@@ -1,10 +1,12 @@
 """Charts of a report: numbers become an Altair chart, a legend and the table of the same numbers.
 
-    bar_chart({"a model": {"accuracy": Metric("accuracy", 0.71, 0.62, 0.79, 100)}}).chart["layer"]    # Vega-Lite
+    accuracy = Metric("accuracy", 0.71, 0.62, 0.79, 100)
+    bar_chart({"a model": {"accuracy": accuracy}}).chart["layer"]           # Vega-Lite
     curve_chart([Line("gold", x=[0, 1], y=[0.0, 0.4])], x_label="step", y_label="gold")
 
-Colours are CSS variables of the page, so that one chart serves light, dark and print. A row of a chart's data says how
-its mark looks (`colour`, `dash`) and has a text `tip`, which the page shows under the pointer.
+Colours are CSS variables of the page, so that one chart serves light, dark and print. A row of a
+chart's data says how its mark looks (`colour`, `dash`) and has a text `tip`, which the page shows
+under the pointer.
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ _ROOM_FOR_WORDS = f"width - ({_WIDE} ? 205 : 52)"
 _LANE_HEIGHT = 20.5
 _HEIGHT, _SQUARE_HEIGHT = 340, 240
 _MOST_DOTS = 40
-_FONT = '"Inter", "Segoe UI", -apple-system, "Roboto", "Noto Sans", "Liberation Sans", Arial, sans-serif'
+_FONT = (
+    '"Inter", "Segoe UI", -apple-system, "Roboto", "Noto Sans", "Liberation Sans", Arial, '
+    "sans-serif"
+)
 _COLOUR = alt.Color("colour:N", scale=None)
 _STROKE = alt.Stroke("colour:N", scale=None)
 _DASH = alt.StrokeDash("dash:N", scale=None)
@@ -72,8 +77,8 @@ THEME: dict[str, Any] = {
 class Line:
     """A curve: `y` over `x`, with a band from `low` to `high` if they are known.
 
-    `labels`: of the points. `colour`: its number in the palette; `dash`: `SOLID`, `DASHED`, `DOTTED`. `dots`: whether
-    points are marked; None: if there are few.
+    `labels`: of the points. `colour`: its number in the palette; `dash`: `SOLID`, `DASHED`,
+    `DOTTED`. `dots`: whether points are marked; None: if there are few.
     """
 
     name: str
@@ -89,7 +94,8 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A place on the x axis: a tick with a name, or a dashed vertical line in the colour of a `Line`."""
+    """A place on the x axis: a tick with a name, or a dashed vertical line in the colour of a
+    `Line`."""
 
     x: float
     label: str
@@ -100,8 +106,8 @@ class Place:
 class Figure:
     """A chart (None where there is nothing to draw) and what stands around it.
 
-    `legend`: (colour, dash or None for a filled square, name). `axes`: what is against what, in words. `columns` and
-    `rows`: its numbers, as a table.
+    `legend`: (colour, dash or None for a filled square, name). `axes`: what is against what, in
+    words. `columns` and `rows`: its numbers, as a table.
     """
 
     kind: Literal["bars", "curves"]
@@ -142,7 +148,7 @@ def _tip(series: str, text: str) -> str:
     return f"{series}: {text}" if series else text
 
 
-# --- bars ------------------------------------------------------------------------------------------------------------
+# --- bars -----------------------------------------------------------------------------------------
 
 
 def bar_chart(
@@ -153,10 +159,11 @@ def bar_chart(
     reference: float | None = 0.5,
     x_range: tuple[float, float] = (0.0, 1.0),
 ) -> Figure:
-    """Horizontal bars in groups of one label, with whiskers, the numbers in words, and the line of chance.
+    """Horizontal bars in groups of one label, with whiskers, the numbers in words, and the line of
+    chance.
 
-    `series`: metrics by name, of each model. `labels`: of the metrics that are shown, in order; None shows all by their
-    names. `reference`: where the line of chance is.
+    `series`: metrics by name, of each model. `labels`: of the metrics that are shown, in order;
+    None shows all by their names. `reference`: where the line of chance is.
     """
     bars = _shown_bars(series, labels)
     size = size_of(bar.metric for bar in bars)
@@ -187,7 +194,9 @@ class _Bar(NamedTuple):
     metric: Metric
 
 
-def _shown_bars(series: Mapping[str, Mapping[str, Metric]], labels: Mapping[str, str] | None) -> list[_Bar]:
+def _shown_bars(
+    series: Mapping[str, Mapping[str, Metric]], labels: Mapping[str, str] | None
+) -> list[_Bar]:
     bars = []
     for order, (name, metrics) in enumerate(series.items()):
         shown = {metric: metric for metric in metrics} if labels is None else labels
@@ -258,16 +267,17 @@ def _bars(
     shown_where_narrow = "shown" if has_several else "brief"
     text = alt.ExprRef(f"{_WIDE} ? datum.words : datum.{shown_where_narrow}")
     layers = [
-        # Half transparent, with an edge: a whisker in the colour of text is seen on it, in light and dark.
+        # Half transparent, with an edge: a whisker in the colour of text is seen on it, in light
+        # and dark.
         base.mark_bar(size=13, fillOpacity=0.4, strokeWidth=1).encode(
             x=x, x2=alt.X2Datum(zero), color=_COLOUR, stroke=_STROKE, tooltip="tip:N"
         ),
         ends.mark_rule(color="var(--ink)", strokeWidth=1.6).encode(x="low:Q", x2="high:Q"),
         tick.encode(x="low:Q"),
         tick.encode(x="high:Q"),
-        names.mark_text(align="left", dy=3, fontSize=13.5, limit=alt.ExprRef("width * 0.55")).encode(
-            x=alt.value(0), text="label:N"
-        ),
+        names.mark_text(
+            align="left", dy=3, fontSize=13.5, limit=alt.ExprRef("width * 0.55")
+        ).encode(x=alt.value(0), text="label:N"),
         words.mark_text(align="right", text=text).encode(x=alt.value("width")),
     ]
     if reference is not None:
@@ -282,11 +292,13 @@ def _reference_line(value: float, format: str) -> list[alt.Chart]:
     line = _layer([{"value": value, "label": label}]).encode(x="value:Q")
     return [
         line.mark_rule(color="var(--ink)", strokeDash=[4, 4], strokeWidth=1.4),
-        line.mark_text(color="var(--soft)", baseline="bottom").encode(y=alt.value(-4), text="label:N"),
+        line.mark_text(color="var(--soft)", baseline="bottom").encode(
+            y=alt.value(-4), text="label:N"
+        ),
     ]
 
 
-# --- curves ----------------------------------------------------------------------------------------------------------
+# --- curves ---------------------------------------------------------------------------------------
 
 
 def curve_chart(
@@ -301,8 +313,8 @@ def curve_chart(
 ) -> Figure:
     """Lines with bands.
 
-    `is_square`: shares against shares, with the diagonal. `x_ticks`: named places on the x axis, in place of numbers.
-    `marks`: places with a dashed vertical line.
+    `is_square`: shares against shares, with the diagonal. `x_ticks`: named places on the x axis, in
+    place of numbers. `marks`: places with a dashed vertical line.
     """
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines):
@@ -387,14 +399,22 @@ def _curves(
     base = _layer(rows).encode(x=x, y=y)
     dots = _layer(row for row in rows if row["dots"])
     layers = [
-        band.mark_area(opacity=0.16).encode(x=x, y=alt.Y("low:Q"), y2="high:Q", color=_COLOUR, detail="order:N"),
-        base.mark_line(strokeWidth=2.2).encode(color=_COLOUR, strokeDash=_DASH, detail="order:N", order="x:Q"),
-        dots.mark_circle(opacity=1, size=36, stroke="var(--paper)", strokeWidth=1.2).encode(x=x, y=y, color=_COLOUR),
+        band.mark_area(opacity=0.16).encode(
+            x=x, y=alt.Y("low:Q"), y2="high:Q", color=_COLOUR, detail="order:N"
+        ),
+        base.mark_line(strokeWidth=2.2).encode(
+            color=_COLOUR, strokeDash=_DASH, detail="order:N", order="x:Q"
+        ),
+        dots.mark_circle(opacity=1, size=36, stroke="var(--paper)", strokeWidth=1.2).encode(
+            x=x, y=y, color=_COLOUR
+        ),
         base.mark_circle(opacity=0, size=160).encode(tooltip="tip:N"),  # room for the pointer
     ]
     if is_square:
         diagonal = _layer([{"x": 0, "value": 0}, {"x": 1, "value": 1}]).encode(x=x, y=y)
-        layers.insert(0, diagonal.mark_line(color="var(--edge)", strokeDash=[3, 4], strokeWidth=1.2))
+        layers.insert(
+            0, diagonal.mark_line(color="var(--edge)", strokeDash=[3, 4], strokeWidth=1.2)
+        )
     return layers
 
 

@@ -72,7 +72,9 @@ def _completions(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     distinct = sorted(set(ranks))
     known_scores = [score for score in row.get("scores") or () if score is not None]
     highest = max(known_scores, default=None)
-    columns = [row.get(name) or () for name in ("completions", "scores", "lengths", "num_tokens", "errors")]
+    columns = [
+        row.get(name) or () for name in ("completions", "scores", "lengths", "num_tokens", "errors")
+    ]
     shown = []
     for i, (completion, score, length, num_tokens, error) in enumerate(zip_longest(*columns)):
         place = 0

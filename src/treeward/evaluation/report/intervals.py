@@ -1,7 +1,9 @@
 """Numbers with their intervals, as a report writes them.
 
-interval_text(Metric("accuracy", 0.71, 0.621, 0.79, 100), "percent")
-# ("71.0%", "(62.1% to 79.0%, n = 100)")
+    interval_text(Metric("accuracy", 0.71, 0.621, 0.79, 100), "percent")
+    # ("71.0%", "(62.1% to 79.0%, n = 100)")
+
+Numbers that stand beside each other have one number of decimals (`size_of`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Tables of a report: how columns are laid out, and what a cell shows.
 
-columns = table_layout([TableColumn("suite", "Suite"), TableColumn("value", "Value", "percent")], rows)
-cell_text({"suite": "llmbar", "value": Metric("accuracy", 0.71)}, columns[1])   # ("71.0%", "")
+columns = table_layout([TableColumn("suite", "Suite"), TableColumn("value", "Value", "percent")],
+rows) cell_text({"suite": "llmbar", "value": Metric("accuracy", 0.71)}, columns[1])   # ("71.0%",
+"")
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ _MOST_SIDE_BY_SIDE = 3  # columns with intervals, or columns on a phone
 class TableColumn:
     """A column: the rows' `key`, its heading and the format of its numbers, or "text".
 
-    `explains`: the column whose cells this one explains; narrow screens show it below them. `with_count`: whether
-    metrics show what they count. `size`: of all numbers of
-    the table, where they share their number of decimals. `is_dense`: intervals stand below their values, as there are
-    many columns. `is_wide`: on a narrow screen each row is a list, because its cells do not fit side by side.
+    `explains`: the column whose cells this one explains; narrow screens show it below them.
+    `with_count`: whether metrics show what they count. `size`: of all numbers of the table, where
+    they share their number of decimals. `is_dense`: intervals stand below their values, as there
+    are many columns. `is_wide`: on a narrow screen each row is a list, because its cells do not fit
+    side by side.
     """
 
     key: str
@@ -40,7 +42,9 @@ class TableColumn:
         return self.format == "text"
 
 
-def table_layout(columns: Sequence[TableColumn], rows: Sequence[Mapping[str, Any]]) -> list[TableColumn]:
+def table_layout(
+    columns: Sequence[TableColumn], rows: Sequence[Mapping[str, Any]]
+) -> list[TableColumn]:
     """The columns with what their cells share."""
     num_with_intervals = 0
     formats = []
@@ -62,7 +66,8 @@ def table_layout(columns: Sequence[TableColumn], rows: Sequence[Mapping[str, Any
 
 
 def cell_text(row: Mapping[str, Any], column: TableColumn) -> tuple[str, str]:
-    """A cell's value and, in brackets, its interval and count. A row's own "format" comes before its columns'."""
+    """A cell's value and, in brackets, its interval and count. A row's own "format" comes before
+    its columns'."""
     value = row.get(column.key)
     if isinstance(value, str):
         return value, ""

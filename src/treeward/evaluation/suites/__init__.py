@@ -21,5 +21,7 @@ def get_suite(name: str) -> Suite:
     key = name.lower().replace("-", "").replace("_", "").replace(" ", "")
     if key not in SUITES:
         fix = "for data of your own give the file instead"
-        raise ConfigError.unknown("there is no such suite", key, SUITES, field="suite", got=name, fix=fix)
+        raise ConfigError.unknown(
+            "there is no such suite", key, SUITES, field="suite", got=name, fix=fix
+        )
     return SUITES[key]()

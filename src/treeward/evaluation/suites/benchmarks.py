@@ -1,19 +1,21 @@
 """RM-Bench, JudgeBench and LLMBar.
 
-RM-Bench: right and subtly wrong completions, each in three styles (Liu et al. 2024, arXiv 2410.16184). A[i][j] =
-P(chosen in style i > rejected in style j), styles from plain to fancy. Hard is the mean of the upper triangle (the
-wrong completion is the fancier one), normal of the diagonal, easy of the lower triangle. A domain is the mean of its
-three, overall the mean of the four domains, where the two halves of safety are pooled. All as in the authors'
-`compute_accuracy`. A prompt that lacks a score is wrong in every cell.
+RM-Bench: right and subtly wrong completions, each in three styles (Liu et al. 2024, arXiv
+2410.16184). A[i][j] = P(chosen in style i > rejected in style j), styles from plain to fancy. Hard
+is the mean of the upper triangle (the wrong completion is the fancier one), normal of the diagonal,
+easy of the lower triangle. A domain is the mean of its three, overall the mean of the four domains,
+where the two halves of safety are pooled. All as in the authors' `compute_accuracy`. A prompt that
+lacks a score is wrong in every cell.
 
-JudgeBench: pairs of which one is objectively right (Tan et al. 2024, arXiv 2410.12784). A judge sees each pair in both
-orders; a reward model's two votes are the same unless its scores tie, so a pair is right where the better completion
-scores higher. The pairs are the 350 that GPT-4o wrote, of which the headline is (ScalerLab/JudgeBench at d8740a8;
-`compute_final_metrics`).
+JudgeBench: pairs of which one is objectively right (Tan et al. 2024, arXiv 2410.12784). A judge
+sees each pair in both orders; a reward model's two votes are the same unless its scores tie, so a
+pair is right where the better completion scores higher. The pairs are the 350 that GPT-4o wrote, of
+which the headline is (ScalerLab/JudgeBench at d8740a8; `compute_final_metrics`).
 
-LLMBar: 419 expert comparisons of who follows the instruction (Zeng et al. 2023, arXiv 2310.07641). The headline is the
-plain mean of the sets in the data, the section Adversarial that of its four (princeton-nlp/LLMBar at caa7bee,
-`Metrics_Reference`). On the hub LLMBar is only a program, so it is read from RewardBench's data.
+LLMBar: 419 expert comparisons of who follows the instruction (Zeng et al. 2023, arXiv 2310.07641).
+The headline is the plain mean of the sets in the data, the section Adversarial that of its four
+(princeton-nlp/LLMBar at caa7bee, `Metrics_Reference`). On the hub LLMBar is only a program, so it
+is read from RewardBench's data.
 """
 
 from __future__ import annotations
@@ -34,12 +36,16 @@ from treeward.evaluation.statistics import combined
 from treeward.evaluation.suites.interface import Prompt, Suite, one_of, published_example
 from treeward.evaluation.suites.rewardbench import RewardBench
 
-# --- RM-Bench --------------------------------------------------------------------------------------------------------
+# --- RM-Bench -------------------------------------------------------------------------------------
 
 DOMAINS = ("chat", "math", "code", "safety")
 _SUBSETS = ("chat", "math", "code", "safety-refuse", "safety-response")
 # The cells (style of the chosen, style of the rejected) of each.
-_DIFFICULTIES = {"hard": np.triu_indices(3, 1), "normal": np.diag_indices(3), "easy": np.tril_indices(3, -1)}
+_DIFFICULTIES = {
+    "hard": np.triu_indices(3, 1),
+    "normal": np.diag_indices(3),
+    "easy": np.tril_indices(3, -1),
+}
 
 ThreeTexts = Annotated[list[str], Field(min_length=3, max_length=3)]
 
@@ -64,38 +70,45 @@ class RMBench(Suite):
     num_published = 1327
 
     def load(self, source: str | None = None) -> list[Preference]:
-        """As `Suite.load`; in a folder `total_dataset.json` counts, and not the files of single domains beside it."""
-        files = [] if source is None else sorted(Path(source).rglob("total_dataset*.json*"))
-        return super().load(str(files[0]) if files else source)
+        """As `Suite.load`; in a folder `total_dataset.json` counts, and not the files of single
+        domains beside it."""
+        if source is not None:
+            files = sorted(Path(source).rglob("total_dataset*.json*"))
+            if files:
+                source = str(files[0])
+        return super().load(source)
 
     def _example(self, row: StyleRow, where: str) -> Preference:
         """Six completions, each three from plain to fancy: concise, detailed, with markdown."""
-        texts, ranks = [*row.chosen, *row.rejected], (0, 0, 0, 1, 1, 1)
+        texts = [*row.chosen, *row.rejected]
+        ranks = (0, 0, 0, 1, 1, 1)
         return published_example(where, row.domain, row.id, row.prompt, texts, ranks)
 
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
         cells = {id(example): self._cells(example) for example in scored}
 
         def part(name: str, examples: Sequence[ScoredExample], places: Any = ...) -> Metric:
-            return self.part(name, examples, lambda example: float(cells[id(example)][places].mean()))
+            """The mean over these places of the cells, by default all of them."""
 
-        domains = {
-            domain: [example for example in scored if example.example.task_name.startswith(domain)]
-            for domain in DOMAINS
-        }
-        domains = {domain: examples for domain, examples in domains.items() if examples}
-        parts = [part(domain, examples) for domain, examples in domains.items()]
-        difficulties = [
-            combined(name, [part(name, examples, places) for examples in domains.values()])
-            for name, places in _DIFFICULTIES.items()
-        ]
-        subsets = by_subset(scored)
-        return SuiteResult(
-            self.name,
-            combined("overall", parts),
-            sections=(*parts, *difficulties),
-            subsets=tuple(part(name, subsets[name]) for name in _SUBSETS if name in subsets),
-        )
+            def mean_of_cells(example: ScoredExample) -> float:
+                return float(cells[id(example)][places].mean())
+
+            return self.part(name, examples, mean_of_cells)
+
+        domains: dict[str, list[ScoredExample]] = {}
+        for domain in DOMAINS:
+            # The two halves of safety are one domain.
+            examples = [one for one in scored if one.example.task_name.startswith(domain)]
+            if examples:
+                domains[domain] = examples
+        sections = [part(domain, examples) for domain, examples in domains.items()]
+        overall = combined("overall", sections)
+        for name, places in _DIFFICULTIES.items():
+            of_domains = [part(name, examples, places) for examples in domains.values()]
+            sections.append(combined(name, of_domains))
+        groups = by_subset(scored)
+        subsets = [part(name, groups[name]) for name in _SUBSETS if name in groups]
+        return SuiteResult(self.name, overall, sections=tuple(sections), subsets=tuple(subsets))
 
     def _cells(self, scored: ScoredExample) -> NDArray[np.float64]:
         """(3, 3): whether the chosen one in style i beats the rejected one in style j."""
@@ -105,7 +118,7 @@ class RMBench(Suite):
         return (chosen[:, None] > rejected[None, :]).astype(np.float64)
 
 
-# --- JudgeBench ------------------------------------------------------------------------------------------------------
+# --- JudgeBench -----------------------------------------------------------------------------------
 
 CATEGORIES: Mapping[str, str] = {
     "Knowledge": "mmlu-pro",
@@ -128,32 +141,39 @@ class JudgedRow(BaseModel):
 
 
 class JudgeBench(Suite):
-    """Four categories; the headline is the accuracy over all pairs: those of GPT-4o, the split `gpt` of the hub."""
+    """Four categories; the headline is the accuracy over all pairs: those of GPT-4o, the split
+    `gpt` of the hub."""
 
     name = "judgebench"
     title = "JudgeBench"
     hub_path = "ScalerLab/JudgeBench"
-    split, schema = "gpt", JudgedRow
+    split = "gpt"
+    schema = JudgedRow
     num_published = 350
 
     def _example(self, row: JudgedRow, where: str) -> Preference:
-        category = next((name for name, start in CATEGORIES.items() if row.source.startswith(start)), None)
-        if category is None:
-            summary, need = (
-                "there is no such source in JudgeBench",
-                f"one that begins with {', '.join(CATEGORIES.values())}",
-            )
-            raise DataError(summary, where=where, field="source", got=row.source, need=need)
-        texts, ranks = (row.response_A, row.response_B), (0, 1) if row.label == "A>B" else (1, 0)
-        return published_example(where, category, row.pair_id, row.question, texts, ranks)
+        texts = (row.response_A, row.response_B)
+        ranks = (0, 1) if row.label == "A>B" else (1, 0)
+        for category, start in CATEGORIES.items():
+            if row.source.startswith(start):
+                return published_example(where, category, row.pair_id, row.question, texts, ranks)
+        raise DataError(
+            "there is no such source in JudgeBench",
+            where=where,
+            field="source",
+            got=row.source,
+            need=f"one that begins with {', '.join(CATEGORIES.values())}",
+        )
 
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
         groups = by_subset(scored)
         categories = tuple(self.part(name, groups[name]) for name in CATEGORIES if name in groups)
-        return SuiteResult(self.name, self.part("accuracy", scored), sections=categories, subsets=categories)
+        return SuiteResult(
+            self.name, self.part("accuracy", scored), sections=categories, subsets=categories
+        )
 
 
-# --- LLMBar ----------------------------------------------------------------------------------------------------------
+# --- LLMBar ---------------------------------------------------------------------------------------
 
 SETS = ("Natural", "Neighbor", "GPTInst", "GPTOut", "Manual")
 """All but Natural are adversarial."""
@@ -168,22 +188,36 @@ class LLMBar(Suite):
     num_published = 419
 
     def load(self, source: str | None = None) -> list[Preference]:
-        """The subsets `llmbar-...` of RewardBench's data, set by set; `source` as of `Suite.load`."""
+        """The subsets `llmbar-...` of RewardBench's data, set by set; `source` as of
+        `Suite.load`."""
         try:
-            pairs = [pair for pair in RewardBench().load(source) if pair.task_name.startswith("llmbar-")]
+            pairs = RewardBench().load(source)
         except DataError as error:
             if source is None:
                 raise
-            fix = f"give a copy of {self.hub_path}, which has LLMBar's sets; other files are comparisons: --data FILE"
+            fix = (
+                f"give a copy of {self.hub_path}, which has LLMBar's sets; other files are "
+                "comparisons: --data FILE"
+            )
             raise error.but(fix=fix) from error
         sets = {name.lower(): name for name in SETS}
-        named = [replace(pair, task_name=sets[pair.task_name.lower().split("-")[-1]]) for pair in pairs]
+        named = []
+        for pair in pairs:
+            if pair.task_name.startswith("llmbar-"):
+                # As "llmbar-adver-neighbor".
+                last_word = pair.task_name.lower().split("-")[-1]
+                named.append(replace(pair, task_name=sets[last_word]))
         return sorted(named, key=lambda pair: SETS.index(pair.task_name))
 
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
         parts = {name: self.part(name, group) for name, group in by_subset(scored).items()}
         adversarial = [part for name, part in parts.items() if name in SETS[1:]]
-        sections = [parts["Natural"]] if "Natural" in parts else []
-        sections += [combined("Adversarial", adversarial)] if adversarial else []
+        sections = []
+        if "Natural" in parts:
+            sections.append(parts["Natural"])
+        if adversarial:
+            sections.append(combined("Adversarial", adversarial))
         subsets = tuple(parts.values())
-        return SuiteResult(self.name, combined("accuracy", subsets), sections=tuple(sections), subsets=subsets)
+        return SuiteResult(
+            self.name, combined("accuracy", subsets), sections=tuple(sections), subsets=subsets
+        )

@@ -1,11 +1,13 @@
 """`Suite`: a named set of examples with the arithmetic that its published numbers are computed by.
 
-    get_suite("rewardbench").summarize(scored)                # a ScoredExample for each example, scored by any model
+    get_suite("rewardbench").summarize(scored)    # a ScoredExample for each example, of any model
 
-- An example that could not be scored counts as **wrong**: left out, a model would be the better the more it cannot
-  read. The result says how many were scored, and has no numbers where nothing was.
+- An example that could not be scored counts as **wrong**: left out, a model would be the better
+  the more it cannot read. The result says how many were scored, and has no numbers where nothing
+  was.
 - A tie of chosen and rejected counts 0, as in the published code.
-- A subset or section that the data lacks is left out, not zero, and the headline's note says that examples are missing.
+- A subset or section that the data lacks is left out, not zero, and the headline's note says that
+  examples are missing.
 """
 
 from __future__ import annotations
@@ -48,10 +50,12 @@ class Suite(ABC):
     """Of how many examples the published headline is."""
 
     def load(self, source: str | None = None) -> list[Preference]:
-        """The examples in the order of the data; `run_evaluation` makes ids that come twice distinct.
+        """The examples in the order of the data; `run_evaluation` makes ids that come twice
+        distinct.
 
-        `source`: a file or folder in the published schema, the name of a copy on the hub, or None for `hub_path`.
-        Raises `DataError` naming file, row and field for data that is not there or not in the schema.
+        `source`: a file or folder in the published schema, the name of a copy on the hub, or None
+        for `hub_path`. Raises `DataError` naming file, row and field for data that is not there or
+        not in the schema.
         """
         rows = suite_rows(source, str(self.hub_path), split=self.split)
         return [self._example(read_as(self.schema, row), row.where) for row in rows]
@@ -63,18 +67,17 @@ class Suite(ABC):
     def summarize(self, scored: Sequence[ScoredExample]) -> SuiteResult:
         """The suite's numbers; values are None where there is nothing to compute them from."""
         result = self._compute(scored)
-        pairs = ((example.scores[i], example.scores[j]) for example in scored for i, j in example.pairs())
-        if scored and not any(None not in pair for pair in pairs):  # what cannot be compared is no accuracy of 0 %
-            nothing: dict[str, Any] = {"value": None, "low": None, "high": None}
-            headline = replace(result.headline, note="Nothing was scored, so there is no result.", **nothing)
-            sections, subsets = (
-                tuple(replace(part, **nothing) for part in parts) for parts in (result.sections, result.subsets)
+        if scored and not any(_can_be_compared(example) for example in scored):
+            result = _without_values(result)
+        headline = result.headline
+        if self.num_published not in (None, headline.count):
+            note = (
+                f"These are {headline.count} of {self.num_published} examples: not comparable with "
+                "published scores."
             )
-            result = replace(result, headline=headline, sections=sections, subsets=subsets)
-        headline, count = result.headline, result.headline.count
-        if self.num_published not in (None, count):
-            note = f"These are {count} of {self.num_published} examples: not comparable with published scores."
-            headline = replace(headline, note=" ".join(filter(None, (headline.note, note))))
+            if headline.note:
+                note = f"{headline.note} {note}"
+            headline = replace(headline, note=note)
         return replace(
             result,
             headline=headline,
@@ -85,23 +88,53 @@ class Suite(ABC):
 
     @abstractmethod
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
-        """Headline, sections, subsets and details of `summarize`; an example without scores counts as wrong."""
+        """Headline, sections, subsets and details of `summarize`; an example without scores counts
+        as wrong."""
 
     def chance(self, part: str | None = None) -> float | None:
         """The headline, or the section or subset `part`, of random scores; None: not known.
 
-        0.5 wherever pairs are compared, as the authors of RM-Bench (arXiv 2410.16184, abstract) and JudgeBench (arXiv
-        2410.12784, abstract) say. Suites with another rule override this and cite its source.
+        0.5 wherever pairs are compared, as the authors of RM-Bench (arXiv 2410.16184, abstract) and
+        JudgeBench (arXiv 2410.12784, abstract) say. Suites with another rule override this and cite
+        its source.
         """
         return 0.5
 
     def part(
-        self, name: str, scored: Sequence[ScoredExample], value: Callable[[ScoredExample], float] | None = None
+        self,
+        name: str,
+        scored: Sequence[ScoredExample],
+        value: Callable[[ScoredExample], float] | None = None,
     ) -> Metric:
-        """A subset by how many of its examples are right, or by another value of each; those of one prompt depend."""
+        """A subset by how many of its examples are right, or by another value of each; those of one
+        prompt depend.
+        """
+        if value is None:
+            values = [float(example.outcome == "right") for example in scored]
+        else:
+            values = [value(example) for example in scored]
         prompts = [example.example.context_key for example in scored]
-        values = [value(example) if value else float(example.outcome == "right") for example in scored]
         return accuracy_metric(values, name, prompts)
+
+
+def _can_be_compared(example: ScoredExample) -> bool:
+    """Whether both completions of one of its pairs have a score."""
+    for better, worse in example.pairs():
+        if example.scores[better] is not None and example.scores[worse] is not None:
+            return True
+    return False
+
+
+def _without_values(result: SuiteResult) -> SuiteResult:
+    """The result where nothing can be compared, which is no accuracy of 0 %."""
+    nothing: dict[str, Any] = {"value": None, "low": None, "high": None}
+    note = "Nothing was scored, so there is no result."
+    return replace(
+        result,
+        headline=replace(result.headline, note=note, **nothing),
+        sections=tuple(replace(section, **nothing) for section in result.sections),
+        subsets=tuple(replace(subset, **nothing) for subset in result.subsets),
+    )
 
 
 class PreferenceSuite(Suite):
@@ -109,22 +142,28 @@ class PreferenceSuite(Suite):
 
         PreferenceSuite("mine", DatasetConfig(data_path="validation.jsonl")).load()
 
-    A row's `task_name` is its subset; rows without one are of the subset `all`. Of K completions every pair with
-    different ranks counts, as in the trainer's validation: the accuracy is over pairs, pooled, with an interval over
-    prompts. Examples without an order (all ranks equal) count in no accuracy.
+    A row's `task_name` is its subset; rows without one are of the subset `all`. Of K completions
+    every pair with different ranks counts, as in the trainer's validation: the accuracy is over
+    pairs, pooled, with an interval over prompts. Examples without an order (all ranks equal) count
+    in no accuracy.
     """
 
     def __init__(self, name: str, config: DatasetConfig) -> None:
-        self.name, self.config = name, config
+        self.name = name
+        self.config = config
 
     def load(self, source: str | None = None) -> list[Preference]:
-        """Everything in the set; `source` is read in place of the config's `data_path`. Ids are the rows' numbers."""
-        config = self.config if source is None else self.config.model_copy(update={"data_path": source})
+        """Everything in the set; `source` is read in place of the config's `data_path`. Ids are the
+        rows' numbers."""
+        config = self.config
+        if source is not None:
+            config = config.model_copy(update={"data_path": source})
         dataset = open_dataset(config)
         examples = []
         for number, (preference, where) in enumerate(dataset, start=1):
             name = preference.task_name
-            if name == type(dataset).__name__:  # the row says nothing, and a format is no part of the data
+            # The row says nothing, and the name of a format is no part of the data.
+            if name == type(dataset).__name__:
                 name = "all"
             examples.append(replace(preference, id=str(number), where=where, task_name=name))
         return examples
@@ -132,26 +171,35 @@ class PreferenceSuite(Suite):
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
         ordered = [example for example in scored if len(set(example.example.ranks)) > 1]
         headline = self._pairwise("accuracy", ordered)
-        subsets = tuple(self._pairwise(name, examples) for name, examples in by_subset(ordered).items())
-        return SuiteResult(self.name, headline, subsets=subsets, details={"num_pairs": headline.count})
+        subsets = [self._pairwise(name, group) for name, group in by_subset(ordered).items()]
+        details = {"num_pairs": headline.count}
+        return SuiteResult(self.name, headline, subsets=tuple(subsets), details=details)
 
     def _pairwise(self, name: str, scored: Sequence[ScoredExample]) -> Metric:
-        values, prompts = [], []
+        values = []
+        prompts = []
         for example in scored:
-            for better, worse in ((example.scores[i], example.scores[j]) for i, j in example.pairs()):
-                values.append(float(better is not None and worse is not None and better > worse))
+            for i, j in example.pairs():
+                better = example.scores[i]
+                worse = example.scores[j]
+                is_right = better is not None and worse is not None and better > worse
+                values.append(float(is_right))
                 prompts.append(example.example.context_key)
         return accuracy_metric(values, name, prompts)
 
 
 def suite_rows(source: str | None, hub_path: str, *, split: str | None) -> Iterator[Row]:
-    """The rows of one split of the hub's `hub_path` (None), of a copy of it, or of a file, which is taken whole.
+    """The rows of one split of the hub's `hub_path` (None), of a copy of it, or of a file, which is
+    taken whole.
 
-    In a folder a file with the split's name counts first (`filtered.jsonl`). Raises `DataError` as `read_rows` does.
+    In a folder a file with the split's name counts first (`filtered.jsonl`). Raises `DataError` as
+    `read_rows` does.
     """
     if source is not None and os.path.isdir(source):
-        named = sorted(file for file in Path(source).glob(f"{split}.*") if file_suffix(file.name) in KINDS)
-        source = str(named[0]) if named else source
+        files = sorted(Path(source).glob(f"{split}.*"))
+        named = [file for file in files if file_suffix(file.name) in KINDS]
+        if named:
+            source = str(named[0])
     is_file = source is not None and (os.path.isfile(source) or file_suffix(source) in KINDS)
     return read_rows(source or hub_path, split=None if is_file else split)
 
@@ -159,14 +207,20 @@ def suite_rows(source: str | None, hub_path: str, *, split: str | None) -> Itera
 def read_as(schema: type[Schema], row: Row) -> Schema:
     """The row's values as a schema; columns that it does not name are ignored.
 
-    Raises `DataError` with place and field for a value that is missing, None or not of the field's type.
+    Raises `DataError` with place and field for a value that is missing, None or not of the field's
+    type.
     """
     try:
         return schema.model_validate(row.values)
     except ValidationError as error:
         first = error.errors()[0]
-        field, summary = ".".join(map(str, first["loc"])), "the row does not fit the suite"
-        raise DataError(summary, where=row.where, field=field, got=first["input"], need=first["msg"]) from error
+        raise DataError(
+            "the row does not fit the suite",
+            where=row.where,
+            field=".".join(map(str, first["loc"])),
+            got=first["input"],
+            need=first["msg"],
+        ) from error
 
 
 def one_of(*names: str) -> Any:
@@ -175,7 +229,9 @@ def one_of(*names: str) -> Any:
 
 
 def _messages(value: Any) -> Any:
-    return ({"role": "user", "content": value},) if isinstance(value, str) else check_messages(value, "prompt", None)
+    if isinstance(value, str):
+        return ({"role": "user", "content": value},)
+    return check_messages(value, "prompt", None)
 
 
 Prompt = Annotated[tuple[dict[str, Any], ...], BeforeValidator(_messages)]
@@ -185,8 +241,12 @@ Prompt = Annotated[tuple[dict[str, Any], ...], BeforeValidator(_messages)]
 def published_example(
     where: str, subset: str, id: str | int, prompt: Any, texts: Sequence[str], ranks: Sequence[int]
 ) -> Preference:
-    """An example whose completions are one message each; `id`: the published one, after the subset."""
-    completions = [
-        Completion(rank, ({"role": "assistant", "content": text},)) for rank, text in zip(ranks, texts, strict=True)
-    ]
-    return Preference(prompt, tuple(completions), task_name=subset, id=f"{subset}/{id}", where=where)
+    """An example whose completions are one message each; `id`: the published one, after the
+    subset."""
+    completions = []
+    for rank, text in zip(ranks, texts, strict=True):
+        message = {"role": "assistant", "content": text}
+        completions.append(Completion(rank, (message,)))
+    return Preference(
+        prompt, tuple(completions), task_name=subset, id=f"{subset}/{id}", where=where
+    )

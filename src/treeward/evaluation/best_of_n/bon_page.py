@@ -1,7 +1,9 @@
 """What `treeward bon` shows of a `BestOfN`: a table on the terminal, bon.json, and the report.
 
-rows, columns = table(result)
-write(Path("results/bon"), result, proxy="my-model", gold="gold_scores", data="samples.jsonl")
+    rows, columns = table(result)
+    write(Path("results/bon"), result, proxy="my-model", gold="gold_scores", data="samples.jsonl")
+
+`bon_page.html` has the words of the report.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ _COLUMNS = (
     Column("high", "to"),
     Column("best", "best gold"),
 )
-LEGEND = "KL, in nats, is how far choosing among n is from one sample; best gold is that of choosing by gold."
+LEGEND = (
+    "KL, in nats, is how far choosing among n is from one sample; best gold is that of choosing by "
+    "gold."
+)
 """What the columns mean: for below a table."""
 
 
@@ -35,8 +40,8 @@ LEGEND = "KL, in nats, is how far choosing among n is from one sample; best gold
 class BestOfNPage:
     """The numbers of the report. `proxy`, `gold`: the names of what scored.
 
-    `rows`: see `table`. `gains`: curves over sqrt(KL(n)), in standard deviations within a prompt; `ticks`: some n
-    there. `correlation` of proxy and gold is in `result`.
+    `rows`: see `table`. `gains`: curves over sqrt(KL(n)), in standard deviations within a prompt;
+    `ticks`: some n there. `correlation` of proxy and gold is in `result`.
     """
 
     proxy: str
@@ -48,14 +53,15 @@ class BestOfNPage:
 
 
 def write(folder: Path, result: BestOfN, proxy: str, gold: str, data: str) -> Path:
-    """Write `bon.json` and the report; returns the report's path. `proxy`, `gold`: their names; `data`: the file's.
+    """Write `bon.json` and the report; returns the report's path. `proxy`, `gold`: their names;
+    `data`: the file's.
 
     Raises `DataError` where they cannot be written.
     """
     content = {"gold": gold, "data": data, "proxy": proxy} | to_json(result)
     return write_report(
         folder,
-        "evaluation/best_of_n/page.html",
+        "evaluation/best_of_n/bon_page.html",
         f"Best of n: {proxy}",
         best_of_n_page(result, proxy, gold),
         subtitle=f"gold: {gold}; samples: {data}",
