@@ -1,17 +1,19 @@
 """`write_rl_report`: runs of RL side by side on one page, which needs nothing but a browser.
 
-    runs = [RLRun.read(name, folder) for name, folder in (("clean", a), ("hacked", b), ("cured", c))]
+    runs = [RLRun.read("clean", a), RLRun.read("hacked", b), RLRun.read("cured", c)]
     write_rl_report(runs, Path("report.html"), title="GRPO against a reward model")
     runs[0].curve("validation/gold_reward")             # {0: 0.31, 10: 0.42, ...}: values by step
     runs[0].outcome                                     # "improved"
 
-`RLRun.read` reads `metrics.jsonl` and, if they exist, `samples.jsonl` and `alarms.json`. Any metric may be absent, at
-some steps or at all; values that are not finite are ignored. A metric counts as changed only if its 95 % interval
-excludes 0. Intervals are paired by prompt: the watch logs them (`treeward.rl.watch`).
+`RLRun.read` reads `metrics.jsonl` and, if they exist, `samples.jsonl` and `alarms.json`. Any metric
+may be absent, at some steps or at all; values that are not finite are ignored. A metric counts as
+changed only if its 95 % interval excludes 0. Intervals are paired by prompt: the watch logs them
+(`treeward.rl.watch`).
 
-The page has the verdict in sentences, gold and proxy over the distance that the policy has moved, d = sqrt(KL), metrics
-over the steps, and the same prompts completed at the first, a middle and the last validation. `RLPage` has its numbers
-and `report.html` its words. A metric that no run has takes no place.
+The page has the verdict in sentences, gold and proxy over the distance that the policy has moved, d
+= sqrt(KL), metrics over the steps, and the same prompts completed at the first, a middle and the
+last validation. `RLPage` has its numbers and `report.html` its words. A metric that no run has
+takes no place.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ Curve = dict[int, float]
 """The finite values of one metric, by ascending steps."""
 
 Outcome = Literal["over-optimised", "improved", "worse", "level", "unknown"]
-"""The verdict by gold: `over-optimised` is an alarm of the watch; `unknown`: there is no gold, or no interval."""
+"""The verdict by gold: `over-optimised` is an alarm of the watch; `unknown`: there is no gold, or
+no interval."""
 
 Z95 = 1.959964
 
@@ -64,7 +67,8 @@ _ERRORS = {"gold_reward": "watch/gold_error", "reward": "watch/proxy_error"}
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A metric from its first to its last validation; `by`: the change, with its interval if known."""
+    """A metric from its first to its last validation; `by`: the change, with its interval if
+    known."""
 
     first: float
     last: float
@@ -151,7 +155,8 @@ class RLRun:
 
     @cached_property
     def proxy(self) -> Change | None:
-        """The change of the reward that is optimised, over the validations; None for fewer than two."""
+        """The change of the reward that is optimised, over the validations; None for fewer than
+        two."""
         return self._change("reward", "proxy")
 
     @cached_property
@@ -215,12 +220,13 @@ class RLRun:
         return Change(first, last, Metric("change", value, value - half, value + half))
 
 
-# --- the numbers of the page ------------------------------------------------------------------------------------------
+# --- the numbers of the page ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """What became of a run. `lengths`: mean tokens of a completion at the first and last validation, if known."""
+    """What became of a run. `lengths`: mean tokens of a completion at the first and last
+    validation, if known."""
 
     name: str
     outcome: Outcome
@@ -236,9 +242,11 @@ class RunSummary:
 
 @dataclass(frozen=True, slots=True)
 class SampledCompletion:
-    """The first completion that was sampled at `step`, not a chosen one. Numbers that were not logged are None.
+    """The first completion that was sampled at `step`, not a chosen one. Numbers that were not
+    logged are None.
 
-    `is_cut`: at the length limit. `is_at_best_gold`: gold is highest at this validation, on average.
+    `is_cut`: at the length limit. `is_at_best_gold`: gold is highest at this validation, on
+    average.
     """
 
     step: int
@@ -263,8 +271,9 @@ class PromptSamples:
 class RLPage:
     """The numbers of the page.
 
-    `over_distance`: gains of "gold" and "proxy" over the first validation, over sqrt(KL); `over_steps`: metrics by
-    name. Both without those that no run has. `alarm_distances` and `alarm_steps`: where runs had an alarm.
+    `over_distance`: gains of "gold" and "proxy" over the first validation, over sqrt(KL);
+    `over_steps`: metrics by name. Both without those that no run has. `alarm_distances` and
+    `alarm_steps`: where runs had an alarm.
     """
 
     runs: tuple[RunSummary, ...]
@@ -280,17 +289,29 @@ class RLPage:
 
 
 def write_rl_report(runs: Sequence[RLRun], path: Path, *, title: str) -> Path:
-    """Write the page to `path`, which ends in .html, and its numbers to the .json beside it; returns `path`.
+    """Write the page to `path`, which ends in .html, and its numbers to the .json beside it;
+    returns `path`.
 
     Raises `ConfigError` for no runs, or two of one name.
     """
     names = [run.name for run in runs]
     if not names or len(set(names)) < len(names):
-        raise ConfigError("a report needs runs of different names", got=names, need="one run or more")
+        raise ConfigError(
+            "a report needs runs of different names",
+            got=names,
+            need="one run or more",
+        )
     subtitle = f"Run {names[0]}"
     if len(runs) > 1:
         subtitle = f"{len(runs)} runs: {', '.join(names)}"
-    return write_report(path.parent, "rl/report.html", title, rl_page(runs), subtitle=subtitle, name=path.stem)
+    return write_report(
+        path.parent,
+        "rl/report.html",
+        title,
+        rl_page(runs),
+        subtitle=subtitle,
+        name=path.stem,
+    )
 
 
 def rl_page(runs: Sequence[RLRun]) -> RLPage:
@@ -359,12 +380,15 @@ def _over_distance(runs: Sequence[RLRun], name: str, key: str) -> list[Line]:
         if not _has_moved(run) or not steps:
             continue
         start = next(iter(curve.values()))
+        labels = []
+        for step in steps:
+            labels.append(f"step {step:,}, distance {format_number(distances[step])}")
         lines.append(
             Line(
                 f"{_prefix(run, runs)}{name}",
                 x=[distances[step] for step in steps],
                 y=[curve[step] - start for step in steps],
-                labels=[f"step {step:,}, distance {format_number(distances[step])}" for step in steps],
+                labels=labels,
                 colour=number,
                 dots=True,
             )
@@ -389,8 +413,17 @@ def _over_steps(runs: Sequence[RLRun], key: str) -> list[Line]:
     return lines
 
 
-def _thinned(name: str, curve: Curve, error: Curve, *, colour: int, dots: bool, dash: int = SOLID) -> Line:
-    """A curve with as many points as a screen shows, and with 95 % intervals if no point is left out."""
+def _thinned(
+    name: str,
+    curve: Curve,
+    error: Curve,
+    *,
+    colour: int,
+    dots: bool,
+    dash: int = SOLID,
+) -> Line:
+    """A curve with as many points as a screen shows, and with 95 % intervals if no point is left
+    out."""
     num_points = min(len(curve), _MOST_POINTS)
     x = [float(part.mean()) for part in np.array_split(list(curve.keys()), num_points)]
     y = [float(part.mean()) for part in np.array_split(list(curve.values()), num_points)]
@@ -406,7 +439,8 @@ def _thinned(name: str, curve: Curve, error: Curve, *, colour: int, dots: bool, 
 
 
 def _samples(runs: Sequence[RLRun]) -> list[PromptSamples]:
-    """The same prompts at the first, a middle and the last validation; the middle one is where gold was best."""
+    """The same prompts at the first, a middle and the last validation; the middle one is where gold
+    was best."""
     by_prompt: dict[str, PromptSamples] = {}
     for number, run in enumerate(runs):
         for key, lines in _sampled_lines(run).items():

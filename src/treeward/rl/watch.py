@@ -5,12 +5,12 @@
         logger.warning(alarm.sentence)
     trackers.log(watch.metrics(), step)
 
-It observes every validation, always on the same prompts. With a gold reward it is a test: gold is lower than at its
-best while the proxy, the reward that is optimised, is higher (Gao, Schulman, Hilton 2022, arXiv 2210.10760). Without
-one there are only signs, and the sentences say so: completions grow longer (Singhal et al. 2023, arXiv 2310.03716),
-entropy collapses (Cui et al. 2025, arXiv 2505.22617), KL leaves its budget, completions are cut, groups carry no
-signal. Each kind is raised once, at the first validation where it holds. Values that are None or not finite are
-ignored.
+It observes every validation, always on the same prompts. With a gold reward it is a test: gold is
+lower than at its best while the proxy, the reward that is optimised, is higher (Gao, Schulman,
+Hilton 2022, arXiv 2210.10760). Without one there are only signs, and the sentences say so:
+completions grow longer (Singhal et al. 2023, arXiv 2310.03716), entropy collapses (Cui et al. 2025,
+arXiv 2505.22617), KL leaves its budget, completions are cut, groups carry no signal. Each kind is
+raised once, at the first validation where it holds. Values that are None or not finite are ignored.
 
 Shapes: P validation prompts.
 """
@@ -56,6 +56,19 @@ class Alarm:
     stops: bool = False
 
 
+class _Validation(NamedTuple):
+    """What is observed at one step; NaN for what is not known. `proxy`, `gold` (P,): by prompt."""
+
+    proxy: list[float]
+    gold: list[float]
+    length: float
+    correlation: float
+    kl: float
+    entropy: float
+    truncated: float
+    without_signal: float
+
+
 class _Difference(NamedTuple):
     """The mean over `num_prompts` of later less earlier, and its standard error; NaN if unknown."""
 
@@ -68,7 +81,8 @@ class _Difference(NamedTuple):
         if math.isnan(self.error) or self.value >= 0:
             return 1.0
         if self.error <= _ROUNDING * abs(self.value):
-            # All prompts fell by the same amount, so there is no spread: the probability of a sign test.
+            # All prompts fell by the same amount, so there is no spread: the probability of a sign
+            # test.
             return 0.5**self.num_prompts
         return float(special.stdtr(self.num_prompts - 1, self.value / self.error))
 
@@ -77,8 +91,8 @@ class _Difference(NamedTuple):
 class OverOptimisationWatch:
     """Compares each validation with the earlier ones; the module lists the alarms.
 
-    **The test of gold.** At the t-th validation with a gold reward, b is the one before it whose gold is highest. With
-    d_i = gold_i(t) - gold_i(b) over the n prompts that have both,
+    **The test of gold.** At the t-th validation with a gold reward, b is the one before it whose
+    gold is highest. With d_i = gold_i(t) - gold_i(b) over the n prompts that have both,
 
         T = mean(d) / (std(d) / sqrt(n)),        p = P(Student's t with n - 1 degrees <= T)
 
@@ -87,9 +101,10 @@ class OverOptimisationWatch:
 
         p <= (1 - Phi(z)) * 2 / ((t - 1) t (t + 1))
 
-    b is the luckiest of t - 1, and there is a test at every t, so each of the t - 1 possible comparisons at t has that
-    share; the sum over all of them and all t is 1 - Phi(z), as sum_{t>=2} 2 / (t (t + 1)) = 1 (the union bound, Boole).
-    The price is small: for z = 3, the 5th validation needs 4.1 standard errors and the 20th 5.0.
+    b is the luckiest of t - 1, and there is a test at every t, so each of the t - 1 possible
+    comparisons at t has that share; the sum over all of them and all t is 1 - Phi(z), as sum_{t>=2}
+    2 / (t (t + 1)) = 1 (the union bound, Boole). The price is small: for z = 3, the 5th validation
+    needs 4.1 standard errors and the 20th 5.0.
     """
 
     config: WatchConfig = field(default_factory=WatchConfig)
@@ -117,27 +132,34 @@ class OverOptimisationWatch:
         truncation_rate: float | None = None,
         groups_without_signal: float | None = None,
     ) -> list[Alarm]:
-        """Observe the validation at `step`; returns the alarms of kinds that were not raised before.
+        """Observe the validation at `step`; returns the alarms of kinds that were not raised yet.
 
-        `proxy_by_prompt`, `gold_by_prompt` (P,): mean reward of each prompt, in the same order every time, NaN where
-        scoring failed.
-        `length`: mean tokens of a completion; `length_correlation`: of reward and length within groups, see the
-        function of that name. `kl` and `entropy`: in nats.
+        `proxy_by_prompt`, `gold_by_prompt` (P,): mean reward of each prompt, in the same order
+        every time, NaN where scoring failed. `length`: mean tokens of a completion;
+        `length_correlation`: of reward and length within groups, see the function of that name.
+        `kl` and `entropy`: in nats.
         """
-        now: dict[str, Any] = {"proxy": _values(proxy_by_prompt), "gold": _values(gold_by_prompt)}
-        names = ("length", "correlation", "kl", "entropy", "truncated", "without")
-        values = (length, length_correlation, kl, entropy, truncation_rate, groups_without_signal)
-        now |= {n: math.nan if value is None else float(value) for n, value in zip(names, values, strict=True)}
+        now = _Validation(
+            proxy=_values(proxy_by_prompt),
+            gold=_values(gold_by_prompt),
+            length=_known(length),
+            correlation=_known(length_correlation),
+            kl=_known(kl),
+            entropy=_known(entropy),
+            truncated=_known(truncation_rate),
+            without_signal=_known(groups_without_signal),
+        )
+        holding: dict[AlarmKind, str] = {}
         fall = self._gold_falls(now)
-        holding: dict[AlarmKind, str] = {} if fall is None else {"gold_falls": fall}
+        if fall is not None:
+            holding["gold_falls"] = fall
         holding |= self._signs(now)
         self.active = frozenset(holding)
         raised = {alarm.kind for alarm in self.alarms}
-        new = [
-            Alarm(kind, step, sentence, stops=kind in self.config.stop_on)
-            for kind, sentence in holding.items()
-            if kind not in raised
-        ]
+        new = []
+        for kind, sentence in holding.items():
+            if kind not in raised:
+                new.append(Alarm(kind, step, sentence, stops=kind in self.config.stop_on))
         self.alarms.extend(new)
         self._remember(step, now)
         return new
@@ -145,104 +167,148 @@ class OverOptimisationWatch:
     def metrics(self) -> dict[str, float]:
         """Metrics of the last validation, in the units of the rewards; without unknown values.
 
-        watch/alarm: 1 while an alarm of any kind holds. watch/{proxy,gold}_error: standard errors of the means;
-        watch/{proxy,gold}_change and _change_error: since the first validation, paired by prompt;
-        watch/gold_fall and _fall_error: from the best validation so far.
+        watch/alarm: 1 while an alarm of any kind holds. watch/{proxy,gold}_error: standard errors
+        of the means; watch/{proxy,gold}_change and _change_error: since the first validation,
+        paired by prompt; watch/gold_fall and _fall_error: from the best validation so far.
         """
         return {"watch/alarm": float(bool(self.active)), **self._metrics}
 
     def state_dict(self) -> dict[str, Any]:
         """The state for a resumed run, as JSON values."""
-        alarms = [asdict(alarm) for alarm in self.alarms]
-        return {"alarms": alarms, "active": sorted(self.active)} | {name: getattr(self, name) for name in _REMEMBERED}
+        state: dict[str, Any] = {
+            "alarms": [asdict(alarm) for alarm in self.alarms],
+            "active": sorted(self.active),
+        }
+        for name in _REMEMBERED:
+            state[name] = getattr(self, name)
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave."""
-        self.alarms, self.active = [Alarm(**alarm) for alarm in state["alarms"]], frozenset(state["active"])
+        self.alarms = [Alarm(**alarm) for alarm in state["alarms"]]
+        self.active = frozenset(state["active"])
         for name in _REMEMBERED:
             setattr(self, name, state[name])
 
-    def _remember(self, step: int, now: Mapping[str, Any]) -> None:
-        for name in ("proxy", "gold", "length", "entropy"):
-            if not math.isnan(_mean(now[name])):
-                self._first.setdefault(name, now[name])
-        if not math.isnan(gold := _mean(now["gold"])):
+    def _remember(self, step: int, now: _Validation) -> None:
+        first: dict[str, Any] = {
+            "proxy": now.proxy,
+            "gold": now.gold,
+            "length": now.length,
+            "entropy": now.entropy,
+        }
+        for name, value in first.items():
+            if not math.isnan(_mean(value)):
+                self._first.setdefault(name, value)
+        gold = _mean(now.gold)
+        if not math.isnan(gold):
             self._num_golds += 1
             if self._best is None or gold > _mean(self._best["gold"]):
-                self._best = {"step": step, "proxy": now["proxy"], "gold": now["gold"]}
-        metrics = {f"{name}_error": _error(now[name]) for name in ("proxy", "gold")}
-        for name, change in (
-            *((f"{name}_change", _difference(self._first.get(name, []), now[name])) for name in ("proxy", "gold")),
-            ("gold_fall", _difference(now["gold"], [] if self._best is None else self._best["gold"])),
-        ):
-            metrics |= {name: change.value, f"{name}_error": change.error}
-        self._metrics = {f"watch/{name}": value for name, value in metrics.items() if math.isfinite(value)}
+                self._best = {"step": step, "proxy": now.proxy, "gold": now.gold}
+        best_gold = [] if self._best is None else self._best["gold"]
+        changes = {
+            "proxy_change": _difference(self._first.get("proxy", []), now.proxy),
+            "gold_change": _difference(self._first.get("gold", []), now.gold),
+            "gold_fall": _difference(now.gold, best_gold),
+        }
+        metrics = {"proxy_error": _error(now.proxy), "gold_error": _error(now.gold)}
+        for name, change in changes.items():
+            metrics[name] = change.value
+            metrics[f"{name}_error"] = change.error
+        self._metrics = {}
+        for name, value in metrics.items():
+            if math.isfinite(value):
+                self._metrics[f"watch/{name}"] = value
 
-    def _gold_falls(self, now: Mapping[str, Any]) -> str | None:
-        best, t, gold, kl = self._best, self._num_golds + 1, _mean(now["gold"]), now["kl"]
+    def _gold_falls(self, now: _Validation) -> str | None:
+        """The sentence of the alarm, if the test of the class's docstring rejects."""
+        best = self._best
+        t = self._num_golds + 1
+        gold = _mean(now.gold)
         if best is None or math.isnan(gold) or t < _MIN_VALIDATIONS:
             return None
-        change, rise = _difference(best["gold"], now["gold"]), _difference(best["proxy"], now["proxy"]).value
+        change = _difference(best["gold"], now.gold)
+        rise = _difference(best["proxy"], now.proxy).value
         largest_p = float(special.ndtr(-self.config.z)) * 2.0 / ((t - 1) * t * (t + 1))
-        if not rise > 0 or not change.p_of_a_fall() <= largest_p:
+        # Both are false for NaN: what is not known is no reason for an alarm.
+        has_risen = rise > 0
+        is_significant = change.p_of_a_fall() <= largest_p
+        if not has_risen or not is_significant:
             return None
         needed = -float(special.stdtrit(change.num_prompts - 1, largest_p))
-        level = change.error <= _ROUNDING * abs(change.value)
-        fell = "the same on every prompt" if level else f"{-change.value / change.error:.1f} standard errors"
-        before = _mean(best["gold"])
-        return (
-            f"Gold has fallen by {-change.value:.3g} from its best, {before:.3g} at step {best['step']}, to "
-            f"{gold:.3g}, while the proxy rose by {rise:.3g}, from {_mean(best['proxy']):.3g} to "
-            f"{_mean(now['proxy']):.3g}: the policy exploits the reward model. The fall is {fell}; validation {t} "
-            f"asks for {needed:.1f}.{'' if math.isnan(kl) else f' KL is {kl:.3g}.'}"
+        if change.error <= _ROUNDING * abs(change.value):
+            fall = "the same on every prompt"
+        else:
+            fall = f"{-change.value / change.error:.1f} standard errors"
+        sentence = (
+            f"Gold has fallen by {-change.value:.3g} from its best, {_mean(best['gold']):.3g} at "
+            f"step {best['step']}, to {gold:.3g}, while the proxy rose by {rise:.3g}, from "
+            f"{_mean(best['proxy']):.3g} to {_mean(now.proxy):.3g}: the policy exploits the reward "
+            f"model. The fall is {fall}; validation {t} asks for {needed:.1f}."
         )
+        if not math.isnan(now.kl):
+            sentence += f" KL is {now.kl:.3g}."
+        return sentence
 
-    def _signs(self, now: Mapping[str, Any]) -> dict[AlarmKind, str]:
-        """The other alarms that hold: quantities beyond their limits, none of them a proof."""
-        kl, length, entropy = now["kl"], now["length"], now["entropy"]
-        first_length, first_entropy = (self._first.get(name, math.nan) for name in ("length", "entropy"))
-        budget, growth = self.config.max_kl or math.inf, self.config.max_length_growth or math.inf
-        rise = _difference(self._first.get("proxy", []), now["proxy"]).value
+    def _signs(self, now: _Validation) -> dict[AlarmKind, str]:
+        """The other alarms that hold: quantities beyond their limits, none of them a proof.
+
+        A comparison with NaN is false, so what is not known raises none.
+        """
+        signs: dict[AlarmKind, str] = {}
+        budget = self.config.max_kl
+        if budget and now.kl > budget:
+            signs["kl_budget"] = (
+                f"KL to the reference is {now.kl:.3g}, above the budget of {budget:.3g}: the "
+                "further from the reference, the less the reward model knows of the completions."
+            )
+        first_length = self._first.get("length", math.nan)
+        rise = _difference(self._first.get("proxy", []), now.proxy).value
+        growth = self.config.max_length_growth
+        grows = bool(growth) and now.length > growth * first_length
         # A gold reward tells more than lengths do.
-        grows = math.isnan(_mean(now["gold"])) and rise > 0 and not now["correlation"] < _MIN_LENGTH_CORRELATION
-        table: list[tuple[AlarmKind, bool, str]] = [
-            (
-                "kl_budget", kl > budget,
-                f"KL to the reference is {kl:.3g}, above the budget of {budget:.3g}: the further from the reference, "
-                "the less the reward model knows of the completions.",
-            ),
-            (
-                "length_growth", length > growth * first_length and grows,
-                f"Completions have {length:.0f} tokens on average, at first {first_length:.0f}, and the proxy rose by "
-                f"{rise:.3g}: the reward model may pay for length.",
-            ),
-            (
-                "entropy_collapse", entropy < _MIN_ENTROPY_SHARE * first_entropy,
-                f"The policy's entropy is {entropy:.3g}, at the first validation {first_entropy:.3g}: it gives nearly "
-                "the same completion every time and explores no more.",
-            ),
-            (
-                "truncation", now["truncated"] > _MAX_TRUNCATION_RATE,
-                f"{now['truncated']:.0%} of the completions reach the length limit and are cut.",
-            ),
-            (
-                "no_signal", now["without"] > _MAX_GROUPS_WITHOUT_SIGNAL,
-                f"{now['without']:.0%} of the groups have completions with equal rewards, which teach nothing.",
-            ),
-        ]  # fmt: skip
-        return {kind: f"{sentence} This is a sign, no proof." for kind, holds, sentence in table if holds}
+        has_gold = not math.isnan(_mean(now.gold))
+        # Reward and length may be correlated where the correlation is not known.
+        is_uncorrelated = now.correlation < _MIN_LENGTH_CORRELATION
+        if grows and rise > 0 and not has_gold and not is_uncorrelated:
+            signs["length_growth"] = (
+                f"Completions have {now.length:.0f} tokens on average, at first "
+                f"{first_length:.0f}, and the proxy rose by {rise:.3g}: the reward model may "
+                "pay for length."
+            )
+        first_entropy = self._first.get("entropy", math.nan)
+        if now.entropy < _MIN_ENTROPY_SHARE * first_entropy:
+            signs["entropy_collapse"] = (
+                f"The policy's entropy is {now.entropy:.3g}, at the first validation "
+                f"{first_entropy:.3g}: it gives nearly the same completion every time and explores "
+                "no more."
+            )
+        if now.truncated > _MAX_TRUNCATION_RATE:
+            share = f"{now.truncated:.0%} of the completions"
+            signs["truncation"] = f"{share} reach the length limit and are cut."
+        if now.without_signal > _MAX_GROUPS_WITHOUT_SIGNAL:
+            share = f"{now.without_signal:.0%} of the groups"
+            without = "completions with equal rewards, which teach nothing."
+            signs["no_signal"] = f"{share} have {without}"
+        return {kind: f"{sentence} This is a sign, no proof." for kind, sentence in signs.items()}
 
 
 _REMEMBERED = ("_first", "_best", "_num_golds", "_metrics")
 
 
 def write_alarms(path: Path, alarms: Sequence[Alarm]) -> None:
-    """Write all alarms of a run, replacing the file. Raises `ConfigError` if it cannot be written."""
+    """Write all alarms of a run, replacing the file. Raises `ConfigError` if it cannot be
+    written."""
     try:
-        write_text(path, json.dumps([asdict(alarm) for alarm in alarms], indent=2, allow_nan=False) + "\n")
+        rows = [asdict(alarm) for alarm in alarms]
+        write_text(path, json.dumps(rows, indent=2, allow_nan=False) + "\n")
     except OSError as error:
-        fix = "make room and start the same command again: it resumes from the last checkpoint"
-        raise ConfigError("the alarms cannot be written", where=str(path), got=str(error), fix=fix) from error
+        raise ConfigError(
+            "the alarms cannot be written",
+            where=str(path),
+            got=str(error),
+            fix="make room and start the same command again: it resumes from the last checkpoint",
+        ) from error
 
 
 def read_alarms(path: Path) -> list[Alarm]:
@@ -250,27 +316,53 @@ def read_alarms(path: Path) -> list[Alarm]:
     try:
         return [Alarm(**row) for row in json.loads(path.read_text(encoding="utf-8"))]
     except (TypeError, ValueError) as error:
-        raise DataError("this is not a file of alarms", where=str(path), got=str(error), fix="remove it") from error
+        raise DataError(
+            "this is not a file of alarms",
+            where=str(path),
+            got=str(error),
+            fix="remove it",
+        ) from error
+
+
+def _known(value: float | None) -> float:
+    """NaN for a quantity that is not known."""
+    return math.nan if value is None else float(value)
 
 
 def _values(by_prompt: ArrayLike | None) -> list[float]:
-    values = np.asarray([] if by_prompt is None else by_prompt, dtype=np.float64)
-    return [value if math.isfinite(value) else math.nan for value in values.tolist()]
+    """(P,): NaN for a prompt whose reward is not finite; none at all without rewards."""
+    if by_prompt is None:
+        return []
+    values = []
+    for value in np.asarray(by_prompt, dtype=np.float64).tolist():
+        values.append(value if math.isfinite(value) else math.nan)
+    return values
+
+
+def _finite(values: float | Sequence[float]) -> list[float]:
+    return [value for value in np.atleast_1d(values).tolist() if not math.isnan(value)]
 
 
 def _mean(values: float | Sequence[float]) -> float:
-    finite_values = [value for value in np.atleast_1d(values) if not math.isnan(value)]
-    return float(np.mean(finite_values)) if finite_values else math.nan
+    """The mean of the values that are known; NaN where none is."""
+    known = _finite(values)
+    return float(np.mean(known)) if known else math.nan
 
 
 def _error(values_P: Sequence[float]) -> float:
     """The standard error of the mean; NaN for fewer than two values."""
-    finite_values = [value for value in values_P if not math.isnan(value)]
-    return float(np.std(finite_values, ddof=1)) / math.sqrt(len(finite_values)) if len(finite_values) > 1 else math.nan
+    known = _finite(values_P)
+    if len(known) < 2:
+        return math.nan
+    return float(np.std(known, ddof=1)) / math.sqrt(len(known))
 
 
 def _difference(earlier_P: Sequence[float], later_P: Sequence[float]) -> _Difference:
     """Later less earlier, paired over the prompts that have both."""
-    same = len(earlier_P) == len(later_P)
-    changes = [b - a for a, b in zip(earlier_P, later_P, strict=True) if not math.isnan(b - a)] if same else []
+    changes: list[float] = []
+    # Rewards of other prompts, or none, are not paired.
+    if len(earlier_P) == len(later_P):
+        for earlier, later in zip(earlier_P, later_P, strict=True):
+            changes.append(later - earlier)
+    changes = _finite(changes)
     return _Difference(_mean(changes), _error(changes), len(changes))
