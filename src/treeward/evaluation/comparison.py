@@ -174,6 +174,7 @@ def _with_adjusted_p_values(parts: Sequence[PairedResult]) -> list[PairedResult]
 def _match(first: Evaluation, second: Evaluation) -> tuple[list[_Pair], dict[str, int]]:
     """The ordered examples that both have, and the counts of `_NOTES`."""
     second_suites = dict(second.suites)
+    # A file that was renamed between the two evaluations is the same suite.
     if len(first.suites) == len(second_suites) == 1:
         second_suites = dict(zip(first.suites, second_suites.values(), strict=True))
     first_rows = _by_suite_and_id(first.suites)
@@ -186,17 +187,21 @@ def _match(first: Evaluation, second: Evaluation) -> tuple[list[_Pair], dict[str
         if other is None:
             continue
         num_matched += 1
+        # An id says little: other data may have the same, as numbers of rows.
         if _content(row.example) != _content(other.example):
             continue
         num_same += 1
         if len(set(row.example.ranks)) > 1:
             pairs.append(_Pair(key[0], row, other))
-    counts = {
-        "left_out": len(first_rows.keys() | second_rows.keys()) - len(pairs),
-        "several": sum(len(pair.first.example.ranks) > 2 for pair in pairs),
-        "ties": sum("tie" in (pair.first.outcome, pair.second.outcome) for pair in pairs),
-        "failed": sum(pair.first.failed or pair.second.failed for pair in pairs),
-    }
+    counts = dict.fromkeys(_NOTES, 0)
+    counts["left_out"] = len(first_rows.keys() | second_rows.keys()) - len(pairs)
+    for pair in pairs:
+        if len(pair.first.example.ranks) > 2:
+            counts["several"] += 1
+        if "tie" in (pair.first.outcome, pair.second.outcome):
+            counts["ties"] += 1
+        if pair.first.failed or pair.second.failed:
+            counts["failed"] += 1
     if not pairs:
         raise DataError(
             "the two evaluations have no example in common that says which model is better",

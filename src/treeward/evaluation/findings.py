@@ -129,6 +129,7 @@ def _quality(summary: Summary) -> str:
         sentence = against_chance
     if likes is None:
         return sentence
+    # A liking is bad news after good, and more of it after bad.
     conjunction = "but" if against_chance == _BETTER else "and"
     return f"{sentence}, {conjunction} {likes}"
 
@@ -164,6 +165,7 @@ def standing(result: SuiteResult, chance: float | None) -> str | None:
     high = result.headline.high
     if chance is None or low is None or high is None:
         return None
+    # Even with every missing score counted as wrong.
     if low > chance:
         return _BETTER
     if result.num_failed:
@@ -201,6 +203,7 @@ def rewrite_finding(perturbations: Diagnostic | None) -> str | None:
     if perturbations is None:
         return None
     flips = {name: perturbations.numbers[f"{name}_rejected_flips"] for name in REWRITES}
+    # A rewrite that applied to no pair has no value, and costs nothing.
     worst = max(flips, key=lambda name: flips[name].value or 0.0)
     if not flips[worst].value:
         return None
@@ -215,6 +218,7 @@ def rewrite_finding(perturbations: Diagnostic | None) -> str | None:
 def usage_finding(usage: Mapping[str, float]) -> str | None:
     """What a judge has used, and what it saw of itself; None of a scorer that says nothing."""
     parts = []
+    # An environment in a judge's place may have components of a reward and ask nobody.
     if usage.get("num_requests"):
         parts.append(
             f"{usage['num_requests']:,.0f} requests, {usage['num_prompt_tokens']:,.0f} tokens read "

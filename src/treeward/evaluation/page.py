@@ -107,7 +107,7 @@ class SuitePage:
         for metrics in self.rewrites("relative_shift").values():
             for metric in metrics.values():
                 reach = max([reach, *map(abs, known_ends(metric))])
-        return reach or 1.0
+        return reach or 1.0  # an axis of no length cannot be drawn
 
     @property
     def reliabilities(self) -> list[Line]:
@@ -150,6 +150,7 @@ def write_results(output: Path, summaries: Sequence[Summary], *, subtitle: str =
     }
     if subtitle:
         content["notes"] = subtitle
+    # A model of several suites is named once.
     models = dict.fromkeys(summary.model for summary in summaries)
     return write_report(
         output,
@@ -165,7 +166,7 @@ def _numbers(summary: Summary) -> dict[str, Any]:
     """An item of `results` in results.json."""
     chance = summary.suite.chance()
     result = dataclasses.asdict(summary.result)
-    del result["suite"]
+    del result["suite"]  # it is the second key already
     diagnostics = {}
     for name, diagnostic in summary.diagnostics.items():
         diagnostics[name] = [dataclasses.asdict(metric) for metric in diagnostic.numbers.values()]
@@ -223,6 +224,7 @@ def _common_chance(summary: Summary, series: Mapping[str, Mapping[str, Metric]])
     chances = []
     for metrics in series.values():
         chances += [summary.suite.chance(name) for name in metrics]
+    # Where chance is not known of most, the line is at that of the others.
     return max(chances, key=lambda chance: (chance is not None, chances.count(chance)))
 
 

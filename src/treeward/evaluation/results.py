@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from statistics import fmean
 from typing import Any, Literal
 
@@ -82,6 +82,7 @@ class Diagnostic:
     numbers: Mapping[str, Metric]
 
     def __getattr__(self, name: str) -> Metric:
+        # By way of __dict__: while a copy is unpickled, `numbers` is not there yet.
         numbers: Mapping[str, Metric] = self.__dict__.get("numbers", {})
         if name not in numbers:
             raise AttributeError(
@@ -171,7 +172,8 @@ def score_examples(
             infos = [example.info for example in chunk]
             groups = scorer.score_groups(conversations, infos)
         else:
-            flat = [chat for group in conversations for chat in group]
+            # All groups go to the scorer in one call, and their scores are dealt out again.
+            flat = list(chain.from_iterable(conversations))
             scores = iter(scorer.score(flat, on_error="mask"))
             groups = [list(islice(scores, len(group))) for group in conversations]
         for example, group in zip(chunk, groups, strict=True):
@@ -195,16 +197,24 @@ def _scored(
         if not keeps_all_heads:
             named = {name: value for name, value in named.items() if name in grade_names}
         heads.append(named)
+    # A row has these fields only where one of its completions has something there.
+    if not any(heads):
+        heads = []
     judgements = [score.judgement for score in scores]
+    if not any(judgements):
+        judgements = []
     lengths = [len(last_text(completion.messages)) for completion in example.completions]
+    values = [score.score for score in scores]
+    num_tokens = [score.num_tokens for score in scores]
+    errors = [score.error for score in scores]
     return ScoredExample(
         example,
-        scores=tuple(score.score for score in scores),
+        scores=tuple(values),
         lengths=tuple(lengths),
-        num_tokens=tuple(score.num_tokens for score in scores),
-        errors=tuple(score.error for score in scores),
-        heads=tuple(heads) if any(heads) else (),
-        judgements=tuple(judgements) if any(judgements) else (),
+        num_tokens=tuple(num_tokens),
+        errors=tuple(errors),
+        heads=tuple(heads),
+        judgements=tuple(judgements),
     )
 
 
@@ -215,6 +225,7 @@ def judge_usage(
     as `position_bias`, over all rows, those that were kept too. Empty for a reward model."""
     if not isinstance(scorer, GroupScorer):
         return {}
+    # Rows that an earlier run kept count too, so these are means of rows and not of requests.
     values_by_name: dict[str, list[float]] = defaultdict(list)
     for row in scored:
         for heads in row.heads:

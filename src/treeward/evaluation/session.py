@@ -174,6 +174,7 @@ def _evaluate(
     for loaded in suites:
         suite = loaded.suite
         what = f"{candidate.name} on {suite.name}"
+        # A row that was kept is valid for this model on this data, and for nothing else.
         full_identity = {**identity, "examples": loaded.digest}
         folder = None if output is None else output / candidate.name / suite.name
         rows_file = None if folder is None else folder / "examples.jsonl"
@@ -201,6 +202,7 @@ def _evaluate(
         logger.info("Computing the numbers of %s.", what)
         summary = summarize(suite, scored, candidate.name, perturbations=perturbations)
         if usage:
+            # The suite knows nothing of what the scorer has used.
             details = {**summary.result.details, "usage": usage}
             summary = replace(summary, result=replace(summary.result, details=details))
         summaries.append(summary)

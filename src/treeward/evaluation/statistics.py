@@ -80,11 +80,13 @@ def cluster_bootstrap(
     num = int(codes.max(initial=-1)) + 1
     if num < 2:
         return None, None
+    # Of each cluster the sums of the columns, and in the last column how many rows it has.
     sums_CK = np.zeros((num, rows[0].size + 1))
     np.add.at(sums_CK, codes, np.column_stack([rows, np.ones(len(rows))]))
     drawn_RK = resampled(sums_CK, _NUM_RESAMPLES)
     with np.errstate(invalid="ignore", divide="ignore"):
         values_R = statistic(drawn_RK[:, :-1] / drawn_RK[:, -1:])
+    # A resample may lack a stratum, whose mean is then 0 / 0.
     values_R = values_R[np.isfinite(values_R)]
     if len(values_R) == 0:
         return None, None
@@ -98,7 +100,7 @@ def resampled(rows_CK: Floats, num_resamples: int) -> Floats:
     num = len(rows_CK)
     rng = np.random.default_rng(0)
     uniform_C = np.full(num, 1.0 / num)
-    at_once = max(1, _DRAWS_AT_ONCE // num)
+    at_once = max(1, _DRAWS_AT_ONCE // num)  # a bound of the memory
     means = []
     for start in range(0, num_resamples, at_once):
         size = min(at_once, num_resamples - start)
@@ -201,11 +203,13 @@ def paired_test(
 
     values = np.asarray(differences, dtype=np.float64)
     sums = np.bincount(_codes(clusters, len(values)), weights=values)
+    # Clusters without a difference tell nothing, and their signs would only cost time.
     sums = sums[sums != 0]
     if len(sums) == 0:
         return 1.0
     if np.ptp(np.abs(sums)) == 0:
         return float(stats.binomtest(int((sums > 0).sum()), len(sums)).pvalue)
+    # The second sample is 0: exchanging the samples of a cluster flips the sign of its sum.
     test = stats.permutation_test(
         (sums, np.zeros_like(sums)),
         lambda first, second, axis: (first - second).sum(axis=axis),
@@ -275,6 +279,7 @@ def reliability_curve(probabilities: ArrayLike, outcomes: ArrayLike) -> list[dic
     """
     p = np.asarray(probabilities, np.float64)
     happened = np.asarray(outcomes, np.float64)
+    # Without 0 and 1 as edges, these belong to the first and the last bin.
     inner_edges = np.linspace(0.0, 1.0, 11)[1:-1]
     places = np.searchsorted(inner_edges, p, side="left")
     bins: list[dict[str, Any]] = []

@@ -115,12 +115,14 @@ def analyse(
         rows.append(np.array(scored_by_both, dtype=np.float64).reshape(-1, 2).T)
     sizes = curve_sizes(_largest_size([row.shape[1] for row in rows], max_n))
     kept = [i for i, row in enumerate(rows) if row.shape[1] >= sizes[-1]]
+    # Rows of one prompt are averaged: they are one draw of the bootstrap.
     by_prompt: dict[str, list[Floats]] = {}
     for i in kept:
         prompt = str(i) if prompts is None else prompts[i]
         row_proxy, row_gold = rows[i]
         by_prompt.setdefault(prompt, []).append(_statistics(row_proxy, row_gold, sizes))
     table_CK = np.stack([np.mean(of_rows, axis=0) for of_rows in by_prompt.values()])
+    # Ratios are of means, not means of ratios: a prompt of equal samples has none of its own.
     point = _derive(table_CK.mean(axis=0), len(sizes))
     drawn = _derive(resampled(table_CK, num_resamples), len(sizes))
     gold_G = point["gold"]
@@ -143,12 +145,16 @@ def analyse(
         only = curve(name, fewest)
         return Metric(name, only.mean[0], only.low[0], only.high[0], len(kept))
 
+    curves = {name: curve(name) for name in _CURVES}
+    num_samples = 0
+    for i in kept:
+        num_samples += rows[i].shape[1]
     n = np.array(sizes, dtype=np.float64)
     kl_G = np.log(n) - (n - 1.0) / n
     return BestOfN(
         sizes=sizes,
         kl=tuple(kl_G.tolist()),
-        curves={name: curve(name) for name in _CURVES},
+        curves=curves,
         correlation=metric("correlation", _FEWEST_PROMPTS),
         peak=sizes[peak],
         lead=replace(metric("lead"), note=f"above n = {sizes[other]}"),
@@ -156,7 +162,7 @@ def analyse(
             "num_prompts": len(kept),
             "num_clusters": len(by_prompt),
             "num_prompts_with_fewer_samples": len(rows) - len(kept),
-            "num_samples": sum(rows[i].shape[1] for i in kept),
+            "num_samples": num_samples,
             "num_without_proxy": sum(row.count(None) for row in map(list, proxy)),
             "num_without_gold": sum(row.count(None) for row in map(list, gold)),
         },
@@ -220,6 +226,7 @@ def expected_best_of(by: ArrayLike, values: ArrayLike, sizes: Sequence[int]) -> 
     """
     keys = np.asarray(by, dtype=np.float64)
     amounts = np.asarray(values, dtype=np.float64)
+    # Ties share the mean of their values: whichever is chosen among them is chosen at random.
     _, tie, count = np.unique(keys, return_inverse=True, return_counts=True)
     shared = np.bincount(tie, weights=amounts) / count
     return selection_weights(len(keys), tuple(sizes)) @ np.repeat(shared, count)
@@ -243,7 +250,10 @@ def _statistics(proxy: Floats, gold: Floats, sizes: tuple[int, ...]) -> Floats:
 
 
 def _known(values: Floats) -> tuple[float | None, ...]:
-    return tuple(value if math.isfinite(value) else None for value in values.tolist())
+    known: list[float | None] = []
+    for value in values.tolist():
+        known.append(value if math.isfinite(value) else None)
+    return tuple(known)
 
 
 def _derive(means: Floats, num: int) -> dict[str, Floats]:

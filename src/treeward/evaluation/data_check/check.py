@@ -179,6 +179,8 @@ def write_check(folder: Path, checked: DataCheck) -> Path:
     for overlap in checked.overlaps:
         for flag in overlap.flagged:
             flags.append({"set": overlap.name} | dataclasses.asdict(flag))
+    refused = [_error_row(error) for error in checked.refused]
+    broken = [_error_row(error) for error in checked.errors]
     content = {
         "treeward_version": VERSION,
         "files": checked.files,
@@ -186,8 +188,8 @@ def write_check(folder: Path, checked: DataCheck) -> Path:
         "numbers": checked.numbers | {"style": style},
         "findings": findings,
         "overlap": flags,
-        "refused": [_error_row(error) for error in checked.refused],
-        "broken": [_error_row(error) for error in checked.errors],
+        "refused": refused,
+        "broken": broken,
     }
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / "results.json", json.dumps(content, indent=2, ensure_ascii=False) + "\n")

@@ -196,6 +196,7 @@ def findings_of(
     places = {name: tuple(rows) for name, rows in data.noted.items()}
     contradicting = _contradicting(data)[:MOST_KEPT]
     places["contradictions"] = tuple(data.places[row] for row in contradicting)
+    # What is not there is not told.
     with_rows = []
     for finding in findings:
         if finding.count:
@@ -241,8 +242,9 @@ def broken_rows(data: DataRead, num_sound: int, what: str) -> Finding:
 def _of_overlap(overlap: Overlap, is_benchmark: bool) -> Finding:
     flagged = overlap.flagged
     num_whole = sum(max(flag.prompt, flag.completion) == 1 for flag in flagged)
+    name = "benchmark_overlap" if is_benchmark else "validation_overlap"
     return _finding(
-        "benchmark_overlap" if is_benchmark else "validation_overlap",
+        name,
         len(flagged),
         len(overlap.flags),
         f"examples of {overlap.name}",
@@ -287,6 +289,7 @@ def _trait(data: DataRead, name: str) -> Metric:
     if not count:
         return Metric(name, None, count=0)
     share = num_better / count
+    # Pairs of one prompt are not independent.
     independent = min(count, len(data.prompts))
     low, high = wilson(share * independent, independent)
     return Metric(name, share, low, high, count)

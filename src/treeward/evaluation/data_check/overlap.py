@@ -71,7 +71,7 @@ def find_overlap(
     for runs_of_texts in runs_of_examples:
         for runs in runs_of_texts:
             wanted.update(runs)
-    found: set[int] = set()
+    found: set[int] = set()  # the wanted runs that the training data has too
     count = 0
     for count, preference in enumerate(training, start=1):
         for runs in _runs(preference):

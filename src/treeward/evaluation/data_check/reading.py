@@ -220,6 +220,7 @@ def _add_row(data: DataRead, preference: Preference, where: str, record: Mapping
     prompt = key_of(preference.context, preference.template_kwargs)
     keys = [key_of(completion.messages) for completion in completions]
     texts = [last_text(completion.messages) for completion in completions]
+    # The order of the completions is no difference between two comparisons.
     comparison = hash((prompt, frozenset(zip(keys, ranks, strict=True))))
     num_identical = record["deduplicated"]
     if record["outcome"] == "dropped_identical":
@@ -262,7 +263,9 @@ def _note(data: DataRead, name: str, places: Sequence[str]) -> None:
 def _add_pairs(
     data: DataRead, prompt: int, keys: Sequence[int], texts: Sequence[str], ranks: Sequence[int]
 ) -> None:
-    amounts = {name: [amount_of(text) for text in texts] for name, (_, amount_of) in TRAITS.items()}
+    amounts: dict[str, list[float]] = {}
+    for name, (_, amount_of) in TRAITS.items():
+        amounts[name] = [amount_of(text) for text in texts]
     for a, b in itertools.permutations(range(len(keys)), 2):
         if ranks[a] >= ranks[b] or keys[a] == keys[b]:
             continue
@@ -284,5 +287,6 @@ def key_of(messages: Sequence[Message], template_kwargs: Mapping[str, Any] | Non
         parts.append((message["role"], message.get("content"), message.get("tool_calls")))
     if template_kwargs:
         parts.append(template_kwargs)
+    # Python's own hash of a text differs from process to process. A lone surrogate is no UTF-8.
     digest = hashlib.blake2b(repr(parts).encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)

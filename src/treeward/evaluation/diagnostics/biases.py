@@ -13,7 +13,6 @@ one.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -53,7 +52,8 @@ def collect_pairs(scored: Sequence[ScoredExample]) -> list[Pair]:
     pairs = []
     for i, example in enumerate(scored):
         prompt = example.example.context_key
-        scores = [math.nan if score is None else score for score in example.scores]
+        # NaN makes the margin of a pair without a score NaN, which is above nothing.
+        scores = np.array(example.scores, dtype=np.float64).tolist()
         pairs += [Pair(scores[a] - scores[b], prompt, i, a, b) for a, b in example.pairs()]
     return pairs
 
@@ -153,7 +153,10 @@ def stratify(
     margins = np.array([pair.margin for pair in pairs], dtype=np.float64)
     better = np.array([amounts[pair.example][pair.better] for pair in pairs], dtype=np.float64)
     worse = np.array([amounts[pair.example][pair.worse] for pair in pairs], dtype=np.float64)
+    # It is mostly the longest completions that lack a score: counted as wrong, they would look
+    # like a bias.
     has_scores = ~np.isnan(margins)
+    # A few characters decide nothing: such pairs are in neither stratum.
     is_similar = np.abs(better - worse) <= _SIMILAR * np.maximum(better, worse)
     has_more = has_scores & (better > worse) & ~is_similar
     has_less = has_scores & (better < worse) & ~is_similar

@@ -91,6 +91,7 @@ def _shortened(text: str, rng: random.Random) -> str | None:
 def _markdown(text: str, rng: random.Random) -> str | None:
     """A heading, and each sentence an item whose first words are bold; paragraphs and code blocks
     stay as they are."""
+    # Sentences of code are not items of a list.
     if "```" in text:
         return f"## Answer\n\n{text}"
     lines = []
@@ -176,10 +177,12 @@ def _texts(example: Preference) -> dict[tuple[str, int], str]:
     pair = [last_text(example.completions[i].messages) for i in _pair(example)]
     texts = {("", side): text for side, text in enumerate(pair)}
     for name in REWRITES:
+        # Where a refusal is right, another one is no damage.
         if name == "refusal" and _REFUSAL.match(pair[0]):
             continue
         for side, text in enumerate(pair):
-            # The same generator for both, so that both get the same phrases.
+            # The same generator for both, so that both get the same phrases, and one that the id
+            # seeds, so that an evaluation that goes on makes the same texts.
             changed = rewrite(name, text, random.Random(f"0/{example.id}/{name}"))
             if changed is not None:
                 texts[name, side] = changed

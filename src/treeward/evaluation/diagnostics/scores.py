@@ -49,6 +49,7 @@ def statistics_of(
     with_scores = [pair for pair in pairs if not math.isnan(pair.margin)]
     prompts_with_scores = [pair.prompt for pair in with_scores]
     margins = np.array([pair.margin for pair in with_scores], dtype=np.float64)
+    # A pair without a score is wrong in the accuracy, and no tie.
     is_tie = (margins == 0).astype(float)
     numbers = [
         accuracy_metric(outcomes, "pair_accuracy", prompts),
@@ -65,7 +66,7 @@ def statistics_of(
 def _fitted_temperature(margins: NDArray[np.float64], name: str | None) -> tuple[Metric, Metric]:
     """`ece_fitted` and `temperature`."""
     count = len(margins)
-    # The log has a warning of an empty set, which needs none here.
+    # Without pairs it would only warn that there are none.
     fitted = fit_temperature(margins, name=name) if count else None
     if fitted is None:
         missing = "There is none: the better completions do not score higher on average."
@@ -87,6 +88,7 @@ def _worst_subset(result: SuiteResult | None) -> Metric:
         subsets = [subset for subset in result.subsets if subset.value is not None]
     if not subsets:
         return Metric("worst_subset", None)
+    # Of equal ones the first by name, so that the report is the same every time.
     worst = min(subsets, key=lambda subset: (subset.value or 0.0, subset.name))
     return replace(worst, name="worst_subset", note=worst.name)
 
@@ -257,6 +259,7 @@ def gate_metrics(scored: Sequence[ScoredExample]) -> dict[str, Metric]:
 
     `worst_subset`: the lowest pair accuracy of a subset, where a missing score counts as wrong.
     """
+    # Validation runs every few steps: no number here is resampled.
     metrics = {**diagnose_length(scored).numbers, **orders_and_confidences(scored)}
     gates = {}
     for name in GATE_METRICS[:-1]:

@@ -63,6 +63,7 @@ def write_report(
     folder = Path(folder)
     numbers = {"title": title, "subtitle": subtitle} | plain(page)
     try:
+        # The page comes last: who waits for it finds its numbers beside it.
         folder.mkdir(parents=True, exist_ok=True)
         for file, content in (files or {}).items():
             write_text(folder / file, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
@@ -110,6 +111,7 @@ def plain(value: Any, of_text: Callable[[str], str] = str) -> Any:
         return [plain(item, of_text) for item in value]
     if isinstance(value, str):
         return of_text(value)
+    # An array of numpy, or one of its numbers.
     if hasattr(value, "tolist"):
         return plain(value.tolist())
     if isinstance(value, float) and not math.isfinite(value):
@@ -140,6 +142,7 @@ class Document:
 
     def chapter(self, title: str) -> Heading:
         """A heading of the second level, to which the parts after it belong."""
+        # The first level is the page's title.
         self._chapter = self._heading(title, 2)
         self.headings.append(self._chapter)
         return self._chapter
@@ -171,7 +174,8 @@ class Document:
         self._add(_resource("page.js"))
 
     def _add(self, script: str) -> None:
-        # Our own and the libraries' text, which is no user's.
+        # Each once, however many charts there are. It is our own and the libraries' text, which is
+        # no user's, so it is not escaped.
         if script not in self.scripts:
             self.scripts.append(Markup(script))
 
@@ -194,7 +198,7 @@ def _environment() -> jinja2.Environment:
         loader=jinja2.PackageLoader("treeward", "."),
         autoescape=True,
         finalize=_visible,
-        undefined=jinja2.StrictUndefined,
+        undefined=jinja2.StrictUndefined,  # a misspelt number is an error, and not an empty cell
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=["jinja2.ext.do"],
@@ -256,4 +260,5 @@ def _resource(name: str) -> str:
 
 
 def _safe_script(text: str) -> str:
+    # In HTML both of these would end or change the script wherever they are in it.
     return text.replace("<!--", "<\\!--").replace("</script", "<\\/script").replace("\r\n", "\n")

@@ -199,7 +199,9 @@ def _shown_bars(
 ) -> list[_Bar]:
     bars = []
     for order, (name, metrics) in enumerate(series.items()):
-        shown = {metric: metric for metric in metrics} if labels is None else labels
+        shown = labels
+        if shown is None:
+            shown = dict(zip(metrics, metrics, strict=True))
         for metric, label in shown.items():
             bars.append(_Bar(name, order, label, metrics[metric]))
     return bars
@@ -241,12 +243,14 @@ def _bars(
     # Each label has a lane for its own text and one for each series.
     lanes = ["head", *(f"s{number}" for number in range(num_series))]
     has_several = num_series > 1
+    # With several series the words stand at the right of the bars, which end before them.
     scale = alt.Scale(
         domain=list(x_range),
         nice=False,
         rangeMax=alt.ExprRef(_ROOM_FOR_WORDS if has_several else "width"),
     )
     x = alt.X("value:Q", title=None, axis=_axis(format, grid=True), scale=scale)
+    # Bars begin at 0, or at the end of the axis that is nearest to it.
     zero = _within(0.0, x_range)
     place: dict[str, Any] = {
         "y": alt.Y(
@@ -257,13 +261,17 @@ def _bars(
         ),
         "yOffset": alt.YOffset("lane:N", sort=None, scale=alt.Scale(domain=lanes)),
     }
+    # A label without a value keeps its place, and its words are a dash.
     base = _layer(row for row in rows if row["value"] is not None).encode(**place)
     with_interval = [row for row in rows if row["low"] is not None and row["high"] is not None]
     ends = _layer(with_interval).encode(**place)
     tick = ends.mark_tick(color="var(--ink)", thickness=1.6, height=9)
     names = _layer({"label": label, "lane": "head"} for label in labels).encode(**place)
     # With several series each bar has its words beside it, and a single one has them above.
-    words = _layer(row if has_several else row | {"lane": "head"} for row in rows).encode(**place)
+    words_rows = rows
+    if not has_several:
+        words_rows = [row | {"lane": "head"} for row in rows]
+    words = _layer(words_rows).encode(**place)
     shown_where_narrow = "shown" if has_several else "brief"
     text = alt.ExprRef(f"{_WIDE} ? datum.words : datum.{shown_where_narrow}")
     layers = [
@@ -287,6 +295,7 @@ def _bars(
 
 def _reference_line(value: float, format: str) -> list[alt.Chart]:
     label = f"{value:g}"
+    # A line at 0 is where a shift would be none, and no chance.
     if format == "percent" and value:
         label = f"chance {100 * value:g}%"
     line = _layer([{"value": value, "label": label}]).encode(x="value:Q")
@@ -346,6 +355,9 @@ def _dash(line: Line) -> list[int]:
 
 def _points(line: Line, order: int, format: str, x_label: str) -> list[dict[str, Any]]:
     """The known points of a curve."""
+    has_dots = line.dots
+    if has_dots is None:
+        has_dots = len(line.y) <= _MOST_DOTS
     nothing = [None] * len(line.y)
     rows = []
     for x, y, low, high, label in zip(
@@ -356,6 +368,7 @@ def _points(line: Line, order: int, format: str, x_label: str) -> list[dict[str,
         line.labels or nothing,
         strict=True,
     ):
+        # A point that is not known is left out, and its neighbours are joined.
         if not (is_number(x) and is_number(y)):
             continue
         words = " ".join(interval_text(Metric(line.name, y, low, high), format))
@@ -368,11 +381,11 @@ def _points(line: Line, order: int, format: str, x_label: str) -> list[dict[str,
                 "dash": _dash(line),
                 "x": float(x),
                 "value": float(y),
-                "low": float(low) if is_number(low) else None,
-                "high": float(high) if is_number(high) else None,
+                "low": low if is_number(low) else None,
+                "high": high if is_number(high) else None,
                 "label": label or "",
                 "tip": f"{tip}\n{words}",
-                "dots": len(line.y) <= _MOST_DOTS if line.dots is None else line.dots,
+                "dots": has_dots,
             }
         )
     return rows
@@ -385,6 +398,7 @@ def _curves(
     is_square: bool,
     x_ticks: Sequence[Place],
 ) -> list[alt.Chart]:
+    # The x axis ends where the curves end; the y axis at a round number.
     x_scale = alt.Scale(zero=False, nice=False)
     y_scale = alt.Scale(zero=False)
     x_axis = _axis(None)
@@ -398,6 +412,7 @@ def _curves(
     band = _layer(row for row in rows if row["low"] is not None and row["high"] is not None)
     base = _layer(rows).encode(x=x, y=y)
     dots = _layer(row for row in rows if row["dots"])
+    # Later layers are drawn over earlier ones: bands, lines, dots.
     layers = [
         band.mark_area(opacity=0.16).encode(
             x=x, y=alt.Y("low:Q"), y2="high:Q", color=_COLOUR, detail="order:N"
@@ -433,6 +448,7 @@ def _marks(marks: Sequence[Place]) -> list[alt.Chart]:
     rows = []
     for number, mark in enumerate(marks):
         row = {"x": mark.x, "label": mark.label, "colour": _colour(mark.colour)}
+        # Each name is a line of text below the one before, so that none covers another.
         rows.append(row | {"place": 4 + 17 * number})
     base = _layer(rows).encode(x="x:Q")
     place = "scale('x', datum.x)"

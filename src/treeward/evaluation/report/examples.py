@@ -27,6 +27,7 @@ def example_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
     widest = 0.0
     for row in rows:
+        # An example without scores has no margin.
         if is_number(row.get("margin")):
             widest = max(widest, abs(row["margin"]))
     order = list(OUTCOMES)
@@ -97,6 +98,7 @@ def _completions(row: Mapping[str, Any]) -> list[dict[str, Any]]:
                 "messages": messages(completion),
             }
         )
+    # The better one stands at the left, whatever the order in the file.
     return sorted(shown, key=lambda completion: completion["place"])
 
 

@@ -46,7 +46,7 @@ def table_layout(
     columns: Sequence[TableColumn], rows: Sequence[Mapping[str, Any]]
 ) -> list[TableColumn]:
     """The columns with what their cells share."""
-    num_with_intervals = 0
+    num_with_intervals = 0  # columns
     formats = []
     for column in columns:
         values = [row.get(column.key) for row in rows]
@@ -76,5 +76,6 @@ def cell_text(row: Mapping[str, Any], column: TableColumn) -> tuple[str, str]:
         format = "number"
     elif isinstance(value, Metric):
         format = row.get("format", format)
+    # A plain number is a metric without an interval.
     metric = value if isinstance(value, Metric) else Metric(column.key, value)
     return interval_text(metric, format, with_count=column.with_count, size=column.size)

@@ -115,6 +115,7 @@ class RMBench(Suite):
         if scored.failed:
             return np.zeros((3, 3))
         chosen, rejected = np.array(scored.scores, dtype=np.float64).reshape(2, 3)
+        # A tie is no win.
         return (chosen[:, None] > rejected[None, :]).astype(np.float64)
 
 
@@ -194,7 +195,7 @@ class LLMBar(Suite):
             pairs = RewardBench().load(source)
         except DataError as error:
             if source is None:
-                raise
+                raise  # the hub's own error names the fix
             fix = (
                 f"give a copy of {self.hub_path}, which has LLMBar's sets; other files are "
                 "comparisons: --data FILE"

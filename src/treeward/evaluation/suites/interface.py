@@ -78,12 +78,13 @@ class Suite(ABC):
             if headline.note:
                 note = f"{headline.note} {note}"
             headline = replace(headline, note=note)
+        outcomes = [example.outcome for example in scored]
         return replace(
             result,
             headline=headline,
             num_examples=len(scored),
             num_failed=sum(example.failed for example in scored),
-            num_ties=sum(example.outcome == "tie" for example in scored),
+            num_ties=outcomes.count("tie"),
         )
 
     @abstractmethod
@@ -129,12 +130,10 @@ def _without_values(result: SuiteResult) -> SuiteResult:
     """The result where nothing can be compared, which is no accuracy of 0 %."""
     nothing: dict[str, Any] = {"value": None, "low": None, "high": None}
     note = "Nothing was scored, so there is no result."
-    return replace(
-        result,
-        headline=replace(result.headline, note=note, **nothing),
-        sections=tuple(replace(section, **nothing) for section in result.sections),
-        subsets=tuple(replace(subset, **nothing) for subset in result.subsets),
-    )
+    headline = replace(result.headline, note=note, **nothing)
+    sections = [replace(section, **nothing) for section in result.sections]
+    subsets = [replace(subset, **nothing) for subset in result.subsets]
+    return replace(result, headline=headline, sections=tuple(sections), subsets=tuple(subsets))
 
 
 class PreferenceSuite(Suite):

@@ -192,6 +192,7 @@ def _ties(scored: Sequence[ScoredExample]) -> Metric:
     columns = np.column_stack([np.nan_to_num(terms), ~np.isnan(terms)])
     value = float(_scores(columns.mean(axis=0)[None])[0])
     low, high = cluster_bootstrap(columns, range(len(terms)), statistic=_scores)
+    # All pairs alike, or too few of them: a bootstrap would say that nothing is uncertain.
     if low is None or high is None or low == high:
         low, high = wilson(min(max(value, 0.0), 1.0) * len(terms), len(terms))
     note = f"The interval is over {len(terms)} pairs of a tied and a reference prompt."
@@ -206,6 +207,7 @@ def _terms(pairs: Sequence[dict[str, ScoredExample]]) -> NDArray[np.float64]:
     least = np.minimum(tied, reference)
     with np.errstate(invalid="ignore", divide="ignore"):
         tanh = np.tanh(least / spread - 1)
+    # 0 / 0 counts 0, and a prompt without scores has the lowest value there is.
     tanh[(least == 0) & (spread == 0)] = 0.0
     tanh[least == -np.inf] = -1.0
     terms = np.column_stack([tied > 0, reference > 0, tied > spread, least > spread, tanh])
