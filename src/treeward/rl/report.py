@@ -110,6 +110,7 @@ class RLRun:
         steps: dict[int, dict[str, float]] = {}
         if metrics_file.exists():
             for record in read_metrics(metrics_file):
+                # A step may have several records, as of training and of validation.
                 steps.setdefault(record.pop("step"), {}).update(record)
         if not steps:
             raise DataError(
@@ -131,6 +132,7 @@ class RLRun:
         """The finite values of a metric."""
         values: Curve = {}
         for step, row in self.steps.items():
+            # A run that diverges logs NaN.
             value = row.get(key, math.nan)
             if math.isfinite(value):
                 values[step] = value
@@ -212,6 +214,7 @@ class RLRun:
             return None
         first = next(iter(curve.values()))
         last_step, last = list(curve.items())[-1]
+        # The watch pairs both ends by prompt, which makes the interval narrower.
         value = self.curve(f"watch/{name}_change").get(last_step)
         error = self.curve(f"watch/{name}_change_error").get(last_step)
         if value is None or error is None:
@@ -330,14 +333,19 @@ def rl_page(runs: Sequence[RLRun]) -> RLPage:
         alarm_steps.append(Place(run.alarm_step, label, number))
         if _has_moved(run) and run.alarm_step in run.distances:
             alarm_distances.append(Place(run.distances[run.alarm_step], label, number))
+    summaries = [_summary(run) for run in runs]
     return RLPage(
-        runs=tuple(_summary(run) for run in runs),
-        over_distance={name: lines for name, lines in over_distance.items() if lines},
+        runs=tuple(summaries),
+        over_distance=_not_empty(over_distance),
         alarm_distances=alarm_distances,
-        over_steps={name: lines for name, lines in over_steps.items() if lines},
+        over_steps=_not_empty(over_steps),
         alarm_steps=alarm_steps,
         samples=_samples(runs),
     )
+
+
+def _not_empty(lines_by_name: Mapping[str, Sequence[Line]]) -> dict[str, Sequence[Line]]:
+    return {name: lines for name, lines in lines_by_name.items() if lines}
 
 
 def _summary(run: RLRun) -> RunSummary:
@@ -379,15 +387,18 @@ def _over_distance(runs: Sequence[RLRun], name: str, key: str) -> list[Line]:
         steps = [step for step in distances if step in curve]
         if not _has_moved(run) or not steps:
             continue
+        # Gains, because rewards of different runs begin at different levels.
         start = next(iter(curve.values()))
         labels = []
         for step in steps:
             labels.append(f"step {step:,}, distance {format_number(distances[step])}")
+        moved = [distances[step] for step in steps]
+        gains = [curve[step] - start for step in steps]
         lines.append(
             Line(
                 f"{_prefix(run, runs)}{name}",
-                x=[distances[step] for step in steps],
-                y=[curve[step] - start for step in steps],
+                x=moved,
+                y=gains,
                 labels=labels,
                 colour=number,
                 dots=True,
@@ -427,6 +438,7 @@ def _thinned(
     num_points = min(len(curve), _MOST_POINTS)
     x = [float(part.mean()) for part in np.array_split(list(curve.keys()), num_points)]
     y = [float(part.mean()) for part in np.array_split(list(curve.values()), num_points)]
+    # A mean of neighbours has no interval of its own.
     if not error or num_points < len(curve):
         return Line(name, x, y, colour=colour, dash=dash, dots=dots)
     low: list[float | None] = []
@@ -472,6 +484,7 @@ def _sampled_lines(run: RLRun) -> dict[str, dict[int, Mapping[str, Any]]]:
 
 
 def _completion(line: Mapping[str, Any], best_step: int | None) -> SampledCompletion:
+    # The first that was sampled, and not the best: a reader sees what the policy writes.
     completion = line["completions"][0]
     return SampledCompletion(
         step=line["step"],

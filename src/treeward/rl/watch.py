@@ -155,6 +155,7 @@ class OverOptimisationWatch:
             holding["gold_falls"] = fall
         holding |= self._signs(now)
         self.active = frozenset(holding)
+        # Each kind is raised once: a run of days would repeat it at every validation.
         raised = {alarm.kind for alarm in self.alarms}
         new = []
         for kind, sentence in holding.items():
@@ -200,11 +201,13 @@ class OverOptimisationWatch:
         for name, value in first.items():
             if not math.isnan(_mean(value)):
                 self._first.setdefault(name, value)
+        # After the test: the best validation is among those before the one that is tested.
         gold = _mean(now.gold)
         if not math.isnan(gold):
             self._num_golds += 1
             if self._best is None or gold > _mean(self._best["gold"]):
                 self._best = {"step": step, "proxy": now.proxy, "gold": now.gold}
+        # From the best so far, which may be this one: then nothing has fallen.
         best_gold = [] if self._best is None else self._best["gold"]
         changes = {
             "proxy_change": _difference(self._first.get("proxy", []), now.proxy),
@@ -215,6 +218,7 @@ class OverOptimisationWatch:
         for name, change in changes.items():
             metrics[name] = change.value
             metrics[f"{name}_error"] = change.error
+        # What is not known is not logged.
         self._metrics = {}
         for name, value in metrics.items():
             if math.isfinite(value):
@@ -229,6 +233,7 @@ class OverOptimisationWatch:
             return None
         change = _difference(best["gold"], now.gold)
         rise = _difference(best["proxy"], now.proxy).value
+        # The union bound of the class's docstring.
         largest_p = float(special.ndtr(-self.config.z)) * 2.0 / ((t - 1) * t * (t + 1))
         # Both are false for NaN: what is not known is no reason for an alarm.
         has_risen = rise > 0
@@ -236,6 +241,7 @@ class OverOptimisationWatch:
         if not has_risen or not is_significant:
             return None
         needed = -float(special.stdtrit(change.num_prompts - 1, largest_p))
+        # Without a spread, standard errors would be infinitely many.
         if change.error <= _ROUNDING * abs(change.value):
             fall = "the same on every prompt"
         else:
