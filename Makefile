@@ -6,7 +6,7 @@
 # make test-vllm    against a real vLLM (in .venv-vllm) and SmolLM2 (in .models), downloaded once: 2 GB, five minutes
 # make benchmark    the side-by-side measurements; make benchmark-gpu: those of a GPU, in nine minutes
 # make soak         the server under ten minutes of mixed traffic
-# make docs         docs/config.md from the schema, and the documentation as a site in site/
+# make docs         the tables of docs/config.md and docs/data.md, and the documentation as a site in site/
 
 PYTHON ?= python3
 VENV := .venv
@@ -97,6 +97,7 @@ soak: env-dev
 
 docs: env-dev
 	$(BIN)/python docs/config_tables.py
+	$(BIN)/python docs/data_tables.py
 	$(BIN)/mkdocs build --quiet
 
 clean:

@@ -24,8 +24,8 @@ from real_models import say, smollm2
 
 from treeward.cli.main import main
 from treeward.data.conversation import last_text
-from treeward.data.preference import from_transcripts
 from treeward.data.sources import read_rows
+from treeward.data.transcripts import from_transcripts
 from treeward.evaluation.comparison import read_evaluation
 from treeward.evaluation.statistics import wilson
 from treeward.tables import Column, results_table

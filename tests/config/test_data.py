@@ -86,7 +86,8 @@ def test_prompts_that_bring_their_own_validation():
     bundled = sets(dataset_name="Bundled")
     own = [(d.split, d.name) for d in (*bundled.train, *bundled.validation)]
     assert own == [("train", None), ("validation", "default")]
-    assert [d.dataset_name for d in sets(dataset_name="DeepScaler").validation] == ["AIME2024"]
+    (aime,) = sets(dataset_name="DeepScaler").validation
+    assert (aime.dataset_name, aime.split) == ("AIME2024", "train")
     open_math = sets(dataset_name="OpenMathInstruct-2", prompt_file="cot.txt")
     parts = [(d.part, d.split_validation_size) for d in (*open_math.train, *open_math.validation)]
     assert parts == [("train", 0.05), ("validation", 0.05)]

@@ -8,11 +8,8 @@ from pathlib import Path
 import pytest
 from messages import write_jsonl
 
-from treeward.config.data import COMPARISON_SETS, PROMPT_SETS
 from treeward.config.load import load_config, load_grpo_config
 from treeward.config.preflight import check_inputs
-from treeward.data.datasets import _DATASETS
-from treeward.data.prompt_sets import _PROMPT_DATASETS
 from treeward.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -56,13 +53,6 @@ def test_what_is_missing_is_named(load, plain_environment, monkeypatch, tmp_path
     with pytest.raises(ConfigError, match=f"(?s)fix:.*{fix}") as caught:
         check_inputs(load(text, override))
     assert caught.value.field == field and caught.value.need
-
-
-def test_the_names_are_those_of_the_registries():
-    own = {name for name, cls in _DATASETS.classes.items() if cls.__module__.startswith("treeward.")}
-    assert set(COMPARISON_SETS) == {*own, "auto"}, "config/data.py names every dataset"
-    own = {name for name, cls in _PROMPT_DATASETS.classes.items() if cls.__module__.startswith("treeward.")}
-    assert set(PROMPT_SETS) == own
 
 
 @pytest.mark.parametrize("name", ["quickstart", "rm", "rm_tulu3_8b", "grpo_math_1B", "grpo_rm_1B"])

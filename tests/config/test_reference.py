@@ -28,6 +28,12 @@ def test_the_page_is_what_the_schema_says():
     assert made(page) == page, "run: python docs/config_tables.py"
 
 
+def test_the_page_on_data_is_what_the_table_says():
+    page = PAGE.with_name("data.md").read_text(encoding="utf-8")
+    made = runpy.run_path(str(PAGE.with_name("data_tables.py")))["data_tables"]
+    assert made(page) == page, "run: python docs/data_tables.py"
+
+
 def test_every_key_and_section_is_documented():
     found = [section for root in ROOTS for section in all_sections(root)]
     assert len(found) > 55

@@ -19,8 +19,9 @@ from treeward.config.data import DataConfig, DatasetConfig
 from treeward.config.load import load_section
 from treeward.data.datasets import open_dataset, register_dataset
 from treeward.data.encoding import encode_dataset
-from treeward.data.preference import Preference, from_binary_row, parse_transcript
+from treeward.data.preference import Preference, from_binary_row
 from treeward.data.rendering import Renderer
+from treeward.data.transcripts import parse_transcript
 from treeward.errors import ConfigError, DataError
 
 Parse = Callable[..., Preference]

@@ -9,41 +9,14 @@ A set that brings its own data needs no paths. Files may have other forms, which
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from treeward.config.base import Strict
+from treeward.config.dataset_table import COMPARISON_SETS, PROMPT_SETS
 from treeward.config.scoring import Truncation
 from treeward.errors import ConfigError
-
-Splits = Mapping[str | None, str | None]
-
-# The names of the sets in `treeward.data`, which this layer cannot import. Those that bring their own data have the
-# name of each validation set with its split, and under None the training split; {} needs a `data_path`.
-COMPARISON_SETS: Mapping[str, Splits] = {
-    "auto": {},
-    "PreferenceDataset": {},
-    "BinaryPreferenceDataset": {},
-    "GradedDataset": {},
-    "WinnerDataset": {},
-    **dict.fromkeys(("HelpSteer3", "HelpSteer3Dataset"), {None: "train", "default": "validation"}),
-    "HelpSteer2": {None: "train", "default": "validation"},
-    "UltraFeedback": {None: "train"},
-    **dict.fromkeys(("Tulu3Preference", "Tulu3PreferenceDataset"), {None: "train"}),
-    **dict.fromkeys(("HHTranscripts", "hh-rlhf"), {None: "train", "default": "test"}),
-    "Bundled": {None: "train", "plain": "validation", "length_controlled": "length_controlled"},
-}
-PROMPT_SETS: Mapping[str, Splits] = {
-    **dict.fromkeys(("PromptDataset", "auto"), {}),
-    "ResponseDataset": {},
-    **dict.fromkeys(("OpenMathInstruct-2", "OpenMathInstruct2"), {None: None}),
-    "DeepScaler": {None: None},
-    **dict.fromkeys(("AIME2024", "DAPOMathAIME2024", "DAPOMath17K"), {None: "train", "default": "train"}),
-    "Bundled": {None: "train", "default": "validation"},
-}
-
 
 _COMMAS = BeforeValidator(lambda text: tuple(text.split(",")) if isinstance(text, str) else text)
 
@@ -88,10 +61,12 @@ class SetConfig(Strict):
         return {key: value for key, value in given.items() if key not in ours} | self.kwargs
 
     def check(self) -> None:
-        if self.data_path is None and {**PROMPT_SETS, **COMPARISON_SETS}.get(self.dataset_name) == {}:
+        # A judge's set of prompts is read as comparisons, so either table may have its name.
+        known = COMPARISON_SETS.get(self.dataset_name) or PROMPT_SETS.get(self.dataset_name)
+        if known is not None and not known.brings_data and self.data_path is None:
             fix = "give data_path, or a dataset_name that brings its own data, as HelpSteer3 or OpenMathInstruct-2"
             raise self.error("data_path dataset_name", "a file, a folder or a hub name", fix)
-        if self.kwargs and self.dataset_name in (*COMPARISON_SETS, *PROMPT_SETS):
+        if self.kwargs and known is not None:
             raise self.error("kwargs dataset_name", "no kwargs, or the dotted path of a class")
         if self.part is not None and self.split_validation_size == 0.0:
             raise self.error("part split_validation_size", "split_validation_size above 0, or no part")

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from treeward.config.data import COMPARISON_SETS, PROMPT_SETS, Splits
+from treeward.config.dataset_table import COMPARISON_SETS, PROMPT_SETS, KnownDataset
 from treeward.errors import ConfigError, nearest_name
 
 Block = dict[str, Any]
@@ -45,9 +45,6 @@ _TRAINING_KEYS = ("split_validation_size",)
 """The same, for the training sets alone."""
 _PATH_KEYS = ("train_data_path", "train_split", "val_data_path", "val_data_paths", "val_split", "default")
 
-_OPEN_MATH_VALIDATION = 0.05
-"""The share of OpenMathInstruct-2 that NeMo RL holds out where a file names no validation set."""
-
 
 def form_keys(block_keys: Sequence[str]) -> list[str]:
     """The keys of `data` that only the other forms have; `block_keys`: those that a block may have."""
@@ -64,9 +61,9 @@ def as_blocks(raw: Mapping[str, Any], block_keys: Sequence[str], is_valid: Calla
     section to refuse. Raises `ConfigError`, its `field` relative to `data`, for keys that contradict each other and for
     validation sets that cannot be told apart.
     """
-    own_splits = dict(COMPARISON_SETS)
+    known_sets = dict(COMPARISON_SETS)
     if not _are_comparisons(block_keys):
-        own_splits |= PROMPT_SETS  # a judge's prompts are comparisons
+        known_sets |= PROMPT_SETS  # a judge's prompts are comparisons
     other_keys = form_keys(block_keys)
     flat = {key: value for key, value in raw.items() if key in other_keys and value is not None}
     shared = _shared_values(flat, block_keys)
@@ -74,25 +71,24 @@ def as_blocks(raw: Mapping[str, Any], block_keys: Sequence[str], is_valid: Calla
     validation = _validation_blocks(raw.get("validation"), flat, shared, block_keys)
 
     name = str(shared.get("dataset_name", ""))
-    brings_data = bool(own_splits.get(name))
+    brings_data = name in known_sets and known_sets[name].brings_data
     is_a_class = "." in name
     if not train and (brings_data or is_a_class):
         train = [dict(shared)]
     if brings_data and raw.get("train") is None and not validation and train[0].get("data_path") is None:
-        for validation_name, split in own_splits[name].items():
-            if validation_name is not None:
-                block = {**shared, "name": validation_name, "split": flat.get("val_split") or split}
-                validation.append(block)
+        for validation_name, split in known_sets[name].validation_splits.items():
+            block = {**shared, "name": validation_name, "split": flat.get("val_split") or split}
+            validation.append(block)
     if flat.get("val_split") is not None and not validation:
         need = "data.val_data_path too, or no val_split"
         raise ConfigError("val_split is given, but there is no validation set", field="val_split", need=need)
 
     for_training = {key: flat[key] for key in _TRAINING_KEYS if key in flat}
-    train = [{**for_training, **_with_own_split(block, own_splits, is_train=True)} for block in train]
-    validation = [_with_own_split(block, own_splits, is_train=False) for block in validation]
+    train = [{**for_training, **_with_own_split(block, known_sets, is_train=True)} for block in train]
+    validation = [_with_own_split(block, known_sets, is_train=False) for block in validation]
     validation = _with_names(validation)
     if not _are_comparisons(block_keys) and raw.get("train") is None and not validation:
-        _add_validation_of_nemo_rl(train, validation)
+        _add_validation_of_nemo_rl(train, validation, known_sets)
     _add_held_out(train, validation, is_valid, are_comparisons=_are_comparisons(block_keys))
     others = {key: value for key, value in raw.items() if key not in other_keys}
     return {**others, "train": train, "validation": validation}
@@ -154,15 +150,18 @@ def _list_of_blocks(value: Any, where: str, shared: Block) -> list[Block]:
     return [{**shared, **_mapping(item, where, "{data_path: ..., ...} or a list of blocks")} for item in items]
 
 
-def _with_own_split(block: Block, own_splits: Mapping[str, Splits], *, is_train: bool) -> Block:
+def _with_own_split(block: Block, known_sets: Mapping[str, KnownDataset], *, is_train: bool) -> Block:
     """The block with the split of a set that brings its own data, unless it says which data."""
-    set_splits = own_splits.get(str(block.get("dataset_name")))
-    says_which = block.get("data_path") is not None or block.get("split") is not None
-    if not set_splits or says_which or block.get("split_validation_size"):  # both parts of a set are of one split
+    known = known_sets.get(str(block.get("dataset_name")))
+    if known is None or not known.brings_data:
         return block
+    if block.get("data_path") is not None or block.get("split") is not None:
+        return block
+    if block.get("split_validation_size"):
+        return block  # both parts of a set are of one split
     if is_train:
-        return {**block, "split": set_splits[None]}
-    splits = {str(name): split for name, split in set_splits.items() if name is not None}
+        return {**block, "split": known.train_split}
+    splits = known.validation_splits
     if not splits:
         summary = f"{block['dataset_name']} has no validation split"
         raise ConfigError(summary, field="validation", need="a split, or another set to validate on")
@@ -183,14 +182,20 @@ def _with_names(validation: list[Block]) -> list[Block]:
     return [{**block, "name": names[i]} if i in names else block for i, block in enumerate(validation)]
 
 
-def _add_validation_of_nemo_rl(train: list[Block], validation: list[Block]) -> None:
+def _add_validation_of_nemo_rl(
+    train: list[Block], validation: list[Block], known_sets: Mapping[str, KnownDataset]
+) -> None:
     """What NeMo RL validates on for these sets in the flat form."""
     for block in train:
-        if block.get("dataset_name") == "OpenMathInstruct-2":
-            block["split_validation_size"] = _OPEN_MATH_VALIDATION
-        elif block.get("dataset_name") == "DeepScaler":
+        known = known_sets.get(str(block.get("dataset_name")))
+        if known is None:
+            continue
+        if known.held_out:
+            block["split_validation_size"] = known.held_out
+        if known.validated_on is not None:
             shared = {key: value for key, value in block.items() if key not in ("data_path", "split")}
-            validation[:] = [{**shared, "dataset_name": "AIME2024", "name": "default"}]
+            other = {**shared, "dataset_name": known.validated_on, "name": "default"}
+            validation[:] = [_with_own_split(other, known_sets, is_train=False)]
 
 
 def _add_held_out(

@@ -275,6 +275,11 @@ def parse_json_list(value: Any, field: str, where: str | None) -> Any:
         raise DataError(summary, where=where, field=field, got=value, need="the JSON of a list", fix=fix) from error
 
 
+def is_transcript(value: Any) -> bool:
+    """Whether it is text that begins with a turn of Human or Assistant (`transcripts.parse_transcript`)."""
+    return isinstance(value, str) and value.lstrip().startswith(("Human:", "Assistant:"))
+
+
 def is_list(value: Any) -> bool:
     """Whether it is a sequence, and not text."""
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)

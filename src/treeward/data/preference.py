@@ -1,4 +1,4 @@
-"""`Preference`: one prompt and several ranked completions; and the formats of rows that become one.
+"""`Preference`: one prompt and several ranked completions; and the rows of prompts and completions that become one.
 
     preference_from_dict({
         "context": [{"role": "user", "content": "What's the capital of France?"}],
@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +28,7 @@ from treeward.data.conversation import (
     Messages,
     as_messages,
     is_list,
+    is_transcript,
     last_text,
     parse_json_list,
     read_template_kwargs,
@@ -36,18 +36,18 @@ from treeward.data.conversation import (
 )
 from treeward.errors import DataError, nearest_name
 
+DATASET_NAME_FIX = (
+    "data.dataset_name=auto tells the format by the keys of the first row; docs/data.md has the keys of each"
+)
+"""The fix of a row that is not of the format of its set."""
+
 _RANK_FORMAT = '{"context": [messages], "completions": [{"rank": 0, "completion": [messages]}, ...]}'
-_RECOGNISED = "data.dataset_name=auto tells the format by the keys of the first row; docs/data.md has the keys of each"
-_TEXT_KEYS, _SCORE_KEYS = ("completion", "response", "answer"), ("score", "overall_score", "probability")
+_TEXT_KEYS = ("completion", "response", "answer")
+_SCORE_KEYS = ("score", "overall_score", "probability")
 _STRENGTH_KEYS = ("strength", "margin", "probability")
-_SURE = 1e-7  # a judge's 0 and 1 count as this and its complement, whose log-odds are finite
 _SIDE_SCORES = ("score_{}", "{}_score", "{}_rating", "{}-rating")
-_TRANSCRIPT = '"\\n\\nHuman: ...\\n\\nAssistant: ..."'
-_TURN = re.compile(r"\n\n(Human|Assistant):")
-_HELPSTEER3_KEYS = ("context", "response1", "response2", "overall_preference")
-_HELPSTEER2_KEYS = ("prompt", "response_1", "response_2", "preference_strength")
-_HELPSTEER_TURN = re.compile(r"\n?<extra_id_1>(User|Assistant)\n")
-_ROLE_OF_SPEAKER = {"Human": "user", "Assistant": "assistant"}
+_SURE = 1e-7  # a judge's 0 and 1 count as this and its complement, whose log-odds are finite
+_HIGHEST_RANK = 2**31  # longer than any list, and an int64 of the token file holds it
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,10 @@ class Completion:
     @property
     def all_grades(self) -> dict[str, float]:
         """The grades by name, `score` among them."""
-        return dict(self.grades) | ({} if self.score is None else {"score": self.score})
+        grades = dict(self.grades)
+        if self.score is not None:
+            grades["score"] = self.score
+        return grades
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,19 +106,29 @@ class Preference:
     @property
     def context_key(self) -> str:
         """The context as text. Statistics treat preferences with the same context as dependent."""
-        parts = [list(self.context), dict(self.template_kwargs)] if self.template_kwargs else list(self.context)
+        parts: list[Any] = list(self.context)
+        if self.template_kwargs:
+            parts = [parts, dict(self.template_kwargs)]
         return json.dumps(parts, sort_keys=True, default=str)
 
 
 def check_prompted(messages: Iterable[Message], first: bool | None, where: str | None) -> bool:
     """Whether a conversation has anything beside instructions and completions. Raises `DataError` if it differs from
     the data's `first` row; None for that row itself."""
-    contents = [m.get("content") for m in messages if m["role"] not in ("assistant", "system", "developer")]
+    contents = []
+    for message in messages:
+        if message["role"] not in ("assistant", "system", "developer"):
+            contents.append(message.get("content"))
     is_prompted = any(content.strip() if isinstance(content, str) else content for content in contents)
     if first is None or is_prompted == first:
         return is_prompted
-    summary = "the row has no prompt, and the first row has one" if first else "only later rows have a prompt"
-    need, fix = "a prompt in every row, or in none", "mend or remove the row" if first else "mend the first row"
+    if first:
+        summary = "the row has no prompt, and the first row has one"
+        fix = "mend or remove the row"
+    else:
+        summary = "only later rows have a prompt"
+        fix = "mend the first row"
+    need = "a prompt in every row, or in none"
     raise DataError(summary, where=where, field="prompt", got=contents or "none", need=need, fix=fix)
 
 
@@ -128,27 +141,39 @@ def completions_of(
     key = completions_column(values) or "completions"
     items = parse_json_list(values.get(key), key, where)
     if not is_list(items):
+        summary = f"{key} is not a list of completions"
         need = '["...", ...], or as in the rank format'
-        raise DataError(f"{key} is not a list of completions", where=where, field=key, got=items, need=need)
+        raise DataError(summary, where=where, field=key, got=items, need=need)
     context = context_of(values, where)
     sides: dict[str, Messages] = {}
-    more: list[Mapping[str, Any]] = []
+    attributes: list[Mapping[str, Any]] = []
     for i, item in enumerate(items):
-        attributes: Mapping[str, Any] = item if isinstance(item, Mapping) else {}
-        text_key = next((name for name in _TEXT_KEYS if attributes.get(name) is not None), None)
-        value, field = item, f"{key}[{i}]"
+        about: Mapping[str, Any] = item if isinstance(item, Mapping) else {}
+        value = item
+        field = f"{key}[{i}]"
+        text_key = first_with_value(about, _TEXT_KEYS)
         if text_key is not None:
-            value, field = attributes[text_key], f"{key}[{i}].{text_key}"
+            value = about[text_key]
+            field = f"{key}[{i}].{text_key}"
         sides[field] = as_messages(value, field, "assistant", where)
-        more.append(attributes)
+        attributes.append(about)
     if context is None and any(side[0]["role"] == "assistant" for side in sides.values()):
         check_promptless(values, (key, "scores"), where)
-    return before(context or (), sides, where), list(zip(sides.values(), more, strict=True))
+    context = before(context or (), sides, where)
+    return context, list(zip(sides.values(), attributes, strict=True))
 
 
 def completions_column(values: Mapping[str, Any]) -> str | None:
     """The column with the row's list of completions."""
-    return next((key for key in ("completions", "responses") if values.get(key) is not None), None)
+    return first_with_value(values, ("completions", "responses"))
+
+
+def first_with_value(values: Mapping[str, Any], keys: Iterable[str]) -> str | None:
+    """The first of the keys that has a value."""
+    for key in keys:
+        if values.get(key) is not None:
+            return key
+    return None
 
 
 def check_promptless(values: Mapping[str, Any], read: Sequence[str], where: str | None) -> None:
@@ -171,9 +196,11 @@ def check_promptless(values: Mapping[str, Any], read: Sequence[str], where: str 
 def before(context: Messages, sides: Mapping[str, Messages], where: str | None) -> Messages:
     """The messages before the completions `sides`, by field: the context, or none if all completions hold it. Raises
     `DataError` if only some do."""
-    if context and sides and all(_holds_prompt(side, context) for side in sides.values()):
+    if not context or not sides:
+        return context
+    if all(_holds_prompt(side, context) for side in sides.values()):
         return ()
-    for field, side in sides.items() if context else ():
+    for field, side in sides.items():
         _check_continues(context, side, field, where)
     return context
 
@@ -197,83 +224,167 @@ def preference_from_dict(
     if not isinstance(row, Mapping):
         raise DataError("a row is not an object", where=where, got=row, need=_RANK_FORMAT)
     key = completions_column(row)
-    context, completions = ((), []) if key is None else completions_of(row, where)
+    if key is None:
+        raise _missing("completions", row, where)
+    context, completions = completions_of(row, where)
     ends = [messages for messages, _ in completions]
-    if not context and ends and all(messages[0]["role"] != "assistant" for messages in ends):
+    are_conversations = all(messages[0]["role"] != "assistant" for messages in ends)
+    if not context and ends and are_conversations:
         context, ends = split_common_prefix(ends)
-    elif key is None or context_of(row, where) is None:
-        missing = "completions" if key is None else "context"
-        summary = f"the row has no {missing}"
-        raise DataError(summary, where=where, field=missing, got=_keys(row), need=_RANK_FORMAT, fix=_RECOGNISED)
-    if len(completions) < (1 if attributes else 2):
-        summary = f"a comparison needs a list of {'one' if attributes else 'two'} or more completions"
-        raise DataError(summary, where=where, field=key, got=row[key or ""], need=_RANK_FORMAT)
+    elif context_of(row, where) is None:
+        raise _missing("context", row, where)
+
+    fewest = 1 if attributes else 2
+    if len(completions) < fewest:
+        number = "one" if attributes else "two"
+        summary = f"a comparison needs a list of {number} or more completions"
+        raise DataError(summary, where=where, field=key, got=row[key], need=_RANK_FORMAT)
+    about = [attributes_of for _, attributes_of in completions]
     if attributes:
-        completions = [(messages, _without_nan(about)) for messages, about in completions]
-    ranks = [about.get("rank") for _, about in completions]
-    score_keys = _SCORE_KEYS if rating_key is None else (rating_key,)
-    scores = [_score_of(about, score_keys, f"{key}[{i}]", where) for i, (_, about) in enumerate(completions)]
-    if ranks == [None] * len(completions):
-        name = rating_key or "scores"
-        listed = parse_json_list(row.get(name), name, where)
-        if is_list(listed) and len(listed) == len(completions) and scores == ranks:
-            scores = [_number(score, f"{name}[{i}]", where) for i, score in enumerate(listed)]
-    grades = [grades_of(about, attributes, where, f"{key}[{i}].") for i, (_, about) in enumerate(completions)]
-    if ranks == [None] * len(completions):
-        has_scores = not attributes or scores != ranks
-        values = scores if has_scores else [graded.get(attributes[0]) for graded in grades]
-        best_first = sorted({value for value in values if value is not None}, reverse=True)
-        ranks = [None if value is None else best_first.index(value) for value in values]
-        if attributes and None in ranks:
-            ranks = [0] * len(completions)
-    ranked = (
-        Completion(_rank(rank, f"{key}[{i}].rank", where), messages, score, graded)
-        for i, (rank, messages, score, graded) in enumerate(zip(ranks, ends, scores, grades, strict=True))
-    )
+        about = [_without_nan(attributes_of) for attributes_of in about]
+    fields = [f"{key}[{i}]" for i in range(len(about))]
+
+    scores = _scores(row, about, fields, rating_key, where)
+    grades = [
+        grades_of(attributes_of, attributes, where, f"{field}.")
+        for attributes_of, field in zip(about, fields, strict=True)
+    ]
+    ranks = _ranks(about, scores, grades, attributes)
+    ranked = []
+    for i, messages in enumerate(ends):
+        rank = _checked_rank(ranks[i], f"{fields[i]}.rank", where)
+        ranked.append(Completion(rank, messages, scores[i], grades[i]))
     return preference_of(row, where, context, ranked, task_name)
+
+
+def _missing(name: str, row: Mapping[str, Any], where: str | None) -> DataError:
+    summary = f"the row has no {name}"
+    got = _keys(row)
+    return DataError(summary, where=where, field=name, got=got, need=_RANK_FORMAT, fix=DATASET_NAME_FIX)
+
+
+def _scores(
+    row: Mapping[str, Any],
+    about: Sequence[Mapping[str, Any]],
+    fields: Sequence[str],
+    rating_key: str | None,
+    where: str | None,
+) -> list[float | None]:
+    """The score of each completion: its own, or of the row's list where no completion has a score or a rank."""
+    keys = _SCORE_KEYS if rating_key is None else (rating_key,)
+    scores: list[float | None] = []
+    for attributes_of, field in zip(about, fields, strict=True):
+        key = first_with_value(attributes_of, keys)
+        score = None
+        if key is not None:
+            score = _strength_number(attributes_of[key], f"{field}.{key}", where)
+        scores.append(score)
+    if _has_ranks(about):
+        return scores
+    name = rating_key or "scores"
+    listed = parse_json_list(row.get(name), name, where)
+    if not is_list(listed) or len(listed) != len(about) or _has_any(scores):
+        return scores
+    return [number_of(score, f"{name}[{i}]", where) for i, score in enumerate(listed)]
+
+
+def _ranks(
+    about: Sequence[Mapping[str, Any]],
+    scores: Sequence[float | None],
+    grades: Sequence[Mapping[str, float]],
+    attributes: Sequence[str],
+) -> list[Any]:
+    """The rank of each completion, unchecked: its own; else by the scores; else by the first of the attributes.
+
+    None for a completion without any, which is an error where ranks are learnt. Where grades are learnt, such a
+    completion has its grades all the same, and all completions are tied.
+    """
+    if _has_ranks(about):
+        return [attributes_of.get("rank") for attributes_of in about]
+    values = list(scores)
+    if attributes and not _has_any(scores):
+        values = [graded.get(attributes[0]) for graded in grades]
+    ranks = _by_value(values)
+    if attributes and None in ranks:
+        return [0] * len(about)
+    return ranks
+
+
+def _has_ranks(about: Sequence[Mapping[str, Any]]) -> bool:
+    return any(attributes_of.get("rank") is not None for attributes_of in about)
+
+
+def _has_any(values: Sequence[float | None]) -> bool:
+    return any(value is not None for value in values)
+
+
+def _by_value(values: Sequence[float | None]) -> list[int | None]:
+    """The rank of each value, 0 for the highest; equal values have one rank, and None has none."""
+    distinct = {value for value in values if value is not None}
+    best_first = sorted(distinct, reverse=True)
+    ranks: list[int | None] = []
+    for value in values:
+        ranks.append(None if value is None else best_first.index(value))
+    return ranks
 
 
 def preference_to_dict(preference: Preference) -> dict[str, Any]:
     """The rank-format row of a `Preference`; `preference_from_dict` gives it back."""
+    completions = []
+    for completion in preference.completions:
+        item = {
+            **completion.grades,
+            "rank": completion.rank,
+            "completion": list(completion.messages),
+        }
+        if completion.score is not None:
+            item["score"] = completion.score
+        completions.append(item)
     row: dict[str, Any] = {
         "context": list(preference.context),
-        "completions": [
-            {**c.grades, "rank": c.rank, "completion": list(c.messages)}
-            | ({} if c.score is None else {"score": c.score})
-            for c in preference.completions
-        ],
+        "completions": completions,
         "task_name": preference.task_name,
         **template_columns(preference.template_kwargs),
     }
-    return row if preference.strength is None else row | {"strength": preference.strength}
+    if preference.strength is not None:
+        row["strength"] = preference.strength
+    return row
 
 
-def _rank(rank: Any, field: str, where: str | None) -> int:
-    if isinstance(rank, bool) or not isinstance(rank, int | float) or not 0 <= rank <= 2**31 or rank != int(rank):
-        need = "0, 1, ..., where a lower rank is better; or a score for each completion (or a list scores) and no ranks"
-        summary = "a completion has no rank and no score" if rank is None else "a rank is not a whole number from 0"
-        raise DataError(summary, where=where, field=field, got=rank, need=need)
-    return int(rank)
-
-
-def _score_of(about: Mapping[str, Any], keys: Sequence[str], field: str, where: str | None) -> float | None:
-    key = next((key for key in keys if about.get(key) is not None), None)
-    return None if key is None else _graded(about[key], f"{field}.{key}", where)
+def _checked_rank(rank: Any, field: str, where: str | None) -> int:
+    is_number = isinstance(rank, int | float) and not isinstance(rank, bool)
+    if is_number and 0 <= rank <= _HIGHEST_RANK and rank == int(rank):
+        return int(rank)
+    summary = "a rank is not a whole number from 0"
+    if rank is None:
+        summary = "a completion has no rank and no score"
+    need = "0, 1, ..., where a lower rank is better; or a score for each completion (or a list scores) and no ranks"
+    raise DataError(summary, where=where, field=field, got=rank, need=need)
 
 
 def preference_of(
-    values: Mapping[str, Any], where: str | None, context: Messages, completions: Iterable[Completion], task_name: str
+    values: Mapping[str, Any],
+    where: str | None,
+    context: Messages,
+    completions: Iterable[Completion],
+    task_name: str,
 ) -> Preference:
     """The preference, with the row's system message, template variables, strength and task name, if any."""
     completions = tuple(completions)
+    ends = [completion.messages for completion in completions]
+    context = with_system(context, ends, values, where)
     name = values.get("task_name")
-    task_name = name if isinstance(name, str) and name else task_name
-    key = next((key for key in _STRENGTH_KEYS if values.get(key) is not None), "margin")
+    if isinstance(name, str) and name:
+        task_name = name
+    strength = None
+    strength_key = first_with_value(values, _STRENGTH_KEYS)
+    if strength_key is not None:
+        strength = _strength_number(values[strength_key], strength_key, where)
     return Preference(
-        context=with_system(context, [completion.messages for completion in completions], values, where),
+        context=context,
         completions=completions,
         task_name=task_name,
-        strength=_graded(values.get(key), key, where),
+        strength=strength,
         template_kwargs=read_template_kwargs(values, where),
     )
 
@@ -284,35 +395,56 @@ def grades_of(
     """The grades of a completion, without its score; null and NaN mean none. Raises `DataError` for values that are not
     numbers, with `prefix` before the key."""
     values = _without_nan(about)
-    grades = {name: _number(values.get(name), f"{prefix}{name}", where) for name in attributes if name != "score"}
-    return {name: value for name, value in grades.items() if value is not None}
+    grades: dict[str, float] = {}
+    for name in attributes:
+        if name == "score":
+            continue
+        grade = number_of(values.get(name), f"{prefix}{name}", where)
+        if grade is not None:
+            grades[name] = grade
+    return grades
 
 
 def _without_nan(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if not (isinstance(value, float) and math.isnan(value))}
+    """The values without NaN, as which a table of pandas writes a gap in a column of numbers."""
+    kept = {}
+    for key, value in values.items():
+        is_nan = isinstance(value, float) and math.isnan(value)
+        if not is_nan:
+            kept[key] = value
+    return kept
 
 
-def _graded(value: Any, field: str, where: str | None) -> float | None:
-    """A number; for the field `probability`, its log-odds."""
-    number = _number(value, field, where)
+def _strength_number(value: Any, field: str, where: str | None) -> float | None:
+    """A score or a strength; of the field `probability` its log-odds, which is the difference of two scores."""
+    number = number_of(value, field, where)
     if number is None or not field.endswith("probability"):
         return number
     if not 0 <= number <= 1:
-        raise DataError("this is no probability", where=where, field=field, got=value, need="a number from 0 to 1")
-    number = min(max(number, _SURE), 1 - _SURE)
-    return math.log(number / (1 - number))
+        need = "a number from 0 to 1"
+        raise DataError("this is no probability", where=where, field=field, got=value, need=need)
+    probability = min(max(number, _SURE), 1 - _SURE)
+    return math.log(probability / (1 - probability))
 
 
-def _number(value: Any, field: str, where: str | None) -> float | None:
+def number_of(value: Any, field: str, where: str | None) -> float | None:
+    """The number, which may be text; None for null and for empty text, as an empty cell is.
+
+    Raises `DataError` for any other value, and for one that is not finite.
+    """
     if value is None or (isinstance(value, str) and not value.strip()):
         return None
-    try:
-        number = math.nan if isinstance(value, bool) or not isinstance(value, int | float | str) else float(value)
-    except (ValueError, OverflowError):
-        number = math.nan
+    number = math.nan
+    if isinstance(value, int | float | str) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except (ValueError, OverflowError):  # an integer of a thousand digits overflows
+            number = math.nan
     if not math.isfinite(number):
-        summary = f"{field.rsplit('.', 1)[-1]} is not a finite number"
-        raise DataError(summary, where=where, field=field, got=value, need="a finite number, or no such key")
+        name = field.rsplit(".", 1)[-1]
+        summary = f"{name} is not a finite number"
+        need = "a finite number, or no such key"
+        raise DataError(summary, where=where, field=field, got=value, need=need)
     return number
 
 
@@ -332,108 +464,39 @@ def from_binary_row(
     """
     need = "a completion; prompt_key, chosen_key and rejected_key of BinaryPreferenceDataset name the keys"
     keys = (chosen_key, rejected_key)
-    chosen, rejected = (as_messages(required(values, key, where, need), key, "assistant", where) for key in keys)
-    prompt = context_of(values, where)
-    alone = [key for key, side in zip(keys, (chosen, rejected), strict=True) if not _holds_prompt(side, prompt)]
-    if not alone:
-        prompt, (chosen, rejected) = split_common_prefix([chosen, rejected])
-    elif prompt is None:
-        if any(is_transcript(values[key]) or not isinstance(values[key], str) for key in keys):
-            need, fix = "a prompt, or whole conversations on both sides", "set prompt_key to the prompt's column"
-            raise DataError("the row has no prompt", where=where, field="prompt", got=_keys(values), need=need, fix=fix)
-        numbers = [form.format(key) for form in _SIDE_SCORES for key in keys]
-        check_promptless(values, (*keys, *numbers), where)
-        prompt = ()
+    chosen_value = required(values, chosen_key, where, need)
+    chosen = as_messages(chosen_value, chosen_key, "assistant", where)
+    rejected_value = required(values, rejected_key, where, need)
+    rejected = as_messages(rejected_value, rejected_key, "assistant", where)
+    context = context_of(values, where)
+    if _holds_prompt(chosen, context) and _holds_prompt(rejected, context):
+        context, (chosen, rejected) = split_common_prefix([chosen, rejected])
+    elif context is None:
+        for value in (chosen_value, rejected_value):
+            if is_transcript(value) or not isinstance(value, str):
+                raise DataError(
+                    "the row has no prompt",
+                    where=where,
+                    field="prompt",
+                    got=_keys(values),
+                    need="a prompt, or whole conversations on both sides",
+                    fix="set prompt_key to the prompt's column",
+                )
+        score_keys = [form.format(key) for form in _SIDE_SCORES for key in keys]
+        check_promptless(values, (*keys, *score_keys), where)
+        context = ()
     else:
-        _check_continues(prompt, chosen, chosen_key, where)
-        _check_continues(prompt, rejected, rejected_key, where)
-    return _two_sides(values, where, prompt, (chosen, rejected), (chosen_key, rejected_key), task_name)
+        _check_continues(context, chosen, chosen_key, where)
+        _check_continues(context, rejected, rejected_key, where)
+    return two_sided(values, where, context, (chosen, rejected), keys, task_name)
 
 
-def from_helpsteer3_row(values: Mapping[str, Any], where: str, *, task_name: str = "preference") -> Preference:
-    """A row of a prompt, two responses and a preference from -3 (the first is much better) to 3; 0 is a tie. The
-    strength is 1, 2 or 3. The keys are those of nvidia/HelpSteer3, or of nvidia/HelpSteer2's preferences."""
-    keys = _HELPSTEER2_KEYS if _HELPSTEER2_KEYS[1] in values else _HELPSTEER3_KEYS
-    need = f"a row of {', '.join(keys)}; or another format, as {_RECOGNISED}"
-    raw_prompt, *responses, raw = (required(values, key, where, need) for key in keys)
-    context = as_messages(turns_of(raw_prompt), keys[0], "user", where)
-    sides = zip(responses, keys[1:3], strict=True)
-    first, second = (as_messages(side, key, "assistant", where) for side, key in sides)
-    grade = _number(raw, keys[3], where)
-    if grade not in range(-3, 4):
-        need = f"a whole number from -3 ({keys[1]} is much better) to 3 ({keys[2]} is)"
-        raise DataError("a grade is not valid", where=where, field=keys[3], got=raw, need=need)
-    better, worse = (second, first) if grade in (1, 2, 3) else (first, second)
-    completions = (Completion(0, better), Completion(int(grade != 0), worse))
-    attributes = {name: values.get(name) for name in EVERY_CONVERSATION} | {"strength": abs(grade) if grade else None}
-    return preference_of(attributes, where, context, completions, task_name)
+def from_conversations_row(values: Mapping[str, Any], where: str, *, task_name: str = "preference") -> Preference:
+    """A row of `chosen` and `rejected` whose `prompt` repeats a part of these whole conversations, as Tulu 3's."""
+    return from_binary_row({**values, "prompt": None}, where, task_name=task_name)
 
 
-def turns_of(prompt: Any) -> Any:
-    r"""The messages of a prompt with HelpSteer2's `"\n<extra_id_1>Assistant\n"` between turns; any other unchanged."""
-    if not isinstance(prompt, str) or not _HELPSTEER_TURN.search(prompt):
-        return prompt
-    parts = ["User", *_HELPSTEER_TURN.split(prompt)]
-    return [{"role": role.lower(), "content": text} for role, text in zip(parts[::2], parts[1::2], strict=True)]
-
-
-def is_transcript(value: Any) -> bool:
-    """Whether it is text that begins with a turn of Human or Assistant; see `parse_transcript`."""
-    return isinstance(value, str) and value.lstrip().startswith(("Human:", "Assistant:"))
-
-
-def from_transcripts(values: Mapping[str, Any], where: str, *, task_name: str = "preference") -> Preference:
-    """A row of two whole transcripts, as Anthropic's hh-rlhf has them; see `parse_transcript`."""
-    chosen, rejected = (
-        parse_transcript(required(values, key, where, f"a transcript: {_TRANSCRIPT}"), where, key)
-        for key in ("chosen", "rejected")
-    )
-    context, (better, worse) = split_common_prefix([chosen, rejected])
-    return _two_sides(values, where, context, (better, worse), ("chosen", "rejected"), task_name)
-
-
-def parse_transcript(text: Any, where: str | None = None, field: str = "transcript") -> Messages:
-    r"""The messages of `"\n\nHuman: ...\n\nAssistant: ..."`; roles alternate.
-
-    The same speaker's name after a blank line belongs to the content: joining `f"\n\n{speaker}: {content}"` gives the
-    transcript back. Raises `DataError` for text before the first turn.
-    """
-    value, text = text, text if isinstance(text, str) else ""
-    if not text.startswith("\n\n") and text.lstrip().startswith(("Human:", "Assistant:")):
-        text = f"\n\n{text.lstrip()}"
-    head, *parts = _TURN.split(text)
-    if head.strip() or not parts:
-        summary = "a transcript is not text that begins with a turn"
-        raise DataError(summary, where=where, field=field, got=value, need=_TRANSCRIPT, fix=_RECOGNISED)
-    turns: list[tuple[str, str]] = []
-    for speaker, content in zip(parts[::2], parts[1::2], strict=True):
-        if turns and turns[-1][0] == speaker:
-            turns[-1] = (speaker, f"{turns[-1][1]}\n\n{speaker}:{content}")
-        else:
-            turns.append((speaker, content.removeprefix(" ")))
-    return tuple({"role": _ROLE_OF_SPEAKER[speaker], "content": content} for speaker, content in turns)
-
-
-def split_common_prefix(conversations: Sequence[Messages]) -> tuple[Messages, list[Messages]]:
-    """The leading messages that all conversations share, and the remaining messages of each, at least one."""
-    longest, first = min(map(len, conversations)) - 1, conversations[0]
-    shared = 0
-    while shared < longest and all(conversation[shared] == first[shared] for conversation in conversations):
-        shared += 1
-    return first[:shared], [conversation[shared:] for conversation in conversations]
-
-
-def required(values: Mapping[str, Any], key: str, where: str, need: str) -> Any:
-    """The row's value for the key. Raises `DataError` with the nearest key if there is none."""
-    value = values.get(key)
-    if value is None:
-        near = nearest_name(key, [str(name) for name in values if name != key])
-        got, fix = "null" if key in values else _keys(values), f"is it {near}?" if near else None
-        raise DataError(f"the row has no {key}", where=where, field=key, got=got, need=need, fix=fix)
-    return value
-
-
-def _two_sides(
+def two_sided(
     values: Mapping[str, Any],
     where: str,
     context: Messages,
@@ -441,13 +504,43 @@ def _two_sides(
     keys: tuple[str, str],
     task_name: str,
 ) -> Preference:
-    """A preference of two `sides`, better one first, with the row's scores of their `keys`."""
-    names = [[form.format(key) for form in _SIDE_SCORES] for key in keys]
-    score_keys = [next((name for name in candidates if values.get(name) is not None), "") for candidates in names]
-    better, worse = (_number(values.get(name), name, where) for name in score_keys)
-    tie = better is not None and better == worse
-    completions = (Completion(0, sides[0], better), Completion(int(not tie), sides[1], worse))
-    return preference_of(values, where, context, completions, task_name)
+    """A preference of two `sides`, the better one first, with the row's scores of their `keys`. Equal scores are a
+    tie."""
+    scores = []
+    for key in keys:
+        score_key = first_with_value(values, [form.format(key) for form in _SIDE_SCORES])
+        score = None
+        if score_key is not None:
+            score = number_of(values[score_key], score_key, where)
+        scores.append(score)
+    better_score, worse_score = scores
+    is_tie = better_score is not None and better_score == worse_score
+    better = Completion(0, sides[0], better_score)
+    worse = Completion(0 if is_tie else 1, sides[1], worse_score)
+    return preference_of(values, where, context, (better, worse), task_name)
+
+
+def split_common_prefix(conversations: Sequence[Messages]) -> tuple[Messages, list[Messages]]:
+    """The leading messages that all conversations share, and the remaining messages of each, at least one."""
+    first = conversations[0]
+    longest = min(len(conversation) for conversation in conversations) - 1
+    shared = 0
+    while shared < longest:
+        if any(conversation[shared] != first[shared] for conversation in conversations):
+            break
+        shared += 1
+    return first[:shared], [conversation[shared:] for conversation in conversations]
+
+
+def required(values: Mapping[str, Any], key: str, where: str, need: str) -> Any:
+    """The row's value for the key. Raises `DataError` with the nearest key if there is none."""
+    value = values.get(key)
+    if value is not None:
+        return value
+    near = nearest_name(key, [str(name) for name in values if name != key])
+    got = "null" if key in values else _keys(values)
+    fix = f"is it {near}?" if near else None
+    raise DataError(f"the row has no {key}", where=where, field=key, got=got, need=need, fix=fix)
 
 
 def _holds_prompt(side: Messages, prompt: Messages | None) -> bool:
@@ -455,18 +548,22 @@ def _holds_prompt(side: Messages, prompt: Messages | None) -> bool:
     Without a prompt: whether it does not begin with the assistant."""
     if prompt is None:
         return bool(side[0]["role"] != "assistant")
-    begins = [(a["role"], a.get("content")) for a in side[: len(prompt)]]
-    if len(side) > len(prompt) and begins == [(b["role"], b.get("content")) for b in prompt]:
+    beginning = [(message["role"], message.get("content")) for message in side[: len(prompt)]]
+    prompt_turns = [(message["role"], message.get("content")) for message in prompt]
+    if len(side) > len(prompt) and beginning == prompt_turns:
         return True
+    # A prompt that is only the last question, beside conversations that have the earlier turns too.
     if len(prompt) != 1 or prompt[0]["role"] != "user" or side[0]["role"] == "assistant":
         return False
     text = last_text(prompt).strip()
-    return any(message["role"] == "user" and last_text([message]).strip() == text for message in side[:-1])
+    questions = [message for message in side[:-1] if message["role"] == "user"]
+    return any(last_text([question]).strip() == text for question in questions)
 
 
 def _check_continues(prompt: Messages, side: Messages, key: str, where: str | None) -> None:
     """Raise `DataError` for a completion that is a whole conversation: its prompt would be lost, or be there twice."""
-    role, last_role = side[0]["role"], prompt[-1]["role"] if prompt else None
+    role = side[0]["role"]
+    last_role = prompt[-1]["role"] if prompt else None
     if _holds_prompt(side, prompt):
         summary = f"{key} holds the prompt and another completion does not"
     elif role == "system" or (role == "user" and last_role != "assistant"):

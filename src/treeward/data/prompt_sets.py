@@ -3,8 +3,9 @@
     prompts = open_prompts(PromptSetConfig(dataset_name="OpenMathInstruct-2", prompt_file="cot.txt", env_name="math"))
     prompts[0].messages, prompts[0].info          # the conversation, and for environments: {"ground_truth": ...}
 
-Prompts are messages, held in memory; a row's other columns are the prompt's `info`. A dataset is a `RowPrompts` whose
-`to_prompt` reads a row, registered by `register_prompt_dataset`, or a class by dotted path (`treeward.data.registry`).
+Prompts are messages, held in memory; a row's other columns are the prompt's `info`. The names are those of
+`PROMPT_SETS` in `config/dataset_table.py`. A dataset of your own is a `RowPrompts` whose `to_prompt` reads a row,
+registered by `register_prompt_dataset`, or a class by dotted path (`treeward.data.registry`).
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from treeward.config.data import PromptSetConfig
-from treeward.data.bundled import bundled_path
+from treeward.config.dataset_table import PROMPT_SETS, KnownDataset
 from treeward.data.columns import with_system
 from treeward.data.conversation import Conversation, Message, as_messages, last_text, read_template_kwargs
-from treeward.data.preference import required
-from treeward.data.registry import ObjectRows, Registry
+from treeward.data.preference import first_with_value, required
+from treeward.data.registry import ObjectRows, Registry, arguments_of, function_of
 from treeward.data.responses_items import messages_of_input, tools_of
 from treeward.data.sources import Row, RowSource
 from treeward.errors import ConfigError, DataError
 
-_PROMPT_DATASETS = Registry("datasets of prompts", example="my_module.MyPrompts")
+_PROMPT_DATASETS = Registry("datasets of prompts", PROMPT_SETS, example="my_module.MyPrompts")
 _Class = TypeVar("_Class", bound="type[RowPrompts]")
 _REQUEST = "responses_create_params"
 FAMILY = "prompt_family"
@@ -84,17 +85,27 @@ def open_prompts(config: PromptSetConfig, *, environments: Collection[str] | Non
     `environments`: the existing names. A row may name no other, and its `task_name` chooses the environment of that
     name. Raises `ConfigError` for an unknown name or class, `DataError` for missing data or an invalid row.
     """
-    cls: Any = _PROMPT_DATASETS.find(config.dataset_name)
-    source: RowPrompts = cls(config) if issubclass(cls, RowPrompts) else _ObjectPrompts(config, cls)
+    found = _PROMPT_DATASETS.find(config.dataset_name)
+    source: RowPrompts
+    if isinstance(found, KnownDataset):
+        source = KnownPrompts(config, found)
+    elif issubclass(found, RowPrompts):
+        source = found(config)
+    else:
+        source = _ObjectPrompts(config, found)
     prompts = []
     for prompt in itertools.islice(source, config.max_samples):
-        messages = source.files.complete(check_prompt(prompt.messages, "messages", prompt.where), prompt.where)
-        prompts.append(_with_environment(replace(prompt, messages=messages), config.env_name, environments))
+        messages = check_prompt(prompt.messages, "messages", prompt.where)
+        messages = source.files.complete(messages, prompt.where)
+        prompt = replace(prompt, messages=messages)
+        prompts.append(_with_environment(prompt, config.env_name, environments))
     if not prompts:
-        raise DataError("there are no prompts", where=source.name, got="an empty dataset", need="at least one")
+        need = "at least one"
+        raise DataError("there are no prompts", where=source.name, got="an empty dataset", need=need)
     kept = [prompt for prompt in prompts if source.is_of_part(prompt.messages)]
     if not kept:
-        summary, need = "split_validation_size leaves this part without a prompt", "a larger set, or another share"
+        summary = "split_validation_size leaves this part without a prompt"
+        need = "a larger set, or another share"
         raise ConfigError(summary, where=source.name, field="split_validation_size", need=need)
     counts = Counter(read=len(prompts), kept=len(kept), held_out=len(prompts) - len(kept))
     return PromptSet(source.name, kept, counts, config.weight)
@@ -111,80 +122,25 @@ class RowPrompts(RowSource):
         return map(self.to_prompt, self.rows())
 
 
-@register_prompt_dataset("PromptDataset", "auto")
-class PromptDataset(RowPrompts):
-    """Rows with their prompt under `messages`, `prompt`, `context` or `responses_create_params`: `from_prompt_row`."""
+class KnownPrompts(RowPrompts):
+    """A data set of the table."""
+
+    def __init__(self, config: PromptSetConfig, known: KnownDataset) -> None:
+        super().__init__(config, known)
+        self.known: KnownDataset = known
+        self._parser = function_of(known.parser)
+        self._arguments = arguments_of(known, config)
+
+    def rows(self) -> Iterator[Row]:
+        """The rows for the parser."""
+        rows = super().rows()
+        if self.known.prepare is not None:
+            rows = function_of(self.known.prepare)(rows, self)
+        return rows
 
     def to_prompt(self, row: Row) -> Prompt:
-        config = self.config
-        return from_prompt_row(row.values, row.where, prompt_key=config.input_key, answer_key=config.output_key)
-
-
-@register_prompt_dataset("ResponseDataset")
-class ResponseDataset(RowPrompts):
-    """Rows of a question and its answer, under keys that may be named; NeMo RL's."""
-
-    keys: ClassVar[tuple[str, str]] = ("input", "output")
-    keeps_columns: ClassVar[bool] = True
-
-    def to_prompt(self, row: Row) -> Prompt:
-        question, answer = self.config.input_key or self.keys[0], self.config.output_key or self.keys[1]
-        keys: Any = {"input_key": question, "output_key": answer, "keeps_columns": self.keeps_columns}
-        return from_response_row(row.values, row.where, **keys)
-
-
-@register_prompt_dataset("OpenMathInstruct-2", "OpenMathInstruct2")
-class OpenMathInstruct2(ResponseDataset):
-    """nvidia/OpenMathInstruct-2, or a copy of it; without a split its first million rows. Problems come repeatedly."""
-
-    hub_path, hub_split = "nvidia/OpenMathInstruct-2", "train_1M"
-    keys, keeps_columns = ("problem", "expected_answer"), False
-
-
-@register_prompt_dataset("DeepScaler")
-class DeepScaler(ResponseDataset):
-    """agentica-org/DeepScaleR-Preview-Dataset, or a copy of it."""
-
-    hub_path, keys, keeps_columns = "agentica-org/DeepScaleR-Preview-Dataset", ("problem", "answer"), False
-
-
-@register_prompt_dataset("AIME2024")
-class Aime2024(DeepScaler):
-    """HuggingFaceH4/aime_2024, or a copy of it: 30 problems."""
-
-    hub_path = "HuggingFaceH4/aime_2024"
-
-
-@register_prompt_dataset("DAPOMath17K")
-class DapoMath17K(PromptDataset):
-    """BytedTsinghua-SIA/DAPO-Math-17k, or a copy of it: verl's rows."""
-
-    hub_path = "BytedTsinghua-SIA/DAPO-Math-17k"
-
-
-@register_prompt_dataset("DAPOMathAIME2024")
-class DapoMathAime2024(DapoMath17K):
-    """BytedTsinghua-SIA/AIME-2024, or a copy of it: AIME's problems in DAPO's words, each 32 times."""
-
-    hub_path = "BytedTsinghua-SIA/AIME-2024"
-
-
-@register_prompt_dataset("Bundled")
-class BundledPrompts(RowPrompts):
-    """The different prompts of the bundled data; their `reference_answers` are the best completions."""
-
-    hub_path = "Bundled"
-
-    def __iter__(self) -> Iterator[Prompt]:
-        answers_by_context: dict[str, tuple[list[Message], list[str]]] = {}
-        for line in bundled_path(self.split or "train").read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
-            _, answers = answers_by_context.setdefault(json.dumps(row["context"]), (row["context"], []))
-            best = min(completion["rank"] for completion in row["completions"])
-            texts = [item["completion"][-1]["content"] for item in row["completions"] if item["rank"] == best]
-            answers += [text for text in texts if text not in answers]
-        for number, (messages, answers) in enumerate(answers_by_context.values(), 1):
-            yield Prompt(tuple(messages), {"reference_answers": answers}, f"{self.name}:prompt {number}")
+        prompt: Prompt = self._parser(row.values, where=row.where, **self._arguments)
+        return prompt
 
 
 class _ObjectPrompts(ObjectRows, RowPrompts):
@@ -193,69 +149,116 @@ class _ObjectPrompts(ObjectRows, RowPrompts):
     def to_prompt(self, row: Row) -> Prompt:
         row_value: Any = row.values
         if isinstance(row_value, Prompt):
-            return row_value if row_value.where is not None else replace(row_value, where=row.where)
+            if row_value.where is None:
+                return replace(row_value, where=row.where)
+            return row_value
         if isinstance(row_value, Mapping):
             return from_prompt_row(row_value, row.where)
-        raise DataError("a row is not an object", where=row.where, got=row_value, need="an object, or a Prompt")
+        need = "an object, or a Prompt"
+        raise DataError("a row is not an object", where=row.where, got=row_value, need=need)
+
+
+def different_prompts(rows: Iterator[Row], dataset: RowSource) -> Iterator[Row]:
+    """The different prompts of comparisons of the bundled data; their `reference_answers` are the best completions."""
+    prompts: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        context = row.values["context"]
+        completions = row.values["completions"]
+        key = json.dumps(context)
+        prompt = prompts.setdefault(key, {"context": context, "reference_answers": []})
+        best_rank = min(completion["rank"] for completion in completions)
+        for completion in completions:
+            text = completion["completion"][-1]["content"]
+            if completion["rank"] == best_rank and text not in prompt["reference_answers"]:
+                prompt["reference_answers"].append(text)
+    for number, prompt in enumerate(prompts.values(), 1):
+        yield Row(prompt, f"{dataset.name}:prompt {number}")
 
 
 def _with_environment(prompt: Prompt, default: str | None, environments: Collection[str] | None) -> Prompt:
     """The prompt with the environment of its row, or else of its task name or the set's `env_name`."""
-    name, task = prompt.info.get("environment"), prompt.info.get("task_name")
+    name = prompt.info.get("environment")
     if name is None:
-        name = task if environments is not None and isinstance(task, str) and task in environments else default
+        name = default
+        task = prompt.info.get("task_name")
+        if environments is not None and isinstance(task, str) and task in environments:
+            name = task
     if name is None:
         return prompt
     if not isinstance(name, str) or not name:
+        summary = "environment is not a name"
         need = "a name; a mixture is an environment of the type hybrid"
-        raise DataError("environment is not a name", where=prompt.where, field="environment", got=name, need=need)
+        raise DataError(summary, where=prompt.where, field="environment", got=name, need=need)
     if environments is None or name in environments:
         return replace(prompt, info={**prompt.info, "environment": name})
-    place: Any = {"where": prompt.where, "field": "environment", "fix": "add it to env, or change the row or env_name"}
-    raise DataError.unknown("there is no such environment", name, sorted(environments), **place)
+    raise DataError.unknown(
+        "there is no such environment",
+        name,
+        sorted(environments),
+        where=prompt.where,
+        field="environment",
+        fix="add it to env, or change the row or env_name",
+    )
 
 
 def from_prompt_row(
-    values: Mapping[str, Any], where: str, *, prompt_key: str | None = None, answer_key: str | None = None
+    values: Mapping[str, Any],
+    where: str,
+    *,
+    input_key: str | None = None,
+    output_key: str | None = None,
 ) -> Prompt:
-    """A row with its prompt under one of four keys, or under `prompt_key`.
+    """A row with its prompt under one of four keys, or under `input_key`.
 
     - `messages`: a conversation; a last message of the assistant is the reference answer, and no part of the prompt.
     - `prompt` (TRL, verl) or `context` (the rank format): messages, or the text of the user's only one.
     - `responses_create_params` (NeMo Gym): a request of OpenAI's Responses API.
 
-    `ground_truth` is the value of `answer_key`, of `ground_truth`, of verl's `reward_model.ground_truth`, or the
+    `ground_truth` is the value of `output_key`, of `ground_truth`, of verl's `reward_model.ground_truth`, or the
     reference answer. `tools` (also those of the request) and `chat_template_kwargs` go to chat templates, and `system`
     becomes the system message. The entries of verl's `extra_info`, and all other columns with a value, are in `info`
     under their names.
     """
-    key = prompt_key or _prompt_key(values, where)
+    key = input_key or _prompt_key(values, where)
     value = required(values, key, where, "the key of the prompt, which input_key names")
-    info, reference = _columns(values, key), None
+    info = _columns(values, key)
     variables = read_template_kwargs(values, where)
+    reference = None
+    messages: tuple[Message, ...]
     if key == _REQUEST:
         messages, settings = _messages_of_request(value, where)
-        if request_tools := tools_of(value):
-            variables = {"tools": request_tools} | variables
-        info |= {_REQUEST: settings} if settings else {}
+        request_tools = tools_of(value)
+        if request_tools:
+            variables = {"tools": request_tools} | variables  # the row's own win
+        if settings:
+            info[_REQUEST] = settings
     else:
         messages = as_messages(value, key, "user", where)
         if key == "messages" and messages[-1]["role"] == "assistant":
-            messages, reference = messages[:-1], messages[-1]
-    if answer_key is not None:
+            reference = messages[-1]
+            messages = messages[:-1]
+    if output_key is not None:
         need = "an answer, whose key output_key names; for rows without one use dataset_name: PromptDataset"
-        info["ground_truth"] = required(values, answer_key, where, need)
+        info["ground_truth"] = required(values, output_key, where, need)
     elif "ground_truth" not in info:
-        verl = values.get("reward_model")
-        truth = verl.get("ground_truth") if isinstance(verl, Mapping) else None
-        if truth is None and reference is not None:
-            truth = last_text([reference])
-        info |= {} if truth is None else {"ground_truth": truth}
+        truth = _truth_of(values, reference)
+        if truth is not None:
+            info["ground_truth"] = truth
     if reference is not None:
         text = reference.get("content")
-        info.setdefault("reference_answers", [text if isinstance(text, str) else [reference]])
-    messages = with_system(tuple(messages), [()], values, where)
+        answer = text if isinstance(text, str) else [reference]
+        info.setdefault("reference_answers", [answer])
+    messages = with_system(messages, [()], values, where)
     return Prompt(check_prompt(messages, key, where), info, where, variables)
+
+
+def _truth_of(values: Mapping[str, Any], reference: Message | None) -> Any:
+    """The correct answer, as verl's rows have it, or the reference answer; None for a row without one."""
+    verl = values.get("reward_model")
+    truth = verl.get("ground_truth") if isinstance(verl, Mapping) else None
+    if truth is None and reference is not None:
+        return last_text([reference])
+    return truth
 
 
 def from_response_row(
@@ -270,71 +273,108 @@ def from_response_row(
     answer; as NeMo RL's `ResponseDataset`. A row without the key but with `messages` is read by `from_prompt_row`.
     `keeps_columns`: False keeps the ground truth alone."""
     has_input = values.get(input_key) is not None or values.get("messages") is None
-    keys = (input_key, output_key) if has_input else ("messages", None)
-    read = from_prompt_row(values, where, prompt_key=keys[0], answer_key=keys[1])
+    if has_input:
+        read = from_prompt_row(values, where, input_key=input_key, output_key=output_key)
+    else:
+        read = from_prompt_row(values, where, input_key="messages")
     truth = read.info.get("ground_truth")
-    is_number = isinstance(truth, int | float) and not isinstance(truth, bool) and abs(truth) < math.inf
-    if has_input and not (isinstance(truth, str) or is_number or (isinstance(truth, Sequence) and truth)):
+    if has_input and not _is_answer(truth):
+        summary = f"{output_key} is no answer"
         need = "a text, a number, or a list of accepted ones"
-        raise DataError(f"{output_key} is no answer", where=where, field=output_key, got=truth, need=need)
+        raise DataError(summary, where=where, field=output_key, got=truth, need=need)
     if not keeps_columns:
-        return replace(read, info={"ground_truth": required(read.info, "ground_truth", where, "an answer")})
-    references = {"reference_answers": [truth]} if isinstance(truth, str) else {}
-    columns = {key: v for key, v in read.info.items() if key == "ground_truth" or key != output_key}
-    return replace(read, info=references | columns)
+        truth = required(read.info, "ground_truth", where, "an answer")
+        return replace(read, info={"ground_truth": truth})
+    info: dict[str, Any] = {}
+    if isinstance(truth, str):
+        info["reference_answers"] = [truth]
+    for key, column in read.info.items():
+        if key == "ground_truth" or key != output_key:
+            info[key] = column  # the row's own reference answers too
+    return replace(read, info=info)
+
+
+def _is_answer(truth: Any) -> bool:
+    if isinstance(truth, bool):
+        return False
+    if isinstance(truth, int | float):
+        return abs(truth) < math.inf  # not NaN either
+    return isinstance(truth, str) or (isinstance(truth, Sequence) and len(truth) > 0)
 
 
 def check_prompt(messages: Sequence[Message], field: str, where: str | None) -> tuple[Message, ...]:
     """The messages, checked: the last is not the assistant's nor empty, and not all are instructions."""
-    unchecked: Any = messages  # a dataset's own code may have made it
-    problem = None
-    if isinstance(unchecked, str) or not all(isinstance(item, Mapping) and "role" in item for item in unchecked):
-        problem = "the prompt is not messages"
-    elif not messages:
-        problem = "nothing comes before the completion"
-    elif messages[-1]["role"] == "assistant":
-        problem = "the prompt ends with a message of the assistant"
-    elif {message["role"] for message in messages} <= {"system", "developer"} or not (
-        messages[-1].get("content") and (last_text(messages).strip() or not isinstance(messages[-1]["content"], str))
-    ):
-        problem = "the prompt asks nothing"
+    problem = _problem_of(messages)
     if problem is None:
         return tuple(messages)
-    need, fix = "a conversation that ends with a question", "mend or remove the row"
+    need = "a conversation that ends with a question"
+    fix = "mend or remove the row"
     raise DataError(problem, where=where, field=field, got=messages, need=need, fix=fix)
+
+
+def _problem_of(messages: Any) -> str | None:
+    """What is wrong with the messages of a prompt, which a dataset's own code may have made; None for nothing."""
+    if isinstance(messages, str):
+        return "the prompt is not messages"
+    if not all(isinstance(item, Mapping) and "role" in item for item in messages):
+        return "the prompt is not messages"
+    if not messages:
+        return "nothing comes before the completion"
+    last = messages[-1]
+    if last["role"] == "assistant":
+        return "the prompt ends with a message of the assistant"
+    roles = {message["role"] for message in messages}
+    content = last.get("content")
+    # Content in parts may be an image alone, which has no text.
+    is_blank = isinstance(content, str) and not content.strip()
+    if roles <= {"system", "developer"} or not content or is_blank:
+        return "the prompt asks nothing"
+    return None
 
 
 def _prompt_key(values: Mapping[str, Any], where: str) -> str:
     keys = [key for key in _PROMPT_KEYS if values.get(key) is not None]
-    if keys[:1] == [_REQUEST] or len(keys) == 1:
-        return keys[0]
+    if len(keys) == 1 or _REQUEST in keys:
+        return keys[0]  # a request comes first, and holds its messages itself
     if keys:
         need = "one of them, which input_key names"
-        raise DataError("the row has several prompts", where=where, got=" and ".join(keys), need=need)
+        got = " and ".join(keys)
+        raise DataError("the row has several prompts", where=where, got=got, need=need)
     need = f"a value of one of {', '.join(_PROMPT_KEYS)}"
     fix = "set input_key to the key of the prompt; for questions with answers use dataset_name: ResponseDataset"
-    raise DataError("the row asks nothing", where=where, got=f"keys {sorted(map(str, values))}", need=need, fix=fix)
+    got = f"keys {sorted(map(str, values))}"
+    raise DataError("the row asks nothing", where=where, got=got, need=need, fix=fix)
 
 
 def _messages_of_request(request: Any, where: str) -> tuple[tuple[Message, ...], dict[str, Any]]:
     """The messages, and the request's other settings: its tools, its temperature."""
     if not isinstance(request, Mapping):
-        raise DataError("the request is not an object", where=where, field=_REQUEST, got=request, need='{"input": ...}')
+        summary = "the request is not an object"
+        need = '{"input": ...}'
+        raise DataError(summary, where=where, field=_REQUEST, got=request, need=need)
     try:
         messages = messages_of_input(request)
     except DataError as error:
         field = f"{_REQUEST}.{error.field}"
         raise DataError(error.summary, where=where, field=field, got=error.got, need=error.need) from error
-    keys = [key for key, value in request.items() if key not in ("input", "instructions") and value is not None]
-    return tuple(messages), {key: request[key] for key in keys}
+    settings = {}
+    for key, value in request.items():
+        if key not in ("input", "instructions") and value is not None:
+            settings[key] = value
+    return tuple(messages), settings
 
 
 def _columns(values: Mapping[str, Any], prompt_key: str) -> dict[str, Any]:
-    """The row's columns with a value, without its prompt."""
+    """The row's columns with a value, without its prompt; verl's `extra_info` is columns too."""
     row_values = {key: value for key, value in values.items() if value is not None}
     extra = row_values.pop("extra_info", {})
-    extra = extra if isinstance(extra, Mapping) else {"extra_info": extra}
+    if not isinstance(extra, Mapping):
+        extra = {"extra_info": extra}
     columns = {key: value for key, value in extra.items() if value is not None}
-    columns |= {key: value for key, value in row_values.items() if key not in (prompt_key, *_ENVIRONMENT_KEYS)}
-    environment = next((row_values[key] for key in _ENVIRONMENT_KEYS if key in row_values), None)
-    return columns if environment is None else columns | {"environment": environment}
+    for key, value in row_values.items():
+        if key != prompt_key and key not in _ENVIRONMENT_KEYS:
+            columns[key] = value
+    environment_key = first_with_value(row_values, _ENVIRONMENT_KEYS)
+    if environment_key is not None:
+        columns["environment"] = row_values[environment_key]
+    return columns

@@ -1,7 +1,7 @@
-"""From `dataset_name` in a config to a class: datasets by name or by dotted path.
+"""From `dataset_name` in a config to a data set: an entry of the table, or a class by its name or dotted path.
 
-    datasets = Registry("datasets", example="my_module.MyDataset")
-    datasets.find("HelpSteer3")                   # or the dotted path of any class
+    datasets = Registry("datasets", COMPARISON_SETS, example="my_module.MyDataset")
+    datasets.find("HelpSteer3")                   # its entry; or the class of any dotted path
 
 A class by dotted path follows the contract of NeMo RL's guide (docs/data.md): `formatted_ds` and `task_spec`, or
 `dataset` and `task_name`. Its constructor gets the section of the set: all of it where it takes any keyword, else the
@@ -17,42 +17,76 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from treeward.config.data import SetConfig
+from treeward.config.dataset_table import KnownDataset
 from treeward.data.sources import PROMPT_FILES, PromptFiles, Row, RowSource
 from treeward.errors import ConfigError, DataError
 from treeward.user_code import import_object
 
-_ARGUMENTS = ("data_path", "subset", "split", "prompt_key", "chosen_key", "rejected_key", "input_key", "output_key")
+_ARGUMENTS = (
+    "data_path",
+    "subset",
+    "split",
+    "prompt_key",
+    "chosen_key",
+    "rejected_key",
+    "input_key",
+    "output_key",
+)
 _Class = TypeVar("_Class", bound=type[Any])
 
 
 class Registry:
-    """`what`: the plural for errors. `example`: a dotted path. `classes`: by name and alias."""
+    """`what`: the plural for errors. `known`: the entries of the table. `example`: a dotted path."""
 
-    def __init__(self, what: str, *, example: str) -> None:
-        self._what, self._example = what, example
-        self.classes: dict[str, type[Any]] = {}
+    def __init__(self, what: str, known: Mapping[str, KnownDataset], *, example: str) -> None:
+        self._what = what
+        self._known = known
+        self._example = example
+        self._classes: dict[str, type[Any]] = {}
 
     def register(self, name: str, *aliases: str) -> Callable[[_Class], _Class]:
         """Class decorator: `dataset_name: <name>` (or an alias) in a config means this class."""
 
         def register(cls: _Class) -> _Class:
-            self.classes |= dict.fromkeys((name, *aliases), cls)
+            for key in (name, *aliases):
+                self._classes[key] = cls
             return cls
 
         return register
 
     def find(self, name: str) -> Any:
-        """The class of a name or a dotted path. Raises `ConfigError` with the nearest name."""
-        if name in self.classes:
-            return self.classes[name]
+        """The entry or the class of a name, or the class of a dotted path. A registered class comes before an entry.
+        Raises `ConfigError` with the nearest name."""
+        if name in self._classes:
+            return self._classes[name]
+        if name in self._known:
+            return self._known[name]
         if "." in name:
             cls = import_object(name, field="dataset_name")
             if not isinstance(cls, type):
-                raise ConfigError("this is not a class", field="dataset_name", got=name, need="the path of a class")
+                need = "the path of a class"
+                raise ConfigError("this is not a class", field="dataset_name", got=name, need=need)
             return cls
-        need = f"one of {', '.join(self.classes)}, or the dotted path of a class, as {self._example}"
+        names = [*self._known, *self._classes]
+        need = f"one of {', '.join(names)}, or the dotted path of a class, as {self._example}"
         summary = f"there is no such name among the {self._what}"
-        raise ConfigError.unknown(summary, name, self.classes, field="dataset_name", need=need)
+        raise ConfigError.unknown(summary, name, names, field="dataset_name", need=need)
+
+
+def function_of(path: str) -> Callable[..., Any]:
+    """The function that an entry of the table names, imported with its first use."""
+    function: Callable[..., Any] = import_object(f"treeward.data.{path}", field="dataset_name")
+    return function
+
+
+def arguments_of(known: KnownDataset, config: SetConfig) -> dict[str, Any]:
+    """The arguments of an entry's parser: its own, and those that the configuration gives."""
+    arguments = dict(known.arguments)
+    for option in known.options:
+        value = getattr(config, option)
+        if value is not None:
+            arguments[option] = value
+    return arguments
 
 
 class ObjectRows(RowSource):
@@ -60,19 +94,25 @@ class ObjectRows(RowSource):
     missing, unknown or unused arguments, and for an object without rows."""
 
     def __init__(self, config: SetConfig, cls: Any) -> None:
-        self.config, self.split = config, config.split
+        self.config = config
+        self.split = config.split
         self.dataset = _construct(cls, config)
         self._rows, self.name = _rows_of(self.dataset, config)
         self.spec = getattr(self.dataset, "task_spec", None)
-        self.files = PromptFiles.load(*(getattr(config, f) or getattr(self.spec, f, None) for f in PROMPT_FILES))
+        paths = []
+        for field in PROMPT_FILES:
+            paths.append(getattr(config, field) or getattr(self.spec, field, None))
+        self.files = PromptFiles.load(*paths)
 
     def rows(self) -> Iterator[Row]:
         """The rows, from the beginning. Raises `DataError` if there are none."""
         number = 0
-        for number, values in enumerate(self._rows, 1):  # noqa: B007
+        for values in self._rows:
+            number += 1
             yield Row(values, f"{self.name}:row {number}")
-        if not number:
-            raise DataError("there are no rows", where=self.name, got="an empty dataset", need="at least one row")
+        if number == 0:
+            need = "at least one row"
+            raise DataError("there are no rows", where=self.name, got="an empty dataset", need=need)
 
     def content(self) -> str:
         """A digest of the rows themselves, as their source is unknown."""
@@ -89,18 +129,23 @@ def _construct(cls: Any, config: SetConfig) -> Any:
     `set_task_spec`, if there is one, gets the section.
     """
     signature = inspect.signature(cls)
-    arguments = dict(config.section) if _takes_any(signature) else _named_arguments(signature, config)
+    arguments = _arguments(signature, config)
     for key in ("data_path", "split"):  # the names of NeMo RL's first classes
         if f"train_{key}" in signature.parameters and key in arguments:
             arguments.setdefault(f"train_{key}", arguments.pop(key))
-    for key in ("data_path", "subset"):  # a split may also be a key of formatted_ds
-        if getattr(config, key) is not None and not {key, f"train_{key}"} & arguments.keys():
-            summary, need = f"{config.dataset_name} takes no {key}", f"an argument of {cls.__name__}{signature}"
-            raise ConfigError(summary, field=key, got=getattr(config, key), need=need)
+    # A key that no argument takes would be without effect; but a split may also be a key of formatted_ds.
+    for key in ("data_path", "subset"):
+        is_taken = key in arguments or f"train_{key}" in arguments
+        value = getattr(config, key)
+        if value is not None and not is_taken:
+            summary = f"{config.dataset_name} takes no {key}"
+            need = f"an argument of {cls.__name__}{signature}"
+            raise ConfigError(summary, field=key, got=value, need=need)
     try:
         signature.bind(**arguments)
     except TypeError as error:
-        summary, need = f"{config.dataset_name} cannot be constructed: {error}", f"{cls.__name__}{signature}"
+        summary = f"{config.dataset_name} cannot be constructed: {error}"
+        need = f"{cls.__name__}{signature}"
         raise ConfigError(summary, field="kwargs", got=arguments, need=need) from error
     made = cls(**arguments)
     if hasattr(made, "set_task_spec"):
@@ -108,36 +153,50 @@ def _construct(cls: Any, config: SetConfig) -> Any:
     return made
 
 
-def _named_arguments(signature: inspect.Signature, config: SetConfig) -> dict[str, Any]:
-    """The values of the section that a signature names, and `kwargs`."""
+def _arguments(signature: inspect.Signature, config: SetConfig) -> dict[str, Any]:
+    """The whole section, if the signature takes any keyword; else what it names, and `kwargs`."""
+    if _takes_any(signature):
+        return dict(config.section)
     named: dict[str, Any] = {}
     for key in (*_ARGUMENTS, *PROMPT_FILES):
         value = getattr(config, key, None)
-        if value is not None and {key, f"train_{key}"} & signature.parameters.keys():
+        is_named = key in signature.parameters or f"train_{key}" in signature.parameters
+        if value is not None and is_named:
             named[key] = value
     return named | config.kwargs
 
 
 def _rows_of(dataset: Any, config: SetConfig) -> tuple[Iterable[Any], str]:
-    """The rows of an object with `formatted_ds` or `dataset`, and their name in errors. The split is `config.split` if
-    `formatted_ds` has it, "validation" for a named set without a path, else "train"."""
-    name, signature = config.dataset_name, inspect.signature(type(dataset))
-    reads_split = _takes_any(signature) or bool({"split", "train_split"} & signature.parameters.keys())
-    formatted = getattr(dataset, "formatted_ds", None)
-    splits = formatted if isinstance(formatted, Mapping) else {"train": getattr(dataset, "dataset", None)}
+    """The rows of an object with `formatted_ds` or `dataset`, and their name in errors.
+
+    The split is `config.split` if `formatted_ds` has it, "validation" for a named set without a path, else "train".
+    """
+    name = config.dataset_name
+    splits: Any = getattr(dataset, "formatted_ds", None)
+    has_splits = isinstance(splits, Mapping)
+    if not has_splits:
+        splits = {"train": getattr(dataset, "dataset", None)}
+
     # A class with a path has read that file as its training data; held-out prompts are read from there too.
-    is_part = getattr(config, "part", None) is not None
-    is_validation = config.name is not None and config.data_path is None and not is_part
-    key = "validation" if is_validation and splits is formatted else "train"
+    is_validation = config.name is not None and config.data_path is None and config.part is None
+    key = "validation" if is_validation and has_splits else "train"
+    signature = inspect.signature(type(dataset))
+    parameters = signature.parameters
+    reads_split = _takes_any(signature) or "split" in parameters or "train_split" in parameters
     if config.split is not None and (config.split in splits or not reads_split):
         key = config.split
+
     rows = splits.get(key)
+    # A generator could be read only once, and text or an object is no list of rows.
     if not isinstance(rows, Iterable) or isinstance(rows, Iterator | str | bytes | Mapping):
-        got = f"{type(rows).__name__}; splits with rows: {', '.join(s for s in splits if splits[s] is not None)}"
+        filled = [split for split, split_rows in splits.items() if split_rows is not None]
+        got = f"{type(rows).__name__}; splits with rows: {', '.join(filled)}"
         need = 'formatted_ds: {"train": rows, ...} or dataset: rows, where rows can be read again and again'
-        raise ConfigError(f"{name} offers no rows for {key}", field="dataset_name", got=got, need=need)
+        summary = f"{name} offers no rows for {key}"
+        raise ConfigError(summary, field="dataset_name", got=got, need=need)
     return rows, f"{name}[{key}]"
 
 
 def _takes_any(signature: inspect.Signature) -> bool:
-    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+    kinds = [parameter.kind for parameter in signature.parameters.values()]
+    return inspect.Parameter.VAR_KEYWORD in kinds

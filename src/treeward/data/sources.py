@@ -23,9 +23,11 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from treeward.config.data import SetConfig
+from treeward.config.dataset_table import KnownDataset
+from treeward.data.bundled import bundled_path
 from treeward.data.conversation import Message, last_text, without_nulls
 from treeward.errors import ConfigError, DataError, nearest_path
 
@@ -437,35 +439,66 @@ class PromptFiles:
 class RowSource:
     """The rows of a file, a folder or a hub dataset, as a config names them; `hub_path` is read without a `data_path`.
     `name`: path and split, for messages. `files`: its prompt files. `broken` receives the error of an invalid row; by
-    default it raises it."""
+    default it raises it. `known`: the set's entry of the table, which says where its own data is."""
 
-    hub_path: ClassVar[str | None] = None
-    hub_subset: ClassVar[str | None] = None
-    hub_split: ClassVar[str | None] = "train"
+    hub_path: str | None = None
+    hub_subset: str | None = None
+    hub_split: str | None = "train"
+    known: KnownDataset | None = None
     broken: Broken = staticmethod(raised)
 
-    def __init__(self, config: SetConfig) -> None:
+    left_out: Sequence[str] = ()
+    """The places of the completions that the last pass has left out for a fault of the published data."""
+    left_out_because: str = ""
+    """The fault of the completions in `left_out`, for a sentence: "2 completions have ..."."""
+
+    def __init__(self, config: SetConfig, known: KnownDataset | None = None) -> None:
         self.config: Any = config
         self.files = PromptFiles.load(config.prompt_file, config.system_prompt_file)
-        self.split, self.subset = config.split, config.subset
+        self.split = config.split
+        self.subset = config.subset
+        if known is not None:
+            self.known = known
+            self.hub_path = known.hub_path
+            self.hub_subset = known.hub_subset
+            self.hub_split = known.train_split
+        is_bundled = known is not None and known.is_bundled
         path = config.data_path or self.hub_path
+        if is_bundled:
+            path = "Bundled"
         if path is None:
-            summary, need = f"{config.dataset_name} needs a path", "a file, a folder or a hub name"
+            summary = f"{config.dataset_name} needs a path"
+            need = "a file, a folder or a hub name"
             raise ConfigError(summary, field="data_path", need=need)
-        self.path: str = path
         if config.data_path is None:
-            if config.name is not None and config.split is None and getattr(config, "part", None) is None:
+            if config.name is not None and config.split is None and config.part is None:
                 summary = f"a named set of {config.dataset_name} does not say its split"
-                raise ConfigError(summary, field="split", got="null", need="a split of the dataset")
-            self.split, self.subset = config.split or self.hub_split, config.subset or self.hub_subset
-        elif self.hub_path == "Bundled":
-            fix = "set data.dataset_name=auto to read other data"
-            raise ConfigError("the bundled data has its own path", field="data_path", got=path, need="none", fix=fix)
+                need = "a split of the dataset"
+                raise ConfigError(summary, field="split", got="null", need=need)
+            self.split = config.split or self.hub_split
+            self.subset = config.subset or self.hub_subset
+        elif is_bundled:
+            raise ConfigError(
+                "the bundled data has its own path",
+                field="data_path",
+                got=config.data_path,
+                need="none",
+                fix="set data.dataset_name=auto to read other data",
+            )
         self.name = path if self.split is None else f"{path}[{self.split}]"
+        if is_bundled:
+            path = str(bundled_path(self.split or "train"))
+            self.split = None  # the file is one split
+        self.path: str = path
 
     def rows(self) -> Iterator[Row]:
         """The rows, from the beginning."""
         return read_rows(self.path, split=self.split, subset=self.subset, broken=self.broken)
+
+    def leave_out(self, where: str, because: str) -> None:
+        """Count a completion at `where` in `left_out`."""
+        self.left_out = [*self.left_out, where]
+        self.left_out_because = because
 
     def is_of_part(self, prompt: Sequence[Message]) -> bool:
         """Whether the config's `part` has a prompt. The prompt and the seed alone decide, so that no prompt is in both

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from treeward.config.dataset_table import COMPARISON_SETS, Form
 from treeward.data.columns import context_of
 from treeward.data.conversation import as_messages, is_list
 from treeward.data.preference import (
@@ -25,45 +26,50 @@ from treeward.data.preference import (
 )
 from treeward.errors import DataError
 
-_SIDES = ("conversation", "response", "completion", "output", "answer")
-_SUFFIXES = (("a", "b"), ("1", "2"), ("0", "1"))
-_WINNERS = ("winner", "label", "preference")
 _TIES = ("tie", "both_bad", "bothbad", "tie_(bothbad)", "tie_(both_bad)")
-
-SIDES = tuple((f"{name}_{first}", f"{name}_{second}") for name in _SIDES for first, second in _SUFFIXES)
-"""The columns of the two sides."""
-
-WINNER_COLUMNS = tuple((*sides, winner) for sides in SIDES for winner in _WINNERS)
-"""The columns by which such a row is recognised."""
 
 
 def from_winner_row(values: Mapping[str, Any], where: str, *, task_name: str = "preference") -> Preference:
     """Two sides with a prompt, or two whole conversations; the winner's rank is 0. Raises `DataError`."""
-    keys = {name for name, value in values.items() if value is not None}
-    columns = next((columns for columns in WINNER_COLUMNS if keys.issuperset(columns)), WINNER_COLUMNS[0])
-    first, second, winner = columns
+    form = _form_of(values)
+    first, second = form.completions
+    (winner,) = form.others
     need = "two sides, as output_1 and output_2, and the better one, as label: 1"
-    sides = {
-        name: as_messages(required(values, name, where, need), name, "assistant", where) for name in (first, second)
-    }
+    sides = {}
+    for name in (first, second):
+        sides[name] = as_messages(required(values, name, where, need), name, "assistant", where)
     context = context_of(values, where)
     if context is None:
-        models = (f"model_{first[-1]}", f"model_{second[-1]}")
         if any(side[0]["role"] == "assistant" for side in sides.values()):
-            check_promptless(values, (*columns, *models), where)
+            models = (f"model_{first[-1]}", f"model_{second[-1]}")
+            check_promptless(values, (*form.keys, *models), where)
         context = ()
     # Arena's two conversations repeat the prompt, beside which there may be a column with it.
     context = before(context, sides, where)
     ends = list(sides.values())
     if not context and all(side[0]["role"] != "assistant" for side in ends):
         context, ends = split_common_prefix(ends)
-    ranks = _ranks(required(values, winner, where, need), columns, values, where)
-    completions = [Completion(rank, messages) for rank, messages in zip(ranks, ends, strict=True)]
+    verdict = required(values, winner, where, need)
+    ranks = _ranks(verdict, form, values, where)
+    completions = []
+    for rank, messages in zip(ranks, ends, strict=True):
+        completions.append(Completion(rank, messages))
     return preference_of(values, where, context, completions, task_name)
 
 
-def _ranks(verdict: Any, columns: tuple[str, str, str], values: Mapping[str, Any], where: str) -> tuple[int, int]:
-    first, second, winner = columns
+def _form_of(values: Mapping[str, Any]) -> Form:
+    """The form of the row; the first one for a row without any, for its error."""
+    keys = {name for name, value in values.items() if value is not None}
+    forms = COMPARISON_SETS["WinnerDataset"].forms
+    for form in forms:
+        if keys.issuperset(form.keys):
+            return form
+    return forms[0]
+
+
+def _ranks(verdict: Any, form: Form, values: Mapping[str, Any], where: str) -> tuple[int, int]:
+    first, second = form.completions
+    (winner,) = form.others
     if isinstance(verdict, float) and verdict.is_integer():
         verdict = int(verdict)  # a column of numbers with a gap
     text = str(verdict).strip().lower().replace(" ", "_")
@@ -72,7 +78,9 @@ def _ranks(verdict: Any, columns: tuple[str, str, str], values: Mapping[str, Any
     for side, ranks in ((first, (0, 1)), (second, (1, 0))):
         suffix = side[-1]
         model = values.get(f"model_{suffix}")
-        if text in (suffix, f"model_{suffix}", side) or (not is_list(verdict) and verdict == model):
+        is_model = verdict == model and not is_list(verdict)
+        if is_model or text in (suffix, f"model_{suffix}", side):
             return ranks
     names = f"{first[-1]} or {second[-1]}, {first} or {second}, or tie"
-    raise DataError(f"{winner} names none of the two sides", where=where, field=winner, got=verdict, need=names)
+    summary = f"{winner} names none of the two sides"
+    raise DataError(summary, where=where, field=winner, got=verdict, need=names)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from treeward.data.datasets import UltraFeedback
+from treeward.data.ratings import MISTYPED
 from treeward.evaluation.data_check.overlap import Overlap
 from treeward.evaluation.data_check.reading import MOST_KEPT, TRAITS, DataRead
 from treeward.evaluation.results import Metric
@@ -186,7 +186,7 @@ def findings_of(
             numbers["mistyped"],
             numbers["completions"] + numbers["mistyped"],
             "completions",
-            f"{UltraFeedback.left_out_because}.",
+            f"{MISTYPED}.",
             "note",
         ),
         counted("empty", "completions", "are empty."),
