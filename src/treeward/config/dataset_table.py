@@ -115,8 +115,8 @@ COMPARISONS: tuple[KnownDataset, ...] = (
     KnownDataset(
         name="HelpSteer3",
         rows=(
-            "`context`, `response1`, `response2`, `overall_preference` from -3 to 3 (the second is much better); or "
-            "`prompt`, `response_1`, `response_2`, `preference_strength`",
+            "`context`, `response1`, `response2`, `overall_preference` from -3 to 3 (the second is "
+            "much better); or `prompt`, `response_1`, `response_2`, `preference_strength`",
         ),
         parser="helpsteer.from_helpsteer3_row",
         aliases=("HelpSteer3Dataset",),
@@ -131,7 +131,7 @@ COMPARISONS: tuple[KnownDataset, ...] = (
     ),
     KnownDataset(
         name="HelpSteer2",
-        rows=("prompt, `response`, `helpfulness`, which ranks them; rows of one prompt follow each other",),
+        rows=("prompt, `response`, `helpfulness`, which ranks; a prompt's rows follow each other",),
         parser="ratings.from_ratings",
         options=("attributes",),
         rating="helpfulness",
@@ -145,14 +145,17 @@ COMPARISONS: tuple[KnownDataset, ...] = (
     KnownDataset(
         name="GradedDataset",
         rows=(
-            "prompt, `response` or `completion` (by name also `answer`), `score`, which ranks them; rows of one prompt "
-            "follow each other",
+            "prompt, `response` or `completion` (by name also `answer`), `score`, which ranks; a "
+            "prompt's rows follow each other",
         ),
         parser="ratings.from_ratings",
         options=("attributes",),
         rating="score",
         prepare="ratings.joined_by_prompt",
-        forms=(Form(("response",), ("prompt", "score")), Form(("completion",), ("prompt", "score"))),
+        forms=(
+            Form(("response",), ("prompt", "score")),
+            Form(("completion",), ("prompt", "score")),
+        ),
         columns=("answer",),
         needs_prompt_key=True,
     ),
@@ -170,8 +173,9 @@ COMPARISONS: tuple[KnownDataset, ...] = (
         name="BinaryPreferenceDataset",
         rows=(
             "prompt, `chosen`, `rejected`",
-            "`chosen`, `rejected`: whole conversations as messages, with the prompt in them or beside them (TRL, Tulu "
-            "3, UltraFeedback's binarized form); or two texts and no other text in the row",
+            "`chosen`, `rejected`: whole conversations as messages, with the prompt in them or "
+            "beside them (TRL, Tulu 3, UltraFeedback's binarized form); or two texts and no other "
+            "text in the row",
         ),
         parser="preference.from_binary_row",
         options=("chosen_key", "rejected_key"),
@@ -191,9 +195,10 @@ COMPARISONS: tuple[KnownDataset, ...] = (
     KnownDataset(
         name="PreferenceDataset",
         rows=(
-            "prompt, `completions` or `responses` (texts, messages, or objects with a `completion` or `response`); "
-            "they are ranked by the `rank` of each (lower is better), else by its `score` or the row's list `scores`",
-            "`completions` that are whole conversations, alone or beside their prompt, ranked in the same way",
+            "prompt, `completions` or `responses` (texts, messages, or objects with a `completion` "
+            "or `response`); they are ranked by the `rank` of each (lower is better), else by its "
+            "`score` or the row's list `scores`",
+            "`completions` that are whole conversations, alone or beside their prompt",
         ),
         parser="preference.preference_from_dict",
         options=("attributes", "rating_key"),
@@ -203,9 +208,9 @@ COMPARISONS: tuple[KnownDataset, ...] = (
     KnownDataset(
         name="WinnerDataset",
         rows=(
-            "`output_1`, `output_2` (or `_a`, `_b`; also `response_`, `completion_`, `answer_`, `conversation_`) and "
-            "`winner`, `label` or `preference`: `1`, `a`, `model_a`, the column's or the model's name, or `tie` "
-            "(LLMBar, LMArena)",
+            "`output_1`, `output_2` (or `_a`, `_b`; also `response_`, `completion_`, `answer_`, "
+            "`conversation_`) and `winner`, `label` or `preference`: `1`, `a`, `model_a`, the "
+            "column's or the model's name, or `tie` (LLMBar, LMArena)",
         ),
         parser="winners.from_winner_row",
         forms=tuple(Form(sides, (winner,)) for sides, winner in product(_SIDES, _WINNERS)),
@@ -243,8 +248,8 @@ PROMPTS: tuple[KnownDataset, ...] = (
     KnownDataset(
         name="ResponseDataset",
         rows=(
-            "`input` (text or messages) and `output`, the correct answer; `input_key` and `output_key` rename them "
-            "(NeMo RL)",
+            "`input` (text or messages) and `output`, the correct answer; `input_key` and "
+            "`output_key` rename them (NeMo RL)",
         ),
         parser="prompt_sets.from_response_row",
         options=("input_key", "output_key"),
@@ -252,8 +257,8 @@ PROMPTS: tuple[KnownDataset, ...] = (
     KnownDataset(
         name="PromptDataset",
         rows=(
-            "one of `messages`, `prompt` (TRL, verl), `context` (the rank format), `responses_create_params` (NeMo "
-            "Gym); `input_key` names another",
+            "one of `messages`, `prompt` (TRL, verl), `context` (the rank format), "
+            "`responses_create_params` (NeMo Gym); `input_key` names another",
         ),
         parser="prompt_sets.from_prompt_row",
         aliases=("auto",),

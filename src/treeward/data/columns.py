@@ -82,7 +82,7 @@ def with_named_prompt(
     if prompt is not None:
         return row | {"prompt": as_messages(prompt, column, "user", where)}
     if any(not _is_empty(values.get(name)) for name in PROMPT_COLUMNS if name != column):
-        got, need = f"keys {sorted(map(str, values))}", "a prompt under prompt_key"
+        got, need = shown_keys(values), "a prompt under prompt_key"
         raise DataError(f"the row has no {column}", where=where, field=column, got=got, need=need)
     return row  # perhaps whole conversations
 
@@ -97,7 +97,7 @@ def named_columns(values: Mapping[str, Any], config: DatasetConfig, where: str) 
         if column == name:
             continue
         if values.get(column) is None:
-            got = f"keys {sorted(map(str, values))}"
+            got = shown_keys(values)
             raise DataError(f"the row has no {column}", where=where, field=column, got=got, need="a completion")
         row[name] = row.pop(column)
     return row
@@ -176,3 +176,8 @@ def _is_empty(value: Any) -> bool:
     if isinstance(value, str):
         return not value.strip()
     return value is None or (isinstance(value, Mapping | list | tuple) and not value)
+
+
+def shown_keys(values: Mapping[str, Any]) -> str:
+    """The keys of a row, for an error."""
+    return f"keys {sorted(map(str, values))}"

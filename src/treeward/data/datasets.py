@@ -31,11 +31,11 @@ from treeward.data.columns import (
 from treeward.data.formats import recognise
 from treeward.data.preference import (
     Preference,
-    check_prompted,
     completions_column,
     first_with_value,
     preference_from_dict,
 )
+from treeward.data.prompted import check_prompted
 from treeward.data.ratings import COMPLETION_COLUMNS
 from treeward.data.registry import ObjectRows, Registry, arguments_of, function_of
 from treeward.data.sources import Row, RowSource, raised, read_rows
@@ -147,7 +147,8 @@ class RowDataset(RowSource):
         if not cls.__module__.startswith("treeward."):
             digest = hashlib.blake2b(digest_size=16)
             for preference, _ in self:
-                # The file may move; an object without a text of its own is new in every process, and nothing is reused.
+                # The file may move. An object whose text names its place in memory has another
+                # digest in every process: nothing is reused then.
                 text = repr(replace(preference, where=None))
                 digest.update(text.encode("utf-8", "replace"))
             return digest.hexdigest()
@@ -172,7 +173,12 @@ class RowDataset(RowSource):
         column = self.config.prompt_key
         for row in super().rows():
             try:
-                values = with_named_prompt(row.values, column, row.where, required=self.needs_prompt_key)
+                values = with_named_prompt(
+                    row.values,
+                    column,
+                    row.where,
+                    required=self.needs_prompt_key,
+                )
             except DataError as error:
                 self.broken(error)
                 continue
@@ -266,7 +272,10 @@ class KnownRows(RowDataset):
 
     def to_preference(self, row: Row) -> Preference | None:
         preference: Preference | None = self._parser(
-            row.values, where=row.where, task_name=self.task_name, **self._arguments
+            row.values,
+            where=row.where,
+            task_name=self.task_name,
+            **self._arguments,
         )
         return preference
 

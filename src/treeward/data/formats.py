@@ -12,7 +12,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from treeward.config.dataset_table import COMPARISONS
-from treeward.data.columns import EVERY_CONVERSATION, context_of, prompt_column, with_system
+from treeward.data.columns import (
+    EVERY_CONVERSATION,
+    context_of,
+    prompt_column,
+    shown_keys,
+    with_system,
+)
 from treeward.data.conversation import (
     Conversation,
     Message,
@@ -23,7 +29,8 @@ from treeward.data.conversation import (
     read_template_kwargs,
 )
 from treeward.data.helpsteer import turns_of
-from treeward.data.preference import before, completions_of, from_binary_row
+from treeward.data.preference import completions_of, from_binary_row
+from treeward.data.prompted import before
 from treeward.data.ratings import COMPLETION_COLUMNS
 from treeward.data.registry import function_of
 from treeward.data.transcripts import are_transcripts, from_transcripts
@@ -37,23 +44,28 @@ _MESSAGES: Columns = ("messages",)
 _CONVERSATIONS: Columns = ("conversations",)
 """A list of whole conversations, or one in ShareGPT's form."""
 
+_NEED_FORMAT = "a prompt, with chosen and rejected, or rated completions; docs/data.md has more"
+_NEED_SCORED = "one of messages, completions, responses, chosen with rejected; see docs/data.md"
+
 _LISTS = ("completions", "responses")
 """Columns with a list of completions."""
 
 
-_FORMS = [form for known in COMPARISONS for form in known.forms]
-
 _SCORED_ALWAYS: list[Columns] = [_MESSAGES]
-_SCORED_ALWAYS += [form.completions for form in _FORMS if not form.others]
 """The sets of columns that hold what is scored, whatever else a row has."""
 
 _SCORED_ALONE: list[Columns] = [_CONVERSATIONS]
-_SCORED_ALONE += [form.completions for form in _FORMS if form.others]
 """Many files have such columns beside others: they are scored only in a row without those above."""
 
 _SINGLE: list[Columns] = [_MESSAGES]
-_SINGLE += [form.completions for known in COMPARISONS if known.rating is not None for form in known.forms]
 """Those that hold one completion."""
+
+for _known in COMPARISONS:
+    for _form in _known.forms:
+        _scored = _SCORED_ALONE if _form.others else _SCORED_ALWAYS
+        _scored.append(_form.completions)
+        if _known.rating is not None:
+            _SINGLE.append(_form.completions)
 
 
 def recognise(values: Mapping[str, Any], where: str) -> str:
@@ -67,8 +79,8 @@ def recognise(values: Mapping[str, Any], where: str) -> str:
     raise DataError(
         "the row is a comparison in no known format",
         where=where,
-        got=f"keys {sorted(map(str, values))}",
-        need="a prompt with chosen and rejected; or with completions and their ranks or scores; docs/data.md has more",
+        got=shown_keys(values),
+        need=_NEED_FORMAT,
         fix=_remedy(keys),
     )
 
@@ -85,9 +97,9 @@ def _remedy(keys: set[str]) -> str:
             "--data-option rating_key=rating)"
         )
     return (
-        "name the keys, as data.prompt_key=question data.chosen_key=good data.rejected_key=bad (in eval and check-data "
-        "--data-option prompt_key=question ...), or the dataset, as data.dataset_name=HelpSteer3 "
-        "(--dataset-name HelpSteer3)"
+        "name the keys, as data.prompt_key=question data.chosen_key=good data.rejected_key=bad (in "
+        "eval and check-data --data-option prompt_key=question ...), or the dataset, as "
+        "data.dataset_name=HelpSteer3 (--dataset-name HelpSteer3)"
     )
 
 
@@ -98,7 +110,8 @@ def scored_keys(values: Mapping[str, Any], where: str) -> Columns:
     if not scored:
         scored = keys & set().union(*_SCORED_ALONE)
     if scored - {"messages"}:
-        # The prompt, or a column like others: UltraFeedback's binarized form repeats the chosen completion there.
+        # The prompt, or a column like others: UltraFeedback's binarized form repeats the chosen
+        # completion there.
         scored -= {"messages"}
     for columns in (*_SCORED_ALWAYS, *_SCORED_ALONE):
         if scored == set(columns):
@@ -106,9 +119,8 @@ def scored_keys(values: Mapping[str, Any], where: str) -> Columns:
     summary = "the row has nothing to score"
     if scored:
         summary = "the row cannot be scored with these keys together"
-    got = f"keys {sorted(map(str, values))}"
-    need = "one of messages, completions, responses, chosen with rejected; docs/data.md has the keys"
-    raise DataError(summary, where=where, got=got, need=need)
+    got = shown_keys(values)
+    raise DataError(summary, where=where, got=got, need=_NEED_SCORED)
 
 
 def scored_columns(values: Mapping[str, Any], where: str) -> set[str]:
@@ -150,7 +162,11 @@ def conversations_of(values: Mapping[str, Any], where: str) -> list[Conversation
     return [Conversation([*context, *end], chat_template_kwargs=variables) for end in ends]
 
 
-def _parts(row: Mapping[str, Any], keys: Columns, where: str) -> tuple[tuple[Message, ...], list[Sequence[Message]]]:
+def _parts(
+    row: Mapping[str, Any],
+    keys: Columns,
+    where: str,
+) -> tuple[tuple[Message, ...], list[Sequence[Message]]]:
     """The context of the row's conversations, perhaps empty, and what follows it in each."""
     if keys == _MESSAGES:
         items = parse_json_list(row["messages"], "messages", where)
@@ -171,7 +187,7 @@ def _parts(row: Mapping[str, Any], keys: Columns, where: str) -> tuple[tuple[Mes
     name = prompt_column(row, where)
     if name is None:
         if any(side[0]["role"] == "assistant" for side in ends):
-            got = f"keys {sorted(map(str, row))}"
+            got = shown_keys(row)
             raise DataError("the row has no prompt", where=where, field="prompt", got=got)
         return (), ends
     prompt = context_of({name: turns_of(row[name])}, where) or ()

@@ -13,11 +13,11 @@ from typing import Any
 
 from treeward.data.columns import EVERY_CONVERSATION
 from treeward.data.conversation import as_messages
+from treeward.data.grades import number_of
 from treeward.data.preference import (
     DATASET_NAME_FIX,
     Completion,
     Preference,
-    number_of,
     preference_of,
     required,
 )
@@ -28,7 +28,12 @@ _HELPSTEER2_KEYS = ("prompt", "response_1", "response_2", "preference_strength")
 _TURN = re.compile(r"\n?<extra_id_1>(User|Assistant)\n")
 
 
-def from_helpsteer3_row(values: Mapping[str, Any], where: str, *, task_name: str = "preference") -> Preference:
+def from_helpsteer3_row(
+    values: Mapping[str, Any],
+    where: str,
+    *,
+    task_name: str = "preference",
+) -> Preference:
     """A row of a prompt, two responses and a preference from -3 (the first is much better) to 3; 0 is a tie.
 
     The strength is 1, 2 or 3. The keys are those of nvidia/HelpSteer3, or of nvidia/HelpSteer2's preferences.
@@ -36,14 +41,23 @@ def from_helpsteer3_row(values: Mapping[str, Any], where: str, *, task_name: str
     keys = _HELPSTEER2_KEYS if "response_1" in values else _HELPSTEER3_KEYS
     prompt_key, first_key, second_key, grade_key = keys
     need = f"a row of {', '.join(keys)}; or another format, as {DATASET_NAME_FIX}"
-    prompt, first_text, second_text, raw_grade = (required(values, key, where, need) for key in keys)
+    prompt = required(values, prompt_key, where, need)
+    first_text = required(values, first_key, where, need)
+    second_text = required(values, second_key, where, need)
+    raw_grade = required(values, grade_key, where, need)
     context = as_messages(turns_of(prompt), prompt_key, "user", where)
     first = as_messages(first_text, first_key, "assistant", where)
     second = as_messages(second_text, second_key, "assistant", where)
     grade = number_of(raw_grade, grade_key, where)
     if grade is None or grade not in range(-3, 4):
         need = f"a whole number from -3 ({first_key} is much better) to 3 ({second_key} is)"
-        raise DataError("a grade is not valid", where=where, field=grade_key, got=raw_grade, need=need)
+        raise DataError(
+            "a grade is not valid",
+            where=where,
+            field=grade_key,
+            got=raw_grade,
+            need=need,
+        )
     if grade in (1, 2, 3):
         better, worse = second, first
     else:

@@ -16,37 +16,41 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from treeward.data.columns import EVERY_CONVERSATION, context_of, unread_columns, with_system
+from treeward.data.columns import context_of, shown_keys, with_system
 from treeward.data.conversation import (
     Conversation,
-    Message,
     Messages,
     as_messages,
     is_list,
     is_transcript,
-    last_text,
     parse_json_list,
     read_template_kwargs,
     template_columns,
 )
+from treeward.data.grades import grades_of, number_of, score_of, without_nan
+from treeward.data.prompted import (
+    before,
+    check_continues,
+    check_promptless,
+    holds_prompt,
+    split_common_prefix,
+)
 from treeward.errors import DataError, nearest_name
 
-DATASET_NAME_FIX = (
-    "data.dataset_name=auto tells the format by the keys of the first row; docs/data.md has the keys of each"
-)
+DATASET_NAME_FIX = "data.dataset_name=auto tells the format by a row's keys: see docs/data.md"
 """The fix of a row that is not of the format of its set."""
 
-_RANK_FORMAT = '{"context": [messages], "completions": [{"rank": 0, "completion": [messages]}, ...]}'
+_COMPLETION_FORMAT = '{"rank": 0, "completion": [messages]}'
+_RANK_FORMAT = f'{{"context": [messages], "completions": [{_COMPLETION_FORMAT}, ...]}}'
+_NEED_RANK = "0, 1, ..., lower is better; or a score for each, or a list scores, and no ranks"
+_NEED_COMPLETION = "a completion; prompt_key, chosen_key and rejected_key name the keys"
 _TEXT_KEYS = ("completion", "response", "answer")
 _SCORE_KEYS = ("score", "overall_score", "probability")
 _STRENGTH_KEYS = ("strength", "margin", "probability")
-_SIDE_SCORES = ("score_{}", "{}_score", "{}_rating", "{}-rating")
-_SURE = 1e-7  # a judge's 0 and 1 count as this and its complement, whose log-odds are finite
 _HIGHEST_RANK = 2**31  # longer than any list, and an int64 of the token file holds it
 
 
@@ -112,28 +116,9 @@ class Preference:
         return json.dumps(parts, sort_keys=True, default=str)
 
 
-def check_prompted(messages: Iterable[Message], first: bool | None, where: str | None) -> bool:
-    """Whether a conversation has anything beside instructions and completions. Raises `DataError` if it differs from
-    the data's `first` row; None for that row itself."""
-    contents = []
-    for message in messages:
-        if message["role"] not in ("assistant", "system", "developer"):
-            contents.append(message.get("content"))
-    is_prompted = any(content.strip() if isinstance(content, str) else content for content in contents)
-    if first is None or is_prompted == first:
-        return is_prompted
-    if first:
-        summary = "the row has no prompt, and the first row has one"
-        fix = "mend or remove the row"
-    else:
-        summary = "only later rows have a prompt"
-        fix = "mend the first row"
-    need = "a prompt in every row, or in none"
-    raise DataError(summary, where=where, field="prompt", got=contents or "none", need=need, fix=fix)
-
-
 def completions_of(
-    values: Mapping[str, Any], where: str | None
+    values: Mapping[str, Any],
+    where: str | None,
 ) -> tuple[Messages, list[tuple[Messages, Mapping[str, Any]]]]:
     """The context of the row's `completions` or `responses`, and the messages and other attributes of each, which is
     text, messages, or an object with either as its `completion`, `response` or `answer`. The context is empty if the
@@ -176,35 +161,6 @@ def first_with_value(values: Mapping[str, Any], keys: Iterable[str]) -> str | No
     return None
 
 
-def check_promptless(values: Mapping[str, Any], read: Sequence[str], where: str | None) -> None:
-    """Raise `DataError` for a row whose prompt may be in a column that is not in `read`: its completions would be
-    learnt and scored without it."""
-    columns = unread_columns(values, {*read, *EVERY_CONVERSATION})
-    others = [column for column in columns if not _are_numbers(values[column])]
-    if not others:
-        return
-    raise DataError(
-        "the row has no prompt",
-        where=where,
-        field="prompt",
-        got=_keys(values),
-        need="a prompt (context, prompt, instruction, question or query, or messages), or whole conversations",
-        fix=f"name the prompt's column, as prompt_key={others[0]}; or, without a prompt, remove {', '.join(others)}",
-    )
-
-
-def before(context: Messages, sides: Mapping[str, Messages], where: str | None) -> Messages:
-    """The messages before the completions `sides`, by field: the context, or none if all completions hold it. Raises
-    `DataError` if only some do."""
-    if not context or not sides:
-        return context
-    if all(_holds_prompt(side, context) for side in sides.values()):
-        return ()
-    for field, side in sides.items():
-        _check_continues(context, side, field, where)
-    return context
-
-
 def preference_from_dict(
     row: Mapping[str, Any],
     *,
@@ -239,17 +195,14 @@ def preference_from_dict(
         number = "one" if attributes else "two"
         summary = f"a comparison needs a list of {number} or more completions"
         raise DataError(summary, where=where, field=key, got=row[key], need=_RANK_FORMAT)
-    about = [attributes_of for _, attributes_of in completions]
+    items = [item for _, item in completions]
     if attributes:
-        about = [_without_nan(attributes_of) for attributes_of in about]
-    fields = [f"{key}[{i}]" for i in range(len(about))]
+        items = [without_nan(item) for item in items]
+    fields = [f"{key}[{i}]" for i in range(len(items))]
 
-    scores = _scores(row, about, fields, rating_key, where)
-    grades = [
-        grades_of(attributes_of, attributes, where, f"{field}.")
-        for attributes_of, field in zip(about, fields, strict=True)
-    ]
-    ranks = _ranks(about, scores, grades, attributes)
+    scores = _scores(row, items, fields, rating_key, where)
+    grades = [grades_of(item, attributes, where, f"{field}.") for item, field in zip(items, fields, strict=True)]
+    ranks = _ranks(items, scores, grades, attributes)
     ranked = []
     for i, messages in enumerate(ends):
         rank = _checked_rank(ranks[i], f"{fields[i]}.rank", where)
@@ -259,13 +212,20 @@ def preference_from_dict(
 
 def _missing(name: str, row: Mapping[str, Any], where: str | None) -> DataError:
     summary = f"the row has no {name}"
-    got = _keys(row)
-    return DataError(summary, where=where, field=name, got=got, need=_RANK_FORMAT, fix=DATASET_NAME_FIX)
+    got = shown_keys(row)
+    return DataError(
+        summary,
+        where=where,
+        field=name,
+        got=got,
+        need=_RANK_FORMAT,
+        fix=DATASET_NAME_FIX,
+    )
 
 
 def _scores(
     row: Mapping[str, Any],
-    about: Sequence[Mapping[str, Any]],
+    items: Sequence[Mapping[str, Any]],
     fields: Sequence[str],
     rating_key: str | None,
     where: str | None,
@@ -273,23 +233,23 @@ def _scores(
     """The score of each completion: its own, or of the row's list where no completion has a score or a rank."""
     keys = _SCORE_KEYS if rating_key is None else (rating_key,)
     scores: list[float | None] = []
-    for attributes_of, field in zip(about, fields, strict=True):
-        key = first_with_value(attributes_of, keys)
+    for item, field in zip(items, fields, strict=True):
+        key = first_with_value(item, keys)
         score = None
         if key is not None:
-            score = _strength_number(attributes_of[key], f"{field}.{key}", where)
+            score = score_of(item[key], f"{field}.{key}", where)
         scores.append(score)
-    if _has_ranks(about):
+    if _has_ranks(items):
         return scores
     name = rating_key or "scores"
     listed = parse_json_list(row.get(name), name, where)
-    if not is_list(listed) or len(listed) != len(about) or _has_any(scores):
+    if not is_list(listed) or len(listed) != len(items) or _has_any(scores):
         return scores
     return [number_of(score, f"{name}[{i}]", where) for i, score in enumerate(listed)]
 
 
 def _ranks(
-    about: Sequence[Mapping[str, Any]],
+    items: Sequence[Mapping[str, Any]],
     scores: Sequence[float | None],
     grades: Sequence[Mapping[str, float]],
     attributes: Sequence[str],
@@ -299,19 +259,19 @@ def _ranks(
     None for a completion without any, which is an error where ranks are learnt. Where grades are learnt, such a
     completion has its grades all the same, and all completions are tied.
     """
-    if _has_ranks(about):
-        return [attributes_of.get("rank") for attributes_of in about]
+    if _has_ranks(items):
+        return [item.get("rank") for item in items]
     values = list(scores)
     if attributes and not _has_any(scores):
         values = [graded.get(attributes[0]) for graded in grades]
     ranks = _by_value(values)
     if attributes and None in ranks:
-        return [0] * len(about)
+        return [0] * len(items)
     return ranks
 
 
-def _has_ranks(about: Sequence[Mapping[str, Any]]) -> bool:
-    return any(attributes_of.get("rank") is not None for attributes_of in about)
+def _has_ranks(items: Sequence[Mapping[str, Any]]) -> bool:
+    return any(item.get("rank") is not None for item in items)
 
 
 def _has_any(values: Sequence[float | None]) -> bool:
@@ -324,7 +284,10 @@ def _by_value(values: Sequence[float | None]) -> list[int | None]:
     best_first = sorted(distinct, reverse=True)
     ranks: list[int | None] = []
     for value in values:
-        ranks.append(None if value is None else best_first.index(value))
+        if value is None:
+            ranks.append(None)
+        else:
+            ranks.append(best_first.index(value))
     return ranks
 
 
@@ -358,8 +321,7 @@ def _checked_rank(rank: Any, field: str, where: str | None) -> int:
     summary = "a rank is not a whole number from 0"
     if rank is None:
         summary = "a completion has no rank and no score"
-    need = "0, 1, ..., where a lower rank is better; or a score for each completion (or a list scores) and no ranks"
-    raise DataError(summary, where=where, field=field, got=rank, need=need)
+    raise DataError(summary, where=where, field=field, got=rank, need=_NEED_RANK)
 
 
 def preference_of(
@@ -379,7 +341,7 @@ def preference_of(
     strength = None
     strength_key = first_with_value(values, _STRENGTH_KEYS)
     if strength_key is not None:
-        strength = _strength_number(values[strength_key], strength_key, where)
+        strength = score_of(values[strength_key], strength_key, where)
     return Preference(
         context=context,
         completions=completions,
@@ -387,65 +349,6 @@ def preference_of(
         strength=strength,
         template_kwargs=read_template_kwargs(values, where),
     )
-
-
-def grades_of(
-    about: Mapping[str, Any], attributes: Sequence[str], where: str | None, prefix: str = ""
-) -> dict[str, float]:
-    """The grades of a completion, without its score; null and NaN mean none. Raises `DataError` for values that are not
-    numbers, with `prefix` before the key."""
-    values = _without_nan(about)
-    grades: dict[str, float] = {}
-    for name in attributes:
-        if name == "score":
-            continue
-        grade = number_of(values.get(name), f"{prefix}{name}", where)
-        if grade is not None:
-            grades[name] = grade
-    return grades
-
-
-def _without_nan(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values without NaN, as which a table of pandas writes a gap in a column of numbers."""
-    kept = {}
-    for key, value in values.items():
-        is_nan = isinstance(value, float) and math.isnan(value)
-        if not is_nan:
-            kept[key] = value
-    return kept
-
-
-def _strength_number(value: Any, field: str, where: str | None) -> float | None:
-    """A score or a strength; of the field `probability` its log-odds, which is the difference of two scores."""
-    number = number_of(value, field, where)
-    if number is None or not field.endswith("probability"):
-        return number
-    if not 0 <= number <= 1:
-        need = "a number from 0 to 1"
-        raise DataError("this is no probability", where=where, field=field, got=value, need=need)
-    probability = min(max(number, _SURE), 1 - _SURE)
-    return math.log(probability / (1 - probability))
-
-
-def number_of(value: Any, field: str, where: str | None) -> float | None:
-    """The number, which may be text; None for null and for empty text, as an empty cell is.
-
-    Raises `DataError` for any other value, and for one that is not finite.
-    """
-    if value is None or (isinstance(value, str) and not value.strip()):
-        return None
-    number = math.nan
-    if isinstance(value, int | float | str) and not isinstance(value, bool):
-        try:
-            number = float(value)
-        except (ValueError, OverflowError):  # an integer of a thousand digits overflows
-            number = math.nan
-    if not math.isfinite(number):
-        name = field.rsplit(".", 1)[-1]
-        summary = f"{name} is not a finite number"
-        need = "a finite number, or no such key"
-        raise DataError(summary, where=where, field=field, got=value, need=need)
-    return number
 
 
 def from_binary_row(
@@ -462,14 +365,13 @@ def from_binary_row(
     Each is text or messages. Rows of whole conversations need no prompt, nor do rows with no other text than these
     two. Equal scores are a tie.
     """
-    need = "a completion; prompt_key, chosen_key and rejected_key of BinaryPreferenceDataset name the keys"
     keys = (chosen_key, rejected_key)
-    chosen_value = required(values, chosen_key, where, need)
+    chosen_value = required(values, chosen_key, where, _NEED_COMPLETION)
     chosen = as_messages(chosen_value, chosen_key, "assistant", where)
-    rejected_value = required(values, rejected_key, where, need)
+    rejected_value = required(values, rejected_key, where, _NEED_COMPLETION)
     rejected = as_messages(rejected_value, rejected_key, "assistant", where)
     context = context_of(values, where)
-    if _holds_prompt(chosen, context) and _holds_prompt(rejected, context):
+    if holds_prompt(chosen, context) and holds_prompt(rejected, context):
         context, (chosen, rejected) = split_common_prefix([chosen, rejected])
     elif context is None:
         for value in (chosen_value, rejected_value):
@@ -478,20 +380,25 @@ def from_binary_row(
                     "the row has no prompt",
                     where=where,
                     field="prompt",
-                    got=_keys(values),
+                    got=shown_keys(values),
                     need="a prompt, or whole conversations on both sides",
                     fix="set prompt_key to the prompt's column",
                 )
-        score_keys = [form.format(key) for form in _SIDE_SCORES for key in keys]
+        score_keys = [*_side_scores(chosen_key), *_side_scores(rejected_key)]
         check_promptless(values, (*keys, *score_keys), where)
         context = ()
     else:
-        _check_continues(context, chosen, chosen_key, where)
-        _check_continues(context, rejected, rejected_key, where)
+        check_continues(context, chosen, chosen_key, where)
+        check_continues(context, rejected, rejected_key, where)
     return two_sided(values, where, context, (chosen, rejected), keys, task_name)
 
 
-def from_conversations_row(values: Mapping[str, Any], where: str, *, task_name: str = "preference") -> Preference:
+def from_conversations_row(
+    values: Mapping[str, Any],
+    where: str,
+    *,
+    task_name: str = "preference",
+) -> Preference:
     """A row of `chosen` and `rejected` whose `prompt` repeats a part of these whole conversations, as Tulu 3's."""
     return from_binary_row({**values, "prompt": None}, where, task_name=task_name)
 
@@ -508,7 +415,7 @@ def two_sided(
     tie."""
     scores = []
     for key in keys:
-        score_key = first_with_value(values, [form.format(key) for form in _SIDE_SCORES])
+        score_key = first_with_value(values, _side_scores(key))
         score = None
         if score_key is not None:
             score = number_of(values[score_key], score_key, where)
@@ -520,16 +427,9 @@ def two_sided(
     return preference_of(values, where, context, (better, worse), task_name)
 
 
-def split_common_prefix(conversations: Sequence[Messages]) -> tuple[Messages, list[Messages]]:
-    """The leading messages that all conversations share, and the remaining messages of each, at least one."""
-    first = conversations[0]
-    longest = min(len(conversation) for conversation in conversations) - 1
-    shared = 0
-    while shared < longest:
-        if any(conversation[shared] != first[shared] for conversation in conversations):
-            break
-        shared += 1
-    return first[:shared], [conversation[shared:] for conversation in conversations]
+def _side_scores(key: str) -> list[str]:
+    """The names of the score of the side under `key`."""
+    return [f"score_{key}", f"{key}_score", f"{key}_rating", f"{key}-rating"]
 
 
 def required(values: Mapping[str, Any], key: str, where: str, need: str) -> Any:
@@ -538,45 +438,6 @@ def required(values: Mapping[str, Any], key: str, where: str, need: str) -> Any:
     if value is not None:
         return value
     near = nearest_name(key, [str(name) for name in values if name != key])
-    got = "null" if key in values else _keys(values)
+    got = "null" if key in values else shown_keys(values)
     fix = f"is it {near}?" if near else None
     raise DataError(f"the row has no {key}", where=where, field=key, got=got, need=need, fix=fix)
-
-
-def _holds_prompt(side: Messages, prompt: Messages | None) -> bool:
-    """Whether `side` is a whole conversation: it begins with the prompt, or has the single prompt text as a user turn.
-    Without a prompt: whether it does not begin with the assistant."""
-    if prompt is None:
-        return bool(side[0]["role"] != "assistant")
-    beginning = [(message["role"], message.get("content")) for message in side[: len(prompt)]]
-    prompt_turns = [(message["role"], message.get("content")) for message in prompt]
-    if len(side) > len(prompt) and beginning == prompt_turns:
-        return True
-    # A prompt that is only the last question, beside conversations that have the earlier turns too.
-    if len(prompt) != 1 or prompt[0]["role"] != "user" or side[0]["role"] == "assistant":
-        return False
-    text = last_text(prompt).strip()
-    questions = [message for message in side[:-1] if message["role"] == "user"]
-    return any(last_text([question]).strip() == text for question in questions)
-
-
-def _check_continues(prompt: Messages, side: Messages, key: str, where: str | None) -> None:
-    """Raise `DataError` for a completion that is a whole conversation: its prompt would be lost, or be there twice."""
-    role = side[0]["role"]
-    last_role = prompt[-1]["role"] if prompt else None
-    if _holds_prompt(side, prompt):
-        summary = f"{key} holds the prompt and another completion does not"
-    elif role == "system" or (role == "user" and last_role != "assistant"):
-        summary = f"{key} is a conversation that does not contain the prompt"
-    else:
-        return
-    need = "the completion alone, or the whole conversation with the prompt in it, alike for all completions"
-    raise DataError(summary, where=where, field=f"{key}[0].role", got=role, need=need)
-
-
-def _keys(values: Mapping[str, Any]) -> str:
-    return f"keys {sorted(map(str, values))}"
-
-
-def _are_numbers(value: Any) -> bool:
-    return is_list(value) and all(isinstance(item, int | float | None) for item in value)

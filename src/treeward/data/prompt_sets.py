@@ -20,8 +20,14 @@ from typing import Any, TypeVar
 
 from treeward.config.data import PromptSetConfig
 from treeward.config.dataset_table import PROMPT_SETS, KnownDataset
-from treeward.data.columns import with_system
-from treeward.data.conversation import Conversation, Message, as_messages, last_text, read_template_kwargs
+from treeward.data.columns import shown_keys, with_system
+from treeward.data.conversation import (
+    Conversation,
+    Message,
+    as_messages,
+    last_text,
+    read_template_kwargs,
+)
 from treeward.data.preference import first_with_value, required
 from treeward.data.registry import ObjectRows, Registry, arguments_of, function_of
 from treeward.data.responses_items import messages_of_input, tools_of
@@ -35,6 +41,7 @@ FAMILY = "prompt_family"
 """The key of `info` whose value prompts have in common that are computed as one tree, as both orders of a pair."""
 _PROMPT_KEYS = (_REQUEST, "messages", "prompt", "context")
 _ENVIRONMENT_KEYS = ("environment", "env_name")
+_NEED_ANSWER = "an answer, whose key output_key names; without one, dataset_name: PromptDataset"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +66,14 @@ def prompts_summary(counts: Counter[str]) -> str:
     """One line for a person: the rows `read` and `kept`, and those left out: `held_out` (of the other part of a split
     set), `too_long`, and `tied` (questions about completions of equal rank)."""
     reasons = {"of the other part": "held_out", "too long": "too_long", "of equal ranks": "tied"}
-    left_out = ", ".join(f"{counts[key]:,} {reason}" for reason, key in reasons.items() if counts[key])
-    return f"{counts['kept']:,} of {counts['read']:,} prompts kept" + (f" (left out: {left_out})" if left_out else "")
+    left_out = []
+    for reason, key in reasons.items():
+        if counts[key]:
+            left_out.append(f"{counts[key]:,} {reason}")
+    summary = f"{counts['kept']:,} of {counts['read']:,} prompts kept"
+    if left_out:
+        summary += f" (left out: {', '.join(left_out)})"
+    return summary
 
 
 class PromptSet(list[Prompt]):
@@ -68,10 +81,18 @@ class PromptSet(list[Prompt]):
     `together`: so many neighbours are always drawn together, and left out together."""
 
     def __init__(
-        self, name: str, prompts: Iterable[Prompt], counts: Counter[str], weight: float = 1.0, together: int = 1
+        self,
+        name: str,
+        prompts: Iterable[Prompt],
+        counts: Counter[str],
+        weight: float = 1.0,
+        together: int = 1,
     ) -> None:
         super().__init__(prompts)
-        self.name, self.counts, self.weight, self.together = name, counts, weight, together
+        self.name = name
+        self.counts = counts
+        self.weight = weight
+        self.together = together
 
 
 def register_prompt_dataset(name: str, *aliases: str) -> Callable[[_Class], _Class]:
@@ -79,7 +100,11 @@ def register_prompt_dataset(name: str, *aliases: str) -> Callable[[_Class], _Cla
     return _PROMPT_DATASETS.register(name, *aliases)
 
 
-def open_prompts(config: PromptSetConfig, *, environments: Collection[str] | None = None) -> PromptSet:
+def open_prompts(
+    config: PromptSetConfig,
+    *,
+    environments: Collection[str] | None = None,
+) -> PromptSet:
     """Read one training or validation set; with `split_validation_size` the prompts of `part`.
 
     `environments`: the existing names. A row may name no other, and its `task_name` chooses the environment of that
@@ -101,7 +126,12 @@ def open_prompts(config: PromptSetConfig, *, environments: Collection[str] | Non
         prompts.append(_with_environment(prompt, config.env_name, environments))
     if not prompts:
         need = "at least one"
-        raise DataError("there are no prompts", where=source.name, got="an empty dataset", need=need)
+        raise DataError(
+            "there are no prompts",
+            where=source.name,
+            got="an empty dataset",
+            need=need,
+        )
     kept = [prompt for prompt in prompts if source.is_of_part(prompt.messages)]
     if not kept:
         summary = "split_validation_size leaves this part without a prompt"
@@ -175,7 +205,11 @@ def different_prompts(rows: Iterator[Row], dataset: RowSource) -> Iterator[Row]:
         yield Row(prompt, f"{dataset.name}:prompt {number}")
 
 
-def _with_environment(prompt: Prompt, default: str | None, environments: Collection[str] | None) -> Prompt:
+def _with_environment(
+    prompt: Prompt,
+    default: str | None,
+    environments: Collection[str] | None,
+) -> Prompt:
     """The prompt with the environment of its row, or else of its task name or the set's `env_name`."""
     name = prompt.info.get("environment")
     if name is None:
@@ -238,8 +272,7 @@ def from_prompt_row(
             reference = messages[-1]
             messages = messages[:-1]
     if output_key is not None:
-        need = "an answer, whose key output_key names; for rows without one use dataset_name: PromptDataset"
-        info["ground_truth"] = required(values, output_key, where, need)
+        info["ground_truth"] = required(values, output_key, where, _NEED_ANSWER)
     elif "ground_truth" not in info:
         truth = _truth_of(values, reference)
         if truth is not None:
@@ -341,8 +374,8 @@ def _prompt_key(values: Mapping[str, Any], where: str) -> str:
         got = " and ".join(keys)
         raise DataError("the row has several prompts", where=where, got=got, need=need)
     need = f"a value of one of {', '.join(_PROMPT_KEYS)}"
-    fix = "set input_key to the key of the prompt; for questions with answers use dataset_name: ResponseDataset"
-    got = f"keys {sorted(map(str, values))}"
+    fix = "set input_key to the prompt's key; for rows with answers, dataset_name: ResponseDataset"
+    got = shown_keys(values)
     raise DataError("the row asks nothing", where=where, got=got, need=need, fix=fix)
 
 
@@ -356,7 +389,13 @@ def _messages_of_request(request: Any, where: str) -> tuple[tuple[Message, ...],
         messages = messages_of_input(request)
     except DataError as error:
         field = f"{_REQUEST}.{error.field}"
-        raise DataError(error.summary, where=where, field=field, got=error.got, need=error.need) from error
+        raise DataError(
+            error.summary,
+            where=where,
+            field=field,
+            got=error.got,
+            need=error.need,
+        ) from error
     settings = {}
     for key, value in request.items():
         if key not in ("input", "instructions") and value is not None:

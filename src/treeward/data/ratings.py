@@ -14,11 +14,11 @@ from typing import Any
 
 from treeward.data.columns import EVERY_CONVERSATION, prompt_column
 from treeward.data.conversation import parse_json_list
+from treeward.data.grades import grades_of
 from treeward.data.helpsteer import turns_of
 from treeward.data.preference import (
     Preference,
     first_with_value,
-    grades_of,
     preference_from_dict,
     required,
 )
@@ -74,14 +74,17 @@ def joined_by_prompt(rows: Iterator[Row], dataset: RowSource) -> Iterator[Row]:
         yield Row({**prompt, "completions": completions}, first_place)
     if num_again:
         logger.warning(
-            "%s: %d times a prompt comes back after rows of others. Only rows that follow each other are compared: "
-            "sort the file by its prompt.",
+            "%s: %d times a prompt comes back after rows of others. Only rows that follow each "
+            "other are compared: sort the file by its prompt.",
             dataset.name,
             num_again,
         )
 
 
-def _rated_completions(rows: Iterator[Row], dataset: RowSource) -> Iterator[tuple[dict[str, Any], dict[str, Any], str]]:
+def _rated_completions(
+    rows: Iterator[Row],
+    dataset: RowSource,
+) -> Iterator[tuple[dict[str, Any], dict[str, Any], str]]:
     """The columns of each row's prompt, its completion with its `score`, and its place."""
     assert dataset.known is not None and dataset.known.rating is not None
     attributes = dataset.config.attributes
@@ -93,7 +96,10 @@ def _rated_completions(rows: Iterator[Row], dataset: RowSource) -> Iterator[tupl
         text_key = first_with_value(values, COMPLETION_COLUMNS) or "response"
         try:
             column = prompt_column(values, where) or "prompt"
-            prompt = {name: values[name] for name in EVERY_CONVERSATION if values.get(name) is not None}
+            prompt: dict[str, Any] = {}
+            for name in EVERY_CONVERSATION:
+                if values.get(name) is not None:
+                    prompt[name] = values[name]
             prompt["prompt"] = turns_of(required(values, column, where, need))
             response = required(values, text_key, where, need)
             if not attributes:

@@ -133,7 +133,7 @@ def _construct(cls: Any, config: SetConfig) -> Any:
     for key in ("data_path", "split"):  # the names of NeMo RL's first classes
         if f"train_{key}" in signature.parameters and key in arguments:
             arguments.setdefault(f"train_{key}", arguments.pop(key))
-    # A key that no argument takes would be without effect; but a split may also be a key of formatted_ds.
+    # A key that no argument takes would be without effect. A split may be a key of formatted_ds.
     for key in ("data_path", "subset"):
         is_taken = key in arguments or f"train_{key}" in arguments
         value = getattr(config, key)
@@ -177,7 +177,7 @@ def _rows_of(dataset: Any, config: SetConfig) -> tuple[Iterable[Any], str]:
     if not has_splits:
         splits = {"train": getattr(dataset, "dataset", None)}
 
-    # A class with a path has read that file as its training data; held-out prompts are read from there too.
+    # A class with a path has read that file as its training data, held-out prompts included.
     is_validation = config.name is not None and config.data_path is None and config.part is None
     key = "validation" if is_validation and has_splits else "train"
     signature = inspect.signature(type(dataset))
@@ -191,7 +191,7 @@ def _rows_of(dataset: Any, config: SetConfig) -> tuple[Iterable[Any], str]:
     if not isinstance(rows, Iterable) or isinstance(rows, Iterator | str | bytes | Mapping):
         filled = [split for split, split_rows in splits.items() if split_rows is not None]
         got = f"{type(rows).__name__}; splits with rows: {', '.join(filled)}"
-        need = 'formatted_ds: {"train": rows, ...} or dataset: rows, where rows can be read again and again'
+        need = 'formatted_ds: {"train": rows, ...} or dataset: rows, which can be read again'
         summary = f"{name} offers no rows for {key}"
         raise ConfigError(summary, field="dataset_name", got=got, need=need)
     return rows, f"{name}[{key}]"

@@ -14,9 +14,9 @@ from treeward.data.preference import (
     DATASET_NAME_FIX,
     Preference,
     required,
-    split_common_prefix,
     two_sided,
 )
+from treeward.data.prompted import split_common_prefix
 from treeward.errors import DataError
 
 _FORM = '"\\n\\nHuman: ...\\n\\nAssistant: ..."'
@@ -36,7 +36,12 @@ def are_transcripts(values: Mapping[str, Any]) -> bool:
     return not has_prompt or all(side.startswith("\n\nHuman:") for side in sides)
 
 
-def from_transcripts(values: Mapping[str, Any], where: str, *, task_name: str = "preference") -> Preference:
+def from_transcripts(
+    values: Mapping[str, Any],
+    where: str,
+    *,
+    task_name: str = "preference",
+) -> Preference:
     """A row of two whole transcripts; see `parse_transcript`."""
     keys = ("chosen", "rejected")
     conversations = []
@@ -73,4 +78,7 @@ def parse_transcript(text: Any, where: str | None = None, field: str = "transcri
             turns[-1] = (speaker, f"{turns[-1][1]}\n\n{speaker}:{content}")
         else:
             turns.append((speaker, content.removeprefix(" ")))
-    return tuple({"role": _ROLE_OF_SPEAKER[speaker], "content": content} for speaker, content in turns)
+    messages = []
+    for speaker, content in turns:
+        messages.append({"role": _ROLE_OF_SPEAKER[speaker], "content": content})
+    return tuple(messages)

@@ -18,18 +18,21 @@ from treeward.data.conversation import as_messages, is_list
 from treeward.data.preference import (
     Completion,
     Preference,
-    before,
-    check_promptless,
     preference_of,
     required,
-    split_common_prefix,
 )
+from treeward.data.prompted import before, check_promptless, split_common_prefix
 from treeward.errors import DataError
 
 _TIES = ("tie", "both_bad", "bothbad", "tie_(bothbad)", "tie_(both_bad)")
 
 
-def from_winner_row(values: Mapping[str, Any], where: str, *, task_name: str = "preference") -> Preference:
+def from_winner_row(
+    values: Mapping[str, Any],
+    where: str,
+    *,
+    task_name: str = "preference",
+) -> Preference:
     """Two sides with a prompt, or two whole conversations; the winner's rank is 0. Raises `DataError`."""
     form = _form_of(values)
     first, second = form.completions
