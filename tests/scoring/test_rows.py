@@ -64,6 +64,7 @@ def test_every_shape(values: dict[str, Any], want: list[Any], scorer: Scorer) ->
         ({"text": "4"}, r"nothing to score(?s:.*)\['text'\](?s:.*)one of messages,"),
         ({"prompt": "2 + 2?", "context": [ASK], "completions": [[FOUR]]}, "two prompts"),
         ({"response": "4"}, "no prompt"),
+        ({"conversations": 3}, "conversations is not a list"),
         ({"messages": [ASK, {"content": "4"}]}, "role"),
         ({"prompt": "2 + 2?", "chosen": "4", "rejected": None}, "these keys together"),
         ({"messages": '[{"role": "user"'}, "messages is not valid JSON"),

@@ -175,6 +175,10 @@ def _parts(
         items = parse_json_list(row["conversations"], "conversations", where)
         if _is_conversation(items):
             return (), [check_messages(items, "conversations", where)]
+        if not is_list(items):
+            summary = "conversations is not a list"
+            need = "a list of conversations, or the messages of one"
+            raise DataError(summary, where=where, field="conversations", got=items, need=need)
         ends: list[Sequence[Message]] = []
         for i, item in enumerate(items):
             ends.append(check_messages(item, f"conversations[{i}]", where))
