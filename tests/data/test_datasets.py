@@ -19,7 +19,8 @@ from treeward.config.data import DataConfig, DatasetConfig
 from treeward.config.load import load_section
 from treeward.data.datasets import open_dataset, register_dataset
 from treeward.data.encoding import encode_dataset
-from treeward.data.preference import Preference, from_binary_row
+from treeward.data.pairs import from_binary_row
+from treeward.data.preference import Preference
 from treeward.data.rendering import Renderer
 from treeward.data.transcripts import parse_transcript
 from treeward.errors import ConfigError, DataError
@@ -212,7 +213,7 @@ def test_fingerprints_follow_content_and_parsing(tmp_path: Path) -> None:
 _NOTEBOOK = """
 from helper import instruction
 from treeward.data.datasets import RowDataset
-from treeward.data.preference import from_binary_row
+from treeward.data.pairs import from_binary_row
 
 class Questions(RowDataset):
     def to_preference(self, row):

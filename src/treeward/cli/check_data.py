@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from treeward.config.run import RewardModelRunConfig
     from treeward.data.preference import Preference
     from treeward.data.rendering import Renderer
-    from treeward.data.sources import UnchosenSplitError
+    from treeward.data.table_files import UnchosenSplitError
     from treeward.evaluation.data_check.check import DataCheck
 
 _MOST_ERRORS = 10

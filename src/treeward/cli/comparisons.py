@@ -22,7 +22,7 @@ from treeward.config.load import load_section
 from treeward.errors import ConfigError
 
 if TYPE_CHECKING:
-    from treeward.data.sources import UnchosenSplitError
+    from treeward.data.table_files import UnchosenSplitError
 
 DatasetName = Annotated[str | None, typer.Option(metavar="NAME", help="Format of the data; default: seen in them.")]
 Split = Annotated[str | None, typer.Option(help="Split of the data.")]
@@ -46,7 +46,7 @@ def split_data_option(error: UnchosenSplitError) -> str:
 @contextmanager
 def choosing_split(choose: ChooseSplit) -> Iterator[None]:
     """Have an error that asks for a split say how this verb is told one."""
-    from treeward.data.sources import UnchosenSplitError
+    from treeward.data.table_files import UnchosenSplitError
 
     try:
         yield

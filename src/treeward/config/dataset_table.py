@@ -177,7 +177,7 @@ COMPARISONS: tuple[KnownDataset, ...] = (
             "beside them (TRL, Tulu 3, UltraFeedback's binarized form); or two texts and no other "
             "text in the row",
         ),
-        parser="preference.from_binary_row",
+        parser="pairs.from_binary_row",
         options=("chosen_key", "rejected_key"),
         forms=(Form(("chosen", "rejected")),),
         needs_prompt_key=True,
@@ -220,7 +220,7 @@ COMPARISONS: tuple[KnownDataset, ...] = (
     KnownDataset(
         name="Tulu3Preference",
         rows=("`chosen`, `rejected`: whole conversations; `prompt` repeats a part of them",),
-        parser="preference.from_conversations_row",
+        parser="pairs.from_conversations_row",
         aliases=("Tulu3PreferenceDataset",),
         columns=("prompt", "chosen", "rejected"),
         hub_path="allenai/llama-3.1-tulu-3-8b-preference-mixture",

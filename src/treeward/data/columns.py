@@ -54,20 +54,36 @@ def prompt_column(values: Mapping[str, Any], where: str | None) -> str | None:
     if not names:
         names = [name for name in CONVERSATION_COLUMNS if _holds_prompt(name, values.get(name))]
     if len(names) > 1:
-        got, need = " and ".join(names), "one of them"
-        raise DataError("the row has two prompts", where=where, got=got, need=need, fix=_NAME_IT)
+        raise DataError(
+            "the row has two prompts",
+            where=where,
+            got=" and ".join(names),
+            need="one of them",
+            fix=_NAME_IT,
+        )
     name = names[0] if names else None
-    lost = [*_MEDIA, *(_MORE_PROMPT if name in PROMPT_COLUMNS else ())]
+    lost = [*_MEDIA]
+    if name in PROMPT_COLUMNS:
+        lost += _MORE_PROMPT
     for other in lost:
         if other != name and not _is_empty(values.get(other)):
-            summary = f"the row's {other} would be lost"
-            need = "the whole prompt in one column, as text or messages"
-            raise DataError(summary, where=where, field=other, got=values[other], need=need, fix=_NAME_IT)
+            raise DataError(
+                f"the row's {other} would be lost",
+                where=where,
+                field=other,
+                got=values[other],
+                need="the whole prompt in one column, as text or messages",
+                fix=_NAME_IT,
+            )
     return name
 
 
 def with_named_prompt(
-    values: Mapping[str, Any], column: str | None, where: str, *, required: bool = True
+    values: Mapping[str, Any],
+    column: str | None,
+    where: str,
+    *,
+    required: bool = True,
 ) -> Mapping[str, Any]:
     """The row with the prompt of a named column alone; unchanged if no column is named.
 
@@ -81,9 +97,12 @@ def with_named_prompt(
     prompt = row.pop(column, None)
     if prompt is not None:
         return row | {"prompt": as_messages(prompt, column, "user", where)}
-    if any(not _is_empty(values.get(name)) for name in PROMPT_COLUMNS if name != column):
-        got, need = shown_keys(values), "a prompt under prompt_key"
-        raise DataError(f"the row has no {column}", where=where, field=column, got=got, need=need)
+    usual = [name for name in PROMPT_COLUMNS if name != column]
+    if any(not _is_empty(values.get(name)) for name in usual):
+        summary = f"the row has no {column}"
+        got = shown_keys(values)
+        need = "a prompt under prompt_key"
+        raise DataError(summary, where=where, field=column, got=got, need=need)
     return row  # perhaps whole conversations
 
 
@@ -97,8 +116,9 @@ def named_columns(values: Mapping[str, Any], config: DatasetConfig, where: str) 
         if column == name:
             continue
         if values.get(column) is None:
+            summary = f"the row has no {column}"
             got = shown_keys(values)
-            raise DataError(f"the row has no {column}", where=where, field=column, got=got, need="a completion")
+            raise DataError(summary, where=where, field=column, got=got, need="a completion")
         row[name] = row.pop(column)
     return row
 
@@ -118,7 +138,10 @@ def context_of(values: Mapping[str, Any], where: str | None) -> Messages | None:
 
 
 def with_system(
-    context: Messages, ends: Iterable[Sequence[Message]], values: Mapping[str, Any], where: str | None
+    context: Messages,
+    ends: Iterable[Sequence[Message]],
+    values: Mapping[str, Any],
+    where: str | None,
 ) -> Messages:
     """The context after the row's system message, if a column has one.
 
@@ -128,23 +151,40 @@ def with_system(
     if not texts:
         return context
     name, text = next(iter(texts.items()))
-    if not isinstance(text, str) or len(set(map(str, texts.values()))) > 1:
-        raise DataError("the system message is not one text", where=where, field=name, got=texts, need="one text")
-    first_messages = [message for end in ends for message in [*context, *end][:1]]
-    own = [last_text([message]) for message in first_messages if message["role"] in ("system", "developer")]
-    if not own:
+    distinct = {str(text) for text in texts.values()}
+    if not isinstance(text, str) or len(distinct) > 1:
+        summary = "the system message is not one text"
+        raise DataError(summary, where=where, field=name, got=texts, need="one text")
+    num_conversations = 0
+    own_texts = []
+    for end in ends:
+        messages = [*context, *end]
+        if not messages:
+            continue
+        num_conversations += 1
+        if messages[0]["role"] in ("system", "developer"):
+            own_texts.append(last_text(messages[:1]))
+    if not own_texts:
         return ({"role": "system", "content": text}, *context)
-    if set(own) == {text} and len(own) == len(first_messages):
+    if set(own_texts) == {text} and len(own_texts) == num_conversations:
         return context
-    summary = f"{name} is another system message than that of the conversation"
-    raise DataError(summary, where=where, field=name, got=text, need="one system message", fix="remove one of them")
+    raise DataError(
+        f"{name} is another system message than that of the conversation",
+        where=where,
+        field=name,
+        got=text,
+        need="one system message",
+        fix="remove one of them",
+    )
 
 
 def unread_columns(values: Mapping[str, Any], read: Collection[str]) -> list[str]:
     """The columns with a text, a list or an object that are not in `read`. Numbers, also as text, do not count."""
-    return [
-        str(name) for name, value in values.items() if name not in read and not _is_empty(value) and _holds_text(value)
-    ]
+    unread = []
+    for name, value in values.items():
+        if name not in read and not _is_empty(value) and _holds_text(value):
+            unread.append(str(name))
+    return unread
 
 
 def _holds_text(value: Any) -> bool:

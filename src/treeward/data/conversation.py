@@ -30,7 +30,9 @@ _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observat
 """ShareGPT's roles. `function_call` is one too: its value is a tool call of the assistant."""
 
 _PYTHON_MESSAGES = re.compile(r"\s*\[\s*\{\s*'(role|content|from|value)'\s*:")
-_NEED_MESSAGES = '[{"role": "user", "content": "..."}, ...]'
+_NEED_MESSAGE = '{"role": "user", "content": "..."}'
+_NEED_MESSAGES = f"[{_NEED_MESSAGE}, ...]"
+_NEED_TOOLS = 'a list as [{"type": "function", "function": {"name": ...}}], or its JSON text'
 
 
 class Conversation(list[Message]):
@@ -48,7 +50,9 @@ class Conversation(list[Message]):
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(messages)
-        self.template_kwargs: dict[str, Any] = {"tools": list(tools)} if tools else {}
+        self.template_kwargs: dict[str, Any] = {}
+        if tools:
+            self.template_kwargs["tools"] = list(tools)
         self.template_kwargs.update(chat_template_kwargs or {})
 
 
@@ -58,7 +62,9 @@ AnyConversation = Sequence[Message]
 
 def template_kwargs_of(conversation: AnyConversation) -> Mapping[str, Any]:
     """The template variables of a conversation; none for a plain list of messages."""
-    return conversation.template_kwargs if isinstance(conversation, Conversation) else {}
+    if isinstance(conversation, Conversation):
+        return conversation.template_kwargs
+    return {}
 
 
 def with_messages(conversation: AnyConversation, messages: Iterable[Message]) -> Conversation:
@@ -85,7 +91,7 @@ def read_template_kwargs(values: Mapping[str, Any], where: str | None) -> dict[s
         variables["tools"] = tools
     others = _parsed_json(values.get("chat_template_kwargs"))
     if others is not None and not isinstance(others, Mapping):
-        need = 'an object of the template\'s variables, as {"enable_thinking": false}, or its JSON text'
+        need = 'an object of variables, as {"enable_thinking": false}, or its JSON text'
         raise DataError(
             "chat_template_kwargs is not an object",
             where=where,
@@ -99,23 +105,40 @@ def read_template_kwargs(values: Mapping[str, Any], where: str | None) -> dict[s
 
 def template_columns(template_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The columns of a row from which `read_template_kwargs` gives these variables."""
-    others = {name: value for name, value in template_kwargs.items() if name != "tools"}
-    columns = {"tools": template_kwargs.get("tools"), "chat_template_kwargs": others}
-    return {name: value for name, value in columns.items() if value}
+    others = dict(template_kwargs)
+    tools = others.pop("tools", None)
+    columns: dict[str, Any] = {}
+    if tools:
+        columns["tools"] = tools
+    if others:
+        columns["chat_template_kwargs"] = others
+    return columns
 
 
 def _read_tools(value: Any, where: str | None) -> list[dict[str, Any]]:
     tools = _parsed_json(value)
     if tools is None:
         return []
-    need = 'a list as [{"type": "function", "function": {"name": ..., "parameters": {...}}}], or its JSON text'
     if not is_list(tools):
-        raise DataError("tools is not a list", where=where, field="tools", got=tools, need=need)
+        raise DataError(
+            "tools is not a list",
+            where=where,
+            field="tools",
+            got=tools,
+            need=_NEED_TOOLS,
+        )
     read = []
     for i, item in enumerate(tools):
         tool = _parsed_json(item)  # some files have a list of texts
         if not isinstance(tool, Mapping):
-            raise DataError("a tool is not an object", where=where, field=f"tools[{i}]", got=tool, need=need)
+            field = f"tools[{i}]"
+            raise DataError(
+                "a tool is not an object",
+                where=where,
+                field=field,
+                got=tool,
+                need=_NEED_TOOLS,
+            )
         read.append(dict(tool))
     return read
 
@@ -132,27 +155,43 @@ def _parsed_json(value: Any) -> Any:
         return value
 
 
-def check_messages(value: Any, field: str, where: str | None, *, may_be_empty: bool = False) -> Messages:
+def check_messages(
+    value: Any,
+    field: str,
+    where: str | None,
+    *,
+    may_be_empty: bool = False,
+) -> Messages:
     """Check a list of chat messages, and write each in one form; `field` names the list in the error. Content may be
     text or a list of parts."""
     if not is_list(value):
-        raise DataError(f"{field} is not a list of messages", where=where, field=field, got=value, need=_NEED_MESSAGES)
+        summary = f"{field} is not a list of messages"
+        raise DataError(summary, where=where, field=field, got=value, need=_NEED_MESSAGES)
     if not value and not may_be_empty:
-        raise DataError(f"{field} is empty", where=where, field=field, got="[]", need="at least one message")
-    return tuple(_checked_message(message, f"{field}[{i}]", where) for i, message in enumerate(value))
+        need = "at least one message"
+        raise DataError(f"{field} is empty", where=where, field=field, got="[]", need=need)
+    messages = []
+    for i, message in enumerate(value):
+        messages.append(_checked_message(message, f"{field}[{i}]", where))
+    return tuple(messages)
 
 
 def _checked_message(value: Any, field: str, where: str | None) -> Message:
-    need = '{"role": "user", "content": "..."}'
+    need = _NEED_MESSAGE
     if not isinstance(value, Mapping):
-        raise DataError("a message is not an object", where=where, field=field, got=value, need=need)
+        summary = "a message is not an object"
+        raise DataError(summary, where=where, field=field, got=value, need=need)
     message = canonical_message(value)
-    role, content = message.get("role"), message.get("content")
+    role = message.get("role")
+    content = message.get("content")
     if not isinstance(role, str) or not role:
-        raise DataError("a message has no role", where=where, field=f"{field}.role", got=value, need=need)
+        summary = "a message has no role"
+        raise DataError(summary, where=where, field=f"{field}.role", got=value, need=need)
     has_content = isinstance(content, str) or is_list(content)
-    if not has_content and not (content is None and message.get("tool_calls")):
-        raise DataError("a message has no text", where=where, field=f"{field}.content", got=value, need=need)
+    only_calls = content is None and message.get("tool_calls")
+    if not has_content and not only_calls:
+        summary = "a message has no text"
+        raise DataError(summary, where=where, field=f"{field}.content", got=value, need=need)
     return message
 
 
@@ -162,11 +201,12 @@ def canonical_message(message: Mapping[str, Any]) -> Message:
     canonical = {key: item for key, item in message.items() if item is not None}
     if "role" not in canonical and "from" in canonical and "value" in canonical:
         canonical = {"role": canonical.pop("from"), "content": canonical.pop("value")} | canonical
-    role, content = canonical.get("role"), canonical.get("content")
+    role = canonical.get("role")
     if role == "function_call" and "tool_calls" not in canonical:
-        call = _parsed_json(content)
+        call = _parsed_json(canonical.get("content"))
         if isinstance(call, Mapping) and "name" in call:
-            canonical = {"role": "assistant", "tool_calls": [{"type": "function", "function": dict(call)}]}
+            tool_call = {"type": "function", "function": dict(call)}
+            canonical = {"role": "assistant", "tool_calls": [tool_call]}
     elif isinstance(role, str) and role in _ROLES:
         canonical["role"] = _ROLES[role]
     calls = canonical.get("tool_calls")
@@ -189,7 +229,9 @@ def canonical_call(call: Any) -> Any:
     arguments = _parsed_json(call["arguments"])
     if arguments is None:  # null, the text of null, and empty text: a call without arguments
         arguments = {}
-    return {**call, "arguments": arguments if isinstance(arguments, Mapping) else call["arguments"]}
+    if not isinstance(arguments, Mapping):
+        arguments = call["arguments"]
+    return {**call, "arguments": arguments}
 
 
 def as_messages(value: Any, key: str, role: str, where: str | None) -> Messages:
@@ -199,19 +241,22 @@ def as_messages(value: Any, key: str, role: str, where: str | None) -> Messages:
     """
     if isinstance(value, str):
         if _PYTHON_MESSAGES.match(value):
-            need, fix = f"JSON: {_NEED_MESSAGES}", "write the cell with json.dumps(messages)"
-            raise DataError(
-                f"{key} is Python's text of messages", where=where, field=key, got=value, need=need, fix=fix
-            )
-        parsed = _parsed_json(value) if value.lstrip().startswith(("[", "{")) else value
+            summary = f"{key} is Python's text of messages"
+            need = f"JSON: {_NEED_MESSAGES}"
+            fix = "write the cell with json.dumps(messages)"
+            raise DataError(summary, where=where, field=key, got=value, need=need, fix=fix)
+        parsed = value
+        if value.lstrip().startswith(("[", "{")):
+            parsed = _parsed_json(value)
         if not _looks_like_messages(_listed(parsed)):
             return ({"role": role, "content": value},)  # also "[1, 2]"
         value = parsed
     value = _listed(value)
     if is_list(value):
         return check_messages(value, key, where)
+    summary = f"{key} is neither text nor a list of messages"
     need = '"..." or [{"role": ..., "content": ...}, ...]'
-    raise DataError(f"{key} is neither text nor a list of messages", where=where, field=key, got=value, need=need)
+    raise DataError(summary, where=where, field=key, got=value, need=need)
 
 
 def _listed(value: Any) -> Any:
@@ -222,8 +267,14 @@ def _listed(value: Any) -> Any:
 def _looks_like_messages(value: Any) -> bool:
     if not isinstance(value, list) or not value:
         return False
+    return all(_looks_like_message(item) for item in value)
+
+
+def _looks_like_message(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
     forms = ({"role", "content"}, {"role", "tool_calls"}, {"from", "value"})
-    return all(isinstance(item, dict) and any(form <= item.keys() for form in forms) for item in value)
+    return any(form <= value.keys() for form in forms)
 
 
 def without_nulls(value: Any) -> Any:
@@ -240,7 +291,9 @@ def without_nulls(value: Any) -> Any:
 
 def literally(value: Any, role: str) -> Any:
     """Text as one message of the role, never parsed: a policy may have written it."""
-    return [{"role": role, "content": value}] if isinstance(value, str) else value
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    return value
 
 
 def as_conversations(context: Any, completions: Any) -> list[Conversation]:
@@ -250,17 +303,29 @@ def as_conversations(context: Any, completions: Any) -> list[Conversation]:
         need = 'a list, as ["one", "another"]'
         raise DataError("completions is not a list of completions", got=completions, need=need)
     prompt = literally(context, "user")
-    return [with_messages(prompt, [*prompt, *literally(completion, "assistant")]) for completion in completions]
+    conversations = []
+    for completion in completions:
+        messages = [*prompt, *literally(completion, "assistant")]
+        conversations.append(with_messages(prompt, messages))
+    return conversations
 
 
 def last_text(messages: Sequence[Message]) -> str:
     """The text of the last message, whose characters are the length of a completion. For content in parts, the text
     parts; empty for a message without content, and without messages."""
-    content: Any = messages[-1].get("content") if messages else None
-    if content is None or isinstance(content, str):
-        return content or ""
-    texts = (part if isinstance(part, str) else part.get("text") for part in content)
-    return "".join(text for text in texts if isinstance(text, str))
+    if not messages:
+        return ""
+    content: Any = messages[-1].get("content")
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content:
+        text = part if isinstance(part, str) else part.get("text")
+        if isinstance(text, str):
+            texts.append(text)
+    return "".join(texts)
 
 
 def parse_json_list(value: Any, field: str, where: str | None) -> Any:
@@ -272,7 +337,14 @@ def parse_json_list(value: Any, field: str, where: str | None) -> Any:
     except (ValueError, RecursionError) as error:
         summary = f"{field} is not valid JSON: {error}"
         fix = "write the cell with json.dumps(value)"
-        raise DataError(summary, where=where, field=field, got=value, need="the JSON of a list", fix=fix) from error
+        raise DataError(
+            summary,
+            where=where,
+            field=field,
+            got=value,
+            need="the JSON of a list",
+            fix=fix,
+        ) from error
 
 
 def is_transcript(value: Any) -> bool:

@@ -31,11 +31,11 @@ from treeward.data.columns import (
 from treeward.data.formats import recognise
 from treeward.data.preference import (
     Preference,
+    check_prompted,
     completions_column,
     first_with_value,
     preference_from_dict,
 )
-from treeward.data.prompted import check_prompted
 from treeward.data.ratings import COMPLETION_COLUMNS
 from treeward.data.registry import ObjectRows, Registry, arguments_of, function_of
 from treeward.data.sources import Row, RowSource, raised, read_rows

@@ -29,8 +29,8 @@ from treeward.data.conversation import (
     read_template_kwargs,
 )
 from treeward.data.helpsteer import turns_of
-from treeward.data.preference import completions_of, from_binary_row
-from treeward.data.prompted import before
+from treeward.data.pairs import from_binary_row
+from treeward.data.preference import before, completions_of
 from treeward.data.ratings import COMPLETION_COLUMNS
 from treeward.data.registry import function_of
 from treeward.data.transcripts import are_transcripts, from_transcripts

@@ -13,11 +13,11 @@ from typing import Any
 
 from treeward.data.columns import EVERY_CONVERSATION
 from treeward.data.conversation import as_messages
-from treeward.data.grades import number_of
 from treeward.data.preference import (
     DATASET_NAME_FIX,
     Completion,
     Preference,
+    number_of,
     preference_of,
     required,
 )

@@ -16,28 +16,28 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from treeward.data.columns import context_of, shown_keys, with_system
+from treeward.data.columns import (
+    EVERY_CONVERSATION,
+    context_of,
+    shown_keys,
+    unread_columns,
+    with_system,
+)
 from treeward.data.conversation import (
     Conversation,
+    Message,
     Messages,
     as_messages,
     is_list,
-    is_transcript,
+    last_text,
     parse_json_list,
     read_template_kwargs,
     template_columns,
-)
-from treeward.data.grades import grades_of, number_of, score_of, without_nan
-from treeward.data.prompted import (
-    before,
-    check_continues,
-    check_promptless,
-    holds_prompt,
-    split_common_prefix,
 )
 from treeward.errors import DataError, nearest_name
 
@@ -47,7 +47,12 @@ DATASET_NAME_FIX = "data.dataset_name=auto tells the format by a row's keys: see
 _COMPLETION_FORMAT = '{"rank": 0, "completion": [messages]}'
 _RANK_FORMAT = f'{{"context": [messages], "completions": [{_COMPLETION_FORMAT}, ...]}}'
 _NEED_RANK = "0, 1, ..., lower is better; or a score for each, or a list scores, and no ranks"
-_NEED_COMPLETION = "a completion; prompt_key, chosen_key and rejected_key name the keys"
+_NEED_PROMPT = (
+    "a prompt, under context, prompt, instruction, question, query or messages, or in another "
+    "column that prompt_key names; or whole conversations"
+)
+_NEED_ALIKE = "completions alone, or whole conversations with the prompt in each"
+_SURE = 1e-7  # a judge's 0 and 1 count as this and its complement, whose log-odds are finite
 _TEXT_KEYS = ("completion", "response", "answer")
 _SCORE_KEYS = ("score", "overall_score", "probability")
 _STRENGTH_KEYS = ("strength", "margin", "probability")
@@ -351,87 +356,6 @@ def preference_of(
     )
 
 
-def from_binary_row(
-    values: Mapping[str, Any],
-    where: str,
-    *,
-    chosen_key: str = "chosen",
-    rejected_key: str = "rejected",
-    task_name: str = "preference",
-) -> Preference:
-    """A row of a prompt, a chosen and a rejected completion; reads `margin`, `task_name`, `score_chosen` and
-    `score_rejected` too.
-
-    Each is text or messages. Rows of whole conversations need no prompt, nor do rows with no other text than these
-    two. Equal scores are a tie.
-    """
-    keys = (chosen_key, rejected_key)
-    chosen_value = required(values, chosen_key, where, _NEED_COMPLETION)
-    chosen = as_messages(chosen_value, chosen_key, "assistant", where)
-    rejected_value = required(values, rejected_key, where, _NEED_COMPLETION)
-    rejected = as_messages(rejected_value, rejected_key, "assistant", where)
-    context = context_of(values, where)
-    if holds_prompt(chosen, context) and holds_prompt(rejected, context):
-        context, (chosen, rejected) = split_common_prefix([chosen, rejected])
-    elif context is None:
-        for value in (chosen_value, rejected_value):
-            if is_transcript(value) or not isinstance(value, str):
-                raise DataError(
-                    "the row has no prompt",
-                    where=where,
-                    field="prompt",
-                    got=shown_keys(values),
-                    need="a prompt, or whole conversations on both sides",
-                    fix="set prompt_key to the prompt's column",
-                )
-        score_keys = [*_side_scores(chosen_key), *_side_scores(rejected_key)]
-        check_promptless(values, (*keys, *score_keys), where)
-        context = ()
-    else:
-        check_continues(context, chosen, chosen_key, where)
-        check_continues(context, rejected, rejected_key, where)
-    return two_sided(values, where, context, (chosen, rejected), keys, task_name)
-
-
-def from_conversations_row(
-    values: Mapping[str, Any],
-    where: str,
-    *,
-    task_name: str = "preference",
-) -> Preference:
-    """A row of `chosen` and `rejected` whose `prompt` repeats a part of these whole conversations, as Tulu 3's."""
-    return from_binary_row({**values, "prompt": None}, where, task_name=task_name)
-
-
-def two_sided(
-    values: Mapping[str, Any],
-    where: str,
-    context: Messages,
-    sides: tuple[Messages, Messages],
-    keys: tuple[str, str],
-    task_name: str,
-) -> Preference:
-    """A preference of two `sides`, the better one first, with the row's scores of their `keys`. Equal scores are a
-    tie."""
-    scores = []
-    for key in keys:
-        score_key = first_with_value(values, _side_scores(key))
-        score = None
-        if score_key is not None:
-            score = number_of(values[score_key], score_key, where)
-        scores.append(score)
-    better_score, worse_score = scores
-    is_tie = better_score is not None and better_score == worse_score
-    better = Completion(0, sides[0], better_score)
-    worse = Completion(0 if is_tie else 1, sides[1], worse_score)
-    return preference_of(values, where, context, (better, worse), task_name)
-
-
-def _side_scores(key: str) -> list[str]:
-    """The names of the score of the side under `key`."""
-    return [f"score_{key}", f"{key}_score", f"{key}_rating", f"{key}-rating"]
-
-
 def required(values: Mapping[str, Any], key: str, where: str, need: str) -> Any:
     """The row's value for the key. Raises `DataError` with the nearest key if there is none."""
     value = values.get(key)
@@ -441,3 +365,174 @@ def required(values: Mapping[str, Any], key: str, where: str, need: str) -> Any:
     got = "null" if key in values else shown_keys(values)
     fix = f"is it {near}?" if near else None
     raise DataError(f"the row has no {key}", where=where, field=key, got=got, need=need, fix=fix)
+
+
+def check_prompted(messages: Iterable[Message], first: bool | None, where: str | None) -> bool:
+    """Whether a conversation has anything beside instructions and completions. Raises `DataError` if it differs from
+    the data's `first` row; None for that row itself."""
+    contents = []
+    for message in messages:
+        if message["role"] not in ("assistant", "system", "developer"):
+            contents.append(message.get("content"))
+    is_prompted = any(_says_something(content) for content in contents)
+    if first is None or is_prompted == first:
+        return is_prompted
+    if first:
+        summary = "the row has no prompt, and the first row has one"
+        fix = "mend or remove the row"
+    else:
+        summary = "only later rows have a prompt"
+        fix = "mend the first row"
+    need = "a prompt in every row, or in none"
+    raise DataError(
+        summary,
+        where=where,
+        field="prompt",
+        got=contents or "none",
+        need=need,
+        fix=fix,
+    )
+
+
+def _says_something(content: Any) -> bool:
+    if isinstance(content, str):
+        return bool(content.strip())
+    return bool(content)
+
+
+def check_promptless(values: Mapping[str, Any], read: Sequence[str], where: str | None) -> None:
+    """Raise `DataError` for a row whose prompt may be in a column that is not in `read`: its completions would be
+    learnt and scored without it."""
+    columns = unread_columns(values, {*read, *EVERY_CONVERSATION})
+    others = [column for column in columns if not _are_numbers(values[column])]
+    if not others:
+        return
+    fix_with_prompt = f"name the prompt's column, as prompt_key={others[0]}"
+    raise DataError(
+        "the row has no prompt",
+        where=where,
+        field="prompt",
+        got=shown_keys(values),
+        need=_NEED_PROMPT,
+        fix=f"{fix_with_prompt}; or, without a prompt, remove {', '.join(others)}",
+    )
+
+
+def _are_numbers(value: Any) -> bool:
+    return is_list(value) and all(isinstance(item, int | float | None) for item in value)
+
+
+def before(context: Messages, sides: Mapping[str, Messages], where: str | None) -> Messages:
+    """The messages before the completions `sides`, by field: the context, or none if all completions hold it. Raises
+    `DataError` if only some do."""
+    if not context or not sides:
+        return context
+    if all(holds_prompt(side, context) for side in sides.values()):
+        return ()
+    for field, side in sides.items():
+        check_continues(context, side, field, where)
+    return context
+
+
+def holds_prompt(side: Messages, prompt: Messages | None) -> bool:
+    """Whether `side` is a whole conversation: it begins with the prompt, or has the single prompt text as a user turn.
+    Without a prompt: whether it does not begin with the assistant."""
+    if prompt is None:
+        return bool(side[0]["role"] != "assistant")
+    beginning = [(message["role"], message.get("content")) for message in side[: len(prompt)]]
+    prompt_turns = [(message["role"], message.get("content")) for message in prompt]
+    if len(side) > len(prompt) and beginning == prompt_turns:
+        return True
+    # A prompt that is only the last question, beside conversations that have the earlier turns too.
+    if len(prompt) != 1 or prompt[0]["role"] != "user" or side[0]["role"] == "assistant":
+        return False
+    text = last_text(prompt).strip()
+    questions = [message for message in side[:-1] if message["role"] == "user"]
+    return any(last_text([question]).strip() == text for question in questions)
+
+
+def check_continues(prompt: Messages, side: Messages, key: str, where: str | None) -> None:
+    """Raise `DataError` for a completion that is a whole conversation: its prompt would be lost, or be there twice."""
+    role = side[0]["role"]
+    last_role = prompt[-1]["role"] if prompt else None
+    if holds_prompt(side, prompt):
+        summary = f"{key} holds the prompt and another completion does not"
+    elif role == "system" or (role == "user" and last_role != "assistant"):
+        summary = f"{key} is a conversation that does not contain the prompt"
+    else:
+        return
+    raise DataError(summary, where=where, field=f"{key}[0].role", got=role, need=_NEED_ALIKE)
+
+
+def split_common_prefix(conversations: Sequence[Messages]) -> tuple[Messages, list[Messages]]:
+    """The leading messages that all conversations share, and the remaining messages of each, at least one."""
+    first = conversations[0]
+    longest = min(len(conversation) for conversation in conversations) - 1
+    shared = 0
+    while shared < longest:
+        if any(conversation[shared] != first[shared] for conversation in conversations):
+            break
+        shared += 1
+    return first[:shared], [conversation[shared:] for conversation in conversations]
+
+
+def number_of(value: Any, field: str, where: str | None) -> float | None:
+    """The number, which may be text; None for null and for empty text, as an empty cell is.
+
+    Raises `DataError` for any other value, and for one that is not finite.
+    """
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return None
+    number = math.nan
+    if isinstance(value, int | float | str) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except (ValueError, OverflowError):  # an integer of a thousand digits overflows
+            number = math.nan
+    if not math.isfinite(number):
+        name = field.rsplit(".", 1)[-1]
+        summary = f"{name} is not a finite number"
+        need = "a finite number, or no such key"
+        raise DataError(summary, where=where, field=field, got=value, need=need)
+    return number
+
+
+def score_of(value: Any, field: str, where: str | None) -> float | None:
+    """A score or a strength; of the field `probability` its log-odds, which is the difference of two scores."""
+    number = number_of(value, field, where)
+    if number is None or not field.endswith("probability"):
+        return number
+    if not 0 <= number <= 1:
+        need = "a number from 0 to 1"
+        raise DataError("this is no probability", where=where, field=field, got=value, need=need)
+    probability = min(max(number, _SURE), 1 - _SURE)
+    return math.log(probability / (1 - probability))
+
+
+def grades_of(
+    about: Mapping[str, Any],
+    attributes: Sequence[str],
+    where: str | None,
+    prefix: str = "",
+) -> dict[str, float]:
+    """The grades of a completion, without its score; null and NaN mean none. Raises `DataError` for values that are not
+    numbers, with `prefix` before the key."""
+    values = without_nan(about)
+    grades: dict[str, float] = {}
+    for name in attributes:
+        if name == "score":
+            continue
+        grade = number_of(values.get(name), f"{prefix}{name}", where)
+        if grade is not None:
+            grades[name] = grade
+    return grades
+
+
+def without_nan(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values without NaN, as which a table of pandas writes a gap in a column of numbers."""
+    kept = {}
+    for key, value in values.items():
+        is_nan = isinstance(value, float) and math.isnan(value)
+        if not is_nan:
+            kept[key] = value
+    return kept

@@ -14,11 +14,11 @@ from typing import Any
 
 from treeward.data.columns import EVERY_CONVERSATION, prompt_column
 from treeward.data.conversation import parse_json_list
-from treeward.data.grades import grades_of
 from treeward.data.helpsteer import turns_of
 from treeward.data.preference import (
     Preference,
     first_with_value,
+    grades_of,
     preference_from_dict,
     required,
 )

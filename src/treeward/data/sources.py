@@ -11,16 +11,14 @@ line numbers and no columns of mixed types; only `.json` files are read whole.
 
 from __future__ import annotations
 
-import csv
 import glob
 import gzip
 import hashlib
-import itertools
 import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,14 @@ from typing import Any
 from treeward.config.data import SetConfig
 from treeward.config.dataset_table import KnownDataset
 from treeward.data.bundled import bundled_path
-from treeward.data.conversation import Message, last_text, without_nulls
+from treeward.data.conversation import Message, last_text
+from treeward.data.table_files import (
+    arrow_rows,
+    chosen_split,
+    csv_rows,
+    dataset_table,
+    without_nested_nulls,
+)
 from treeward.errors import ConfigError, DataError, nearest_path
 
 PROMPT_FILES = ("prompt_file", "system_prompt_file")
@@ -37,8 +42,7 @@ KINDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".f
 
 MOST_LINE_BYTES = 2**28
 """Bytes of a line, unpacked. A longer one is no row, and would fill the memory before anything could look at it."""
-_ROWS_PER_BATCH = 1024
-_LONGEST_CELL_CHARACTERS = 2**31 - 1
+_NEED_PLACE = "exactly one {}, where the last user message goes; {{ and }} are braces of the text"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,22 +58,16 @@ def raised(error: DataError) -> None:
     raise error
 
 
-class UnchosenSplitError(DataError):
-    """A data set has several splits and none is chosen; `got` lists them. A verb adds how it is told which one."""
-
-    @property
-    def choice(self) -> str:
-        """The split that was probably meant."""
-        names = str(self.got).split(", ")
-        return "train" if "train" in names else names[0]
-
-
 Broken = Callable[[DataError], object]
 """Receives the error of an invalid row; unless it raises, reading goes on with the next row."""
 
 
 def read_rows(
-    path: str, *, split: str | None = None, subset: str | None = None, broken: Broken = raised
+    path: str,
+    *,
+    split: str | None = None,
+    subset: str | None = None,
+    broken: Broken = raised,
 ) -> Iterator[Row]:
     """The rows of a file, a folder, a glob, a saved dataset or a hub dataset (`org/name`), in order.
 
@@ -79,16 +77,28 @@ def read_rows(
     be read; `broken` receives the error of a single line or row.
     """
     files, table, label = _locate(path, split, subset)
-    if twice := [file for file in files if f"{file}.gz" in files]:
-        got, fix = f"{twice[0]} and {twice[0]}.gz", "remove one of them, or choose with a pattern"
-        raise DataError("a file is there twice", where=twice[0], got=got, need="each row once", fix=fix)
-    if files:
-        return _at_least_one(itertools.chain.from_iterable(read_file(file, broken) for file in files), path)
-    # A dataset may have been saved with a torch or numpy format; rows are plain Python values.
-    rows = (
-        Row(_without_nested_nulls(values), f"{label}:row {i}") for i, values in enumerate(table.with_format(None), 1)
-    )
+    for file in files:
+        if f"{file}.gz" in files:
+            raise DataError(
+                "a file is there twice",
+                where=file,
+                got=f"{file} and {file}.gz",
+                need="each row once",
+                fix="remove one of them, or choose with a pattern",
+            )
+    rows = _rows_of_files(files, broken) if files else _rows_of_table(table, label)
     return _at_least_one(rows, path)
+
+
+def _rows_of_files(files: Sequence[str], broken: Broken) -> Iterator[Row]:
+    for file in files:
+        yield from read_file(file, broken)
+
+
+def _rows_of_table(table: Any, label: str) -> Iterator[Row]:
+    # A dataset may have been saved with a torch or numpy format; rows are plain Python values.
+    for number, values in enumerate(table.with_format(None), 1):
+        yield Row(without_nested_nulls(values), f"{label}:row {number}")
 
 
 def read_file(path: str, broken: Broken = raised) -> Iterator[Row]:
@@ -99,11 +109,18 @@ def read_file(path: str, broken: Broken = raised) -> Iterator[Row]:
         case ".json":
             return _json_rows(path, broken)
         case ".csv" | ".tsv" as suffix:
-            return _csv_rows(path, "," if suffix == ".csv" else "\t", broken)
+            separator = "," if suffix == ".csv" else "\t"
+            return _rows(csv_rows(_texts(path), path, separator, broken))
         case ".parquet" | ".arrow" | ".feather" as suffix:
-            return _arrow_rows(path, is_parquet=suffix == ".parquet")
+            return _rows(arrow_rows(path, is_parquet=suffix == ".parquet"))
+    got = f"the suffix {file_suffix(path)!r}"
     need = f"one of {', '.join(KINDS)}; those of text also .gz"
-    raise DataError("the kind of file is not known", where=path, got=f"the suffix {file_suffix(path)!r}", need=need)
+    raise DataError("the kind of file is not known", where=path, got=got, need=need)
+
+
+def _rows(places: Iterator[tuple[dict[str, Any], str]]) -> Iterator[Row]:
+    for values, where in places:
+        yield Row(values, where)
 
 
 def file_suffix(path: str) -> str:
@@ -138,27 +155,50 @@ def _at_least_one(rows: Iterator[Row], path: str) -> Iterator[Row]:
 
 def _locate(path: str, split: str | None, subset: str | None) -> tuple[list[str], Any, str]:
     """The files of the path; or none, and a `datasets.Dataset` with its name for errors."""
-    files = [path] if os.path.exists(path) else sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
-    is_hub_name = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path) and file_suffix(path) not in KINDS
     if os.path.isdir(path):
-        is_saved = any(os.path.exists(os.path.join(path, name)) for name in ("dataset_dict.json", "state.json"))
-        if is_saved and subset is None:
-            return [], *_table(path, split, subset)
-        chosen, _ = _chosen_split(_files_of_splits(path, subset), path, split)
+        if subset is None and _is_saved_dataset(path):
+            return [], *dataset_table(path, split, subset)
+        chosen, _ = chosen_split(_files_of_splits(path, subset), path, split)
         return sorted(chosen), None, path
-    if not files and is_hub_name:
-        return [], *_table(path, split, subset)
+    # A name with the characters of a pattern may also be that of an existing file.
+    files = [path]
+    if not os.path.exists(path):
+        matches = glob.glob(path, recursive=True)
+        files = sorted(match for match in matches if os.path.isfile(match))
+    if not files and _is_hub_name(path):
+        return [], *dataset_table(path, split, subset)
     if not files:
         raise _missing(path)
     if subset is not None:
+        summary = "a file has no subset"
         fix = "remove subset"
-        raise DataError("a file has no subset", where=path, field="subset", got=subset, need="null", fix=fix)
-    names = [os.path.basename(file) for file in files]
-    is_role = split in (None, "train") or (split == "validation" and not any("train" in name for name in names))
-    if not is_role and not all(str(split) in name for name in names):
+        raise DataError(summary, where=path, field="subset", got=subset, need="null", fix=fix)
+    if split is not None and not _is_split(split, [os.path.basename(file) for file in files]):
+        summary = f"a file has no split {split!r}"
         need = "no split, or the one of its name: a file is one split, whatever it is for"
-        raise DataError(f"a file has no split {split!r}", where=path, field="split", got=split, need=need)
+        raise DataError(summary, where=path, field="split", got=split, need=need)
     return files, None, path
+
+
+def _is_saved_dataset(folder: str) -> bool:
+    """Whether `save_to_disk` wrote the folder: these are its files of several splits, and of one."""
+    names = ("dataset_dict.json", "state.json")
+    return any(os.path.exists(os.path.join(folder, name)) for name in names)
+
+
+def _is_hub_name(path: str) -> bool:
+    """Whether it is of the form `org/name`; `data/train.jsonl`, which is too, is a file."""
+    is_pair = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path)
+    return is_pair is not None and file_suffix(path) not in KINDS
+
+
+def _is_split(split: str, names: Sequence[str]) -> bool:
+    """Whether files of these names can be the split."""
+    if all(split in name for name in names):
+        return True
+    if split == "validation":
+        return not any("train" in name for name in names)
+    return split == "train"
 
 
 def _files_of_splits(folder: str, subset: str | None) -> dict[str, list[str]]:
@@ -170,73 +210,56 @@ def _files_of_splits(folder: str, subset: str | None) -> dict[str, list[str]]:
         splits = dict(datasets.load_dataset_builder(folder, subset).config.data_files or {})
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         # A RuntimeError is a script in Python, which datasets no longer runs.
-        summary, need = "the folder holds no data that can be read", f"files that end in {', '.join(KINDS)}"
-        got = f"{type(error).__name__}: {error}"
-        fix = "check path and subset, and move scripts (.py) out of the folder"
-        raise DataError(summary, where=folder, got=got, need=need, fix=fix) from error
-    split_files = {os.path.basename(file) for files in splits.values() for file in files}
-    names = [n for n in os.listdir(folder) if file_suffix(n) in KINDS and not n.startswith((".", "_", "dataset_info"))]
-    unread, card = sorted({*names} - split_files - {"config.json"}), os.path.join(folder, "README.md")
-    if unread and not (os.path.exists(card) and "configs:" in "".join(_texts(card))):
-        got = f"{', '.join(unread)} beside {', '.join(sorted(split_files))}"
-        need, fix = "files of one kind, with a split in each name", f"move them, or choose as *{file_suffix(unread[0])}"
-        raise DataError("files of the folder are in no split", where=folder, got=got, need=need, fix=fix)
+        raise DataError(
+            "the folder holds no data that can be read",
+            where=folder,
+            got=f"{type(error).__name__}: {error}",
+            need=f"files that end in {', '.join(KINDS)}",
+            fix="check path and subset, and move scripts (.py) out of the folder",
+        ) from error
+    read: set[str] = set()
+    for files in splits.values():
+        read.update(os.path.basename(file) for file in files)
+    unread = []
+    for name in sorted(os.listdir(folder)):
+        # Hidden files, those of `datasets`, and that of a model are no data.
+        is_data = file_suffix(name) in KINDS and not name.startswith((".", "_", "dataset_info"))
+        if is_data and name != "config.json" and name not in read:
+            unread.append(name)
+    if unread and not _has_configs(os.path.join(folder, "README.md")):
+        raise DataError(
+            "files of the folder are in no split",
+            where=folder,
+            got=f"{', '.join(unread)} beside {', '.join(sorted(read))}",
+            need="files of one kind, with a split in each name",
+            fix=f"move them, or choose as *{file_suffix(unread[0])}",
+        )
     return splits
 
 
-def _table(path: str, split: str | None, subset: str | None) -> tuple[Any, str]:
-    """A `datasets.Dataset`, saved or of the hub, and its name for errors."""
-    import datasets
-
-    is_saved = os.path.isdir(path)
-    try:
-        loaded = datasets.load_from_disk(path) if is_saved else datasets.load_dataset(path, subset, split=split)
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        # Arrow's errors are ValueErrors, a script in Python is a RuntimeError.
-        need = "a folder that save_to_disk wrote, or a hub dataset"
-        fix = "check path, subset, split and network; offline, give a local copy instead of the name; a private or "
-        fix += "gated dataset needs HF_TOKEN"
-        fix = f"did you mean {near}?" if not is_saved and (near := nearest_path(path)) else fix
-        got = f"{type(error).__name__}: {error}"
-        raise DataError("the dataset cannot be read", where=path, got=got, need=need, fix=fix) from error
-    if isinstance(loaded, Mapping):
-        table, name = _chosen_split(loaded, path, split)
-        return table, f"{path}[{name}]"
-    if is_saved and split not in (None, "train"):  # one saved table is a lone split, as a file is
-        _chosen_split({str(loaded.split or "train"): loaded}, path, split)
-    return loaded, path if is_saved else f"{path}[{split}]"
-
-
-def _chosen_split(splits: Mapping[str, Any], path: str, split: str | None) -> tuple[Any, str]:
-    """The split called `split`, or the only one, and its name."""
-    names = [str(name) for name in splits]
-    if split is None and len(names) > 1:
-        raise UnchosenSplitError(
-            "there are several splits and none is chosen",
-            where=path,
-            field="split",
-            got=", ".join(names),
-            need="one of them",
-            fix="name it as the split, or give the path of its data alone",
-        )
-    chosen = names[0] if split is None else split
-    if chosen not in names:
-        raise DataError.unknown(f"there is no split {split!r}", chosen, names, where=path, field="split")
-    return splits[chosen], chosen
+def _has_configs(card: str) -> bool:
+    """Whether a folder's README says which files are data."""
+    return os.path.exists(card) and "configs:" in "".join(_texts(card))
 
 
 def _missing(path: str) -> DataError:
     folder = os.path.dirname(path) or "."
+    if glob.has_magic(path):
+        return DataError("no file fits the pattern", where=path, got=folder, fix="check the path")
     near = nearest_path(path)
     fix = f"did you mean {near}?" if near else "check the path"
-    if glob.has_magic(path) or not os.path.isdir(folder):
-        summary = "no file fits the pattern" if glob.has_magic(path) else "there is no such file, and no such folder"
-        return DataError(summary, where=path, got=folder, fix="check the path" if glob.has_magic(path) else fix)
+    if not os.path.isdir(folder):
+        summary = "there is no such file, and no such folder"
+        return DataError(summary, where=path, got=folder, fix=fix)
     need = "a file, a folder, a pattern such as data/*.jsonl, or a hub name such as org/name"
     return DataError("there is no such file", where=path, need=need, fix=fix)
 
 
-def read_jsonl_stream(lines: Iterable[bytes | str], name: str, broken: Broken = raised) -> Iterator[Row]:
+def read_jsonl_stream(
+    lines: Iterable[bytes | str],
+    name: str,
+    broken: Broken = raised,
+) -> Iterator[Row]:
     """Rows of JSON lines from a pipe or an open file; `name` stands for the file in `where`. Blank lines are skipped, a
     byte order mark is ignored. An empty stream gives no rows."""
     for number, line in enumerate(lines, 1):
@@ -250,15 +273,24 @@ def read_jsonl_stream(lines: Iterable[bytes | str], name: str, broken: Broken = 
 
 
 def _jsonl_row(line: bytes | str, where: str) -> Row | None:
-    text = (_decode(line, where) if isinstance(line, bytes) else line).removeprefix("\ufeff").strip()
+    text = _decode(line, where) if isinstance(line, bytes) else line
+    text = text.removeprefix("\ufeff").strip()
     if not text:
         return None
     try:
         # NaN and Infinity become floats, which the formats refuse.
         value = json.loads(text, object_pairs_hook=_distinct)
-    except (ValueError, RecursionError) as error:  # also a number of thousands of digits, brackets too deep
-        need, fix = "one complete JSON object", "mend or remove the line"
-        raise DataError(f"the line is not JSON: {error}", where=where, got=text, need=need, fix=fix) from error
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # also a number of thousands of digits, brackets too deep
+        raise DataError(
+            f"the line is not JSON: {error}",
+            where=where,
+            got=text,
+            need="one complete JSON object",
+            fix="mend or remove the line",
+        ) from error
     return _row(value, where)
 
 
@@ -274,19 +306,28 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _lines(path: str) -> Iterator[bytes]:
     """The lines of a text file, gzipped or not."""
     number = 0
+    opened = gzip.open if path.lower().endswith(".gz") else open
     try:
-        with gzip.open(path, "rb") if path.lower().endswith(".gz") else open(path, "rb") as stream:
+        with opened(path, "rb") as stream:
             while line := stream.readline(MOST_LINE_BYTES + 1):
                 number += 1
                 if len(line) > MOST_LINE_BYTES:
-                    need = f"lines of at most {MOST_LINE_BYTES:,} bytes"
-                    fix = "write one row to a line, or a list of rows over several lines"
-                    got = f"more than {len(line) - 1:,} bytes"
-                    raise DataError("a line is too long", where=f"{path}:{number}", got=got, need=need, fix=fix)
+                    raise DataError(
+                        "a line is too long",
+                        where=f"{path}:{number}",
+                        got=f"more than {len(line) - 1:,} bytes",
+                        need=f"lines of at most {MOST_LINE_BYTES:,} bytes",
+                        fix="write one row to a line, or a list of rows over several lines",
+                    )
                 yield line
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        where, fix = f"{path}:{number + 1}", "copy the file again, or remove .gz from its name"
-        raise DataError("the gzip file is damaged", where=where, got=str(error), need="gzip data", fix=fix) from error
+        raise DataError(
+            "the gzip file is damaged",
+            where=f"{path}:{number + 1}",
+            got=str(error),
+            need="gzip data",
+            fix="copy the file again, or remove .gz from its name",
+        ) from error
 
 
 def _texts(path: str) -> Iterator[str]:
@@ -300,23 +341,32 @@ def _decode(raw: bytes, where: str) -> str:
     except UnicodeDecodeError as error:
         got = f"byte 0x{raw[error.start]:02x} at position {error.start + 1} of the line"
         fix = "save the file as UTF-8, or mend the line; a gzip file ends in .gz"
-        raise DataError("the text is not UTF-8", where=where, got=got, need="UTF-8", fix=fix) from error
+        summary = "the text is not UTF-8"
+        raise DataError(summary, where=where, got=got, need="UTF-8", fix=fix) from error
 
 
 def _json_rows(path: str, broken: Broken) -> Iterator[Row]:
     text = "".join(_texts(path))
+    if not text.strip():
+        return
     try:
-        value = json.loads(text, object_pairs_hook=_distinct) if text.strip() else []
+        value = json.loads(text, object_pairs_hook=_distinct)
     except (ValueError, RecursionError) as error:
-        if isinstance(error, json.JSONDecodeError) and error.msg == "Extra data":  # an object per line
-            yield from read_jsonl_stream(_lines(path), path, broken)
-            return
-        where = f"{path}:{error.lineno}" if isinstance(error, json.JSONDecodeError) else path
-        raise DataError(f"the file is not JSON: {error}", where=where, need="a list of objects") from error
+        where = path
+        if isinstance(error, json.JSONDecodeError):
+            if error.msg == "Extra data":  # an object per line
+                yield from read_jsonl_stream(_lines(path), path, broken)
+                return
+            where = f"{path}:{error.lineno}"
+        summary = f"the file is not JSON: {error}"
+        raise DataError(summary, where=where, need="a list of objects") from error
     if isinstance(value, dict):
         lists = [value[key] for key in ("data", "rows") if isinstance(value.get(key), list)]
-        is_row = not lists and "\n" not in text.strip()
-        value = lists[0] if len(lists) == 1 else [value] if is_row else value
+        is_one_line = "\n" not in text.strip()
+        if len(lists) == 1:
+            value = lists[0]
+        elif not lists and is_one_line:
+            value = [value]  # a file of JSON lines that has one
     if not isinstance(value, list):
         got = f"an object with keys {sorted(value)}" if isinstance(value, dict) else value
         need = 'a list of objects, {"data": [...]}, {"rows": [...]}, or an object per line'
@@ -331,66 +381,11 @@ def _json_rows(path: str, broken: Broken) -> Iterator[Row]:
 def _row(value: Any, where: str) -> Row:
     if isinstance(value, dict):
         return Row(value, where)
-    fix = "a file that is one list should be called .json" if isinstance(value, list) else None
-    raise DataError("a row is not an object", where=where, got=value, need='{"key": value, ...}', fix=fix)
-
-
-def _csv_rows(path: str, separator: str, broken: Broken) -> Iterator[Row]:
-    # The limit of a cell is the process's, and its default is less than one long conversation.
-    csv.field_size_limit(max(csv.field_size_limit(), _LONGEST_CELL_CHARACTERS))
-    texts = _texts(path)
-    first = next(texts, "")
-    # A spreadsheet of a country with decimal commas writes semicolons.
-    header_cells = {mark: len(next(csv.reader([first], delimiter=mark), [])) for mark in (separator, ";", "\t")}
-    if header_cells[separator] == 1:
-        separator = max(header_cells, key=lambda mark: header_cells[mark])
-    reader = csv.reader(itertools.chain([first], texts), delimiter=separator, strict=True)
-    header: list[str] = []
-    end = 0  # a row may have several lines, and is named by its first
-    try:
-        for cells in reader:
-            where, end = f"{path}:{end + 1}", reader.line_num
-            if not header:
-                header = cells
-                if len(set(header)) < len(header):
-                    need = "different names: one of them would be lost"
-                    raise DataError("columns have the same name", where=where, got=", ".join(header), need=need)
-            elif cells and len(cells) != len(header):
-                need, fix = f"a cell for each of {', '.join(header)}", "put cells that hold the separator in quotes"
-                broken(DataError("the row does not fit the header", where=where, got=cells, need=need, fix=fix))
-            elif cells:
-                yield Row(dict(zip(header, cells, strict=True)), where)
-    except csv.Error as error:
-        need = 'double quotes around cells with a line break, and "" for a quote'
-        raise DataError(f"the row is not valid CSV: {error}", where=f"{path}:{end + 1}", need=need) from error
-
-
-def _arrow_rows(path: str, *, is_parquet: bool) -> Iterator[Row]:
-    import pyarrow as pa
-    from pyarrow import ipc, parquet
-
-    number = 0
-    try:
-        source = pa.memory_map(path)
-        if is_parquet:
-            batches = parquet.ParquetFile(source).iter_batches(batch_size=_ROWS_PER_BATCH)
-        else:
-            is_file = source.read(6) == b"ARROW1"
-            source.seek(0)
-            reader = ipc.open_file(source) if is_file else ipc.open_stream(source)
-            batches = reader.read_all().to_batches(max_chunksize=_ROWS_PER_BATCH)
-        for batch in batches:
-            for values in batch.to_pylist():
-                number += 1
-                yield Row(_without_nested_nulls(values), f"{path}:row {number}")
-    except (pa.ArrowException, OSError) as error:
-        where, got = f"{path}:row {number + 1}", f"{type(error).__name__}: {error}"
-        raise DataError("the file cannot be read", where=where, got=got, need="a complete file") from error
-
-
-def _without_nested_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The row of a table without the nulls that Arrow has put into its objects; the columns themselves stay."""
-    return {name: without_nulls(value) for name, value in values.items()}
+    fix = None
+    if isinstance(value, list):
+        fix = "a file that is one list should be called .json"
+    need = '{"key": value, ...}'
+    raise DataError("a row is not an object", where=where, got=value, need=need, fix=fix)
 
 
 @dataclass(frozen=True)
@@ -404,31 +399,28 @@ class PromptFiles:
     @classmethod
     def load(cls, prompt_file: str | None, system_prompt_file: str | None) -> PromptFiles:
         """Read the files. Raises `ConfigError` for an unreadable file and for a template without exactly one `{}`."""
-        texts = []
-        for field, path in zip(PROMPT_FILES, (prompt_file, system_prompt_file), strict=True):
-            try:
-                texts.append(None if path is None else Path(path).read_text("utf-8"))
-            except (OSError, UnicodeDecodeError) as error:
-                got = f"{path}: {error}"
-                raise ConfigError(f"{field} cannot be read", field=field, got=got, need="a text in UTF-8") from error
-        template, system = texts
-        try:
-            is_template = template is None or template.format("\0").count("\0") == 1
-        except (ValueError, LookupError, AttributeError):
-            is_template = False
-        if not is_template:
-            need = "exactly one {}, where the last user message goes; {{ and }} are braces of the text"
-            raise ConfigError("prompt_file is not a template", where=prompt_file, field="prompt_file", need=need)
+        template = _text_of(prompt_file, "prompt_file")
+        system = _text_of(system_prompt_file, "system_prompt_file")
+        if template is not None and not _is_template(template):
+            summary = "prompt_file is not a template"
+            raise ConfigError(summary, where=prompt_file, field="prompt_file", need=_NEED_PLACE)
         return cls(template, system)
 
     def complete(self, messages: tuple[Message, ...], where: str | None) -> tuple[Message, ...]:
         """The messages of a prompt with both texts. Raises `DataError` if there is no user message for a template."""
         if self.template is not None:
-            last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
-            if last is None:
-                got = f"roles {[message['role'] for message in messages]}"
-                summary, need = "the context has no user message for prompt_file", "a user message, or no prompt_file"
-                raise DataError(summary, where=where, field="context", got=got, need=need)
+            roles = [message["role"] for message in messages]
+            if "user" not in roles:
+                summary = "the context has no user message for prompt_file"
+                need = "a user message, or no prompt_file"
+                raise DataError(
+                    summary,
+                    where=where,
+                    field="context",
+                    got=f"roles {roles}",
+                    need=need,
+                )
+            last = len(roles) - 1 - roles[::-1].index("user")
             filled = messages[last] | {"content": _filled(messages[last]["content"], self.template)}
             messages = (*messages[:last], filled, *messages[last + 1 :])
         if self.system is not None and not any(message["role"] == "system" for message in messages):
@@ -514,9 +506,35 @@ class RowSource:
         return fingerprint(self.path, split=self.split, subset=self.subset)
 
 
+def _text_of(path: str | None, field: str) -> str | None:
+    """The text of a prompt file; None without one."""
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        summary = f"{field} cannot be read"
+        got = f"{path}: {error}"
+        raise ConfigError(summary, field=field, got=got, need="a text in UTF-8") from error
+
+
+def _is_template(text: str) -> bool:
+    """Whether it has exactly one place for a text."""
+    try:
+        return text.format("\0").count("\0") == 1
+    except (ValueError, LookupError, AttributeError):  # braces of another kind
+        return False
+
+
 def _filled(content: Any, template: str) -> Any:
+    """The content of a message with the template around its text. Beside images, around each of its texts."""
     if isinstance(content, str):
         return template.format(content)
     if all(isinstance(part, str) or part.get("type") == "text" for part in content):
         return template.format(last_text([{"content": content}]))
-    return [{**part, "text": template.format(part["text"])} if part.get("type") == "text" else part for part in content]
+    filled = []
+    for part in content:
+        if part.get("type") == "text":
+            part = {**part, "text": template.format(part["text"])}
+        filled.append(part)
+    return filled

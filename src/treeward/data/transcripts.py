@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from treeward.data.conversation import Messages, is_transcript
+from treeward.data.pairs import two_sided
 from treeward.data.preference import (
     DATASET_NAME_FIX,
     Preference,
     required,
-    two_sided,
+    split_common_prefix,
 )
-from treeward.data.prompted import split_common_prefix
 from treeward.errors import DataError
 
 _FORM = '"\\n\\nHuman: ...\\n\\nAssistant: ..."'

@@ -18,10 +18,12 @@ from treeward.data.conversation import as_messages, is_list
 from treeward.data.preference import (
     Completion,
     Preference,
+    before,
+    check_promptless,
     preference_of,
     required,
+    split_common_prefix,
 )
-from treeward.data.prompted import before, check_promptless, split_common_prefix
 from treeward.errors import DataError
 
 _TIES = ("tie", "both_bad", "bothbad", "tie_(bothbad)", "tie_(both_bad)")

@@ -19,7 +19,7 @@ from treeward.config.data import DatasetConfig
 from treeward.data.columns import named_columns, unread_columns
 from treeward.data.conversation import Conversation
 from treeward.data.formats import conversations_of, is_single, scored_columns
-from treeward.data.prompted import check_prompted
+from treeward.data.preference import check_prompted
 from treeward.data.sources import Row
 from treeward.errors import DataError, TreewardError
 from treeward.resumable import as_line

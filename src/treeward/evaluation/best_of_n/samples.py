@@ -21,8 +21,7 @@ from treeward.data.columns import (
 )
 from treeward.data.conversation import parse_json_list
 from treeward.data.formats import conversations_of, is_single
-from treeward.data.preference import Completion, Preference
-from treeward.data.prompted import split_common_prefix
+from treeward.data.preference import Completion, Preference, split_common_prefix
 from treeward.data.sources import Row
 from treeward.errors import DataError
 from treeward.evaluation.report.intervals import is_number
