@@ -28,7 +28,7 @@ import pyarrow as pa
 import pyarrow.compute
 
 from treeward.config.data import Ties
-from treeward.data.conversation import last_text
+from treeward.data.conversation import Conversation, last_text
 from treeward.data.preference import Completion, Preference
 from treeward.digests import has_its_digest, write_digest
 from treeward.errors import ConfigError, DataError
@@ -42,9 +42,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FORMAT_VERSION = 13  # raise it with the file's layout, the rules for keeping a comparison or the parsing of rows
-_ROWS_AT_ONCE, _CHARACTERS_AT_ONCE = 128, 4_000_000  # enough for a fast tokenizer to use all cores
-_ROWS_IN_BATCH, _TOKENS_IN_BATCH = 4096, 4_000_000  # of the file: each batch costs its readers memory
+_FORMAT_VERSION = 13
+"""Raise it with the file's layout, the rules for keeping a comparison or the parsing of rows: files of another version
+are not read."""
+
+# Enough for a fast tokenizer to use all cores.
+_ROWS_AT_ONCE = 128
+_CHARACTERS_AT_ONCE = 4_000_000
+
+# Of the file: each batch costs its readers memory.
+_ROWS_IN_BATCH = 4096
+_TOKENS_IN_BATCH = 4_000_000
 
 _MUCH = 0.1  # a warning says when a larger share is left out
 _SUMMED = (
@@ -151,7 +159,8 @@ class EncodingCounts:
         parts += [f"{number:,} {note}" for note, number in notes.items() if number]
         if self.tree_tokens:
             shared = 1 - self.tree_tokens / self.tokens
-            parts.append(f"{self.tokens:,} tokens, {self.tree_tokens:,} on prefix trees ({shared:.0%} shared)")
+            on_trees = f"{self.tree_tokens:,} on prefix trees ({shared:.0%} shared)"
+            parts.append(f"{self.tokens:,} tokens, {on_trees}")
         is_changed = self.dropped_too_long or self.truncated or self.completions_too_long
         before = ", before any was left out or cut" if is_changed else ""
         parts.append(f"longest conversation {self.longest:,} tokens{before}")
@@ -161,7 +170,9 @@ class EncodingCounts:
     def is_much_dropped(self) -> bool:
         """Whether over a tenth of the comparisons, or of the completions of the others, is dropped."""
         num_completions = self.completions + self.completions_too_long
-        return self.read - self.kept > _MUCH * self.read or self.completions_too_long > _MUCH * num_completions
+        if self.read - self.kept > _MUCH * self.read:
+            return True
+        return self.completions_too_long > _MUCH * num_completions
 
 
 class EncodedDataset(Sequence[Comparison]):
@@ -169,14 +180,17 @@ class EncodedDataset(Sequence[Comparison]):
     of the file. Pickles as its path. Raises `DataError` if the file cannot be read."""
 
     def __init__(self, path: Path, name: str, limit: int | None = None) -> None:
-        self.path, self.name, self._limit = path, name, limit
+        self.path = path
+        self.name = name
+        self._limit = limit
         self.fingerprint = path.stem  # the digest of data, renderer and rules
         try:
             reader = pa.ipc.open_file(pa.memory_map(str(path)))
             self._batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
         except (pa.ArrowException, OSError) as error:
+            summary = f"the token cache {path} is damaged: {error}"
             fix = "delete the file; it is made again, in a data.cache_dir that all nodes share"
-            raise DataError(f"the token cache {path} is damaged: {error}", fix=fix) from error
+            raise DataError(summary, fix=fix) from error
         self._starts = np.cumsum([0, *(batch.num_rows for batch in self._batches)])
         kept = np.flatnonzero(pa.compute.equal(self._column("outcome"), "kept").to_numpy())
         self._kept = kept[:limit].astype(np.int32)
@@ -196,7 +210,8 @@ class EncodedDataset(Sequence[Comparison]):
             token_ids=tuple(ids.values.to_numpy() for ids in table["token_ids"][row]),
             ranks=tuple(table["ranks"][row].as_py()),
             lengths=tuple(table["lengths"][row].as_py()),
-            subset=sys.intern(table["subset"][row].as_py()),  # there are few, and a validation keeps one per comparison
+            # There are few names, and a validation keeps one for each comparison.
+            subset=sys.intern(table["subset"][row].as_py()),
             strength=table["strength"][row].as_py(),
             where=table["where"][row].as_py(),
             tree_tokens=table["tree_tokens"][row].as_py(),
@@ -229,7 +244,8 @@ class EncodedDataset(Sequence[Comparison]):
     @cached_property
     def tree_tokens(self) -> npt.NDArray[np.int32]:
         """int32 (N,), `Comparison.tree_tokens` of each, without reading tokens."""
-        return self._column("tree_tokens").to_numpy()[self._kept].astype(np.int32)  # type: ignore[no-any-return]
+        tree_tokens: npt.NDArray[np.int64] = self._column("tree_tokens").to_numpy()
+        return tree_tokens[self._kept].astype(np.int32)
 
     @cached_property
     def shapes(self) -> npt.NDArray[np.int32]:
@@ -245,24 +261,29 @@ class EncodedDataset(Sequence[Comparison]):
     def grades(self) -> npt.NDArray[np.float64]:
         """float64 (N, H), the grades of all completions, NaN for none."""
         rows = self._column("grades").to_numpy()[self._kept]
-        return np.array([grades for row_grades in rows for grades in row_grades], dtype=np.float64)
+        return np.array(list(itertools.chain.from_iterable(rows)), dtype=np.float64)
 
     @property
     def digests(self) -> npt.NDArray[np.int64]:
         """int64 (N,): equal for equal conversations and ranks, in any order."""
-        return self._column("digest").to_numpy()[self._kept]  # type: ignore[no-any-return]
+        digests: npt.NDArray[np.int64] = self._column("digest").to_numpy()
+        return digests[self._kept]
 
     def tokens_sha256(self) -> str:
         """SHA-256 of the conversations, without their labels."""
-        digests = [hashlib.sha256() for _ in range(3)]
+        # The tokens alone would not say where a conversation ends, nor a comparison.
+        conversations = hashlib.sha256()
+        lengths = hashlib.sha256()
+        tokens = hashlib.sha256()
         for start, batch in zip(self._starts, self._batches, strict=False):
             first, last = np.searchsorted(self._kept, [start, start + batch.num_rows])
             nested = batch["token_ids"].take(pa.array(self._kept[first:last] - start))
             flat = nested.flatten()
-            lengths = [pa.compute.list_value_length(array) for array in (nested, flat)]
-            for digest, values in zip(digests, [*lengths, flat.flatten()], strict=True):
-                digest.update(values.to_numpy().tobytes())
-        return hashlib.sha256(b"".join(digest.digest() for digest in digests)).hexdigest()
+            conversations.update(pa.compute.list_value_length(nested).to_numpy().tobytes())
+            lengths.update(pa.compute.list_value_length(flat).to_numpy().tobytes())
+            tokens.update(flat.flatten().to_numpy().tobytes())
+        parts = conversations.digest() + lengths.digest() + tokens.digest()
+        return hashlib.sha256(parts).hexdigest()
 
     @cached_property
     def highest_token(self) -> int:
@@ -272,7 +293,9 @@ class EncodedDataset(Sequence[Comparison]):
 
     @cached_property
     def counts(self) -> EncodingCounts:
-        outcomes = {item["values"]: item["counts"] for item in self._column("outcome").value_counts().to_pylist()}
+        outcomes: dict[str, int] = {}
+        for item in self._column("outcome").value_counts().to_pylist():
+            outcomes[item["values"]] = item["counts"]
         sums = {name: pa.compute.sum(self._column(name)).as_py() or 0 for name in _SUMMED}
         longest = pa.compute.max(self._column("longest")).as_py() or 0
         return EncodingCounts(read=int(self._starts[-1]), longest=longest, **outcomes, **sums)
@@ -280,7 +303,13 @@ class EncodedDataset(Sequence[Comparison]):
 
 def count_tree_tokens(sequences: Sequence[npt.NDArray[np.int32] | Sequence[int]]) -> int:
     """The size of the trie of the sequences: in sorted order each adds the tokens after its neighbour's prefix."""
-    ordered = sorted(s.tolist() if isinstance(s, np.ndarray) else list(s) for s in sequences)
+    ordered: list[list[int]] = []
+    for sequence in sequences:
+        if isinstance(sequence, np.ndarray):
+            ordered.append(sequence.tolist())  # Python's numbers compare much faster than numpy's
+        else:
+            ordered.append(list(sequence))
+    ordered.sort()
     shared = [os.path.commonprefix(neighbours) for neighbours in itertools.pairwise(ordered)]
     return sum(map(len, ordered)) - sum(map(len, shared))
 
@@ -301,29 +330,38 @@ def encode_dataset(
     learn. Raises `DataError` for an invalid row or if no comparison is left, `ConfigError` if `cache_dir` cannot be
     written.
     """
-    content = json.dumps([_FORMAT_VERSION, stream.fingerprint, renderer.fingerprint, ties, *attributes])
-    path = Path(cache_dir) / f"{hashlib.sha256(content.encode()).hexdigest()[:32]}.arrow"
+    parts = [_FORMAT_VERSION, stream.fingerprint, renderer.fingerprint, ties, *attributes]
+    digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    path = Path(cache_dir) / f"{digest[:32]}.arrow"
     if has_its_digest(path):
         logger.info("%s: tokenized before, reusing %s", stream.name, path)
     else:
         if path.exists():
-            logger.warning("the token cache %s is damaged: it is not what its digest is of; tokenizing again", path)
+            damage = "it is not what its digest is of; tokenizing again"
+            logger.warning("the token cache %s is damaged: %s", path, damage)
         _write(path, stream, renderer, Rules(ties, tuple(attributes)), progress)
     dataset = EncodedDataset(path, stream.name)
-    counts, summary, remedy = dataset.counts, dataset.counts.summary(), ""
+    _log_counts(stream.name, dataset.counts)
+    if not dataset:
+        raise nothing_left_error(stream.name, dataset.counts, attributes)
+    return dataset
+
+
+def _log_counts(name: str, counts: EncodingCounts) -> None:
+    remedy = ""
     if counts.is_much_dropped and (counts.dropped_too_long or counts.completions_too_long):
-        remedy = "; a higher policy.max_total_sequence_length keeps more, data.truncation=truncate_left cuts prompts"
+        remedy = "; a higher policy.max_total_sequence_length keeps more"
+        remedy += ", data.truncation=truncate_left cuts prompts"
     level = logging.WARNING if counts.is_much_dropped else logging.INFO
-    logger.log(level, "%s: %s%s", stream.name, summary, remedy)
+    logger.log(level, "%s: %s%s", name, counts.summary(), remedy)
     if counts.unanswered:
         logger.warning(
-            "%s: %s of %s completions do not end with a message of the assistant. Their score is read after the "
-            "message that they end with; end each with what is to be judged.",
-            stream.name, f"{counts.unanswered:,}", f"{counts.completions:,}",
-        )  # fmt: skip
-    if not dataset:
-        raise nothing_left_error(stream.name, counts, attributes)
-    return dataset
+            "%s: %s of %s completions do not end with a message of the assistant. Their score is "
+            "read after the message that they end with; end each with what is to be judged.",
+            name,
+            f"{counts.unanswered:,}",
+            f"{counts.completions:,}",
+        )
 
 
 def nothing_left_error(name: str, counts: EncodingCounts, attributes: Sequence[str]) -> DataError:
@@ -336,7 +374,7 @@ def nothing_left_error(name: str, counts: EncodingCounts, attributes: Sequence[s
         where=name,
         got=counts.summary(),
         need=need,
-        fix="check the file; see data.max_input_seq_length, truncation, ties and split_validation_size",
+        fix="check the file, data.max_input_seq_length, truncation, ties and split_validation_size",
     )
 
 
@@ -351,14 +389,22 @@ class Rules(NamedTuple):
         """Whether a comparison must have two completions of different ranks."""
         return self.ties != "half" and not self.attributes
 
-    @property
-    def fewest(self) -> int:
-        """The minimum number of completions of a comparison."""
-        return 1 if self.attributes else 2
+    def is_enough(self, ranks: Sequence[int]) -> bool:
+        """Whether completions of these ranks make a comparison."""
+        if self.need_order:
+            return len(set(ranks)) >= 2
+        return len(ranks) >= (1 if self.attributes else 2)
 
 
-def _write(path: Path, stream: RowDataset, renderer: Renderer, rules: Rules, progress: bool) -> None:
-    done = tokens = 0
+def _write(
+    path: Path,
+    stream: RowDataset,
+    renderer: Renderer,
+    rules: Rules,
+    progress: bool,
+) -> None:
+    done = 0
+    tokens = 0
     records: list[dict[str, Any]] = []
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -373,7 +419,8 @@ def _write(path: Path, stream: RowDataset, renderer: Renderer, rules: Rules, pro
                     tokens += record["tokens"]
                     if len(records) == _ROWS_IN_BATCH or tokens > _TOKENS_IN_BATCH:
                         writer.write_batch(pa.RecordBatch.from_pylist(records, schema=_SCHEMA))
-                        records, tokens = [], 0
+                        records = []
+                        tokens = 0
                 done += len(rows)
                 shown.show(f"tokenizing {stream.name}", done, 0)
             writer.write_batch(pa.RecordBatch.from_pylist(records, schema=_SCHEMA))
@@ -381,75 +428,113 @@ def _write(path: Path, stream: RowDataset, renderer: Renderer, rules: Rules, pro
     except OSError as error:
         summary = f"the token cache cannot be written: {error.strerror or error}"
         need = "a folder with room that can be written"
-        raise ConfigError(summary, where=str(path.parent), field="data.cache_dir", need=need) from error
+        raise ConfigError(
+            summary,
+            where=str(path.parent),
+            field="data.cache_dir",
+            need=need,
+        ) from error
 
 
 def portions(stream: Iterable[tuple[Preference, str]]) -> Iterator[list[tuple[Preference, str]]]:
     """Rows for one call of `encode_rows`: fewer if they are long, to bound memory."""
-    rows, characters = [], 0
+    rows = []
+    characters = 0
     for preference, where in stream:
         rows.append((preference, where))
-        characters += sum(len(str(message.get("content"))) for chat in preference.conversations for message in chat)
+        for conversation in preference.conversations:
+            characters += sum(len(str(message.get("content"))) for message in conversation)
         if len(rows) == _ROWS_AT_ONCE or characters > _CHARACTERS_AT_ONCE:
             yield rows
-            rows, characters = [], 0
+            rows = []
+            characters = 0
     if rows:
         yield rows
 
 
-def encode_rows(rows: Sequence[tuple[Preference, str]], renderer: Renderer, rules: Rules) -> Iterator[dict[str, Any]]:
+def encode_rows(
+    rows: Sequence[tuple[Preference, str]],
+    renderer: Renderer,
+    rules: Rules,
+) -> Iterator[dict[str, Any]]:
     """The rows of the file, from one call of the tokenizer."""
-    ordered = [_is_trainable(preference, rules) for preference, _ in rows]
-    wanted = [row for row, has_order in zip(rows, ordered, strict=True) if has_order]
-    fitted = iter(
-        renderer.fit_many(
-            [conversation for preference, _ in wanted for conversation in preference.conversations],
-            where=[where for preference, where in wanted for _ in preference.completions],
-        )
-    )
-    for (preference, where), has_order in zip(rows, ordered, strict=True):
-        record: dict[str, Any] = dict.fromkeys(_SCHEMA.names, 0) | {"where": where, "subset": "", "strength": None}
-        record |= {name: [] for name in ("token_ids", "ranks", "lengths", "scores", "grades")}
-        record["outcome"] = "dropped_ungraded" if rules.attributes else "dropped_ties"
-        if has_order:
-            record |= _encode_row(preference, [next(fitted) for _ in preference.completions], rules)
+    conversations: list[Conversation] = []
+    places: list[str] = []
+    for preference, where in rows:
+        if _is_trainable(preference, rules):
+            conversations += preference.conversations
+            places += [where] * len(preference.completions)
+    fitted = iter(renderer.fit_many(conversations, where=places))
+    for preference, where in rows:
+        record = _dropped_record(where, rules)
+        if _is_trainable(preference, rules):
+            own = [next(fitted) for _ in preference.completions]
+            record |= _encode_row(preference, own, rules)
         yield record
 
 
-def _encode_row(preference: Preference, fitted: Sequence[tuple[Fitted | None, int]], rules: Rules) -> dict[str, Any]:
+def _dropped_record(where: str, rules: Rules) -> dict[str, Any]:
+    """The row of the file for a comparison without anything to learn from."""
+    record: dict[str, Any] = dict.fromkeys(_SCHEMA.names, 0)
+    for name in ("token_ids", "ranks", "lengths", "scores", "grades"):
+        record[name] = []
+    record["where"] = where
+    record["subset"] = ""
+    record["strength"] = None
+    record["outcome"] = "dropped_ungraded" if rules.attributes else "dropped_ties"
+    return record
+
+
+def _encode_row(
+    preference: Preference,
+    fitted: Sequence[tuple[Fitted | None, int]],
+    rules: Rules,
+) -> dict[str, Any]:
+    """The columns of a comparison, from the tokens of its conversations and their number before truncation."""
     longest = max(num_tokens for _, num_tokens in fitted)
-    pairs = zip(fitted, preference.completions, strict=True)
-    kept = [(sequence, completion) for (sequence, _), completion in pairs if sequence is not None]
-    candidates = {completion.rank for _, completion in kept} if rules.need_order else kept
-    if len(kept) < len(fitted) and len(candidates) < rules.fewest:
+    kept: list[tuple[Fitted, Completion]] = []
+    for (sequence, _), completion in zip(fitted, preference.completions, strict=True):
+        if sequence is not None:
+            kept.append((sequence, completion))
+    fitting_ranks = [completion.rank for _, completion in kept]
+    if len(kept) < len(fitted) and not rules.is_enough(fitting_ranks):
         return {"outcome": "dropped_too_long", "longest": longest}
+
     best: dict[tuple[int, ...], Completion] = {}  # in the order of the completions
     for sequence, completion in kept:
         ids = tuple(sequence.token_ids)
-        best[ids] = min(best.get(ids, completion), completion, key=lambda completion: completion.rank)
-    ranks = {ids: completion.rank for ids, completion in best.items()}
-    if len(best) < rules.fewest or (rules.need_order and len(set(ranks.values())) < 2):
+        if ids not in best or completion.rank < best[ids].rank:
+            best[ids] = completion
+    completions = list(best.values())
+    ranks = [completion.rank for completion in completions]
+    if not rules.is_enough(ranks):
         return {"outcome": "dropped_identical", "longest": longest}
+
+    grades = []
+    for completion in completions:
+        known = completion.all_grades
+        grades.append([known.get(name, math.nan) for name in rules.attributes])
+    ranked_tokens = sorted(zip(best, ranks, strict=True))
     return {
         "outcome": "kept",
         "subset": preference.task_name,
         "strength": preference.strength,
         "prompt": _digest(preference.context_key),
-        "digest": _digest(repr(sorted(ranks.items()))),
+        "digest": _digest(repr(ranked_tokens)),
         "truncated": int(any(sequence.truncated for sequence, _ in kept)),
         "deduplicated": len(kept) - len(best),
-        "tied_pairs": sum(a == b for a, b in itertools.combinations(ranks.values(), 2)),
+        "tied_pairs": sum(a == b for a, b in itertools.combinations(ranks, 2)),
         "completions": len(best),
         "completions_too_long": len(fitted) - len(kept),
-        "contradicted": int(contradicts_scores(list(best.values()))),
-        "unanswered": num_unanswered(list(best.values())),
-        "token_ids": [np.array(ids, dtype=np.int32) for ids in ranks],
-        "ranks": list(ranks.values()),
-        "lengths": [len(last_text(completion.messages)) for completion in best.values()],
-        "scores": [completion.score for completion in best.values()],
-        "grades": [[item.all_grades.get(name, math.nan) for name in rules.attributes] for item in best.values()],
-        "tokens": sum(map(len, ranks)),
-        "tree_tokens": count_tree_tokens(list(ranks)),
+        "contradicted": int(contradicts_scores(completions)),
+        "unanswered": num_unanswered(completions),
+        "token_ids": [np.array(ids, dtype=np.int32) for ids in best],
+        "ranks": ranks,
+        "lengths": [len(last_text(completion.messages)) for completion in completions],
+        "scores": [completion.score for completion in completions],
+        "grades": grades,
+        "tokens": sum(map(len, best)),
+        "tree_tokens": count_tree_tokens(list(best)),
         "longest": longest,
     }
 
@@ -478,5 +563,6 @@ def _digest(text: str) -> int:
 def _is_trainable(preference: Preference, rules: Rules) -> bool:
     """Whether the comparison has an order or grades to learn from."""
     if rules.attributes:
-        return any(name in item.all_grades for item in preference.completions for name in rules.attributes)
-    return rules.ties == "half" or len({completion.rank for completion in preference.completions}) > 1
+        learnt = set(rules.attributes)
+        return any(learnt & completion.all_grades.keys() for completion in preference.completions)
+    return rules.ties == "half" or len(set(preference.ranks)) > 1

@@ -67,7 +67,8 @@ def encode_prompts(
     an encoder."""
     prompts: list[Prompt] = []
     token_ids: list[npt.NDArray[np.int32]] = []
-    sizes, counts = [], Counter[str]()
+    sizes = []
+    counts = Counter[str]()
     for prompt_set in sets:
         kept, first = 0, None
         encoded = _encoded(prompt_set, renderer, max_length, progress)

@@ -156,10 +156,7 @@ def _outcome(record: Mapping[str, Any], rules: Rules, max_length: int | None) ->
     for ids, rank in zip(record["token_ids"], record["ranks"], strict=True):
         if len(ids) <= max_length:
             fitting_ranks.append(rank)
-    num_fitting = len(fitting_ranks)
-    if rules.need_order:
-        num_fitting = len(set(fitting_ranks))
-    return outcome if num_fitting >= rules.fewest else "dropped_too_long"
+    return outcome if rules.is_enough(fitting_ranks) else "dropped_too_long"
 
 
 def rows_of(
