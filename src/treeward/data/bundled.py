@@ -17,5 +17,10 @@ SPLITS = ("train", "validation", "length_controlled")
 def bundled_path(split: str) -> Path:
     """The file of a split of the bundled data. Raises `ConfigError` for another name, with the nearest one."""
     if split not in SPLITS:
-        raise ConfigError.unknown("the bundled data has no such split", split, SPLITS, field="split")
+        raise ConfigError.unknown(
+            "the bundled data has no such split",
+            split,
+            SPLITS,
+            field="split",
+        )
     return Path(__file__).with_name("bundled") / f"{split}.jsonl"

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -54,13 +54,18 @@ class EncodedPrompts:
         """A digest of the prompts' tokens, their order, and the info that environments read."""
         digest = hashlib.blake2b(repr((self.sizes, self.weights)).encode(), digest_size=16)
         for prompt, ids in zip(self.prompts, self.token_ids, strict=True):
-            content = json.dumps([prompt.messages, prompt.info, prompt.template_kwargs], sort_keys=True, default=repr)
+            parts = [prompt.messages, prompt.info, prompt.template_kwargs]
+            content = json.dumps(parts, sort_keys=True, default=repr)
             digest.update(content.encode() + ids.tobytes())
         return digest.hexdigest()
 
 
 def encode_prompts(
-    sets: Sequence[PromptSet], renderer: Renderer, *, max_length: int | None = None, progress: bool = False
+    sets: Sequence[PromptSet],
+    renderer: Renderer,
+    *,
+    max_length: int | None = None,
+    progress: bool = False,
 ) -> EncodedPrompts:
     """Render and tokenize the prompts for a policy. Those of more than `max_length` tokens are left out and counted.
     Raises `DataError` if a set has no shorter ones, and for a prompt that the chat template refuses; `ModelError` for
@@ -70,45 +75,104 @@ def encode_prompts(
     sizes = []
     counts = Counter[str]()
     for prompt_set in sets:
-        kept, first = 0, None
+        kept = 0
+        first_too_long: _EncodedPrompt | None = None
         encoded = _encoded(prompt_set, renderer, max_length, progress)
-        for family in zip(*[encoded] * prompt_set.together, strict=True):
-            too_long = [item for item in family if item[1] is None or item[2] > (max_length or item[2])]
-            if not too_long:
-                kept += len(family)
-                prompts += [prompt for prompt, _, _ in family]
-                token_ids += [np.asarray(ids, dtype=np.int32) for _, ids, _ in family]
-            elif first is None:
-                prompt, ids, num_tokens = too_long[0]
-                first = f"{prompt.where}, {'' if ids is not None else 'more than '}{num_tokens} tokens"
+        for family in _neighbours(encoded, prompt_set.together):
+            too_long = [item for item in family if item.is_longer_than(max_length)]
+            if too_long:
+                first_too_long = first_too_long or too_long[0]
+                continue
+            kept += len(family)
+            for item in family:
+                prompts.append(item.prompt)
+                token_ids.append(np.asarray(item.token_ids, dtype=np.int32))
         num_too_long = len(prompt_set) - kept
-        if first is not None and not kept:
-            need, fix = f"at most {max_length} tokens (data.max_input_seq_length)", "raise the limit"
-            got = f"the first: {first}"
-            raise DataError("no prompt is short enough", where=prompt_set.name, got=got, need=need, fix=fix)
-        if first is not None:
-            text = f"{num_too_long} of {len(prompt_set)} prompts have more than {max_length} tokens and are left out"
-            logger.warning("%s: %s (the first: %s)", prompt_set.name, text, first)
+        if first_too_long is not None:
+            if kept == 0:
+                raise DataError(
+                    "no prompt is short enough",
+                    where=prompt_set.name,
+                    got=f"the first: {first_too_long.place_and_length}",
+                    need=f"at most {max_length} tokens (data.max_input_seq_length)",
+                    fix="raise the limit",
+                )
+            logger.warning(
+                "%s: %d of %d prompts have more than %s tokens and are left out (the first: %s)",
+                prompt_set.name,
+                num_too_long,
+                len(prompt_set),
+                max_length,
+                first_too_long.place_and_length,
+            )
         sizes.append(kept)
         counts += prompt_set.counts
         counts["kept"] -= num_too_long
         counts["too_long"] += num_too_long
-    weights, together = tuple(prompt_set.weight for prompt_set in sets), {prompt_set.together for prompt_set in sets}
+    together = {prompt_set.together for prompt_set in sets}
     if len(together) > 1:
+        summary = "questions about comparisons and other prompts cannot be mixed"
         need = "sets of comparisons, or sets of prompts: not both in a run"
-        raise ConfigError("questions about comparisons and other prompts cannot be mixed", where="data", need=need)
-    return EncodedPrompts(tuple(prompts), tuple(token_ids), tuple(sizes), weights, counts, *together)
+        raise ConfigError(summary, where="data", need=need)
+    weights = [prompt_set.weight for prompt_set in sets]
+    return EncodedPrompts(
+        tuple(prompts),
+        tuple(token_ids),
+        tuple(sizes),
+        tuple(weights),
+        counts,
+        *together,
+    )
+
+
+class _EncodedPrompt(NamedTuple):
+    """`token_ids`: None for a text so long that it was not tokenized whole. `num_tokens`: of what was tokenized."""
+
+    prompt: Prompt
+    token_ids: list[int] | None
+    num_tokens: int
+
+    def is_longer_than(self, max_length: int | None) -> bool:
+        if self.token_ids is None:
+            return True
+        return max_length is not None and self.num_tokens > max_length
+
+    @property
+    def place_and_length(self) -> str:
+        """For an error."""
+        at_least = "more than " if self.token_ids is None else ""
+        return f"{self.prompt.where}, {at_least}{self.num_tokens} tokens"
+
+
+def _neighbours(
+    items: Iterator[_EncodedPrompt],
+    together: int,
+) -> Iterator[tuple[_EncodedPrompt, ...]]:
+    """So many of the items at a time."""
+    # One iterator in every place of the zip: each takes the next item.
+    return zip(*[items] * together, strict=True)
 
 
 def _encoded(
-    prompt_set: PromptSet, renderer: Renderer, max_length: int | None, progress: bool
-) -> Iterator[tuple[Prompt, list[int] | None, int]]:
+    prompt_set: PromptSet,
+    renderer: Renderer,
+    max_length: int | None,
+    progress: bool,
+) -> Iterator[_EncodedPrompt]:
     with ShownProgress(unit="prompts", enabled=progress) as shown:
         for start in range(0, len(prompt_set), _PROMPTS_AT_ONCE):
             batch = prompt_set[start : start + _PROMPTS_AT_ONCE]
-            texts = [renderer.render(p.conversation, where=p.where, generation_prompt=True) for p in batch]
-            encoded = renderer.encode_short(texts, max_length, where=[prompt.where for prompt in batch])
-            for prompt, ids in zip(batch, encoded, strict=True):
+            texts = []
+            for prompt in batch:
+                text = renderer.render(
+                    prompt.conversation,
+                    where=prompt.where,
+                    generation_prompt=True,
+                )
+                texts.append(text)
+            places = [prompt.where for prompt in batch]
+            encoded = renderer.encode_short(texts, max_length, where=places)
+            for prompt, (token_ids, num_tokens) in zip(batch, encoded, strict=True):
                 opening = renderer.opening(prompt.conversation, where=prompt.where)
-                yield replace(prompt, opening=opening), *ids
+                yield _EncodedPrompt(replace(prompt, opening=opening), token_ids, num_tokens)
             shown.show(f"tokenizing {prompt_set.name}", start + len(batch), len(prompt_set))

@@ -24,6 +24,7 @@ def split_reasoning(text: str) -> tuple[str, str] | None:
 def without_reasoning(text: str) -> str:
     """The text without its reasoning: blocks, everything up to a lone end, and everything after a lone start."""
     text = _BLOCK.sub("", text)
-    # What is left of an end was reasoning too: its start is in the prompt, or within the block before.
+    # What is left of an end was reasoning too: its start is in the prompt, or within the block
+    # before.
     text = text.rpartition(REASONING_END)[2]
     return text.partition(REASONING_START)[0]

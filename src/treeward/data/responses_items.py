@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from treeward.data.conversation import Conversation, Message, canonical_call
+from treeward.data.conversation import Conversation, Message, canonical_call, literally
 from treeward.errors import DataError
 
 _TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
@@ -21,34 +21,40 @@ _TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "ref
 
 
 def conversation_of(
-    params: Mapping[str, Any], output: Sequence[Mapping[str, Any]], *, developer: str = "system"
+    params: Mapping[str, Any],
+    output: Sequence[Mapping[str, Any]],
+    *,
+    developer: str = "system",
 ) -> Conversation:
     """The messages of a request (`responses_create_params`) and of its `output`, with the request's tools. `developer`:
     the role for developer messages, which most chat templates do not know. Raises `DataError` for items that are not
     messages."""
-    messages = [*messages_of_input(params, developer=developer), *_messages(output, "response.output", developer)]
+    messages = messages_of_input(params, developer=developer)
+    messages += _messages(output, "response.output", developer)
     return Conversation(messages, tools=tools_of(params))
 
 
 def as_conversation(prompt: Any, response: Any, *, developer: str = "system") -> list[Message]:
     """The conversation of a prompt and its response, each a text, messages, or items of the Responses API."""
     messages: list[Message] = []
+    need = "a text, messages, or items of the Responses API"
     for field, value, role in (("prompt", prompt, "user"), ("response", response, "assistant")):
-        items = [{"role": role, "content": value}] if isinstance(value, str) else value
-        items = _checked(items, list | tuple, field, "a text, messages, or items of the Responses API")
-        messages += _messages(items, field, developer)
+        items = literally(value, role)
+        messages += _messages(_checked(items, list | tuple, field, need), field, developer)
     return messages
 
 
 def messages_of_input(params: Mapping[str, Any], *, developer: str = "system") -> list[Message]:
     """The messages of `input`, which is a text of the user or a list of items, after the `instructions`."""
-    instructions, items = params.get("instructions"), params.get("input")
-    first: list[Message] = []
+    messages: list[Message] = []
+    instructions = params.get("instructions")
     if isinstance(instructions, str) and instructions:
-        first.append({"role": "system", "content": instructions})
+        messages.append({"role": "system", "content": instructions})
+    items = params.get("input")
     if isinstance(items, str):
-        return [*first, {"role": "user", "content": items}]
-    return [*first, *_messages(_checked(items, Sequence, "input", "a text, or a list of items"), "input", developer)]
+        return [*messages, {"role": "user", "content": items}]
+    items = _checked(items, Sequence, "input", "a text, or a list of items")
+    return messages + _messages(items, "input", developer)
 
 
 def tools_of(params: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -56,11 +62,13 @@ def tools_of(params: Mapping[str, Any]) -> list[dict[str, Any]]:
     one level deeper there. Raises `DataError` for tools that are not objects."""
     tools = []
     for tool in _checked(params.get("tools") or (), Sequence, "tools", "a list of tools"):
-        definition = tool.model_dump(exclude_none=True) if hasattr(tool, "model_dump") else tool
-        definition = dict(_checked(definition, Mapping, "tools", '{"type": "function", "name": ..., ...}'))
+        need = '{"type": "function", "name": ..., ...}'
+        definition = dict(_checked(_plain(tool), Mapping, "tools", need))
         if definition.get("type") == "function" and "function" not in definition:
-            keys = ("name", "description", "parameters")
-            function = {key: definition[key] for key in keys if definition.get(key) is not None}
+            function = {}
+            for key in ("name", "description", "parameters"):
+                if definition.get(key) is not None:
+                    function[key] = definition[key]
             definition = {"type": "function", "function": function}
         tools.append(definition)
     return tools
@@ -71,28 +79,41 @@ def _messages(items: Sequence[Any], field: str, developer: str) -> list[Message]
     names: dict[str, str] = {}  # of the functions, by the ids of their calls
     for i, element in enumerate(items):
         where = f"{field}[{i}]"
-        # NeMo Gym and the openai client have objects of pydantic.
-        item = element.model_dump(exclude_none=True) if hasattr(element, "model_dump") else element
-        match _checked(item, Mapping, where, '{"type": "message", ...}').get("type") or "message":
+        item = _checked(_plain(element), Mapping, where, '{"type": "message", ...}')
+        match item.get("type") or "message":
             case "message":
                 messages.append(_message(item, where, developer))
             case "function_call":
                 if not messages or messages[-1]["role"] != "assistant":
                     messages.append({"role": "assistant", "content": ""})
                 call = _call(item, where)
-                messages[-1] = messages[-1] | {"tool_calls": [*messages[-1].get("tool_calls", ()), call]}
+                calls = [*messages[-1].get("tool_calls", ()), call]
+                messages[-1] = messages[-1] | {"tool_calls": calls}
                 names[call["id"]] = call["function"]["name"]
             case "function_call_output":
-                call_fields = {"tool_call_id": item.get("call_id"), "name": names.get(str(item.get("call_id")))}
                 content = _text(item.get("output"), f"{where}.output")
-                text_fields = {key: value for key, value in call_fields.items() if isinstance(value, str) and value}
-                messages.append({"role": "tool", "content": content} | text_fields)
+                message = {"role": "tool", "content": content}
+                call_id = item.get("call_id")
+                if isinstance(call_id, str) and call_id:
+                    message["tool_call_id"] = call_id
+                name = names.get(str(call_id))
+                if name:
+                    message["name"] = name
+                messages.append(message)
             case "reasoning":
                 pass
             case other:
-                summary, need = f"an item of the type {other!r} cannot be scored", "a message or a call of a function"
+                summary = f"an item of the type {other!r} cannot be scored"
+                need = "a message or a call of a function"
                 raise DataError(summary, field=where, got=other, need=need)
     return messages
+
+
+def _plain(item: Any) -> Any:
+    """The item as an object of JSON: NeMo Gym and the openai client have objects of pydantic."""
+    if hasattr(item, "model_dump"):
+        return item.model_dump(exclude_none=True)
+    return item
 
 
 def _checked(value: Any, kind: Any, field: str, need: str) -> Any:
@@ -107,23 +128,35 @@ def _message(item: Mapping[str, Any], where: str, developer: str) -> Message:
     content = _text(item.get("content"), f"{where}.content")
     message: Message = {"role": developer if role == "developer" else role, "content": content}
     # Rows in the form of chat completions have their calls in the messages themselves.
-    for i, call in enumerate(_checked(item.get("tool_calls") or [], list | tuple, f"{where}.tool_calls", "a list")):
-        field, need = f"{where}.tool_calls[{i}]", '{"id": ..., "function": {...}}'
-        function = _checked(_checked(call, Mapping, field, need).get("function"), Mapping, field, need)
-        message.setdefault("tool_calls", []).append(_call({**function, "call_id": call.get("id")}, field))
-    return message | {key: item[key] for key in ("tool_call_id", "name") if isinstance(item.get(key), str)}
+    calls = _checked(item.get("tool_calls") or [], list | tuple, f"{where}.tool_calls", "a list")
+    for i, call in enumerate(calls):
+        field = f"{where}.tool_calls[{i}]"
+        need = '{"id": ..., "function": {...}}'
+        call = _checked(call, Mapping, field, need)
+        function = _checked(call.get("function"), Mapping, field, need)
+        tool_call = _call({**function, "call_id": call.get("id")}, field)
+        message.setdefault("tool_calls", []).append(tool_call)
+    for key in ("tool_call_id", "name"):
+        if isinstance(item.get(key), str):
+            message[key] = item[key]
+    return message
 
 
 def _text(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     texts = []
-    for i, part in enumerate(_checked(content or (), Sequence, where, "a text, or a list of parts")):
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        key = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
-        text = part.get(key) if isinstance(part, Mapping) and key is not None else None
+    parts = _checked(content or (), Sequence, where, "a text, or a list of parts")
+    for i, part in enumerate(parts):
+        kind: Any = type(part).__name__
+        text = None
+        if isinstance(part, Mapping):
+            kind = part.get("type")
+            if isinstance(kind, str) and kind in _TEXT_PARTS:
+                text = part.get(_TEXT_PARTS[kind])
         if not isinstance(text, str):
-            summary, need = f"a content part of the type {kind!r} cannot be scored", f"text: {', '.join(_TEXT_PARTS)}"
+            summary = f"a content part of the type {kind!r} cannot be scored"
+            need = f"text: {', '.join(_TEXT_PARTS)}"
             raise DataError(summary, field=f"{where}[{i}]", got=part, need=need)
         texts.append(text)
     return "".join(texts)

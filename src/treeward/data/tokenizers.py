@@ -13,7 +13,8 @@ from treeward.data.datasets import RowDataset
 from treeward.data.rendering import DEFAULT_CHAT_TEMPLATE
 from treeward.errors import ConfigError
 
-_END, _PAD = "<|endoftext|>", "<|pad|>"
+_END = "<|endoftext|>"
+_PAD = "<|pad|>"
 _SPECIAL = [_END, _PAD, "<|system|>", "<|user|>", "<|assistant|>"]
 
 
@@ -22,16 +23,30 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedToken
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     if vocab_size < len(alphabet) + len(_SPECIAL):
         need = f"at least {len(alphabet) + len(_SPECIAL)}: the bytes and the special tokens"
-        raise ConfigError("the vocabulary is too small", where="policy.tokenizer.vocab_size", got=vocab_size, need=need)
+        raise ConfigError(
+            "the vocabulary is too small",
+            where="policy.tokenizer.vocab_size",
+            got=vocab_size,
+            need=need,
+        )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=_SPECIAL, initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=_SPECIAL,
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
-    whole = (text.encode(errors="replace").decode() for text in texts)  # reading refuses lone surrogates later
+    # A lone surrogate is refused later, when its row is encoded; here it must not end the training.
+    whole = (text.encode(errors="replace").decode() for text in texts)
     tokenizer.train_from_iterator(whole, trainer)
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_END, pad_token=_PAD, padding_side="right")
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=_END,
+        pad_token=_PAD,
+        padding_side="right",
+    )
     wrapped.chat_template = DEFAULT_CHAT_TEMPLATE
     return wrapped
 
@@ -40,5 +55,9 @@ def texts_of(streams: Iterable[RowDataset]) -> Iterator[str]:
     """The text of every message of some comparison sets."""
     for stream in streams:
         for preference, _ in stream:
-            for messages in (preference.context, *(completion.messages for completion in preference.completions)):
-                yield from (message["content"] for message in messages if isinstance(message.get("content"), str))
+            messages = list(preference.context)
+            for completion in preference.completions:
+                messages += completion.messages
+            for message in messages:
+                if isinstance(message.get("content"), str):
+                    yield message["content"]
