@@ -17,7 +17,8 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from transformers import PreTrainedTokenizerFast
 
 from treeward.data import template_bounds
-from treeward.data.rendering import DEFAULT_CHAT_TEMPLATE, Renderer
+from treeward.data.chat_template import DEFAULT_CHAT_TEMPLATE
+from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, DataError, TreewardError
 
 # LLaVA writes a space after `</s>`, GLM-4 writes no end of turn.

@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModel, AutoModelForSequenceClassification
 
-from treeward.data.rendering import DEFAULT_CHAT_TEMPLATE, Renderer
+from treeward.data.chat_template import DEFAULT_CHAT_TEMPLATE
+from treeward.data.rendering import Renderer
 from treeward.errors import DataError, ModelError
 from treeward.model import heads as heads_module
 from treeward.model.contract import CONTRACT_FILE

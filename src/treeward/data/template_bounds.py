@@ -14,6 +14,7 @@ compiles for a `BoundedEnvironment` within the block, and as before anywhere els
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import threading
 import time
@@ -44,9 +45,22 @@ _MAX_DIGITS = 1000
 _MAX_INDENT = 100
 _STEPS_BETWEEN_CLOCKS = 64
 _CONTAINERS = (list, tuple, dict)
-# These make more than they are given: at most the product of the lengths and numbers among their arguments.
+# These make more than they are given: at most the product of the lengths and numbers among their
+# arguments.
 _MULTIPLYING = frozenset(
-    {"batch", "center", "expandtabs", "indent", "ljust", "rjust", "slice", "translate", "urlize", "wordwrap", "zfill"}
+    {
+        "batch",
+        "center",
+        "expandtabs",
+        "indent",
+        "ljust",
+        "rjust",
+        "slice",
+        "translate",
+        "urlize",
+        "wordwrap",
+        "zfill",
+    }
 )
 # These read no more of a container than its items. Others may go through all that it holds.
 _SHALLOW = frozenset(
@@ -73,7 +87,8 @@ _work = _Work()
 def bounded() -> Iterator[None]:
     """Within the block what this thread renders is bounded: `jinja2.TemplateRuntimeError` says which bound, and what
     the template did."""
-    _work.steps = _work.characters = 0
+    _work.steps = 0
+    _work.characters = 0
     _work.began = time.thread_time()
     _work.counts = True
     try:
@@ -86,7 +101,8 @@ class _CountingCode(CodeGenerator):
     """Compiles a template to Python that calls its environment at each step, and for each value that may be large."""
 
     def blockvisit(self, nodes: Iterable[nodes.Node], frame: Frame) -> None:
-        # The body of a loop, a macro or a block, not a branch of an `if`: without one nothing runs twice.
+        # The body of a loop, a macro or a block, not a branch of an `if`: without one nothing runs
+        # twice.
         if not frame.soft_frame:
             self.writeline("environment.step()")
         super().blockvisit(nodes, frame)
@@ -99,7 +115,8 @@ class _CountingCode(CodeGenerator):
         self.write("))")
 
     def visit_Add(self, node: nodes.BinExpr, frame: Frame) -> None:
-        # Templates add most of all: Jinja's own way to intercept an operator takes three times as long.
+        # Templates add most of all, and Jinja's own way to intercept an operator takes three times
+        # as long.
         self.write("environment.add(")
         self.visit(node.left, frame)
         self.write(", ")
@@ -142,7 +159,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         value = left + right
         if type(value) is str:
             characters = _work.characters = _work.characters + len(value)
-            if characters > MAX_CHARACTERS:  # seldom: then all that was made is looked at, and the text
+            if characters > MAX_CHARACTERS:
+                # Seldom: only then is all that was made looked at, and the text.
                 _check_size(len(value))
                 self.count(0)
             return value
@@ -221,7 +239,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
                 self.check_format(_PERCENT_WIDTH, text, arguments[1:])
                 self.check_format(_BRACE_WIDTH, text, arguments[1:])
         elif name == "tojson":
-            if any(_magnitude(value) > _MAX_INDENT for value in arguments[1:] if not isinstance(value, _CONTAINERS)):
+            numbers = [value for value in arguments[1:] if not isinstance(value, _CONTAINERS)]
+            if any(_magnitude(value) > _MAX_INDENT for value in numbers):
                 raise _beyond(f"it indents by more than {_MAX_INDENT}")
         elif name == "generate_lorem_ipsum":
             if any(_magnitude(value) > _MAX_DIGITS for value in arguments):
@@ -235,7 +254,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def check_format(self, pattern: re.Pattern[str], text: str, arguments: Sequence[Any]) -> None:
         """Refuse a format of a wide field; a width may be an argument."""
         size = 0
-        for width in (width for widths in pattern.findall(text) for width in widths if width):
+        for width in itertools.chain.from_iterable(pattern.findall(text)):
+            if not width:
+                continue
             if width.isdigit():
                 # More digits than a number of Python may have are an error of their own.
                 size += int(width) if len(width) < _MAX_DIGITS else MAX_CHARACTERS + 1
@@ -247,12 +268,24 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
                 self.count(_num_values(value))
 
 
-_GROWING = _MULTIPLYING | {"format", "format_map", "generate_lorem_ipsum", "join", "replace", "tojson"}
+_GROWING = _MULTIPLYING | {
+    "format",
+    "format_map",
+    "generate_lorem_ipsum",
+    "join",
+    "replace",
+    "tojson",
+}
 
 
-def _counting(environment: BoundedEnvironment, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _counting(
+    environment: BoundedEnvironment,
+    name: str,
+    function: Callable[..., Any],
+) -> Callable[..., Any]:
     """A filter of Jinja's with the counts."""
-    # Some filters get the environment or a context first, and say so by an attribute, which `wraps` copies.
+    # Some filters get the environment or a context first, and say so by an attribute, which `wraps`
+    # copies.
     first = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     @functools.wraps(function)
@@ -332,8 +365,8 @@ def _num_values(container: Any) -> int:
 @functools.lru_cache(maxsize=128)
 def _bounded_template(source: str) -> jinja2.Template:
     """The template compiled by an environment with transformers' filters, functions and tags, and our counts."""
-    # The environment is made anew for each template. With an empty one nothing of it has run: constant expressions
-    # are computed while a template is compiled.
+    # The environment is made anew for each template. With an empty one nothing of it has run:
+    # constant expressions are computed while a template is compiled.
     environment: Any = chat_template_utils._cached_compile_jinja_template("").environment
     is_as_expected = type(environment) is ImmutableSandboxedEnvironment
     assert is_as_expected, "transformers renders in another environment"
@@ -348,7 +381,10 @@ _compile_unbounded = chat_template_utils._compile_jinja_template
 
 
 def _compile(source: str) -> Any:
-    return _bounded_template(source) if _work.counts else _compile_unbounded(source)
+    if _work.counts:
+        return _bounded_template(source)
+    return _compile_unbounded(source)
 
 
-setattr(chat_template_utils, "_compile_jinja_template", _compile)  # noqa: B010 (mypy knows the cache's type)
+# By `setattr`, because mypy knows the type of the cached function that is replaced.
+setattr(chat_template_utils, "_compile_jinja_template", _compile)  # noqa: B010

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from treeward.data.chat_template import DEFAULT_CHAT_TEMPLATE
 from treeward.data.datasets import RowDataset
-from treeward.data.rendering import DEFAULT_CHAT_TEMPLATE
 from treeward.errors import ConfigError
 
 _END = "<|endoftext|>"

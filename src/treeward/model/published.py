@@ -23,7 +23,7 @@ from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, PreTrainedMo
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
 
-from treeward.data.rendering import NUM_BOS
+from treeward.data.chat_template import NUM_BOS
 from treeward.errors import ModelError
 from treeward.model.heads import (
     HELPSTEER2,
