@@ -19,7 +19,9 @@ def parse(write_rows: Callable[..., Path]) -> Callable[..., Preference]:
 
     def parse(dataset_name: str, row: Any, **keys: Any) -> Preference:
         path = str(write_rows("rows.jsonl", [row]))
-        ((preference, where),) = open_dataset(DatasetConfig(dataset_name=dataset_name, data_path=path, **keys))
+        ((preference, where),) = open_dataset(
+            DatasetConfig(dataset_name=dataset_name, data_path=path, **keys),
+        )
         assert where == f"{path}:1"
         return preference
 

@@ -29,7 +29,10 @@ SIDES = {"chosen": "4", "rejected": "5"}
 ASK = [user("2 + 2?")]
 
 
-@pytest.mark.parametrize("column", ["messages", "conversation", "conversations", "input", "history"])
+@pytest.mark.parametrize(
+    "column",
+    ["messages", "conversation", "conversations", "input", "history"],
+)
 def test_messages_are_a_prompt_by_any_name(parse: Parse, column: str) -> None:
     row = {column: ASK, **SIDES}
     assert list(parse("auto", row).context) == ASK
@@ -43,15 +46,26 @@ def test_messages_are_a_prompt_by_any_name(parse: Parse, column: str) -> None:
         ({"prompt": "2 + 2?", "input": "Add.", **SIDES}, "input would be lost"),
         ({"prompt": "2 + 2?", "history": ASK, **SIDES}, "history would be lost"),
         ({"prompt": "2 + 2?", "images": ["a.png"], **SIDES}, "images would be lost"),
-        ({"prompt": [{"role": "system", "content": "A"}, *ASK], "system": "B", **SIDES}, "another system message"),
-        ({"prompt": "[{'role': 'user', 'content': 'Hi'}]", **SIDES}, r"Python's text(.|\n)*json\.dumps"),
+        (
+            {"prompt": [{"role": "system", "content": "A"}, *ASK], "system": "B", **SIDES},
+            "another system message",
+        ),
+        (
+            {"prompt": "[{'role': 'user', 'content': 'Hi'}]", **SIDES},
+            r"Python's text(.|\n)*json\.dumps",
+        ),
         ({"frage": "2 + 2?", **SIDES}, r"no prompt(.|\n)*prompt_key=frage"),
         ({"prompt": "2 + 2?", "tools": [3], **SIDES}, "a tool is not an object"),
-        ({"prompt": "2 + 2?", "chat_template_kwargs": "sad", **SIDES}, "chat_template_kwargs is not an object"),
+        (
+            {"prompt": "2 + 2?", "chat_template_kwargs": "sad", **SIDES},
+            "chat_template_kwargs is not an object",
+        ),
     ],
 )
 def test_what_could_be_lost_is_refused_in_training_and_in_scoring(
-    parse: Parse, row: dict[str, Any], words: str
+    parse: Parse,
+    row: dict[str, Any],
+    words: str,
 ) -> None:
     with pytest.raises(DataError, match=words):
         parse("auto", row)
@@ -64,9 +78,20 @@ def test_completions_are_not_scored_without_their_question() -> None:
         conversations_of({"frage": "2 + 2?", "responses": ["4", "5"]}, "x:1")
 
 
-def test_one_line_names_what_is_not_read(write_rows: Write, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_line_names_what_is_not_read(
+    write_rows: Write,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO)
-    row = {"prompt": "2 + 2?", **SIDES, "margin": "0.5", "source": "web", "tags": ["a"], "seed": 3, "note": ""}
+    row = {
+        "prompt": "2 + 2?",
+        **SIDES,
+        "margin": "0.5",
+        "source": "web",
+        "tags": ["a"],
+        "seed": 3,
+        "note": "",
+    }
     path = str(write_rows("rows.jsonl", [row, row]))
     list(open_dataset(DatasetConfig(data_path=path)))
     assert caplog.text.count("not read: source, tags") == 1
@@ -75,7 +100,10 @@ def test_one_line_names_what_is_not_read(write_rows: Write, caplog: pytest.LogCa
     assert caplog.text.count("not read, and written as they are: source, tags.") == 1
 
 
-def test_what_a_named_column_replaces_is_named_too(write_rows: Write, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_named_column_replaces_is_named_too(
+    write_rows: Write,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO)
     row = {"prompt": "Old.", "frage": "2 + 2?", "history": ASK, **SIDES}
     path = str(write_rows("rows.jsonl", [row]))
@@ -87,7 +115,10 @@ def test_what_a_named_column_replaces_is_named_too(write_rows: Write, caplog: py
     assert "not read, and written as they are: prompt, history." in caplog.text
 
 
-def test_a_set_without_a_prompt_is_a_warning(write_rows: Write, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_set_without_a_prompt_is_a_warning(
+    write_rows: Write,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     path = str(write_rows("rows.jsonl", [SIDES, SIDES | {"chosen": "6"}]))
     list(open_dataset(DatasetConfig(data_path=path)))
     assert caplog.text.count("the rows have no prompt (columns: chosen, rejected)") == 1
@@ -113,7 +144,11 @@ ARENA = {
         ({"prompt": "2 + 2?", "response_a": "4", "response_b": "5", "winner": "B"}, (1, 0)),
     ],
 )
-def test_the_winner_may_have_a_column(parse: Parse, row: dict[str, Any], ranks: tuple[int, int]) -> None:
+def test_the_winner_may_have_a_column(
+    parse: Parse,
+    row: dict[str, Any],
+    ranks: tuple[int, int],
+) -> None:
     preference = parse("auto", row)
     assert preference.ranks == ranks and list(preference.context) == ASK
     assert preference.conversations == conversations_of(row, "x:1") == [[*ASK, assistant("4")], [*ASK, assistant("5")]]
@@ -131,7 +166,12 @@ def test_ratings_have_a_column_of_any_name(write_rows: Write) -> None:
         list(open_dataset(DatasetConfig(data_path=path)))
     ((preference, _),) = open_dataset(DatasetConfig(data_path=path, rating_key="stars"))
     assert preference.ranks == (1, 0) and [one.score for one in preference.completions] == [1, 4.5]
-    listed = str(write_rows("listed.jsonl", [{"prompt": "2 + 2?", "responses": ["5", "4"], "stars": [1, 2]}]))
+    listed = str(
+        write_rows(
+            "listed.jsonl",
+            [{"prompt": "2 + 2?", "responses": ["5", "4"], "stars": [1, 2]}],
+        ),
+    )
     ((preference, _),) = open_dataset(DatasetConfig(data_path=listed, rating_key="stars"))
     assert preference.ranks == (1, 0)
 
@@ -155,8 +195,14 @@ def test_arguments_render_alike_as_an_object_and_as_text(family: str) -> None:
     renderer = family_renderer(family)
     texts = []
     for arguments in ({"city": "Rome"}, '{"city": "Rome"}'):
-        call = {"id": "abcdefghi", "type": "function", "function": {"name": "rain", "arguments": arguments}}
-        texts.append(renderer.render([*ASK, {"role": "assistant", "content": "", "tool_calls": [call]}]))
+        call = {
+            "id": "abcdefghi",
+            "type": "function",
+            "function": {"name": "rain", "arguments": arguments},
+        }
+        texts.append(
+            renderer.render([*ASK, {"role": "assistant", "content": "", "tool_calls": [call]}]),
+        )
     assert texts[0] == texts[1] and "Rome" in texts[0] and '\\"' not in texts[0] and "'city'" not in texts[0]
 
 
@@ -169,7 +215,8 @@ def test_a_template_that_ignores_tools_is_said_once(caplog: pytest.LogCaptureFix
 
 
 def test_of_several_templates_the_one_that_reads_tools_is_named(
-    caplog: pytest.LogCaptureFixture, tiny_tokenizer: Any
+    caplog: pytest.LogCaptureFixture,
+    tiny_tokenizer: Any,
 ) -> None:
     tokenizer = copy.copy(tiny_tokenizer)
     words = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"

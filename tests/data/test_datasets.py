@@ -42,7 +42,11 @@ def test_rank_format(parse: Parse) -> None:
     row["completions"][1]["score"] = 2
     preference = parse("PreferenceDataset", row)
     assert shape(preference) == ([user("2 + 2?")], {0: [assistant("4")], 1: [assistant("5")]})
-    assert (preference.task_name, preference.strength, preference.completions[1].score) == ("maths", 0.5, 2.0)
+    assert (preference.task_name, preference.strength, preference.completions[1].score) == (
+        "maths",
+        0.5,
+        2.0,
+    )
     assert parse("PreferenceDataset", rank_row()).task_name == "PreferenceDataset"
 
 
@@ -53,7 +57,11 @@ def test_rank_format(parse: Parse) -> None:
         ({"context": [{"role": "user"}]}, "context[0].content", "has no text"),
         ({"completions": rank_row()["completions"][:1]}, "completions", "two or more"),
         *(
-            ({"completions": [{"rank": rank, "completion": [assistant("4")]}] * 2}, "completions[0].rank", "rank")
+            (
+                {"completions": [{"rank": rank, "completion": [assistant("4")]}] * 2},
+                "completions[0].rank",
+                "rank",
+            )
             for rank in (None, True, 0.5, float("nan"), 2**64, 10**400)
         ),
         ({"margin": float("nan")}, "margin", "finite"),
@@ -75,11 +83,27 @@ PLAIN = (CONTEXT, {0: [assistant("4")], 1: [assistant("5")]})
         {"prompt": CONTEXT, "chosen": "4", "rejected": "5"},
         {"prompt": json.dumps(CONTEXT), "chosen": "4", "rejected": json.dumps([assistant("5")])},
         {"prompt": CONTEXT, "chosen": [assistant("4")], "rejected": [assistant("5")]},
-        {"prompt": CONTEXT, "chosen": [*CONTEXT, assistant("4")], "rejected": [*CONTEXT, assistant("5")]},
-        {"prompt": CONTEXT[:1], "chosen": [*CONTEXT, assistant("4")], "rejected": [*CONTEXT, assistant("5")]},
-        {"prompt": "2 + 2? ", "chosen": [*CONTEXT, assistant("4")], "rejected": [*CONTEXT, assistant("5")]},
+        {
+            "prompt": CONTEXT,
+            "chosen": [*CONTEXT, assistant("4")],
+            "rejected": [*CONTEXT, assistant("5")],
+        },
+        {
+            "prompt": CONTEXT[:1],
+            "chosen": [*CONTEXT, assistant("4")],
+            "rejected": [*CONTEXT, assistant("5")],
+        },
+        {
+            "prompt": "2 + 2? ",
+            "chosen": [*CONTEXT, assistant("4")],
+            "rejected": [*CONTEXT, assistant("5")],
+        },
         {"chosen": [*CONTEXT, assistant("4")], "rejected": [*CONTEXT, assistant("5")]},
-        {"prompt": None, "chosen": [*CONTEXT, assistant("4")], "rejected": [*CONTEXT, assistant("5")]},
+        {
+            "prompt": None,
+            "chosen": [*CONTEXT, assistant("4")],
+            "rejected": [*CONTEXT, assistant("5")],
+        },
     ],
 )
 def test_forms_of_a_pair(parse: Parse, row: dict[str, Any]) -> None:
@@ -92,8 +116,16 @@ def test_forms_of_a_pair(parse: Parse, row: dict[str, Any]) -> None:
         ({"prompt": "a", "choosen": "b", "rejected": "c"}, "chosen", "is it choosen"),
         ({"chosen": [assistant("b")], "rejected": [assistant("c")]}, "prompt", "set prompt_key"),
         ({"prompt": "a", "chosen": 3, "rejected": "c"}, "chosen", "neither text nor"),
-        ({"prompt": "a", "chosen": [user("x"), assistant("b")], "rejected": "c"}, "chosen[0].role", "not contain"),
-        ({"prompt": "a", "chosen": [user("a"), assistant("b")], "rejected": "c"}, "chosen[0].role", "other completion"),
+        (
+            {"prompt": "a", "chosen": [user("x"), assistant("b")], "rejected": "c"},
+            "chosen[0].role",
+            "not contain",
+        ),
+        (
+            {"prompt": "a", "chosen": [user("a"), assistant("b")], "rejected": "c"},
+            "chosen[0].role",
+            "other completion",
+        ),
     ],
 )
 def test_bad_pairs(parse: Parse, row: dict[str, Any], field: str, words: str) -> None:
@@ -103,12 +135,21 @@ def test_bad_pairs(parse: Parse, row: dict[str, Any], field: str, words: str) ->
 
 
 def steer(preference: Any, context: Any = "2 + 2?") -> dict[str, Any]:
-    return {"context": context, "response1": "one", "response2": "two", "overall_preference": preference}
+    return {
+        "context": context,
+        "response1": "one",
+        "response2": "two",
+        "overall_preference": preference,
+    }
 
 
 @pytest.mark.parametrize(
     ("grade", "ranked"),
-    [(-1.0, [(0, "one"), (1, "two")]), (0, [(0, "one"), (0, "two")]), ("3", [(0, "two"), (1, "one")])],
+    [
+        (-1.0, [(0, "one"), (1, "two")]),
+        (0, [(0, "one"), (0, "two")]),
+        ("3", [(0, "two"), (1, "one")]),
+    ],
 )
 def test_helpsteer3(parse: Parse, grade: Any, ranked: list[Any]) -> None:
     preference = parse("HelpSteer3", steer(grade))
@@ -118,7 +159,11 @@ def test_helpsteer3(parse: Parse, grade: Any, ranked: list[Any]) -> None:
 
 
 def test_tulu3(parse: Parse) -> None:
-    row = {"prompt": "another text", "chosen": [*CONTEXT, assistant("4")], "rejected": [*CONTEXT, assistant("5")]}
+    row = {
+        "prompt": "another text",
+        "chosen": [*CONTEXT, assistant("4")],
+        "rejected": [*CONTEXT, assistant("5")],
+    }
     assert shape(parse("Tulu3Preference", row)) == PLAIN
 
 
@@ -131,16 +176,25 @@ def test_hub_datasets_ask_for_their_own_subset_and_splits(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     ((train, where),) = open_dataset(DatasetConfig(dataset_name="HelpSteer3"))
-    ((held, _),) = open_dataset(DatasetConfig(dataset_name="HelpSteer3Dataset", name="default", split="validation"))
+    ((held, _),) = open_dataset(
+        DatasetConfig(dataset_name="HelpSteer3Dataset", name="default", split="validation"),
+    )
     assert set(calls) == {("nvidia/HelpSteer3", "preference", split) for split in ("train", "validation")}
     assert where == "nvidia/HelpSteer3[train]:row 1"
-    assert (train.completions[0].messages[0], held.completions[0].messages[0]) == (assistant("one"), assistant("two"))
+    assert (train.completions[0].messages[0], held.completions[0].messages[0]) == (
+        assistant("one"),
+        assistant("two"),
+    )
     with pytest.raises(ConfigError, match="does not say its split"):
         open_dataset(DatasetConfig(dataset_name="Tulu3Preference", name="default"))
     with pytest.raises(ConfigError, match="needs a path"):
         open_dataset(DatasetConfig.model_construct(dataset_name="PreferenceDataset"))
     calls.clear()
-    list(open_dataset(DatasetConfig(dataset_name="HelpSteer3", data_path="me/copy", split="x", subset="y")))
+    list(
+        open_dataset(
+            DatasetConfig(dataset_name="HelpSteer3", data_path="me/copy", split="x", subset="y"),
+        )
+    )
     assert set(calls) == {("me/copy", "y", "x")}
 
 
@@ -149,21 +203,37 @@ def join(messages: Any) -> str:
     return "".join(f"\n\n{speakers[message['role']]}: {message['content']}" for message in messages)
 
 
-@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=9), min_size=1, max_size=5))
+@given(
+    st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=9), min_size=1, max_size=5),
+)
 def test_a_transcript_joins_again(texts: list[str]) -> None:
-    transcript = join([(assistant if i % 2 else user)(text) for i, text in enumerate(texts)])
+    messages = []
+    for i, text in enumerate(texts):
+        speaker = assistant if i % 2 else user
+        messages.append(speaker(text))
+    transcript = join(messages)
     assert join(parse_transcript(transcript)) == transcript
 
 
 def test_prompt_files(parse: Parse, tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text("Answer in \\boxed{{}}: {}")
     (tmp_path / "system.txt").write_text("Be brief.")
-    path = write_jsonl(tmp_path / "rows.jsonl", {"prompt": CONTEXT, "chosen": "{4}", "rejected": "5"})
-    files = {"prompt_file": str(tmp_path / "prompt.txt"), "system_prompt_file": str(tmp_path / "system.txt")}
+    path = write_jsonl(
+        tmp_path / "rows.jsonl",
+        {"prompt": CONTEXT, "chosen": "{4}", "rejected": "5"},
+    )
+    files = {
+        "prompt_file": str(tmp_path / "prompt.txt"),
+        "system_prompt_file": str(tmp_path / "system.txt"),
+    }
     config = DatasetConfig(dataset_name="BinaryPreferenceDataset", data_path=path, **files)
     ((preference, _),) = open_dataset(config)
     filled = user("Answer in \\boxed{}: 2 + 2?")
-    assert list(preference.context) == [{"role": "system", "content": "Be brief."}, *CONTEXT[:2], filled]
+    assert list(preference.context) == [
+        {"role": "system", "content": "Be brief."},
+        *CONTEXT[:2],
+        filled,
+    ]
     assert preference.completions[0].messages == (assistant("{4}"),)
     parts = [{"type": "text", "text": "2 + "}, "2?"]
     row = {"prompt": [user(parts)], "chosen": "4", "rejected": "5"}
@@ -184,25 +254,39 @@ def test_a_share_of_the_prompts_is_held_out(tmp_path: Path) -> None:
         assert open_dataset(config).name == f"{path}, {'not ' if config.part == 'train' else ''}held out"
         return [preference.context[0]["content"] for preference, _ in open_dataset(config)]
 
-    train, held_out = prompts(paths[0], part="train"), prompts(paths[0], part="validation")
+    train = prompts(paths[0], part="train")
+    held_out = prompts(paths[0], part="validation")
     assert not {*train} & {*held_out} and len(train) + len(held_out) == 180
     assert 6 <= len({*held_out}) <= 24 and len(held_out) == 3 * len({*held_out})
     assert {*prompts(paths[1], part="validation")} == {*held_out} & {row["prompt"] for row in rows[41:101]}
     assert {*prompts(paths[0], part="validation", seed=1)} != {*held_out}
-    unprompted = write_jsonl(tmp_path / "x.jsonl", *({"chosen": f"{i}.", "rejected": "No."} for i in range(60)))
+    unprompted = write_jsonl(
+        tmp_path / "x.jsonl",
+        *({"chosen": f"{i}.", "rejected": "No."} for i in range(60)),
+    )
     (tmp_path / "system.txt").write_text("Be brief.")
     config = DatasetConfig(
-        data_path=unprompted, split_validation_size=0.5, part="train", system_prompt_file=str(tmp_path / "system.txt")
+        data_path=unprompted,
+        split_validation_size=0.5,
+        part="train",
+        system_prompt_file=str(tmp_path / "system.txt"),
     )
     assert 10 < len(list(open_dataset(config))) < 50
-    with pytest.raises(ConfigError, match=r"part(?s:.*)split_validation_size: 0\.5(?s:.*)part: validation"):
+    with pytest.raises(
+        ConfigError,
+        match=r"part(?s:.*)split_validation_size: 0\.5(?s:.*)part: validation",
+    ):
         open_dataset(config.model_copy(update={"part": None}))
 
 
 def test_fingerprints_follow_content_and_parsing(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", {"prompt": "a", "chosen": "b", "rejected": "c"})
     config = DatasetConfig(dataset_name="BinaryPreferenceDataset", data_path=path)
-    other = DatasetConfig(dataset_name="BinaryPreferenceDataset", data_path=path, prompt_key="chosen")
+    other = DatasetConfig(
+        dataset_name="BinaryPreferenceDataset",
+        data_path=path,
+        prompt_key="chosen",
+    )
     tulu = DatasetConfig(dataset_name="Tulu3Preference", data_path=path)
     digests = [open_dataset(one).fingerprint for one in (config, other, tulu, config)]
     assert len(set(digests)) == 3 and digests[0] == digests[-1]
@@ -222,9 +306,15 @@ class Questions(RowDataset):
 """
 
 
-def test_what_a_class_of_ones_own_gives_is_never_out_of_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_class_of_ones_own_gives_is_never_out_of_date(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Neither a class without a file, as of a notebook, nor a helper of it that changes."""
-    rows = write_jsonl(tmp_path / "rows.jsonl", {"prompt": "Quid?", "chosen": "Hoc.", "rejected": "Nescio."})
+    rows = write_jsonl(
+        tmp_path / "rows.jsonl",
+        {"prompt": "Quid?", "chosen": "Hoc.", "rejected": "Nescio."},
+    )
     words = {"helper": "Please"}
     monkeypatch.setitem(sys.modules, "helper", SimpleNamespace(instruction=lambda: words["helper"]))
 
@@ -237,7 +327,8 @@ def test_what_a_class_of_ones_own_gives_is_never_out_of_date(tmp_path: Path, mon
         dataset = encode_dataset(stream, renderer, cache_dir=tmp_path / "cache")
         return stream.fingerprint, str(renderer.tokenizer.decode(dataset[0].token_ids[0]))
 
-    brief, french = encoded("answer briefly:"), encoded("answer in French:")
+    brief = encoded("answer briefly:")
+    french = encoded("answer in French:")
     assert "Please answer briefly: Quid?" in brief[1] and "Please answer in French: Quid?" in french[1]
     words["helper"] = "Kindly"
     assert "Kindly answer briefly: Quid?" in encoded("answer briefly:")[1]
@@ -325,7 +416,11 @@ class Mine(RawDataset):
         "flavour": " sweet",
         "system_prompt_file": str(tmp_path / "system.txt"),
     }
-    data = load_section(DataConfig, {"train": {"data_path": "a", "strength": 2}, "default": default}, where="data")
+    data = load_section(
+        DataConfig,
+        {"train": {"data_path": "a", "strength": 2}, "default": default},
+        where="data",
+    )
     stream = open_dataset(data.train[0])
     preference, _ = next(iter(stream))
     want = "['data_path', 'dataset_name', 'flavour', 'strength', 'system_prompt_file'] sweet"
@@ -336,7 +431,8 @@ class Mine(RawDataset):
 
 
 def test_a_mistyped_grade_of_ultrafeedback_is_left_out_counted_and_said_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     mistyped = {"response": "6", "overall_score": 10, "fine-grained_score": 2.0}
     good = {"response": "4", "overall_score": 10.0, "fine-grained_score": 4.75}
@@ -350,7 +446,12 @@ def test_a_mistyped_grade_of_ultrafeedback_is_left_out_counted_and_said_once(
         ((preference, _),) = stream
     ranked = [(item.rank, item.messages[0]["content"]) for item in preference.completions]
     assert ranked == [(0, "4"), (1, "5")]
-    assert caplog.text.count("2 completions have an overall_score of 10 beside a fine-grained_score of 2 or less") == 1
+    assert (
+        caplog.text.count(
+            "2 completions have an overall_score of 10 beside a fine-grained_score of 2 or less",
+        )
+        == 1
+    )
     assert [Path(where).name for where in stream.left_out] == ["rows.jsonl:1", "rows.jsonl:2"]
 
 

@@ -31,13 +31,31 @@ CHATML = (
 )
 
 
-def renderer_of(max_length: int | None = None, truncation: Any = "drop", template: str = CHATML) -> Renderer:
-    return Renderer(byte_bpe(), chat_template=template, max_length=max_length, truncation=truncation)
+def renderer_of(
+    max_length: int | None = None,
+    truncation: Any = "drop",
+    template: str = CHATML,
+) -> Renderer:
+    return Renderer(
+        byte_bpe(),
+        chat_template=template,
+        max_length=max_length,
+        truncation=truncation,
+    )
 
 
-def preference(*texts: str, ranks: tuple[int, ...] | None = None, prompt: str = "Capital?", **extra: Any) -> Preference:
+def preference(
+    *texts: str,
+    ranks: tuple[int, ...] | None = None,
+    prompt: str = "Capital?",
+    **extra: Any,
+) -> Preference:
     ranked = zip(ranks or range(len(texts)), texts, strict=True)
-    return Preference((user(prompt),), tuple(Completion(rank, (assistant(text),)) for rank, text in ranked), **extra)
+    return Preference(
+        (user(prompt),),
+        tuple(Completion(rank, (assistant(text),)) for rank, text in ranked),
+        **extra,
+    )
 
 
 class Rows:
@@ -56,16 +74,23 @@ class Rows:
 
 def varied(number: int) -> list[Preference]:
     """Rows with two to four completions, some ties, some duplicates, some long, some with a margin."""
-    return [
-        preference(
-            *(f"Answer {i * j % (7 - i % 5)} of row {i}" for j in range(2 + i % 3)),
-            ranks=tuple((j * (i % 5 > 0)) for j in range(2 + i % 3)),
-            prompt=f"Question {i}? " * (1 + 20 * (i % 11 == 0)),
-            strength=i / 2 if i % 4 == 0 else None,
+    rows = []
+    for i in range(number):
+        is_tied = i % 5 == 0
+        is_long = i % 11 == 0
+        has_strength = i % 4 == 0
+        num_completions = 2 + i % 3
+        # The remainder is one of few numbers, so some completions are equal.
+        answers = [f"Answer {i * j % (7 - i % 5)} of row {i}" for j in range(num_completions)]
+        row = preference(
+            *answers,
+            ranks=(0,) * num_completions if is_tied else tuple(range(num_completions)),
+            prompt=f"Question {i}? " * (21 if is_long else 1),
+            strength=i / 2 if has_strength else None,
             task_name=f"task {i % 3}",
         )
-        for i in range(number)
-    ]
+        rows.append(row)
+    return rows
 
 
 OTHER = preference("Sure.", "No.", prompt="Other?")
@@ -75,23 +100,43 @@ OTHER = preference("Sure.", "No.", prompt="Other?")
 def encode(tmp_path: Path) -> Any:
     numbers = itertools.count()
 
-    def encode(*rows: Preference, ties: Any = "drop", renderer: Renderer | None = None) -> EncodedDataset:
+    def encode(
+        *rows: Preference,
+        ties: Any = "drop",
+        renderer: Renderer | None = None,
+    ) -> EncodedDataset:
         """The comparisons of the rows, and of one more that is always kept."""
         cache = tmp_path / str(next(numbers))
-        return encode_dataset(Rows([*rows, OTHER]), renderer or renderer_of(), ties=ties, cache_dir=cache)
+        return encode_dataset(
+            Rows([*rows, OTHER]),
+            renderer or renderer_of(),
+            ties=ties,
+            cache_dir=cache,
+        )
 
     return encode
 
 
 def test_a_comparison_is_its_plain_rows(encode: Any) -> None:
     turns = (assistant("Let me see."), assistant("Paris!"))
-    row = preference("Paris.", "Lyon", "Paris it is.", ranks=(0, 2, 1), strength=0.5, task_name="capitals")
+    row = preference(
+        "Paris.",
+        "Lyon",
+        "Paris it is.",
+        ranks=(0, 2, 1),
+        strength=0.5,
+        task_name="capitals",
+    )
     row = replace(row, completions=(*row.completions, Completion(3, turns)))
     comparison = encode(row)[0]
     rows = [renderer_of().encode([*row.context, *c.messages]) for c in row.completions]
     assert [ids.tolist() for ids in comparison.token_ids] == rows
     assert all(ids.dtype == np.int32 and not ids.flags.writeable for ids in comparison.token_ids)
-    assert (comparison.ranks, comparison.strength, comparison.where) == ((0, 2, 1, 3), 0.5, "rows.jsonl:1")
+    assert (comparison.ranks, comparison.strength, comparison.where) == (
+        (0, 2, 1, 3),
+        0.5,
+        "rows.jsonl:1",
+    )
     assert (comparison.lengths, comparison.subset) == ((6, 4, 12, 6), "capitals")
     assert comparison.num_tokens == sum(map(len, rows))
     assert comparison.tree_tokens == count_tree_tokens(rows) < comparison.num_tokens
@@ -99,13 +144,17 @@ def test_a_comparison_is_its_plain_rows(encode: Any) -> None:
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=6))
 def test_tree_tokens_is_the_number_of_distinct_prefixes(sequences: list[list[int]]) -> None:
-    prefixes = {tuple(s[: n + 1]) for s in sequences for n in range(len(s))}
+    prefixes = set()
+    for sequence in sequences:
+        for end in range(1, len(sequence) + 1):
+            prefixes.add(tuple(sequence[:end]))
     assert count_tree_tokens(sequences) == len(prefixes)
     assert count_tree_tokens([np.array(s, np.int32) for s in sequences]) == len(prefixes)
 
 
 def test_ranks_that_contradict_scores_and_completions_without_an_answer_are_told(
-    encode: Any, caplog: pytest.LogCaptureFixture
+    encode: Any,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def scored(*scores: float | None) -> Preference:
         completions = [
@@ -118,7 +167,9 @@ def test_ranks_that_contradict_scores_and_completions_without_an_answer_are_told
     assert counts.contradicted == 2
     assert "2 whose ranks contradict their scores" in caplog.text and "assistant" not in caplog.text
     asked = Completion(0, (assistant("Paris."), user("Thanks.")))
-    counts = encode(Preference((user("Capital?"),), (asked, Completion(1, (assistant("Rome."),))))).counts
+    counts = encode(
+        Preference((user("Capital?"),), (asked, Completion(1, (assistant("Rome."),)))),
+    ).counts
     assert counts.unanswered == 1
     assert "1 of 4 completions do not end with a message of the assistant" in caplog.text
 
@@ -158,32 +209,56 @@ def test_too_long(encode: Any) -> None:
         encode(long, renderer=renderer_of(60, "error"))
     huge = preference("Paris.", "Lyon.", prompt="Capital? " * 1_000_000)
     counts = encode(huge, renderer=renderer_of(60)).counts
-    assert (counts.read, counts.kept, counts.dropped_too_long) == (2, 1, 1) and counts.longest > 60_000
+    assert (counts.read, counts.kept, counts.dropped_too_long) == (
+        2,
+        1,
+        1,
+    ) and counts.longest > 60_000
 
 
-def test_an_overlong_completion_leaves_the_others(encode: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_overlong_completion_leaves_the_others(
+    encode: Any,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     row = preference("Paris.", "Lyon. " * 30, "Nice.", ranks=(0, 1, 2))
     pair = preference("Paris.", "Lyon. " * 30)
     tied = preference("Paris.", "Lyon. " * 30, "Nice.", ranks=(0, 1, 0))
     dataset = encode(row, pair, tied, renderer=renderer_of(60))
     assert dataset[0].ranks == (0, 2) and len(dataset[0].token_ids) == len(dataset[0].lengths) == 2
     counts = dataset.counts
-    assert (counts.kept, counts.dropped_too_long, counts.completions, counts.completions_too_long) == (2, 2, 4, 1)
+    assert (
+        counts.kept,
+        counts.dropped_too_long,
+        counts.completions,
+        counts.completions_too_long,
+    ) == (2, 2, 4, 1)
     words = r"2 of 4 comparisons kept \(dropped: 2 too long\); 1 completions of kept comparisons too long.*_left"
     assert re.search(words, caplog.text) and counts.is_much_dropped
     assert encode(tied, ties="half", renderer=renderer_of(60))[0].ranks == (0, 0)
     assert not encode(preference("Paris.", "Lyon.")).counts.is_much_dropped
 
 
-def test_counts_and_costs_are_those_of_the_rows(encode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_and_costs_are_those_of_the_rows(
+    encode: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(encoding, "_ROWS_AT_ONCE", 16)
     monkeypatch.setattr(encoding, "_ROWS_IN_BATCH", 40)
-    rows, renderer = varied(150), renderer_of(120)
+    rows = varied(150)
+    renderer = renderer_of(120)
     dataset = encode(*rows, renderer=renderer)
     counts = dataset.counts
     assert counts.read == 151 == counts.kept + counts.dropped_too_long + counts.dropped_identical + counts.dropped_ties
-    assert min(counts.dropped_ties, counts.dropped_identical, counts.dropped_too_long, counts.deduplicated) > 0
-    assert counts.dropped_ties == sum(len({c.rank for c in row.completions}) == 1 for row in rows)
+    assert (
+        min(
+            counts.dropped_ties,
+            counts.dropped_identical,
+            counts.dropped_too_long,
+            counts.deduplicated,
+        )
+        > 0
+    )
+    assert counts.dropped_ties == sum(len(set(row.ranks)) == 1 for row in rows)
     assert counts.tokens == sum(c.num_tokens for c in dataset)
     assert counts.tree_tokens == sum(c.tree_tokens for c in dataset)
     assert all(c.tree_tokens == count_tree_tokens(c.token_ids) for c in dataset)
@@ -193,7 +268,10 @@ def test_counts_and_costs_are_those_of_the_rows(encode: Any, monkeypatch: pytest
     assert some.digests.tolist() == dataset.digests.tolist()[:9] and len(some) == 9 and some.counts == counts
     assert [c.where for c in pickle.loads(pickle.dumps(some))] == [c.where for c in dataset[:9]]
     assert counts.kept == len(dataset)
-    assert dataset.highest_token == max(int(ids.max()) for c in dataset for ids in c.token_ids)
+    highest = 0
+    for comparison in dataset:
+        highest = max(highest, *(int(ids.max()) for ids in comparison.token_ids))
+    assert dataset.highest_token == highest
     for comparison in dataset:
         row = [*rows, OTHER][int(comparison.where.partition(":")[2]) - 1]
         own = {tuple(renderer.encode([*row.context, *c.messages])) for c in row.completions}
@@ -207,7 +285,10 @@ def test_counts_and_costs_are_those_of_the_rows(encode: Any, monkeypatch: pytest
     assert copy.counts == counts and copy.fingerprint == dataset.fingerprint and copy[-1].where == dataset[-1].where
 
 
-def test_the_cache_is_reused_for_the_same_content_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_cache_is_reused_for_the_same_content_only(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     rows = Rows(varied(20))
     first = encode_dataset(rows, renderer_of(), ties="drop", cache_dir=tmp_path)
     with caplog.at_level(logging.INFO):
@@ -217,7 +298,12 @@ def test_the_cache_is_reused_for_the_same_content_only(tmp_path: Path, caplog: p
     others = [
         encode_dataset(rows, renderer_of(), ties="half", cache_dir=tmp_path),
         encode_dataset(rows, renderer_of(400), ties="drop", cache_dir=tmp_path),
-        encode_dataset(Rows(varied(21), fingerprint="b"), renderer_of(), ties="drop", cache_dir=tmp_path),
+        encode_dataset(
+            Rows(varied(21), fingerprint="b"),
+            renderer_of(),
+            ties="drop",
+            cache_dir=tmp_path,
+        ),
     ]
     assert rows.times_read == 3
     assert len({dataset.fingerprint for dataset in [first, *others]}) == 4
@@ -225,7 +311,10 @@ def test_the_cache_is_reused_for_the_same_content_only(tmp_path: Path, caplog: p
     assert len(list(tmp_path.iterdir())) == 8  # a digest of each, and no temporary file
 
 
-def test_a_cut_cache_is_noticed_and_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cut_cache_is_noticed_and_made_again(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     rows = Rows(varied(40))
     path = encode_dataset(rows, renderer_of(), ties="drop", cache_dir=tmp_path).path
     sound = path.read_bytes()
@@ -239,7 +328,10 @@ def test_a_cut_cache_is_noticed_and_made_again(tmp_path: Path, caplog: pytest.Lo
         assert path.read_bytes() == sound
 
 
-def test_a_cache_with_one_changed_bit_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cache_with_one_changed_bit_is_made_again(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Arrow reads most of these files without a word, as other training data."""
     rows = Rows(varied(20))
     path = encode_dataset(rows, renderer_of(), cache_dir=tmp_path).path
@@ -254,14 +346,24 @@ def test_a_cache_with_one_changed_bit_is_made_again(tmp_path: Path, caplog: pyte
 
 
 def test_a_broken_row_stops_the_encoding_and_leaves_no_file(tmp_path: Path) -> None:
-    broken = Preference(({"role": "broken", "content": ""},), preference("Paris.", "Lyon.").completions)
-    with pytest.raises(DataError, match=r"rows\.jsonl:6: the chat template refused(?s:.*)unknown role"):
+    broken = Preference(
+        ({"role": "broken", "content": ""},),
+        preference("Paris.", "Lyon.").completions,
+    )
+    with pytest.raises(
+        DataError,
+        match=r"rows\.jsonl:6: the chat template refused(?s:.*)unknown role",
+    ):
         encode_dataset(Rows([*varied(5), broken]), renderer_of(), ties="drop", cache_dir=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_nothing_left_is_an_error(tmp_path: Path) -> None:
     tied = Rows([preference("Paris.", "Lyon.", ranks=(0, 0))] * 3)
-    for rows, words in ((tied, "3 ties"), (tied, "3 ties"), (Rows([], fingerprint="none"), "0 of 0")):  # also cached
+    for rows, words in (
+        (tied, "3 ties"),
+        (tied, "3 ties"),
+        (Rows([], fingerprint="none"), "0 of 0"),
+    ):  # also cached
         with pytest.raises(DataError, match=f"no comparison is left(?s:.*){words}"):
             encode_dataset(rows, renderer_of(), ties="drop", cache_dir=tmp_path)

@@ -18,7 +18,9 @@ from treeward.data.sources import read_rows
 from treeward.errors import DataError
 from treeward.scoring.rows import chunks_of
 
-ASK, FOUR, FIVE = user("2 + 2?"), assistant("4"), assistant("5")
+ASK = user("2 + 2?")
+FOUR = assistant("4")
+FIVE = assistant("5")
 TURNS = [user("Hi"), assistant("Hello"), ASK]
 Write = Callable[..., Path]
 
@@ -53,7 +55,12 @@ FORMATS: dict[str, tuple[list[dict[str, Any]], str, list[tuple[int, Any]]]] = {
         [(1, "4"), (0, "5")],
     ),
     "scores": (
-        [{"prompt": "2 + 2?", "completions": [{"completion": "4", "score": 2}, {"completion": "5", "score": 2}]}],
+        [
+            {
+                "prompt": "2 + 2?",
+                "completions": [{"completion": "4", "score": 2}, {"completion": "5", "score": 2}],
+            }
+        ],
         "PreferenceDataset",
         [(0, "4"), (0, "5")],
     ),
@@ -62,10 +69,26 @@ FORMATS: dict[str, tuple[list[dict[str, Any]], str, list[tuple[int, Any]]]] = {
         "PreferenceDataset",
         USUAL,
     ),
-    "TRL, text": ([{"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}], "BinaryPreferenceDataset", USUAL),
-    "TRL, messages": ([{"prompt": [ASK], "chosen": [FOUR], "rejected": [FIVE]}], "BinaryPreferenceDataset", USUAL),
-    "TRL, implicit prompt": ([{"chosen": [ASK, FOUR], "rejected": [ASK, FIVE]}], "BinaryPreferenceDataset", USUAL),
-    "context": ([{"context": "2 + 2?", "chosen": "4", "rejected": "5"}], "BinaryPreferenceDataset", USUAL),
+    "TRL, text": (
+        [{"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}],
+        "BinaryPreferenceDataset",
+        USUAL,
+    ),
+    "TRL, messages": (
+        [{"prompt": [ASK], "chosen": [FOUR], "rejected": [FIVE]}],
+        "BinaryPreferenceDataset",
+        USUAL,
+    ),
+    "TRL, implicit prompt": (
+        [{"chosen": [ASK, FOUR], "rejected": [ASK, FIVE]}],
+        "BinaryPreferenceDataset",
+        USUAL,
+    ),
+    "context": (
+        [{"context": "2 + 2?", "chosen": "4", "rejected": "5"}],
+        "BinaryPreferenceDataset",
+        USUAL,
+    ),
     "transcripts": ([side("4", "5")], "HHTranscripts", USUAL),
     "UltraFeedback": (
         [{"instruction": "2 + 2?", "completions": [], "models": []}, ULTRA],
@@ -96,18 +119,27 @@ FORMATS: dict[str, tuple[list[dict[str, Any]], str, list[tuple[int, Any]]]] = {
 
 @pytest.mark.parametrize(("rows", "name", "want"), FORMATS.values(), ids=FORMATS)
 def test_a_file_is_taken_for_its_format(
-    rows: list[Any], name: str, want: Any, write_rows: Write, caplog: pytest.LogCaptureFixture
+    rows: list[Any],
+    name: str,
+    want: Any,
+    write_rows: Write,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
     path = str(write_rows("rows.jsonl", rows))
     ((auto, where),) = open_dataset(DatasetConfig(data_path=path))
-    ((named, _),) = open_dataset(DatasetConfig(data_path=path, dataset_name=name, prompt_key=key_of(rows[0])))
+    ((named, _),) = open_dataset(
+        DatasetConfig(data_path=path, dataset_name=name, prompt_key=key_of(rows[0])),
+    )
     assert f"rows.jsonl: read as {name}" in caplog.text and auto == named
     assert auto.task_name == rows[0].get("category_path", name)
     assert list(auto.context) == [ASK] and where.startswith(f"{path}:")
     assert [(c.rank, c.messages[0]["content"]) for c in auto.completions] == want
     assert ("fewer than two completions" in caplog.text) == (len(rows) > 1 and name != "HelpSteer2" or len(rows) == 3)
-    scored = [one for row in rows if row.get("completions") != [] for one in conversations_of(row, "x:1")]
+    scored = []
+    for row in rows:
+        if row.get("completions") != []:
+            scored += conversations_of(row, "x:1")
     completions = sorted(auto.completions, key=lambda c: c.messages[0]["content"])
     assert [[*auto.context, *c.messages] for c in completions] == scored[: len(completions)]
 
@@ -117,9 +149,14 @@ def key_of(row: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("keys", ["score_{}", "{}_score", "{}_rating", "{}-rating"])
-@pytest.mark.parametrize("row", [side("4", "5"), {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}])
+@pytest.mark.parametrize(
+    "row",
+    [side("4", "5"), {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}],
+)
 def test_the_scores_of_both_sides_are_kept_and_equal_ones_are_a_tie(
-    keys: str, row: dict[str, Any], parse: Callable[..., Preference]
+    keys: str,
+    row: dict[str, Any],
+    parse: Callable[..., Preference],
 ) -> None:
     for scores, want in {(8, 5): (0, 1), (5, 8): (0, 1), ("7.5", 7.5): (0, 0)}.items():
         given = dict(zip((keys.format("chosen"), keys.format("rejected")), scores, strict=True))
@@ -137,21 +174,42 @@ def test_turns_within_the_prompt_of_helpsteer2(parse: Callable[..., Preference])
 
 def test_two_texts_need_no_prompt_unless_a_key_may_be_one(parse: Callable[..., Preference]) -> None:
     """TRL's form of text with an implicit prompt."""
-    row = {"chosen": "The sky is blue.", "rejected": "The sky is green.", "score_chosen": 2, "score_rejected": 1}
-    assert parse("auto", row).context == () and conversations_of(row, "x:1")[0] == [assistant("The sky is blue.")]
+    row = {
+        "chosen": "The sky is blue.",
+        "rejected": "The sky is green.",
+        "score_chosen": 2,
+        "score_rejected": 1,
+    }
+    assert parse("auto", row).context == () and conversations_of(row, "x:1")[0] == [
+        assistant("The sky is blue."),
+    ]
     with pytest.raises(DataError, match="no prompt(?s:.*)prompt_key=frage"):
         parse("auto", row | {"frage": "What colour?"})
     named = parse("auto", row | {"frage": "What colour?"}, prompt_key="frage")
     assert named.context == (user("What colour?"),)
 
 
-@pytest.mark.parametrize("lost", [{}, {"prompt": " "}, {"prompt": [{"role": "system", "content": "Be"}]}])
-def test_a_row_without_its_prompt_deviates_from_the_first(lost: dict[str, Any], write_rows: Write) -> None:
+@pytest.mark.parametrize(
+    "lost",
+    [{}, {"prompt": " "}, {"prompt": [{"role": "system", "content": "Be"}]}],
+)
+def test_a_row_without_its_prompt_deviates_from_the_first(
+    lost: dict[str, Any],
+    write_rows: Write,
+) -> None:
     """In training and in scoring; a file without any prompt is read as one."""
     row = {"chosen": "4", "rejected": "5"}
-    path = str(write_rows("rows.jsonl", [{"prompt": "2 + 2?", **row}, row | lost, {"prompt": "2 + 2?", **row}]))
+    path = str(
+        write_rows(
+            "rows.jsonl",
+            [{"prompt": "2 + 2?", **row}, row | lost, {"prompt": "2 + 2?", **row}],
+        )
+    )
     stream = open_dataset(DatasetConfig(data_path=path))
-    with pytest.raises(DataError, match=r"rows\.jsonl:2(?s:.*)no prompt, and the first row has one(?s:.*)in every row"):
+    with pytest.raises(
+        DataError,
+        match=r"rows\.jsonl:2(?s:.*)no prompt, and the first row has one(?s:.*)in every row",
+    ):
         list(stream)
     errors: list[DataError] = []
     stream.broken = errors.append
@@ -159,22 +217,33 @@ def test_a_row_without_its_prompt_deviates_from_the_first(lost: dict[str, Any], 
     (chunk,) = chunks_of(read_rows(path))
     assert len(chunk.requests) == 1 and chunk.error is not None and chunk.error.where == f"{path}:2"
     path = str(write_rows("rows.jsonl", [row, row, {"prompt": "2 + 2?", **row}]))
-    with pytest.raises(DataError, match=r"rows\.jsonl:3(?s:.*)only later rows(?s:.*)mend the first row"):
+    with pytest.raises(
+        DataError,
+        match=r"rows\.jsonl:3(?s:.*)only later rows(?s:.*)mend the first row",
+    ):
         list(open_dataset(DatasetConfig(data_path=path)))
 
 
-def test_completions_that_hold_the_prompt_are_whole_conversations(parse: Callable[..., Preference]) -> None:
+def test_completions_that_hold_the_prompt_are_whole_conversations(
+    parse: Callable[..., Preference],
+) -> None:
     """Else the prompt would be there twice."""
     row = {"prompt": "2 + 2?", "completions": [[ASK, FOUR], [ASK, FIVE]], "scores": [2, 1]}
     read_as = parse("auto", row)
-    assert read_as.context == (ASK,) and [one.messages for one in read_as.completions] == [(FOUR,), (FIVE,)]
+    assert read_as.context == (ASK,) and [one.messages for one in read_as.completions] == [
+        (FOUR,),
+        (FIVE,),
+    ]
     assert conversations_of(row, "x:1") == [[ASK, FOUR], [ASK, FIVE]]
     with pytest.raises(DataError, match=r"holds the prompt(?s:.*)completions\[1\]"):
         parse("auto", row | {"completions": ["4", [ASK, FIVE]]})
     assert conversations_of({"prompt": "2 + 2?", "response": [ASK, FOUR]}, "x:1") == [[ASK, FOUR]]
 
 
-def test_a_part_of_the_prompt_is_not_lost(parse: Callable[..., Preference], write_rows: Write) -> None:
+def test_a_part_of_the_prompt_is_not_lost(
+    parse: Callable[..., Preference],
+    write_rows: Write,
+) -> None:
     """Dolly's columns, and Alpaca's, whose first row may have no input."""
     with pytest.raises(DataError, match="two prompts(?s:.*)context and instruction"):
         conversations_of({"instruction": "Add.", "context": "2 and 2", "response": "4"}, "x:1")
@@ -192,7 +261,13 @@ def test_a_part_of_the_prompt_is_not_lost(parse: Callable[..., Preference], writ
 
 
 def test_an_unknown_format_names_the_ways_out(parse: Callable[..., Preference]) -> None:
-    with pytest.raises(DataError, match=r"rows\.jsonl:1(?s:.*)no known format(?s:.*)\['good'\](?s:.*)data\.prompt_key"):
+    with pytest.raises(
+        DataError,
+        match=r"rows\.jsonl:1(?s:.*)no known format(?s:.*)\['good'\](?s:.*)data\.prompt_key",
+    ):
         parse("auto", {"good": "4"})
-    with pytest.raises(DataError, match=r"no rank and no score(?s:.*)completions\[0\](?s:.*)or a score for each"):
+    with pytest.raises(
+        DataError,
+        match=r"no rank and no score(?s:.*)completions\[0\](?s:.*)or a score for each",
+    ):
         parse("auto", {"prompt": "2 + 2?", "completions": ["4", "5"]})

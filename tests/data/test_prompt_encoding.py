@@ -34,12 +34,17 @@ CHATS = [
 def test_a_prompt_is_how_an_answered_one_begins(name: str) -> None:
     renderer = family_renderer(name)
     for chat in CHATS:
-        asked, whole = renderer.encode_prompt(chat), renderer.encode([*chat, assistant("Paris.")])
+        asked = renderer.encode_prompt(chat)
+        whole = renderer.encode([*chat, assistant("Paris.")])
         if renderer.adds_bos:
             assert asked[0] == renderer.tokenizer.bos_token_id != asked[1]
         assert (whole[: len(asked)] == asked) != name.startswith(THINKING)
         if renderer._reads_text:  # as the tokenizer itself makes of the same template
-            own = {"chat_template": renderer.chat_template, "add_generation_prompt": True, "return_dict": False}
+            own = {
+                "chat_template": renderer.chat_template,
+                "add_generation_prompt": True,
+                "return_dict": False,
+            }
             assert asked == renderer.tokenizer.apply_chat_template(chat, **own)
 
 
@@ -49,7 +54,10 @@ def renderer() -> Renderer:
 
 
 @pytest.mark.skipif(not TEMPLATES, reason="trl, which carries the templates, is not installed")
-@pytest.mark.parametrize("name", ["deepseek_r1_distill", "qwen3_5_think", "nemotron_3_nano", "qwen3"])
+@pytest.mark.parametrize(
+    "name",
+    ["deepseek_r1_distill", "qwen3_5_think", "nemotron_3_nano", "qwen3"],
+)
 def test_prompts_know_how_their_completions_begin(name: str) -> None:
     """A rule for the form reads what a reasoning policy writes after its generation prompt."""
     encoded = encode_prompts([prompts_of("2 + 2?", "3 + 3?")], family_renderer(name))
@@ -60,7 +68,10 @@ def test_prompts_know_how_their_completions_begin(name: str) -> None:
 
 
 def test_prompts_of_several_sets_in_their_order(renderer: Renderer) -> None:
-    sets = [prompts_of("one", "two, longer", weight=0.5), prompts_of(*"abc", name="other", held_out=2)]
+    sets = [
+        prompts_of("one", "two, longer", weight=0.5),
+        prompts_of(*"abc", name="other", held_out=2),
+    ]
     encoded = encode_prompts(sets, renderer)
     assert list(encoded.prompts) == [*sets[0], *sets[1]]
     ids = [renderer.encode_prompt(prompt.messages) for prompt in encoded.prompts]
@@ -70,7 +81,8 @@ def test_prompts_of_several_sets_in_their_order(renderer: Renderer) -> None:
 
 
 def test_prompts_that_are_too_long_are_left_out_counted_and_named(
-    renderer: Renderer, caplog: pytest.LogCaptureFixture
+    renderer: Renderer,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     sets = [prompts_of("a", "b" * 40, "c" * 3, "d" * 50), prompts_of("e", name="other")]
     limit = len(renderer.encode_prompt([user("c" * 3)]))

@@ -30,7 +30,10 @@ VERL = {
 GYM: dict[str, Any] = {
     "responses_create_params": {
         "instructions": "Be brief.",
-        "input": [{"role": "developer", "content": "In French."}, {"role": "user", "content": "2 + 3?"}],
+        "input": [
+            {"role": "developer", "content": "In French."},
+            {"role": "user", "content": "2 + 3?"},
+        ],
         "temperature": 0.7,
     },
     "expected_answer": "cinq",
@@ -38,12 +41,22 @@ GYM: dict[str, Any] = {
 }
 
 
-SUM, CHAT = (user("2 + 3?"),), [user("Hi"), assistant("Hello!"), user("2 + 3?"), assistant("5")]
+SUM = (user("2 + 3?"),)
+CHAT = [user("Hi"), assistant("Hello!"), user("2 + 3?"), assistant("5")]
 REFERENCE: dict[str, Any] = {"ground_truth": "5", "reference_answers": ["5"]}
 OWN_REFERENCE = {"ground_truth": "five", "reference_answers": ["V"]}
-PROBLEM = {"problem": "2 + 3?", "expected_answer": "5", "answer": "5", "generated_solution": "It is 5."}
+PROBLEM = {
+    "problem": "2 + 3?",
+    "expected_answer": "5",
+    "answer": "5",
+    "generated_solution": "It is 5.",
+}
 OF_VERL = {key: value for key, value in VERL.items() if key not in ("prompt", "extra_info")}
-OF_GYM = {"expected_answer": "cinq", "agent_ref": GYM["agent_ref"], "responses_create_params": {"temperature": 0.7}}
+OF_GYM = {
+    "expected_answer": "cinq",
+    "agent_ref": GYM["agent_ref"],
+    "responses_create_params": {"temperature": 0.7},
+}
 BRIEF = tuple({"role": "system", "content": text} for text in ("Be brief.", "In French."))
 
 
@@ -51,10 +64,20 @@ BRIEF = tuple({"role": "system", "content": text} for text in ("Be brief.", "In 
     ("name", "row", "messages", "info"),
     [
         ("OpenMathInstruct-2", PROBLEM, SUM, {"ground_truth": "5"}),
-        ("OpenMathInstruct-2", {"messages": [*SUM, assistant("5")], "task_name": "x"}, SUM, {"ground_truth": "5"}),
+        (
+            "OpenMathInstruct-2",
+            {"messages": [*SUM, assistant("5")], "task_name": "x"},
+            SUM,
+            {"ground_truth": "5"},
+        ),
         ("DeepScaler", PROBLEM, SUM, {"ground_truth": "5"}),
         ("AIME2024", PROBLEM, SUM, {"ground_truth": "5"}),
-        ("ResponseDataset", {"input": "2 + 3?", "output": "5", "level": 2}, SUM, {**REFERENCE, "level": 2}),
+        (
+            "ResponseDataset",
+            {"input": "2 + 3?", "output": "5", "level": 2},
+            SUM,
+            {**REFERENCE, "level": 2},
+        ),
         ("ResponseDataset", {"input": [*SUM], "output": 5}, SUM, {"ground_truth": 5}),
         ("PromptDataset", {"prompt": "2 + 3?", "extra_info": "x"}, SUM, {"extra_info": "x"}),
         ("ResponseDataset", {"messages": [*SUM, assistant("5")]}, SUM, REFERENCE),
@@ -62,7 +85,12 @@ BRIEF = tuple({"role": "system", "content": text} for text in ("Be brief.", "In 
         ("PromptDataset", {"messages": CHAT, **OWN_REFERENCE}, tuple(CHAT[:3]), OWN_REFERENCE),
         ("auto", {"messages": CHAT[:3]}, tuple(CHAT[:3]), {}),
         *(
-            ("PromptDataset", {key: prompt, "solution": "5", "nothing": None}, SUM, {"solution": "5"})
+            (
+                "PromptDataset",
+                {key: prompt, "solution": "5", "nothing": None},
+                SUM,
+                {"solution": "5"},
+            )
             for key in ("prompt", "context")
             for prompt in ("2 + 3?", [*SUM])
         ),
@@ -73,19 +101,33 @@ BRIEF = tuple({"role": "system", "content": text} for text in ("Be brief.", "In 
         ("PromptDataset", GYM, (*BRIEF, *SUM), OF_GYM),
     ],
 )
-def test_schemas(tmp_path: Path, name: str, row: dict[str, Any], messages: Any, info: dict[str, Any]) -> None:
+def test_schemas(
+    tmp_path: Path,
+    name: str,
+    row: dict[str, Any],
+    messages: Any,
+    info: dict[str, Any],
+) -> None:
     (prompt,) = opened(tmp_path, name, row, env_name="math")
     assert (prompt.messages, prompt.info) == (messages, info | {"environment": "math"})
     assert prompt.where == str(tmp_path / "rows.jsonl") + ":1"
 
 
 def test_bundled() -> None:
-    prompts = open_prompts(PromptSetConfig(dataset_name="Bundled", split="length_controlled", env_name="rm"))
+    prompts = open_prompts(
+        PromptSetConfig(dataset_name="Bundled", split="length_controlled", env_name="rm"),
+    )
     rows = read_jsonl(bundled_path("length_controlled"))
     contexts = [row["context"] for row in rows]
-    assert [list(p.messages) for p in prompts] == [c for i, c in enumerate(contexts) if c not in contexts[:i]]
-    completions = [c for row in rows if row["context"] == list(prompts[3].messages) for c in row["completions"]]
-    best = [c["completion"][0]["content"] for c in completions if c["rank"] == 0]
+    different = []
+    for context in contexts:
+        if context not in different:
+            different.append(context)
+    assert [list(prompt.messages) for prompt in prompts] == different
+    best = []
+    for row in rows:
+        if row["context"] == list(prompts[3].messages):
+            best += [c["completion"][0]["content"] for c in row["completions"] if c["rank"] == 0]
     assert prompts[3].info == {"reference_answers": list(dict.fromkeys(best)), "environment": "rm"}
     assert prompts[3].where == "Bundled[length_controlled]:prompt 4"
     for wrong, words in (
@@ -108,7 +150,13 @@ def test_a_row_chooses_its_environment(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", *rows)
     config = PromptSetConfig(dataset_name="PromptDataset", data_path=path, env_name="math")
     prompts = open_prompts(config, environments=["math", "rm", "other"])
-    assert [prompt.info["environment"] for prompt in prompts] == ["math", "other", "rm", "math", "math"]
+    assert [prompt.info["environment"] for prompt in prompts] == [
+        "math",
+        "other",
+        "rm",
+        "math",
+        "math",
+    ]
     assert "env_name" not in prompts[0].info
     assert prompts[3].info["task_name"] == "preference"
     unknown = open_prompts(config)  # without the names nothing is known of task names
@@ -120,41 +168,89 @@ def test_rows_are_held_out_for_validation(tmp_path: Path) -> None:
     share: dict[str, Any] = {"split_validation_size": 0.25, "seed": 3}
     train = opened(tmp_path, "PromptDataset", *rows, part="train", **share)
     validation = opened(tmp_path, "PromptDataset", *rows, part="validation", **share)
-    truths = [[int(prompt.info["ground_truth"]) for prompt in part] for part in (train, validation)]
-    assert sorted(truths[0] + truths[1]) == list(range(100))
-    assert truths[0] == sorted(truths[0])
-    asked = [{prompt.messages[0]["content"] for prompt in part} for part in (train, validation)]
-    assert not asked[0] & asked[1]
-    assert 4 <= len(asked[1]) <= 16
-    assert (train.counts["read"], train.counts["kept"], train.counts["held_out"]) == (100, len(train), len(validation))
+    train_truths = [int(prompt.info["ground_truth"]) for prompt in train]
+    held_out_truths = [int(prompt.info["ground_truth"]) for prompt in validation]
+    assert sorted(train_truths + held_out_truths) == list(range(100))
+    assert train_truths == sorted(train_truths)
+    train_questions = {prompt.messages[0]["content"] for prompt in train}
+    held_out_questions = {prompt.messages[0]["content"] for prompt in validation}
+    assert not train_questions & held_out_questions
+    assert 4 <= len(held_out_questions) <= 16
+    assert (train.counts["read"], train.counts["kept"], train.counts["held_out"]) == (
+        100,
+        len(train),
+        len(validation),
+    )
     assert f"left out: {len(validation)} of the other part" in prompts_summary(train.counts)
-    other = opened(tmp_path, "PromptDataset", *rows, part="validation", split_validation_size=0.25, seed=4)
-    assert [p.where for p in other] != [p.where for p in validation]
+    other = opened(
+        tmp_path,
+        "PromptDataset",
+        *rows,
+        part="validation",
+        split_validation_size=0.25,
+        seed=4,
+    )
+    other_places = [prompt.where for prompt in other]
+    assert other_places != [prompt.where for prompt in validation]
     with pytest.raises(ConfigError, match="leaves this part without a prompt"):
-        opened(tmp_path, "PromptDataset", *rows[:1], part="validation", **share | {"split_validation_size": 1e-9})
+        opened(
+            tmp_path,
+            "PromptDataset",
+            *rows[:1],
+            part="validation",
+            **share | {"split_validation_size": 1e-9},
+        )
 
 
 @pytest.mark.parametrize(
     ("name", "row", "message"),
     [
-        ("PromptDataset", {"question": "2?"}, "the row asks nothing(.|\n)*need: .*messages(.|\n)*input_key"),
-        ("PromptDataset", {"prompt": "2?", "messages": [user("3?")]}, "several prompts(.|\n)*messages and prompt"),
+        (
+            "PromptDataset",
+            {"question": "2?"},
+            "the row asks nothing(.|\n)*need: .*messages(.|\n)*input_key",
+        ),
+        (
+            "PromptDataset",
+            {"prompt": "2?", "messages": [user("3?")]},
+            "several prompts(.|\n)*messages and prompt",
+        ),
         ("PromptDataset", {"prompt": 3}, "neither text nor a list of messages(.|\n)*got:   3"),
-        ("PromptDataset", {"messages": [BRIEF[0], assistant("2")]}, "the prompt asks nothing(.|\n)*got:   .*system"),
-        ("PromptDataset", {"prompt": [user("1"), assistant("2")]}, "ends with a message of the assistant"),
-        ("PromptDataset", {"messages": [assistant("2")]}, "nothing comes before the completion(.|\n)*field: messages"),
+        (
+            "PromptDataset",
+            {"messages": [BRIEF[0], assistant("2")]},
+            "the prompt asks nothing(.|\n)*got:   .*system",
+        ),
+        (
+            "PromptDataset",
+            {"prompt": [user("1"), assistant("2")]},
+            "ends with a message of the assistant",
+        ),
+        (
+            "PromptDataset",
+            {"messages": [assistant("2")]},
+            "nothing comes before the completion(.|\n)*field: messages",
+        ),
         (
             "PromptDataset",
             {"responses_create_params": {"input": [{"type": "input_image"}]}},
             r"field: responses_create_params.input\[0\]",
         ),
-        ("ResponseDataset", {"inputs": "2?", "output": "2"}, "the row has no input(.|\n)*is it inputs"),
+        (
+            "ResponseDataset",
+            {"inputs": "2?", "output": "2"},
+            "the row has no input(.|\n)*is it inputs",
+        ),
         *(
             ("ResponseDataset", {"input": "2?", "output": wrong}, "output is no answer")
             for wrong in (float("nan"), [], True)
         ),
         ("ResponseDataset", {"input": "2?"}, "the row has no output(.|\n)*PromptDataset"),
-        ("OpenMathInstruct-2", {"problem": 3, "expected_answer": "3"}, "neither text nor(.|\n)*field: problem"),
+        (
+            "OpenMathInstruct-2",
+            {"problem": 3, "expected_answer": "3"},
+            "neither text nor(.|\n)*field: problem",
+        ),
     ],
 )
 def test_bad_rows_are_named(tmp_path: Path, name: str, row: dict[str, Any], message: str) -> None:
@@ -208,7 +304,10 @@ def test_a_prompt_file_has_one_place_for_the_question(text: str, tmp_path: Path)
 
 def test_the_environment_of_a_row_is_a_name(write_rows: Any) -> None:
     row = {"prompt": "2 + 2?", "environment": 3}
-    config = PromptSetConfig(dataset_name="PromptDataset", data_path=str(write_rows("p.jsonl", [row])))
+    config = PromptSetConfig(
+        dataset_name="PromptDataset",
+        data_path=str(write_rows("p.jsonl", [row])),
+    )
     with pytest.raises(DataError, match="environment") as raised:
         list(open_prompts(config))
     assert "p.jsonl:1" in str(raised.value.where)

@@ -12,7 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from messages import assistant, user
-from templates import CASES, CHATML, SENTENCES, TEMPLATES, byte_bpe, family_renderer, template_source
+from templates import (
+    CASES,
+    CHATML,
+    SENTENCES,
+    TEMPLATES,
+    byte_bpe,
+    family_renderer,
+    template_source,
+)
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -44,13 +52,19 @@ def bert_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     tokenizer.train_from_iterator(
-        SENTENCES, trainers.WordPieceTrainer(vocab_size=400, special_tokens=special, show_progress=False)
+        SENTENCES,
+        trainers.WordPieceTrainer(vocab_size=400, special_tokens=special, show_progress=False),
     )
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+        single="[CLS] $A [SEP]",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]", pad_token="[PAD]"
+        tokenizer_object=tokenizer,
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        pad_token="[PAD]",
     )
 
 
@@ -59,10 +73,16 @@ def bert_tokenizer() -> PreTrainedTokenizerFast:
 def test_real_templates(name: str) -> None:
     """One BOS, shared prefixes, the end of turn that is known; and the ids are those of plain transformers."""
     renderer = family_renderer(name)
-    tokenizer, bos = renderer.tokenizer, renderer.tokenizer.bos_token_id
-    context, answers = CHAT[:3], ("Paris it is.", "Sorry, that I do not know.")
+    tokenizer = renderer.tokenizer
+    bos = tokenizer.bos_token_id
+    context = CHAT[:3]
+    answers = ("Paris it is.", "Sorry, that I do not know.")
     rows = renderer.encode_many([[*context, assistant(answer)] for answer in answers])
-    kind = "other" if name in LAST_OTHER else "newline" if name.startswith(NEWLINE_LAST) else "eos"
+    kind = "eos"
+    if name in LAST_OTHER:
+        kind = "other"
+    elif name.startswith(NEWLINE_LAST):
+        kind = "newline"
     for row, answer in zip(rows, answers, strict=True):
         assert not renderer.adds_bos or row[0] == bos
         if bos is not None and tokenizer.bos_token != "<|im_start|>":
@@ -102,7 +122,11 @@ OPENINGS = [
 
 @pytest.mark.skipif(not TEMPLATES, reason="trl, which carries the templates, is not installed")
 @pytest.mark.parametrize(("name", "variables", "opening"), OPENINGS)
-def test_what_a_generation_prompt_writes_of_the_completion(name: str, variables: Any, opening: str) -> None:
+def test_what_a_generation_prompt_writes_of_the_completion(
+    name: str,
+    variables: Any,
+    opening: str,
+) -> None:
     """A model of the same family reads a completion with its opening as the policy's context had it, once."""
     renderer = family_renderer(name)
     renderer.chat_template_kwargs = variables
@@ -147,11 +171,20 @@ def test_bos_is_added_once_and_doubles_collapse() -> None:
 def test_a_model_may_have_another_number_of_bos(number: int) -> None:
     tokenizer = byte_bpe(("<|im_start|>", "<|im_end|>"), "<s>", "<|im_end|>", True)
     renderer = Renderer(tokenizer, chat_template=CHATML, num_bos=number)
-    ids, bos = renderer.encode(CHAT), tokenizer.bos_token_id
+    ids = renderer.encode(CHAT)
+    bos = tokenizer.bos_token_id
     assert ids[:number] == [bos] * number == [token for token in ids if token == bos]
     assert tokenizer.apply_chat_template(CHAT, chat_template=renderer.chat_template, return_dict=False) == ids
-    assert renderer.encode_texts(["<s><s><s>" + renderer.render(CHAT)]) == [ids]  # a client's text, with others
-    cut = Renderer(tokenizer, chat_template=CHATML, num_bos=number, max_length=len(ids) - 2, truncation="truncate_left")
+    assert renderer.encode_texts(["<s><s><s>" + renderer.render(CHAT)]) == [
+        ids,
+    ]  # a client's text, with others
+    cut = Renderer(
+        tokenizer,
+        chat_template=CHATML,
+        num_bos=number,
+        max_length=len(ids) - 2,
+        truncation="truncate_left",
+    )
     fitted = cut.fit([user("A"), assistant("B"), *CHAT])
     assert fitted is not None and fitted.truncated and fitted.token_ids.count(bos) == number
     assert Renderer(tokenizer, chat_template="<s>" * 3 + CHATML, num_bos=number).encode(CHAT) == ids
@@ -187,13 +220,22 @@ def test_where_the_template_comes_from(tmp_path: Path) -> None:
     from_file, from_text = (Renderer(tokenizer, chat_template=given) for given in (str(path), CHATML))
     assert from_file.encode(CHAT) == from_text.encode(CHAT)
     assert Renderer(tokenizer, chat_template="default").chat_template == DEFAULT_CHAT_TEMPLATE
-    tokenizer.chat_template = {"default": CHATML, "shout": CHATML.replace("m['content']", "m['content'] | upper")}
+    tokenizer.chat_template = {
+        "default": CHATML,
+        "shout": CHATML.replace("m['content']", "m['content'] | upper"),
+    }
     assert Renderer(tokenizer, chat_template="default").render(CHAT) == from_text.render(CHAT)
     assert "PARIS" in Renderer(tokenizer, chat_template="shout").render(CHAT)
     with pytest.raises(ConfigError, match=r"neither a file nor a template(?s:.*)missing\.jinja"):
         Renderer(tokenizer, chat_template="missing.jinja")
-    with pytest.raises(ConfigError, match=r"argument of transformers(?s:.*)add_generation_prompt, tokenize"):
-        Renderer(tokenizer, chat_template_kwargs={"tools": [], "tokenize": True, "add_generation_prompt": True})
+    with pytest.raises(
+        ConfigError,
+        match=r"argument of transformers(?s:.*)add_generation_prompt, tokenize",
+    ):
+        Renderer(
+            tokenizer,
+            chat_template_kwargs={"tools": [], "tokenize": True, "add_generation_prompt": True},
+        )
     with pytest.raises(ConfigError, match=r"cannot be parsed(?s:.*)\{% if %\}"):
         Renderer(tokenizer, chat_template="hello\n{% if %}")
 
@@ -203,7 +245,9 @@ def test_a_refused_conversation_names_row_roles_and_reason() -> None:
     with pytest.raises(DataError) as caught:
         renderer.encode([user("Hello"), user("Again"), assistant("Yes?")], where="train.jsonl:17")
     message = str(caught.value)
-    assert message.startswith("train.jsonl:17: the chat template refused the conversation: roles must alternate")
+    assert message.startswith(
+        "train.jsonl:17: the chat template refused the conversation: roles must alternate",
+    )
     assert "user > user > assistant" in message and "policy.tokenizer.chat_template" in message
     with pytest.raises(DataError, match="b.jsonl:2"):
         renderer.encode_many([CHAT, [assistant("Hm.")]], where=["b.jsonl:1", "b.jsonl:2"])
@@ -212,7 +256,10 @@ def test_a_refused_conversation_names_row_roles_and_reason() -> None:
 
 
 def test_content_parts() -> None:
-    parts = [user([{"type": "text", "text": "What "}, {"type": "text", "text": "now?"}]), assistant("Wait.")]
+    parts = [
+        user([{"type": "text", "text": "What "}, {"type": "text", "text": "now?"}]),
+        assistant("Wait."),
+    ]
     plain = [user("What now?"), assistant("Wait.")]
     listing = "{% for m in messages %}{% for p in m['content'] %}{{ p['text'] }}{% endfor %}|{% endfor %}"
     text_only, vision = (Renderer(byte_bpe(), chat_template=template) for template in (CHATML, listing))
@@ -227,23 +274,39 @@ def test_content_parts() -> None:
 
 
 SYSTEM = {"role": "system", "content": "Be brief."}
-LONG = [SYSTEM, user("first " * 30), assistant("second " * 30), user("What is the capital of France?")]
+LONG = [
+    SYSTEM,
+    user("first " * 30),
+    assistant("second " * 30),
+    user("What is the capital of France?"),
+]
 ANSWERS = [[assistant("Paris is the capital.")], [assistant("Paris is not what I know.")]]
 
 
-def fitting(max_length: int, truncation: Any, template: str = CHATML, adds_bos: bool = True) -> Renderer:
+def fitting(
+    max_length: int,
+    truncation: Any,
+    template: str = CHATML,
+    adds_bos: bool = True,
+) -> Renderer:
     tokenizer = byte_bpe(("<|im_start|>", "<|im_end|>"), "<s>", "<|im_end|>", adds_bos)
     return Renderer(tokenizer, chat_template=template, max_length=max_length, truncation=truncation)
 
 
-def fit_all(renderer: Renderer, context: list[Any], answers: list[list[Any]]) -> list[list[int] | None]:
+def fit_all(
+    renderer: Renderer,
+    context: list[Any],
+    answers: list[list[Any]],
+) -> list[list[int] | None]:
     fitted = [renderer.fit([*context, *answer]) for answer in answers]
     return [None if one is None else one.token_ids for one in fitted]
 
 
 @pytest.mark.parametrize("kept", [LONG[2:], LONG[3:]])
 def test_oldest_messages_go_first_whole(kept: list[dict[str, Any]]) -> None:
-    shortened = fitting(10_000, "truncate_left").encode_many([[SYSTEM, *kept, *answer] for answer in ANSWERS])
+    shortened = fitting(10_000, "truncate_left").encode_many(
+        [[SYSTEM, *kept, *answer] for answer in ANSWERS],
+    )
     for limit in (max(map(len, shortened)), max(map(len, shortened)) + 5):
         assert fit_all(fitting(limit, "truncate_left"), LONG, ANSWERS) == shortened
         fitted = fitting(limit, "truncate_left").fit([*LONG, *ANSWERS[0]])
@@ -251,7 +314,8 @@ def test_oldest_messages_go_first_whole(kept: list[dict[str, Any]]) -> None:
 
 
 def test_completions_of_similar_length_keep_the_same_context() -> None:
-    renderer, context = fitting(240, "truncate_left"), [user("flour " * 300)]
+    renderer = fitting(240, "truncate_left")
+    context = [user("flour " * 300)]
     answers = [[assistant("salt " * words)] for words in range(1, 40)]
     whole = renderer.encode_many([[*context, *answer] for answer in answers])
     cuts = [len(full) - len(cut or []) for full, cut in zip(whole, fit_all(renderer, context, answers), strict=True)]
@@ -260,13 +324,19 @@ def test_completions_of_similar_length_keep_the_same_context() -> None:
 
 @settings(max_examples=60)
 @given(
-    context=st.lists(st.tuples(st.sampled_from(["user", "assistant", "system"]), st.integers(0, 25)), max_size=5),
+    context=st.lists(
+        st.tuples(st.sampled_from(["user", "assistant", "system"]), st.integers(0, 25)),
+        max_size=5,
+    ),
     answer=st.text("abc é🙂\n", max_size=30),
     max_length=st.integers(1, 150),
     adds_bos=st.booleans(),
 )
 def test_truncation_spares_every_answer(
-    context: list[tuple[str, int]], answer: str, max_length: int, adds_bos: bool
+    context: list[tuple[str, int]],
+    answer: str,
+    max_length: int,
+    adds_bos: bool,
 ) -> None:
     messages = [{"role": role, "content": "bread " * words + "?"} for role, words in context]
     renderer = fitting(max_length, "truncate_left", adds_bos=adds_bos)
@@ -334,7 +404,10 @@ def test_a_huge_text_never_reaches_the_tokenizer(tiny_tokenizer: Any) -> None:
     assert counting.num_characters - before < 50_000
 
 
-def test_a_template_that_writes_too_much_is_an_error(tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_that_writes_too_much_is_an_error(
+    tiny_tokenizer: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(template_bounds, "MAX_CHARACTERS", 2**12)
     doubling = "{% for message in messages %}{{ message['content'] * 9000 }}{% endfor %}"
     with pytest.raises(TreewardError, match="more than 4,096 characters"):

@@ -30,13 +30,19 @@ KINDS = ["jsonl", "ndjson", "json", "csv", "tsv", "parquet", "arrow", "feather"]
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     """Write rows as the suffix says; `.arrow` is the IPC stream format, `.feather` the file format."""
     kind = path.name.removesuffix(".gz").rpartition(".")[2]
-    table, binary, text = pa.Table.from_pylist(rows), io.BytesIO(), io.StringIO(newline="")
+    table = pa.Table.from_pylist(rows)
+    binary = io.BytesIO()
+    text = io.StringIO(newline="")
     if kind in ("jsonl", "ndjson"):
         text.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     elif kind == "json":
         text.write(json.dumps(rows, indent=1))
     elif kind in ("csv", "tsv"):
-        writer = csv.DictWriter(text, list(rows[0]), dialect="excel" if kind == "csv" else "excel-tab")
+        writer = csv.DictWriter(
+            text,
+            list(rows[0]),
+            dialect="excel" if kind == "csv" else "excel-tab",
+        )
         writer.writeheader()
         writer.writerows(rows)
     elif kind == "parquet":
@@ -71,7 +77,9 @@ FILES = [*KINDS, *(f"{kind}.gz" for kind in KINDS if kind not in ("parquet", "ar
 @settings(max_examples=3, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(names=st.lists(_name, min_size=1, max_size=3, unique=True), data=st.data())
 def test_round_trip(tmp_path: Path, kind: str, names: list[str], data: st.DataObject) -> None:
-    rows = data.draw(st.lists(st.fixed_dictionaries({name: _text for name in names}), min_size=1, max_size=5))
+    rows = data.draw(
+        st.lists(st.fixed_dictionaries({name: _text for name in names}), min_size=1, max_size=5),
+    )
     path = write(tmp_path / f"rows.{kind}", rows)
     assert values(path) == values(path, split="train") == rows
 
@@ -93,10 +101,25 @@ def test_nested_values_and_places(tmp_path: Path, kind: str) -> None:
         ("a.jsonl", b'{"a": 1}\n{"a": 1, "b": 2, "a": 3}\n', ":2", ["the key 'a' is there twice"]),
         ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', ":2", ["UTF-8", "0xff at position 8"]),
         ("a.jsonl", gzip.compress(b'{"a": 1}', mtime=0), ":1", ["ends in .gz"]),
-        ("a.jsonl.gz", gzip.compress(os.urandom(3000).hex().encode())[:-100], ":1", ["gzip file is damaged"]),
+        (
+            "a.jsonl.gz",
+            gzip.compress(os.urandom(3000).hex().encode())[:-100],
+            ":1",
+            ["gzip file is damaged"],
+        ),
         ("a.json", b'[{"a": 1},\n {"a": }]', ":2", ["not JSON"]),
-        ("a.json", b'{"data": [{"a": 1}],\n "rows": [{"a": 2}]}', "", ["no list of rows"]),  # none is left out silently
-        ("a.csv", b'\na,b\n1,"2\n2"\n3,4,"5\n6"\n', ":5", ["does not fit", "a, b"]),  # where the row begins
+        (
+            "a.json",
+            b'{"data": [{"a": 1}],\n "rows": [{"a": 2}]}',
+            "",
+            ["no list of rows"],
+        ),  # none is left out silently
+        (
+            "a.csv",
+            b'\na,b\n1,"2\n2"\n3,4,"5\n6"\n',
+            ":5",
+            ["does not fit", "a, b"],
+        ),  # where the row begins
         ("a.csv", b"a,b,a\n1,2,3\n", ":1", ["the same name", "a, b, a"]),
         ("a.csv", b'a,b\n1,2\n"open,2\n3,4\n', ":3", ["not valid CSV"]),
         ("a.parquet", b"PAR1nonsense", ":row 1", ["cannot be read"]),
@@ -155,10 +178,15 @@ def test_the_split_of_a_file_may_say_what_it_is_for(tmp_path: Path) -> None:
 
 
 def test_saved_dataset_dict(tmp_path: Path) -> None:
-    parts = {"train": datasets.Dataset.from_list(ROWS), "validation": datasets.Dataset.from_list(ROWS[:1])}
+    parts = {
+        "train": datasets.Dataset.from_list(ROWS),
+        "validation": datasets.Dataset.from_list(ROWS[:1]),
+    }
     datasets.DatasetDict(parts).save_to_disk(tmp_path)
     assert values(tmp_path, split="train") == ROWS
-    assert [row.where for row in read_rows(str(tmp_path), split="validation")] == [f"{tmp_path}[validation]:row 1"]
+    assert [row.where for row in read_rows(str(tmp_path), split="validation")] == [
+        f"{tmp_path}[validation]:row 1",
+    ]
     assert refused(tmp_path).got == "train, validation"
     assert refused(tmp_path, split="valid").fix == "did you mean validation?"
     next((tmp_path / "train").glob("*.arrow")).write_bytes(b"")
@@ -193,7 +221,9 @@ def test_local_copy_of_a_hub_dataset(hub_copy: Path) -> None:
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows.json", "rows.csv"])
 def test_a_line_without_an_end_is_refused_before_it_is_read(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sources, "MOST_LINE_BYTES", 1000)
     row = b'{"a": "b"}\n' if "json" in name else b"a\nb\n"

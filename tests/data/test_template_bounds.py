@@ -63,14 +63,25 @@ def low_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", WITHOUT_END)
-def test_a_template_without_end_is_an_error(name: str, tiny_tokenizer: Any, low_bounds: None) -> None:
+def test_a_template_without_end_is_an_error(
+    name: str,
+    tiny_tokenizer: Any,
+    low_bounds: None,
+) -> None:
     with pytest.raises(ConfigError, match="more than 20,000 steps"):
         Renderer(tiny_tokenizer, chat_template=WITHOUT_END[name])
 
 
 @pytest.mark.parametrize("name", TOO_MUCH)
-def test_a_template_that_fills_the_memory_is_an_error(name: str, tiny_tokenizer: Any, low_bounds: None) -> None:
-    with pytest.raises(ConfigError, match=r"more than [\d,]+ (characters|values|digits|paragraphs)|indents by more"):
+def test_a_template_that_fills_the_memory_is_an_error(
+    name: str,
+    tiny_tokenizer: Any,
+    low_bounds: None,
+) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"more than [\d,]+ (characters|values|digits|paragraphs)|indents by more",
+    ):
         Renderer(tiny_tokenizer, chat_template=TOO_MUCH[name])
 
 
@@ -79,13 +90,19 @@ def test_the_bounds_of_a_user_end_two_nested_loops(tiny_tokenizer: Any) -> None:
         Renderer(tiny_tokenizer, chat_template=NESTED)
 
 
-def test_slow_steps_end_by_their_processor_time(tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_steps_end_by_their_processor_time(
+    tiny_tokenizer: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(template_bounds, "MAX_SECONDS", 0.0)
     with pytest.raises(ConfigError, match="more than 0 seconds"):
         Renderer(tiny_tokenizer, chat_template="{% for i in range(999) %}{% endfor %}")
 
 
-def test_one_conversation_that_does_not_end_leaves_the_others_alone(tiny_tokenizer: Any, low_bounds: None) -> None:
+def test_one_conversation_that_does_not_end_leaves_the_others_alone(
+    tiny_tokenizer: Any,
+    low_bounds: None,
+) -> None:
     source = PROMPTING_CHATML + "{% if messages[0]['content'] == 'forever' %}" + NESTED + "{% endif %}"
     renderer = Renderer(tiny_tokenizer, chat_template=source)
     before = renderer.render(CHAT)
@@ -129,7 +146,9 @@ def test_operations_make_what_jinja_makes(tiny_tokenizer: Any) -> None:
 @pytest.mark.skipif(not TEMPLATES, reason="trl, which carries the templates, is not installed")
 @pytest.mark.parametrize("name", CASES)
 def test_every_real_template_writes_what_it_writes_without_bounds(
-    name: str, real_chats: list[Any], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    real_chats: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     renderer = family_renderer(name)
     preferences = [p for p in real_chats if all(m["role"] != "system" for m in p.context)]  # not every one takes one
@@ -140,9 +159,16 @@ def test_every_real_template_writes_what_it_writes_without_bounds(
 
 
 @pytest.mark.parametrize("marked", [True, False])
-def test_the_spans_of_a_completion_are_those_of_transformers(marked: bool, tiny_tokenizer: Any) -> None:
+def test_the_spans_of_a_completion_are_those_of_transformers(
+    marked: bool,
+    tiny_tokenizer: Any,
+) -> None:
     source = "{% for m in messages %}{% generation %}{{ m.content ~ 'x' }}{% endgeneration %}|{% endfor %}"
-    options: dict[str, Any] = {"chat_template": source, "return_dict": True, "return_assistant_tokens_mask": marked}
+    options: dict[str, Any] = {
+        "chat_template": source,
+        "return_dict": True,
+        "return_assistant_tokens_mask": marked,
+    }
     expected = tiny_tokenizer.apply_chat_template(CHAT, **options)
     with template_bounds.bounded():
         assert tiny_tokenizer.apply_chat_template(CHAT, **options) == expected

@@ -17,5 +17,7 @@ def test_training_is_deterministic_and_survives_a_folder(tmp_path: Path) -> None
     again = AutoTokenizer.from_pretrained(tmp_path)
     conversation = chat("the cat? 数字", "on the mat")
     assert again.apply_chat_template(conversation) == tokenizer.apply_chat_template(conversation)
-    assert "the cat? 数字" in again.decode(again.apply_chat_template(conversation, return_dict=False))
+    assert "the cat? 数字" in again.decode(
+        again.apply_chat_template(conversation, return_dict=False),
+    )
     assert again.pad_token_id != again.eos_token_id
