@@ -104,6 +104,7 @@ def _by_name(datasets: Iterable[KnownDataset]) -> dict[str, KnownDataset]:
     return names
 
 
+# As LMArena's conversation_a and conversation_b, or LLMBar's output_1 and output_2.
 _SIDES = tuple(
     (f"{name}_{first}", f"{name}_{second}")
     for name in ("conversation", "response", "completion", "output", "answer")

@@ -80,6 +80,7 @@ def recognised(config: DatasetConfig, *, skip_broken: bool = False) -> DatasetCo
     `skip_broken`: skip invalid rows, unless all are."""
     if config.dataset_name != "auto":
         return config
+    # Who names the keys of a pair has said which format it is.
     if (config.chosen_key, config.rejected_key) != ("chosen", "rejected"):
         return config.model_copy(update={"dataset_name": "BinaryPreferenceDataset"})
     errors: list[DataError] = []
@@ -164,6 +165,7 @@ class RowDataset(RowSource):
             config.kwargs,
             *config.attributes,
         ]
+        # A set that holds nothing out keeps its tokens when the seed changes.
         if config.split_validation_size:
             parts += [config.split_validation_size, config.part, config.seed]
         return hashlib.blake2b(json.dumps(parts, default=repr).encode(), digest_size=16).hexdigest()
@@ -222,6 +224,8 @@ class RowDataset(RowSource):
                     columns = ", ".join(map(str, row.values))
                     logger.warning("%s: the rows have no prompt (columns: %s).", self.name, columns)
                 is_prompted = check_prompted(messages, is_prompted, row.where)
+                # The prompt files come after: another template must not move a prompt to the other
+                # part.
                 # Rows without a context are divided by their first completion.
                 if not self.is_of_part(preference.context or first.messages):
                     continue

@@ -234,6 +234,7 @@ class EncodedDataset(Sequence[Comparison]):
     def _column(self, name: str) -> Any:
         return pa.chunked_array([batch[name] for batch in self._batches], _SCHEMA.field(name).type)
 
+    # Each process maps the file by itself: a pickle of the mapping would copy all tokens.
     def __reduce__(self) -> tuple[Any, ...]:
         return EncodedDataset, (self.path, self.name, self._limit)
 
@@ -330,6 +331,7 @@ def encode_dataset(
     learn. Raises `DataError` for an invalid row or if no comparison is left, `ConfigError` if `cache_dir` cannot be
     written.
     """
+    # The name of the file is what its content depends on: a file that exists is never out of date.
     parts = [_FORMAT_VERSION, stream.fingerprint, renderer.fingerprint, ties, *attributes]
     digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
     path = Path(cache_dir) / f"{digest[:32]}.arrow"
@@ -500,6 +502,7 @@ def _encode_row(
     if len(kept) < len(fitted) and not rules.is_enough(fitting_ranks):
         return {"outcome": "dropped_too_long", "longest": longest}
 
+    # Completions with the same tokens have one score; the best rank of them is kept.
     best: dict[tuple[int, ...], Completion] = {}  # in the order of the completions
     for sequence, completion in kept:
         ids = tuple(sequence.token_ids)

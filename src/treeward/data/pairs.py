@@ -52,6 +52,8 @@ def from_binary_row(
     if holds_prompt(chosen, context) and holds_prompt(rejected, context):
         context, (chosen, rejected) = split_common_prefix([chosen, rejected])
     elif context is None:
+        # Two texts may be completions whose prompt nobody kept; messages or a transcript that begin
+        # with the assistant have lost theirs.
         for value in (chosen_value, rejected_value):
             if is_transcript(value) or not isinstance(value, str):
                 raise DataError(
@@ -100,6 +102,7 @@ def two_sided(
         scores.append(score)
     better_score, worse_score = scores
     is_tie = better_score is not None and better_score == worse_score
+    # `chosen` stays the better one even if its score is lower: the log counts it.
     better = Completion(0, sides[0], better_score)
     worse = Completion(0 if is_tie else 1, sides[1], worse_score)
     return preference_of(values, where, context, (better, worse), task_name)

@@ -191,6 +191,7 @@ def preference_from_dict(
     ends = [messages for messages, _ in completions]
     are_conversations = all(messages[0]["role"] != "assistant" for messages in ends)
     if not context and ends and are_conversations:
+        # The prompt is what the conversations begin with in common.
         context, ends = split_common_prefix(ends)
     elif context_of(row, where) is None:
         raise _missing("context", row, where)
@@ -206,7 +207,9 @@ def preference_from_dict(
     fields = [f"{key}[{i}]" for i in range(len(items))]
 
     scores = _scores(row, items, fields, rating_key, where)
-    grades = [grades_of(item, attributes, where, f"{field}.") for item, field in zip(items, fields, strict=True)]
+    grades = []
+    for item, field in zip(items, fields, strict=True):
+        grades.append(grades_of(item, attributes, where, f"{field}."))
     ranks = _ranks(items, scores, grades, attributes)
     ranked = []
     for i, messages in enumerate(ends):
@@ -244,6 +247,7 @@ def _scores(
         if key is not None:
             score = score_of(item[key], f"{field}.{key}", where)
         scores.append(score)
+    # A rank says more than a score, so the row's list is not looked at beside ranks.
     if _has_ranks(items):
         return scores
     name = rating_key or "scores"
@@ -270,6 +274,7 @@ def _ranks(
     if attributes and not _has_any(scores):
         values = [graded.get(attributes[0]) for graded in grades]
     ranks = _by_value(values)
+    # One gap leaves no order: where grades are learnt, the ranks are only for reports.
     if attributes and None in ranks:
         return [0] * len(items)
     return ranks
@@ -505,6 +510,7 @@ def score_of(value: Any, field: str, where: str | None) -> float | None:
     if not 0 <= number <= 1:
         need = "a number from 0 to 1"
         raise DataError("this is no probability", where=where, field=field, got=value, need=need)
+    # Certainty would have infinite log-odds.
     probability = min(max(number, _SURE), 1 - _SURE)
     return math.log(probability / (1 - probability))
 

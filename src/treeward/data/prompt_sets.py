@@ -262,8 +262,9 @@ def from_prompt_row(
     if key == _REQUEST:
         messages, settings = _messages_of_request(value, where)
         request_tools = tools_of(value)
+        # The tools of the row itself win.
         if request_tools:
-            variables = {"tools": request_tools} | variables  # the row's own win
+            variables = {"tools": request_tools} | variables
         if settings:
             info[_REQUEST] = settings
     else:

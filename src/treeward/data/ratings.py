@@ -63,6 +63,7 @@ def joined_by_prompt(rows: Iterator[Row], dataset: RowSource) -> Iterator[Row]:
     """
     seen: set[str] = set()
     num_again = 0
+    # Only neighbours: to join rows that lie apart the whole file would have to be in memory.
     for prompt, group in groupby(_rated_completions(rows, dataset), lambda rated: rated[0]):
         rated = list(group)
         key = json.dumps(prompt, sort_keys=True, default=repr)

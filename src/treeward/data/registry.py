@@ -57,6 +57,7 @@ class Registry:
     def find(self, name: str) -> Any:
         """The entry or the class of a name, or the class of a dotted path. A registered class comes before an entry.
         Raises `ConfigError` with the nearest name."""
+        # A class of the user may have the name of an entry.
         if name in self._classes:
             return self._classes[name]
         if name in self._known:

@@ -477,6 +477,7 @@ class RowSource:
                 need="none",
                 fix="set data.dataset_name=auto to read other data",
             )
+        # The bundled data is called by its name: its path would be that of the installation.
         self.name = path if self.split is None else f"{path}[{self.split}]"
         if is_bundled:
             path = str(bundled_path(self.split or "train"))

@@ -73,6 +73,7 @@ def parse_transcript(text: Any, where: str | None = None, field: str = "transcri
             fix=DATASET_NAME_FIX,
         )
     turns: list[tuple[str, str]] = []
+    # Two turns of one speaker are one: people write "Human:" into their texts.
     for speaker, content in zip(parts[::2], parts[1::2], strict=True):
         if turns and turns[-1][0] == speaker:
             turns[-1] = (speaker, f"{turns[-1][1]}\n\n{speaker}:{content}")
