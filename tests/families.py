@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from treeward.model.reward_model import RewardModel
 from treeward.tree import attention
-from treeward.tree.attention import PositionMask
+from treeward.tree.position_mask import PositionMask
 
 VOCABULARY = 600
 WINDOW = 6
@@ -277,8 +277,8 @@ def dense_mask(mask: PositionMask) -> Tensor:
 
 
 def _dense_attention(query: Tensor, key: Tensor, value: Tensor, mask: PositionMask, *options: Any) -> Tensor:
-    return attention._arithmetic(query, key, value, dense_mask(mask).to(query.device), *options)
+    return attention.written_out(query, key, value, dense_mask(mask).to(query.device), *options)
 
 
-attention.AttentionInterface.register(DENSE, attention._layer_attention(_dense_attention))
-attention.AttentionMaskInterface.register(DENSE, attention._mask_maker(PositionMask))
+attention.AttentionInterface.register(DENSE, attention.layer_attention_of(_dense_attention))
+attention.AttentionMaskInterface.register(DENSE, attention.mask_maker(PositionMask))

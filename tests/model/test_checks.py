@@ -30,8 +30,8 @@ from treeward.model.checks import check_before_training, check_policy, choose_la
 from treeward.model.loading import classifier_class
 from treeward.model.policy_model import PolicyModel
 from treeward.model.reward_model import RewardModel
-from treeward.tree.attention import PositionMask
 from treeward.tree.batch import RowBatch
+from treeward.tree.position_mask import PositionMask
 
 SEQUENCES = [[5, 6, 7, 0], [5, 6, 8, 9, 0]]  # 0 is the end of text, 1 the padding token
 

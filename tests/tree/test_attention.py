@@ -32,9 +32,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from treeward.data.rendering import Renderer
 from treeward.errors import ModelError
 from treeward.model.reward_model import RewardModel
-from treeward.tree import attention
-from treeward.tree.attention import PositionMask
+from treeward.tree import attention, position_mask, slices
 from treeward.tree.batch import TreeBatch, TreeLayout
+from treeward.tree.position_mask import PositionMask
 
 PATHS = ("slices", "small_masks", "dense")
 
@@ -42,7 +42,7 @@ PATHS = ("slices", "small_masks", "dense")
 @contextlib.contextmanager
 def computed_by(path: str, model: RewardModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Slices alone; one small mask per tree; or the dense reference."""
-    monkeypatch.setattr(attention, "CALL_COST", 0 if path == "slices" else 10**12)
+    monkeypatch.setattr(position_mask, "CALL_COST", 0 if path == "slices" else 10**12)
     model.tree_attention = DENSE if path == "dense" else attention.TREE
     yield
     model.tree_attention = attention.TREE
@@ -149,9 +149,9 @@ def test_a_window_off_by_one_is_seen(family: str, path: str, monkeypatch: pytest
 def test_an_ignored_soft_cap_or_sink_is_seen(
     family: str, place: int, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = attention._arithmetic
+    right = attention.written_out
     monkeypatch.setattr(
-        attention, "_arithmetic", lambda *args: right(*(None if i == place else a for i, a in enumerate(args)))
+        attention, "written_out", lambda *args: right(*(None if i == place else a for i, a in enumerate(args)))
     )
     model = RewardModel(tiny_model(family))
     with computed_by(path, model, monkeypatch), pytest.raises(AssertionError, match="scores"):
@@ -159,14 +159,14 @@ def test_an_ignored_soft_cap_or_sink_is_seen(
 
 
 def test_a_bug_in_the_backward_alone_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Forgetful(attention._SlicedAttention):
+    class Forgetful(slices.SlicedAttention):
         @staticmethod
         def backward(ctx: Any, *grads: torch.Tensor) -> Any:
             ctx.parts = ctx.parts[:-1]
             return attention_backward(ctx, *grads)
 
-    attention_backward = attention._SlicedAttention.backward
-    monkeypatch.setattr(attention, "_SlicedAttention", Forgetful)
+    attention_backward = slices.SlicedAttention.backward
+    monkeypatch.setattr(slices, "SlicedAttention", Forgetful)
     model = RewardModel(tiny_model("llama"))
     with computed_by("slices", model, monkeypatch), pytest.raises(AssertionError, match="gradients"):
         assert_tree_equals_rows(model, forest())
@@ -213,7 +213,7 @@ def test_slices_equal_masked_attention(
     heads: tuple[int, int], function: Callable[..., Any], call_cost: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forward and backward of the fast path, of one masked call per tree (what a GPU runs) and of the dense one."""
-    monkeypatch.setattr(attention, "CALL_COST", call_cost)
+    monkeypatch.setattr(position_mask, "CALL_COST", call_cost)
     layout = layout_of(forest())
     positions = PositionMask(function, layout)
     generator = torch.Generator().manual_seed(0)
@@ -223,9 +223,9 @@ def test_slices_equal_masked_attention(
     inputs = [x.requires_grad_() for x in (query, key, value)]
 
     outs = [
-        attention._SlicedAttention.apply(*inputs, positions.parts, 0.3),
-        attention._masked_attention(*inputs, positions, 0.3),
-        attention._arithmetic(*inputs, dense_mask(positions), 0.3, None, None),
+        slices.SlicedAttention.apply(*inputs, positions.parts, 0.3),
+        attention.masked_attention(*inputs, positions, 0.3),
+        attention.written_out(*inputs, dense_mask(positions), 0.3, None, None),
     ]
     fast, per_tree, dense = [(out, *torch.autograd.grad(out, inputs, grad)) for out in outs]
     for tensors in (fast, per_tree):
@@ -262,7 +262,7 @@ def test_memory_follows_the_window(family: str) -> None:
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt_oss", "gemma3"])
 @pytest.mark.parametrize("block", [1, 2, 5, 16])
 def test_windows_in_blocks_of_any_size(family: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "BLOCK", block)
+    monkeypatch.setattr(position_mask, "BLOCK", block)
     model = RewardModel(tiny_model(family))
     with computed_by("slices", model, monkeypatch):
         assert_tree_equals_rows(model, forest())
@@ -281,8 +281,8 @@ def test_what_cannot_be_served_exactly_is_refused() -> None:
     with model.attention(attention.TREE), pytest.raises(ModelError, match="without a tree"):
         model.hf(torch.tensor([[1, 2, 3]]))
     with pytest.raises(ModelError, match="attention mask by itself"):
-        attention._layer_attention(attention._tree_attention)(module, x, x, x, torch.zeros(1, 1, 4, 4))
+        attention.layer_attention_of(attention.tree_attention)(module, x, x, x, torch.zeros(1, 1, 4, 4))
     for name in ("position_bias", "indices"):
         with pytest.raises(ModelError, match=name):
-            of_layers = attention._layer_attention(attention._tree_attention)
+            of_layers = attention.layer_attention_of(attention.tree_attention)
             of_layers(module, x, x, x, PositionMask(causal, layout), **{name: x})

@@ -20,9 +20,9 @@ from transformers.masking_utils import causal_mask_function, sliding_window_caus
 
 from treeward.model.reward_model import RewardModel
 from treeward.tree import attention, flex
-from treeward.tree.attention import PositionMask
 from treeward.tree.batch import TreeBatch
 from treeward.tree.flex import FlexMask
+from treeward.tree.position_mask import PositionMask
 
 
 @pytest.fixture

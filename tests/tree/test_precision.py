@@ -91,7 +91,7 @@ def test_trees_are_off_by_no_more_than_rows() -> None:
 
 @pytest.mark.slow
 def test_attention_that_loses_two_bits_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    attend = attention._tree_attention
+    attend = attention.tree_attention
 
     def six_bits(x: Tensor) -> Tensor:
         mantissa, exponent = torch.frexp(x.detach().float())
@@ -101,7 +101,7 @@ def test_attention_that_loses_two_bits_would_be_found(monkeypatch: pytest.Monkey
     def coarse(query: Tensor, key: Tensor, *rest: Any) -> Tensor:
         return attend(six_bits(query), six_bits(key), *rest)
 
-    monkeypatch.setattr(attention, "_tree_attention", coarse)
+    monkeypatch.setattr(attention, "tree_attention", coarse)
     with pytest.raises(AssertionError, match="llama: rows"):
         assert_no_worse(torch.bfloat16, "cpu", ["llama"])
     monkeypatch.undo()
