@@ -11,8 +11,8 @@ On CUDA `torch.cuda.set_sync_debug_mode("error")` does the same; without it, thi
 - memory of the host that is copied to the device: tensors made of Python's numbers, an index that is a list, and, in
   our own files, `x.to(device)` without `non_blocking=True`.
 
-`excused`: files whose calls are not looked at. Attention on a CPU reads its plan, which a GPU has as block masks: so
-`src/treeward/tree/attention.py` is excused, unless FlexAttention computes the trees.
+`excused`: files whose calls are not looked at. Attention on a CPU (`ATTENTION`) reads its plan, which a
+GPU has as block masks: it is excused, unless FlexAttention computes the trees.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import treeward
 
 OURS = f"{Path(treeward.__file__).parent}/"  # not any path with our name in it: a clone has it, and its .venv too
-ATTENTION = ("treeward/tree/attention.py",)
+ATTENTION = ("treeward/tree/attention.py", "treeward/tree/position_mask.py", "treeward/tree/slices.py")
 
 _READS = {"item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__", "__index__", "__array__"}
 _OPERATIONS = {
