@@ -128,7 +128,7 @@ def test_a_token_is_asked_for_and_kept_in_the_tab(browser: Any, served: tuple[Se
         visit = Visits(browser, guarded)
         page = visit()
         expect(page.get_by_label("Token", exact=True)).to_be_focused()
-        for token, words in (("wrong", "asks for its token"), (TOKEN, "")):
+        for token, words in (("wrong", "needs its token"), (TOKEN, "")):
             page.get_by_label("Token", exact=True).fill(token)
             page.keyboard.press("Enter")
             expect(page.locator("#trouble")).to_contain_text(words)

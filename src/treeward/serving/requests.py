@@ -1,17 +1,18 @@
-"""What every request passes: `RequestLimits`, the middleware, then a `JSONRoute`, which validates a typed body.
+"""What every request passes: `RequestLimits`, the middleware, then a `JSONRoute`, which validates a
+typed body.
 
     class MyBody(Body):
         texts: Strings
 
     router = APIRouter(route_class=JSONRoute)
 
-    @router.post("/mine")
+    @router.post("/mine", openapi_extra=example({"texts": ["a"]}))
     async def mine(body: MyBody, server: Server) -> JSON:
         texts = await server.parsed(parse, body)
         return JSON(to_json(await server.rewards(server.model(None), texts)))
 
-The middleware gives a request its id and its deadline, checks the bearer token, and reads the body (`Arrivals`). A
-body's lists are `Items`, so that only the first of many mistakes is made an error.
+The middleware gives a request its id and its deadline, checks the bearer token, and reads the body
+(`Arrivals`). A body's lists are `Items`, so that only the first of many mistakes is made an error.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ def error_response(error: APIError, scope: Scope, service: Service) -> JSON:
     request_id = scope["state"]["request_id"]
     error_body: ErrorBody = scope["app"].state.error_bodies.get(scope["path"], openai_error)
     body = error_body(error, {"code": error.code, "param": error.param, "request_id": request_id})
-    headers = {"X-Request-ID": request_id} | ({"WWW-Authenticate": "Bearer"} if error.status == 401 else {})
+    headers = {"X-Request-ID": request_id}
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
     if error.retry_after is not None:
         headers["Retry-After"] = str(error.retry_after)
     return JSON(body, error.status, headers)
@@ -75,10 +78,13 @@ class RequestLimits:
     """ASGI middleware. `token`: the token of `Authorization: Bearer`; None requires none."""
 
     def __init__(self, app: ASGIApp, service: Service, token: str | None = None) -> None:
-        self.app, self.service, self.config = app, service, service.config
+        self.app = app
+        self.service = service
+        self.config = service.config
         self._token = None if token is None else token.encode()
         self._arrivals = Arrivals(service.config)
-        # Elsewhere a name that resolves to this machine is nothing new, and a web page has no token.
+        # Another page in a browser on this machine could ask a server on loopback. At other
+        # addresses it can be asked by anyone, and with a token a page lacks the token.
         self._is_for_this_machine = token is None and _is_loopback(service.config.host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -86,9 +92,12 @@ class RequestLimits:
             await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        client_id = headers.get("x-request-id", "")
-        request_id = client_id if re.fullmatch(r"[\x21-\x7e]{1,128}", client_id) else secrets.token_hex(8)
-        scope["state"] = {"request_id": request_id, "deadline": time.monotonic() + self.config.deadline_seconds}
+        # A client's id goes to its log and ours: printable, and no longer than ids are.
+        request_id = headers.get("x-request-id", "")
+        if re.fullmatch(r"[\x21-\x7e]{1,128}", request_id) is None:
+            request_id = secrets.token_hex(8)
+        deadline = time.monotonic() + self.config.deadline_seconds
+        scope["state"] = {"request_id": request_id, "deadline": deadline}
 
         async def respond(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -97,12 +106,13 @@ class RequestLimits:
 
         try:
             self._check_headers(scope, headers)
-            body = await self._arrivals.read(receive, scope["state"]["deadline"])
+            body = await self._arrivals.read(receive, deadline)
         except APIError as error:
             await error_response(error, scope, self.service)(scope, receive, respond)
             return
         scope["state"]["is_long"] = len(body) > _LONG_BODY
-        if scope["method"] == "POST":  # `curl -d` calls everything a form; every body here is JSON
+        # Every body here is JSON, and `curl -d` calls everything a form.
+        if scope["method"] == "POST":
             MutableHeaders(scope=scope)["content-type"] = "application/json"
         await self.app(scope, _replayed(body, receive), respond)
 
@@ -112,25 +122,31 @@ class RequestLimits:
         if self._is_for_this_machine:
             self._check_origin(headers, is_open)
         if self._token is not None and not is_open:
+            # Starlette decodes headers as latin-1, which keeps every byte.
             scheme, _, token = headers.get("authorization", "").partition(" ")
             # In constant time, so that the time of a wrong token says nothing about the right one.
             is_right = hmac.compare_digest(token.strip().encode("latin-1"), self._token)
             if scheme.lower() != "bearer" or not is_right:
-                message = "this server asks for its token: send Authorization: Bearer TOKEN"
+                message = "this server needs its token: send Authorization: Bearer TOKEN"
                 raise APIError(401, "unauthorized", message)
+        # Refused before it is sent. What is sent without a length is counted as it comes.
         most = self.config.max_body_bytes
         if int(headers.get("content-length") or 0) > most:
             raise too_large(most)
 
     def _check_origin(self, headers: Headers, is_open: bool) -> None:
-        """Refuse what a page of another site makes a browser on this machine ask. It cannot choose these headers."""
+        """Refuse what a page of another site makes a browser on this machine ask. It cannot choose
+        these headers.
+        """
         name = _host_name(headers.get("host", ""))
         if not (_is_this_machine(name) or name in self.config.allowed_hosts):
-            message = f"this server is not {shown(name)}: ask localhost, or add the name to allowed_hosts of the server"
+            fix = "call localhost, or add the name to allowed_hosts of the server"
+            message = f"this server is not {shown(name)}: {fix}"
             raise APIError(421, "misdirected_request", message)
         # A link to the page itself is fine.
         if headers.get("sec-fetch-site") == "cross-site" and not is_open:
-            raise APIError(403, "cross_site", "a page of another site asks; call the server from a program")
+            message = "a page of another site sent this request: call the server from a program"
+            raise APIError(403, "cross_site", message)
 
 
 def _host_name(host: str) -> str:
@@ -141,7 +157,9 @@ def _host_name(host: str) -> str:
 
 
 def _is_this_machine(name: str) -> bool:
-    """Whether no web page can have this name: localhost and addresses. Without a name there is no browser."""
+    """Whether no web page can have this name: localhost and addresses. Without a name there is no
+    browser.
+    """
     if name in ("", "localhost") or name.endswith(".localhost"):
         return True
     try:
@@ -187,6 +205,7 @@ class JSONRoute(APIRoute):
 
 class _Request(Request):
     async def json(self) -> Any:
+        # Starlette's name of the parsed body, which routes may ask for again.
         if not hasattr(self, "_json"):
             self._json = orjson.loads(await self.body())
         return self._json
@@ -207,21 +226,29 @@ class _Server:
         self._is_long: bool = request.state.is_long
 
     async def parsed(self, parse: Callable[..., _Parsed], *arguments: Any) -> _Parsed:
-        """`parse(*arguments)`; of a long body in a thread, so that other requests go on meanwhile."""
+        """`parse(*arguments)`; of a long body in a thread, so that other requests go on
+        meanwhile.
+        """
         if self._is_long:
             return await asyncio.to_thread(parse, *arguments)
         return parse(*arguments)
 
     async def rewards(
-        self, model: ServedModel, inputs: Sequence[AnyConversation | RenderedText], **options: Any
+        self,
+        model: ServedModel,
+        inputs: Sequence[AnyConversation | RenderedText],
+        **options: Any,
     ) -> list[Reward]:
         """As `Service.rewards`; given up when the client leaves."""
-        work = asyncio.ensure_future(self.service.rewards(model, inputs, deadline=self.deadline, **options))
-        client = asyncio.ensure_future(self.receive())  # after the body only its end is left to receive
+        rewards = self.service.rewards(model, inputs, deadline=self.deadline, **options)
+        work = asyncio.ensure_future(rewards)
+        # After the body only the client's end is left to receive.
+        client = asyncio.ensure_future(self.receive())
         client.add_done_callback(lambda _: work.cancel())
         try:
             return await work
         except asyncio.CancelledError:
+            # Cancelled from outside, as at the end of the server.
             if not client.done():
                 raise
             raise APIError(499, "client_disconnected", "the client went away") from None
@@ -236,11 +263,18 @@ Server = Annotated[_Server, Depends()]
 class Body(BaseModel):
     """A client's body, in the documented types; unknown keys are ignored."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(
+        strict=True,
+        extra="ignore",
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )
 
 
 class OwnBody(Body):
-    """A part of our own dialect. Unknown keys are errors: an ignored one could be a part of the conversation."""
+    """A part of our own dialect. Unknown keys are errors: an ignored one could be a part of the
+    conversation.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -250,15 +284,21 @@ class OwnBody(Body):
         """Leave one unknown key, because pydantic makes an error of each."""
         if not isinstance(values, dict) or len(values) <= len(cls.model_fields):
             return values
-        kept = {key: value for key, value in values.items() if key in cls.model_fields}
-        unknown = next(key for key in values if key not in cls.model_fields)
-        kept[unknown] = values[unknown]
+        kept = {}
+        unknown: dict[Any, Any] = {}
+        for key, value in values.items():
+            if key in cls.model_fields:
+                kept[key] = value
+            elif not unknown:
+                unknown[key] = value
+        kept |= unknown
         return kept
 
 
 _Item = TypeVar("_Item")
 Items = Annotated[list[_Item], Field(fail_fast=True)]
-"""A list of which only the first wrong item is made an error: a million errors take seconds, and a gigabyte."""
+"""A list of which only the first wrong item is made an error: a million errors take seconds, and a
+gigabyte."""
 
 
 class MessageBody(TypedDict):
@@ -276,9 +316,20 @@ def described(words: str) -> WrapValidator:
         try:
             return validate(value)
         except ValidationError as error:
-            raise PydanticCustomError("texts", "Input should be {words}", {"words": words}) from error
+            raise PydanticCustomError(
+                "texts",
+                "Input should be {words}",
+                {"words": words},
+            ) from error
 
     return WrapValidator(check)
+
+
+def example(body: dict[str, Any]) -> dict[str, Any]:
+    """For `openapi_extra` of a route: a body, which its description shows and its tests begin
+    with.
+    """
+    return {"requestBody": {"content": {"application/json": {"example": body}}}}
 
 
 Chat = Items[MessageBody]
@@ -298,7 +349,11 @@ class ChatBody(OwnBody):
     def conversation(self) -> Conversation:
         """The messages with their template variables."""
         messages: Any = self.messages
-        return Conversation(messages, tools=self.tools, chat_template_kwargs=self.chat_template_kwargs)
+        return Conversation(
+            messages,
+            tools=self.tools,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
 
 
 Strings = Annotated[str | Items[str], described("a text or a list of texts")]

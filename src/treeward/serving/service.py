@@ -39,10 +39,13 @@ class Service:
         batcher: AnyBatcher,
     ) -> None:
         self.models = {model.name: model for model in models}
-        self.config, self.metrics, self.batcher = config, metrics, batcher
+        self.config = config
+        self.metrics = metrics
+        self.batcher = batcher
         self.started = time.time()
         self.running = RunningRewards() if config.running else None
-        self._warned: set[str] = set()  # models whose clients send texts without their end
+        # Models whose clients send texts without their end: one warning is enough.
+        self._warned: set[str] = set()
         metrics.watch_queue(lambda: batcher.num_queued)
 
     @classmethod
@@ -53,13 +56,20 @@ class Service:
             started = time.monotonic()
             model, scorer = load_served(section, config)
             pairs.append((model, scorer))
-            checked = "it keeps its contract" if model.contract_sha256 else "no contract was checked"
-            names, seconds = ", ".join(section.models), time.monotonic() - started
+            seconds = time.monotonic() - started
+            names = ", ".join(section.models)
+            checked = "it keeps its contract"
+            if model.contract_sha256 is None:
+                checked = "no contract was checked"
             logger.info("%s: loaded %s in %.1f s; %s.", model.name, names, seconds, checked)
         return cls.of(pairs, config)
 
     @classmethod
-    def of(cls, pairs: Sequence[tuple[ServedModel, PreparedScorer]], config: ServerConfig) -> Service:
+    def of(
+        cls,
+        pairs: Sequence[tuple[ServedModel, PreparedScorer]],
+        config: ServerConfig,
+    ) -> Service:
         """A service that scores in this process."""
         metrics = ServerMetrics()
         batcher = Batcher({model.name: scorer for model, scorer in pairs}, config, metrics)
@@ -67,12 +77,14 @@ class Service:
 
     def model(self, name: str | None) -> ServedModel:
         """The model of this name, folder or hub name; the first for None. Raises `APIError` 404."""
-        if name in self.models:  # before folders: one model's folder may be another's name
+        # Names go before folders: one model's folder may be another's name.
+        if name in self.models:
             return self.models[name]
         for model in self.models.values():
             if name is None or [name] == list(model.members):
                 return model
-        message = f"no model is called {str(name)[:100]!r}; here are: {', '.join(self.models)}"
+        names = ", ".join(self.models)
+        message = f"no model is called {str(name)[:100]!r}; the models are: {names}"
         raise APIError(404, "model_not_found", message, param="model")
 
     async def rewards(
@@ -86,24 +98,33 @@ class Service:
     ) -> list[Reward]:
         """One reward for each conversation, in order.
 
-        `deadline`: of `time.monotonic`. `shaped`: with the model's shaping, if any. Raises `APIError` for too many
-        conversations, a full queue and a deadline; and, with `on_error="refuse"`, for a conversation without a reward:
-        422 if it cannot be scored, 500 if the server failed. With "mask" its value is None, with the reason in `error`.
+        `deadline`: of `time.monotonic`. `shaped`: with the model's shaping, if any. Raises
+        `APIError` for too many conversations, a full queue and a deadline; and, with
+        `on_error="refuse"`, for a conversation without a reward: 422 if it cannot be scored, 500 if
+        the server failed. With "mask" its value is None, with the reason in `error`.
         """
         shaper = model.shaper if shaped else None
-        conversations = [item.messages if isinstance(item, RenderedText) else item for item in inputs]
+        conversations: list[AnyConversation | None] = []
+        for item in inputs:
+            if isinstance(item, RenderedText):
+                conversations.append(item.messages)
+            else:
+                conversations.append(item)
         if shaper is not None and shaper.reads_completions and None in conversations:
             message = (
-                f"text {conversations.index(None)}: this model's rewards depend on the completion, and nothing shows "
-                "where it begins: send messages (/v1/rewards, or `messages` of vLLM's /classify and /pooling), or the "
-                "prompt beside the text (`prompts` of /get_reward)"
+                f"text {conversations.index(None)}: this model's rewards depend on the completion, "
+                "and nothing shows where it begins: send messages (/v1/rewards, or `messages` of "
+                "vLLM's /classify and /pooling), or the prompt beside the text (`prompts` of "
+                "/get_reward)"
             )
             raise APIError(422, "unknown_completion", message)
         texts = [item.text for item in inputs if isinstance(item, RenderedText)]
-        if model.name not in self._warned and any(not model.ending.is_in(text) for text in texts):
-            self._warned.add(model.name)
-            what = "%s: texts come without their end, %a, and are scored at another token than in training."
-            logger.warning(what, model.name, model.ending.text)
+        if model.name not in self._warned:
+            is_cut = any(not model.ending.is_in(text) for text in texts)
+            if is_cut:
+                self._warned.add(model.name)
+                message = "%s: texts do not end with %a, so they are not scored as in training."
+                logger.warning(message, model.name, model.ending.text)
         whole_inputs: list[AnyConversation | RenderedText] = []
         for item in inputs:
             if isinstance(item, RenderedText) and isinstance(item.text, str):
@@ -117,9 +138,10 @@ class Service:
             rewards = shaper.shape(scores, [chat or [] for chat in conversations])
         for i, reward in enumerate(rewards):
             if reward.value is None and on_error == "refuse":
-                is_server_fault = isinstance(reward.score, FailedScore)
-                status, code = (500, "scoring_failed") if is_server_fault else (422, "cannot_be_scored")
-                raise APIError(status, code, f"conversation {i}: {reward.error}", param=f"[{i}]")
+                message = f"conversation {i}: {reward.error}"
+                if isinstance(reward.score, FailedScore):
+                    raise APIError(500, "scoring_failed", message, param=f"[{i}]")
+                raise APIError(422, "cannot_be_scored", message, param=f"[{i}]")
         return rewards
 
     def close(self) -> None:

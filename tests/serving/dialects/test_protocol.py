@@ -32,13 +32,13 @@ def test_vllms_response_has_all_that_its_clients_read(shared: Any) -> None:
 @pytest.mark.parametrize(
     ("route", "body", "what"),
     [
-        ("/classify", {}, "one of input and messages"),
+        ("/classify", {}, "the body needs one of input"),
         ("/classify", {"input": []}, "a text to score"),
         ("/classify", {"input": [[3, -1]]}, "ids from 0"),
         ("/classify", {"input": "word " * 400}, "too long to score"),
         ("/classify", {"messages": CHATS[0], "chat_template": "{{ messages }}"}, "chat_template"),
         ("/classify", {"messages": CHATS[0], "chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs"),
-        ("/get_reward", {"query": ["a", "b"], "prompts": ["a"]}, "1 of them for 2 queries"),
+        ("/get_reward", {"query": ["a", "b"], "prompts": ["a"]}, "1 prompts for 2 queries"),
         ("/slime", {"prompt": [{"role": 5, "content": "a"}], "response": "b"}, "a text or messages"),
         ("/predict", {"inputs": ["a", "b"]}, "are a pair"),
     ],

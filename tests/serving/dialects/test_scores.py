@@ -151,13 +151,13 @@ def test_a_cut_end_is_scored_and_told_once(kind: str, serve: Any, caplog: pytest
     cut = whole.removesuffix(sep).removesuffix(end)
     assert cut + end + sep == whole
     served.client.post("/classify", json={"input": [whole]})
-    assert "come without their end" not in caplog.text
+    assert "do not end with" not in caplog.text
     got = served.client.post("/classify", json={"input": [whole, cut, whole, cut]})
     want = [row.score for row in served.scorer.score_prepared(served.scorer.prepare_texts([whole, cut]))]
     assert [row["probs"][0] for row in got.json()["data"]] == pytest.approx(want * 2, abs=CLOSE)
     assert abs(want[0] - want[1]) > 1e-3
     served.client.post("/predict", json={"inputs": cut})
-    assert caplog.text.count("come without their end") == 1
+    assert caplog.text.count("do not end with") == 1
 
 
 @pytest.mark.parametrize("kind", ["plain", "chatml", "bos_written"])

@@ -1,8 +1,9 @@
 """The dialects that RL frameworks speak to a reward model: one module each.
 
-Each has the bodies that it reads, `parse` (body -> conversations), `to_json` (rewards -> response), and its routes in
-`router`: parse, `await server.rewards(model, conversations, ...)`, to_json. One whose clients read errors in a form of
-their own has `ERROR_BODIES`, by route. A dialect is added by its name here.
+Each has the bodies that it reads, `parse` (body -> conversations), `to_json` (rewards -> response),
+and its routes in `router`: parse, `await server.rewards(model, conversations, ...)`, to_json. A
+route has an `example`, a body as its clients send it. A dialect whose clients read errors in a form
+of their own has `ERROR_BODIES`, by route. A dialect is added by its name here.
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
 """NeMo Gym's dialect for resources servers: `POST /verify` and its companions.
 
-{"responses_create_params": {"input": "2 + 2?"}, "response": {"output": [{"type": "message", ...}]}, "any": "thing"}
--> the same body, with "reward": 1.5, "reward_num_tokens": 21, "reward_truncated": false at its end
+{"responses_create_params": {"input": "2 + 2?"}, "response": {"output": [{"type": "message", ...}]},
+"any": "thing"} -> the same body, with "reward": 1.5, "reward_num_tokens": 21, "reward_truncated":
+false at its end
 
-Further keys: with shaping `reward_score` (the model's score); `reward_components` (that score, and the values of
-members and heads, each at the top level too); for a row with a `reward_threshold` `reward_passed`.
+Further keys: with shaping `reward_score` (the model's score); `reward_components` (that score, and
+the values of members and heads, each at the top level too); for a row with a `reward_threshold`
+`reward_passed`.
 
-A conversation without a reward gets a 200 and NeMo Gym's form of a failure: reward 0.0, `mask_sample` true,
-`failure_reason`. The row stays out of the metrics and is tried again on resume; any other status would end the
-collection. A body that is not a rollout gets 422.
+A conversation without a reward gets a 200 and NeMo Gym's form of a failure: reward 0.0,
+`mask_sample` true, `failure_reason`. The row stays out of the metrics and is tried again on resume;
+any other status would end the collection. A body that is not a rollout gets 422.
 """
 
 from __future__ import annotations
@@ -31,13 +33,21 @@ from treeward.errors import DataError
 from treeward.scoring.score import Reward
 from treeward.serving.api_error import APIError
 from treeward.serving.models import ServedModel
-from treeward.serving.requests import JSON, Body, Items, JSONRoute, Server
+from treeward.serving.requests import JSON, Body, Items, JSONRoute, Server, example
 
 VERDICT_KEYS = frozenset(
-    {
-        *("reward", "reward_score", "reward_components", "reward_num_tokens", "reward_truncated", "reward_passed"),
-        *("mask_sample", "failure_kind", "failure_reason", "_ng_failure_class"),
-    }
+    [
+        "reward",
+        "reward_score",
+        "reward_components",
+        "reward_num_tokens",
+        "reward_truncated",
+        "reward_passed",
+        "mask_sample",
+        "failure_kind",
+        "failure_reason",
+        "_ng_failure_class",
+    ],
 )
 """The keys of an earlier verdict, in a body that is verified again."""
 
@@ -73,7 +83,32 @@ class VerifyBody(Body):
     """`reward_passed` says whether the reward is at least this."""
 
 
-@router.post("/verify", summary="The reward of a rollout", response_model=dict[str, Any])
+_ROLLOUT: dict[str, Any] = {
+    "responses_create_params": {
+        "input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}],
+    },
+    "response": {
+        "output": [
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": "o"},
+            {
+                "role": "assistant",
+                "content": "b",
+                "tool_calls": [{"id": "q", "function": {"name": "g"}}],
+            },
+        ],
+    },
+    "reward": 1.0,
+    "reward_threshold": 0.5,
+}
+
+
+@router.post(
+    "/verify",
+    summary="The reward of a rollout",
+    response_model=dict[str, Any],
+    openapi_extra=example(_ROLLOUT),
+)
 @router.post(ROLLOUT_PREFIX + "/verify", include_in_schema=False)
 async def verify(body: VerifyBody, request: Request, server: Server) -> JSON:
     model = server.model(None)
@@ -81,22 +116,33 @@ async def verify(body: VerifyBody, request: Request, server: Server) -> JSON:
     try:
         conversation = await server.parsed(parse, rollout, model)
         [reward] = await server.rewards(model, [conversation], on_error="mask")
-        if (running := server.service.running) is not None:
+        running = server.service.running
+        if running is not None:
+            # A conversation keeps its first value, so the key is all of it.
             key = hashlib.sha256(json.dumps(to_json(conversation)).encode()).hexdigest()
             reward = running.normalized(reward, key)
         added = verdict(reward, body.reward_threshold)
     except DataError as error:
         added = failure(error.in_one_line)
     except APIError as error:
+        # No error response counts it, because the status is 200.
         server.service.metrics.errors.labels(error.code).inc()
         added = failure(error.message)
+    # An earlier verdict would contradict the new one.
+    echoed = {key: value for key, value in rollout.items() if key not in VERDICT_KEYS}
     try:
-        return JSON({key: value for key, value in rollout.items() if key not in VERDICT_KEYS} | added)
+        return JSON(echoed | added)
     except orjson.JSONEncodeError as error:
-        raise APIError(422, "invalid_request", f"the body cannot be written again: {error}") from error
+        message = f"the body cannot be written again: {error}"
+        raise APIError(422, "invalid_request", message) from error
 
 
-@sessions.post("/seed_session", summary="Begin a session", response_model=dict[str, str])
+@sessions.post(
+    "/seed_session",
+    summary="Begin a session",
+    response_model=dict[str, str],
+    openapi_extra=example({"resources_session_id": "a"}),
+)
 @sessions.post(ROLLOUT_PREFIX + "/seed_session", include_in_schema=False)
 async def seed_session(
     resources_session_id: Annotated[str | None, Field(min_length=1), FromBody(embed=True)] = None,
@@ -106,17 +152,32 @@ async def seed_session(
         return JSON({})
     # The server keeps no sessions, so the cookie only has to exist and fit into a header.
     response = JSON({"resources_session_id": resources_session_id})
-    response.set_cookie("treeward_session", hashlib.sha256(resources_session_id.encode()).hexdigest(), httponly=True)
+    value = hashlib.sha256(resources_session_id.encode()).hexdigest()
+    response.set_cookie("treeward_session", value, httponly=True)
     return response
 
 
-@sessions.post("/close_session", summary="End a session", response_model=dict[str, str])
+@sessions.post(
+    "/close_session",
+    summary="End a session",
+    response_model=dict[str, str],
+    openapi_extra=example({"resources_session_id": "a"}),
+)
 async def close_session(resources_session_id: Annotated[str, FromBody(embed=True)]) -> JSON:
     return JSON({"resources_session_id": resources_session_id})
 
 
-@sessions.post("/aggregate_metrics", summary="Statistics of verified rollouts", response_model=dict[str, Any])
-def aggregate(  # no coroutine: it takes long, in a thread
+_ROW: dict[str, Any] = {"_ng_task_index": 0, "reward": 1.0, "response": {"usage": {"t": 1}}}
+
+
+# Not a coroutine, because it may take seconds: FastAPI calls it in a thread.
+@sessions.post(
+    "/aggregate_metrics",
+    summary="Statistics of verified rollouts",
+    response_model=dict[str, Any],
+    openapi_extra=example({"verify_responses": [_ROW]}),
+)
+def aggregate(
     verify_responses: Annotated[Items[dict[str, Any]], FromBody(embed=True)],
 ) -> JSON:
     return JSON(aggregate_metrics(verify_responses))
@@ -132,7 +193,8 @@ router.include_router(sessions)
 
 def parse(values: Mapping[str, Any], model: ServedModel) -> AnyConversation:
     """The conversation of a rollout. Raises `DataError` for one that cannot be scored."""
-    params, output = values["responses_create_params"], values["response"]["output"]
+    params = values["responses_create_params"]
+    output = values["response"]["output"]
     return conversation_of(params, output, developer=model.renderer.developer_role)
 
 
@@ -142,20 +204,32 @@ def verdict(reward: Reward, threshold: float | None = None) -> dict[str, Any]:
         return failure(reward.error or "there is no reward")
     score = reward.score
     parts: dict[str, float] = {}
+    # Without shaping the score is the reward.
     if score.score is not None and score.score != reward.value:
         parts["reward_score"] = score.score
-    parts |= {f"reward_{name}": value for name, value in reward.components.items()}
-    parts |= {f"reward_{name}": value for name, value in score.parts.items()}
-    passed = {} if threshold is None else {"reward_passed": reward.value >= threshold}
-    counts = {"reward_num_tokens": score.num_tokens, "reward_truncated": score.truncated}
-    return {"reward": reward.value, **({"reward_components": parts, **parts} if parts else {}), **counts, **passed}
+    for name, value in [*reward.components.items(), *score.parts.items()]:
+        parts[f"reward_{name}"] = value
+    keys: dict[str, Any] = {"reward": reward.value}
+    if parts:
+        # NeMo Gym's metrics read numbers at the top level alone.
+        keys |= {"reward_components": parts, **parts}
+    keys["reward_num_tokens"] = score.num_tokens
+    keys["reward_truncated"] = score.truncated
+    if threshold is not None:
+        keys["reward_passed"] = reward.value >= threshold
+    return keys
 
 
 def failure(reason: str) -> dict[str, Any]:
     """The keys of a rollout without a reward."""
     kind = "verifier_error"
-    masked = {"reward": 0.0, "mask_sample": True}
-    return {**masked, "_ng_failure_class": kind, "failure_kind": kind, "failure_reason": reason}
+    return {
+        "reward": 0.0,
+        "mask_sample": True,
+        "_ng_failure_class": kind,
+        "failure_kind": kind,
+        "failure_reason": reason,
+    }
 
 
 TASK_INDEX = "_ng_task_index"
@@ -165,45 +239,58 @@ Row = Mapping[str, Any]
 
 
 def aggregate_metrics(rows: Sequence[Row]) -> dict[str, Any]:
-    """`agent_metrics` of all rows, `key_metrics` (their means), and `group_level_metrics` of each prompt in order."""
-    groups: dict[int, list[Row]] = {}  # the unmasked rows by task, in the order of tasks and rollouts
-    for row in sorted(rows, key=lambda row: (_index(row, TASK_INDEX), _index(row, ROLLOUT_INDEX))):
-        if not row.get("mask_sample"):
-            groups.setdefault(_index(row, TASK_INDEX), []).append(row)
-    metrics = _describe(row for group in groups.values() for row in group)
-    num_measured = sum(map(len, groups.values()))
+    """`agent_metrics` of all rows, `key_metrics` (their means), and `group_level_metrics` of each
+    prompt in order.
+    """
+    measured = [row for row in rows if not row.get("mask_sample")]
+    measured.sort(key=lambda row: (_index(row, TASK_INDEX), _index(row, ROLLOUT_INDEX)))
+    groups: dict[int, list[Row]] = {}
+    for row in measured:
+        groups.setdefault(_index(row, TASK_INDEX), []).append(row)
+    metrics = _describe(measured)
+    means = {name: value for name, value in metrics.items() if name.startswith("mean/")}
     coverage: dict[str, Any] = {}
-    if num_measured < len(rows):
-        coverage = {"coverage/measured_rollouts": num_measured, "coverage/masked_rollouts": len(rows) - num_measured}
+    # A mean over fewer rollouts than were collected must not look like a whole one.
+    if len(measured) < len(rows):
+        coverage["coverage/measured_rollouts"] = len(measured)
+        coverage["coverage/masked_rollouts"] = len(rows) - len(measured)
+    group_metrics = []
+    for task, group in groups.items():
+        group_metrics.append({TASK_INDEX: task, **_describe(group)})
     return {
-        "group_level_metrics": [{TASK_INDEX: task} | _describe(group) for task, group in groups.items()],
+        "group_level_metrics": group_metrics,
         "agent_metrics": metrics | coverage,
-        "key_metrics": {name: value for name, value in metrics.items() if name.startswith("mean/")} | coverage,
+        "key_metrics": means | coverage,
     }
 
 
 def _index(row: Row, key: str) -> int:
     """The row's index, 0 if it has none, as in NeMo Gym."""
-    return row[key] if isinstance(row.get(key), int) else 0
+    index = row.get(key)
+    return index if isinstance(index, int) else 0
 
 
 def _describe(rows: Iterable[Row]) -> dict[str, float]:
-    """`mean/x`, `max/x`, `min/x`, `median/x` and `std/x` of every number x; the deviation of a sample, 0 of one."""
+    """`mean/x`, `max/x`, `min/x`, `median/x` and `std/x` of every number x; the deviation of a
+    sample, 0 of one.
+    """
     columns: dict[str, list[float]] = {}
     for row in rows:
+        values = dict(row)
         response = row.get("response")
-        usage = response.get("usage") if isinstance(response, Mapping) else None
-        for name, value in {**row, **(usage if isinstance(usage, Mapping) else {})}.items():
+        if isinstance(response, Mapping) and isinstance(response.get("usage"), Mapping):
+            values |= response["usage"]
+        for name, value in values.items():
+            # Names with an underscore are NeMo Gym's own, as its indices.
+            is_metric = name != "mask_sample" and not name.startswith("_")
             # Sums of squares of larger numbers are not finite.
-            if isinstance(value, int | float) and abs(value) < 1e150 and name != "mask_sample" and name[:1] != "_":
+            if is_metric and isinstance(value, int | float) and abs(value) < 1e150:
                 columns.setdefault(name, []).append(float(value))
     result: dict[str, float] = {}
-    for name, values in columns.items():
-        result |= {
-            f"mean/{name}": statistics.fmean(values),
-            f"max/{name}": max(values),
-            f"min/{name}": min(values),
-            f"median/{name}": float(statistics.median(values)),
-            f"std/{name}": statistics.stdev(values) if len(values) > 1 else 0.0,
-        }
+    for name, numbers in columns.items():
+        result[f"mean/{name}"] = statistics.fmean(numbers)
+        result[f"max/{name}"] = max(numbers)
+        result[f"min/{name}"] = min(numbers)
+        result[f"median/{name}"] = float(statistics.median(numbers))
+        result[f"std/{name}"] = statistics.stdev(numbers) if len(numbers) > 1 else 0.0
     return result

@@ -1,8 +1,10 @@
-"""Our own dialect: `POST /v1/rewards` takes messages and gives scores, rewards and their components.
+"""Our own dialect: `POST /v1/rewards` takes messages and gives scores, rewards and their
+components.
 
 {"context": [{"role": "user", "content": "2 + 2?"}], "completions": ["4", "5"]}
 -> {"object": "list", "model": "rm", "contract": "3f...",
-    "data": [{"index": 0, "reward": 1.5, "score": 1.5, "num_tokens": 21, "truncated": false, "error": null}, ...],
+    "data": [{"index": 0, "reward": 1.5, "score": 1.5, "num_tokens": 21, "truncated": false,
+              "error": null}, ...],
     "usage": {"total_tokens": 42}}
 """
 
@@ -22,7 +24,17 @@ from treeward.errors import DataError
 from treeward.scoring.score import Reward
 from treeward.serving.api_error import APIError
 from treeward.serving.models import ServedModel
-from treeward.serving.requests import JSON, Chat, ChatBody, Items, JSONRoute, ModelName, OwnBody, Server
+from treeward.serving.requests import (
+    JSON,
+    Chat,
+    ChatBody,
+    Items,
+    JSONRoute,
+    ModelName,
+    OwnBody,
+    Server,
+    example,
+)
 
 router = APIRouter(tags=["treeward"], route_class=JSONRoute)
 
@@ -33,8 +45,8 @@ class RewardsBody(OwnBody):
     model: ModelName = None
     """Which of the served models; the first where none is named."""
     conversations: Items[Chat | ChatBody] | None = None
-    """Conversations that end with an assistant's message: messages, or an object of `messages`, `tools` and
-    `chat_template_kwargs`."""
+    """Conversations that end with an assistant's message: messages, or an object of `messages`,
+    `tools` and `chat_template_kwargs`."""
     context: Chat | str | None = None
     """What the completions continue; [] for completions that continue nothing."""
     prompt: Chat | str | None = None
@@ -42,17 +54,21 @@ class RewardsBody(OwnBody):
     completions: Items[Chat | str] | None = Field(default=None, min_length=1)
     """Messages, or the text of an assistant's message."""
     tools: Items[dict[str, Any]] | None = None
-    """What the assistant could call, as JSON schemas; of every conversation that has none of its own."""
+    """What the assistant could call, as JSON schemas; of every conversation that has none of its
+    own."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables of the chat template, of every conversation that has none of its own."""
     shaped: bool = True
-    """Whether `reward` is what the model's shaping makes of the score, where it is served with shaping."""
+    """Whether `reward` is what the model's shaping makes of the score, where it is served with
+    shaping."""
     on_error: Literal["refuse", "mask"] = "refuse"
-    """What becomes of a conversation that cannot be scored: 422 for the request, or null with its `error`."""
+    """What becomes of a conversation that cannot be scored: 422 for the request, or null with its
+    `error`."""
 
 
 class RewardsResponse(TypedDict):
-    """One row for each conversation, in order. `contract`: the hash of the model's scoring contract, if it has one.
+    """One row for each conversation, in order. `contract`: the hash of the model's scoring
+    contract, if it has one.
 
     `usage`: `total_tokens` of the conversations, as plain rows.
     """
@@ -64,40 +80,68 @@ class RewardsResponse(TypedDict):
     usage: dict[str, int]
 
 
-@router.post("/v1/rewards", summary="Scores and rewards of conversations", response_model=RewardsResponse)
+_CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+@router.post(
+    "/v1/rewards",
+    summary="Scores and rewards of conversations",
+    response_model=RewardsResponse,
+    openapi_extra=example({"conversations": [_CHAT]}),
+)
 async def rewards(body: RewardsBody, server: Server) -> JSON:
     model = server.model(body.model)
     conversations = await server.parsed(parse, body)
-    rewarded = await server.rewards(model, conversations, shaped=body.shaped, on_error=body.on_error)
+    rewarded = await server.rewards(
+        model,
+        conversations,
+        shaped=body.shaped,
+        on_error=body.on_error,
+    )
     return JSON(to_json(model, rewarded))
 
 
 def parse(body: RewardsBody) -> list[Any]:
     """The conversations of a body. Raises `APIError` 422."""
     context = body.context if body.prompt is None else body.prompt
-    is_of_context = context is not None or body.completions is not None
-    if body.conversations is not None and not is_of_context:
+    problem = APIError(
+        422,
+        "invalid_request",
+        "give either conversations, or completions with their context ([] if there is none)",
+        param="context",
+    )
+    if body.conversations is not None:
+        if context is not None or body.completions is not None:
+            raise problem
         return [_conversation(item, body) for item in body.conversations]
     has_two_contexts = body.context is not None and body.prompt is not None
-    if body.conversations is not None or context is None or body.completions is None or has_two_contexts:
-        message = "give either conversations, or completions with their context ([] where they continue nothing)"
-        raise APIError(422, "invalid_request", message, param="context")
+    if context is None or body.completions is None or has_two_contexts:
+        raise problem
     # Text is never parsed: a policy may have written what looks like messages.
     completions = [literally(completion, "assistant") for completion in body.completions]
-    row = {"context": literally(context, "user"), "completions": completions}
-    row |= {"tools": body.tools, "chat_template_kwargs": body.chat_template_kwargs}
+    row = {
+        "context": literally(context, "user"),
+        "completions": completions,
+        "tools": body.tools,
+        "chat_template_kwargs": body.chat_template_kwargs,
+    }
     try:
         return conversations_of(row, "the request")
     except DataError as error:
+        # The field of the body, of a path such as completions[1].
         param = (error.field or "context").split("[")[0]
         raise APIError(422, "invalid_request", error.in_one_line, param=param) from error
 
 
 def _conversation(item: Any, body: RewardsBody) -> Conversation:
     """One of the conversations, with the body's template variables where it has none of its own."""
-    own = item.conversation() if isinstance(item, ChatBody) else Conversation(item)
+    if isinstance(item, ChatBody):
+        conversation = item.conversation()
+    else:
+        conversation = Conversation(item)
     shared = Conversation(tools=body.tools, chat_template_kwargs=body.chat_template_kwargs)
-    return Conversation(own, chat_template_kwargs={**shared.template_kwargs, **own.template_kwargs})
+    variables = {**shared.template_kwargs, **conversation.template_kwargs}
+    return Conversation(conversation, chat_template_kwargs=variables)
 
 
 def to_json(model: ServedModel, rewarded: Sequence[Reward]) -> RewardsResponse:
@@ -113,6 +157,7 @@ def to_json(model: ServedModel, rewarded: Sequence[Reward]) -> RewardsResponse:
             truncated=score.truncated,
             error=reward.error,
         )
+        # Keys that only some models have are absent elsewhere, not null.
         if len(score.heads) > 1:
             row["heads"] = list(score.heads)
         if score.spread is not None:
@@ -124,5 +169,9 @@ def to_json(model: ServedModel, rewarded: Sequence[Reward]) -> RewardsResponse:
         rows.append(row)
     total = sum(row["num_tokens"] for row in rows)
     return RewardsResponse(
-        object="list", model=model.name, contract=model.contract_sha256, data=rows, usage={"total_tokens": total}
+        object="list",
+        model=model.name,
+        contract=model.contract_sha256,
+        data=rows,
+        usage={"total_tokens": total},
     )

@@ -1,15 +1,17 @@
-"""vLLM's and SGLang's dialects, which verl and others call: `POST /classify` of both, vLLM's `/pooling`, and SGLang's
-`/v1/embeddings`.
+"""vLLM's and SGLang's dialects, which verl and others call: `POST /classify` of both, vLLM's
+`/pooling`, and SGLang's `/v1/embeddings`.
 
 {"model": "rm", "input": "rendered text"}                                   -> /classify, vLLM
 -> {"id": "classify-3f...", "object": "list", "created": 1, "model": "rm",
-    "data": [{"index": 0, "label": "LABEL_0", "probs": [1.5], "num_classes": 1}], "usage": {"prompt_tokens": 21, ...}}
+    "data": [{"index": 0, "label": "LABEL_0", "probs": [1.5], "num_classes": 1}],
+    "usage": {"prompt_tokens": 21, ...}}
 {"text": ["rendered text"]}                                                 -> /classify, SGLang
 -> [{"embedding": [1.5], "meta_info": {"id": "3f...", "prompt_tokens": 21}}]
 
-Bodies of vLLM have `input` or `messages`, SGLang's `text` or `input_ids`. Scores are raw whatever `use_activation`
-says, as in vLLM for an export, whose `problem_type` is regression. Nothing is cut, and other options are ignored too.
-SGLang ignores `model`, as does a server of one model here; a server of several responds with 404 to an unknown name.
+Bodies of vLLM have `input` or `messages`, SGLang's `text` or `input_ids`. Scores are raw whatever
+`use_activation` says, as in vLLM for an export, whose `problem_type` is regression. Nothing is cut,
+and other options are ignored too. SGLang ignores `model`, as does a server of one model here; a
+server of several responds with 404 to an unknown name.
 """
 
 from __future__ import annotations
@@ -26,9 +28,23 @@ from treeward.scoring.score import Reward
 from treeward.serving.api_error import APIError
 from treeward.serving.models import ServedModel
 from treeward.serving.rendered_text import RenderedText
-from treeward.serving.requests import JSON, Body, Chat, Items, JSONRoute, ModelName, Server, Texts, as_list, is_one
+from treeward.serving.requests import (
+    JSON,
+    Body,
+    Chat,
+    Items,
+    JSONRoute,
+    ModelName,
+    Server,
+    Texts,
+    as_list,
+    example,
+    is_one,
+)
 
 router = APIRouter(route_class=JSONRoute)
+
+_CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
 class VllmBody(Body):
@@ -37,25 +53,28 @@ class VllmBody(Body):
     model: ModelName = None
     """Which of the served models, by its name or by the folder that it was loaded from."""
     input: Texts | None = None
-    """Texts as the model's chat template renders them, or their token ids. A BOS (or CLS and SEP) of a text is neither
-    doubled nor missing, whatever `add_special_tokens` says; token ids are taken as they are."""
+    """Texts as the model's chat template renders them, or their token ids. A BOS (or CLS and SEP)
+    of a text is neither doubled nor missing, whatever `add_special_tokens` says; token ids are
+    taken as they are."""
     messages: Chat | None = Field(default=None, min_length=1)
     """A conversation that ends with an assistant's message."""
     chat_template: str | None = None
-    """Must be the model's own; a conversation in another form has another score. Send text for that."""
+    """Must be the model's own; a conversation in another form has another score. Send text for
+    that."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """Variables of the conversation's chat template, as `{"enable_thinking": false}`, beside those that the model is
-    served with. `tools` here reach vLLM's template too."""
+    """Variables of the conversation's chat template, as `{"enable_thinking": false}`, beside those
+    that the model is served with. `tools` here reach vLLM's template too."""
     tools: Items[dict[str, Any]] | None = None
-    """What the assistant could call, as JSON schemas. vLLM itself ignores this key when it scores: send the tools in
-    `chat_template_kwargs` to have one score from both."""
+    """What the assistant could call, as JSON schemas. vLLM itself ignores this key when it scores:
+    send the tools in `chat_template_kwargs` to have one score from both."""
 
 
 class ClassifyBody(VllmBody):
     """`input` or `messages` as vLLM reads them, or `text` or `input_ids` as SGLang does."""
 
     text: Texts | None = None
-    """Texts as the model's chat template renders them. A BOS (or CLS and SEP) is neither doubled nor missing."""
+    """Texts as the model's chat template renders them. A BOS (or CLS and SEP) is neither doubled
+    nor missing."""
     input_ids: Texts | None = None
     """Token ids of a text, or a list of them; they are taken as they are."""
 
@@ -69,7 +88,12 @@ class EmbeddingsBody(Body):
     """Which of the served models."""
 
 
-@router.post("/pooling", summary="vLLM: scores as pooled data", tags=["vllm"])
+@router.post(
+    "/pooling",
+    summary="vLLM: scores as pooled data",
+    tags=["vllm"],
+    openapi_extra=example({"messages": _CHAT}),
+)
 async def pooling(body: VllmBody, server: Server) -> JSON:
     model = server.model(body.model)
     rewards = await server.rewards(model, await server.parsed(parse, body, model))
@@ -77,27 +101,46 @@ async def pooling(body: VllmBody, server: Server) -> JSON:
     return _list_response(server, "pooling", model, rewards, rows)
 
 
-@router.post("/classify", summary="vLLM and SGLang: scores as classes", tags=["vllm", "sglang"])
+@router.post(
+    "/classify",
+    summary="vLLM and SGLang: scores as classes",
+    tags=["vllm", "sglang"],
+    openapi_extra=example({"input": ["a"], "use_activation": False, "truncate_prompt_tokens": 9}),
+)
 async def classify(body: ClassifyBody, server: Server) -> JSON:
-    keys = [key for key in ("input", "messages", "text", "input_ids") if getattr(body, key) is not None]
+    forms = ("input", "messages", "text", "input_ids")
+    keys = [key for key in forms if getattr(body, key) is not None]
     if len(keys) != 1:
-        message = "the body must have one of input and messages (vLLM), text and input_ids (SGLang)"
+        message = "the body needs one of input, messages (vLLM), text and input_ids (SGLang)"
         raise APIError(422, "invalid_request", message)
     if keys[0] in ("input", "messages"):
-        model = server.model(body.model)
-        rewards = await server.rewards(model, await server.parsed(parse, body, model))
-        rows = [{"label": "LABEL_0", "probs": [reward.value], "num_classes": 1} for reward in rewards]
-        return _list_response(server, "classify", model, rewards, rows)
+        return await _classes(body, server)
     texts: Any = getattr(body, keys[0])
-    rewards = await server.rewards(_any_model(server, body.model), [RenderedText(text) for text in as_list(texts)])
-    scored = [
-        {"embedding": [reward.value], "meta_info": {"id": server.request_id, "prompt_tokens": reward.score.num_tokens}}
-        for reward in rewards
-    ]
-    return JSON(scored[0] if is_one(texts) else scored)
+    model = _any_model(server, body.model)
+    inputs = [RenderedText(text) for text in as_list(texts)]
+    rows = []
+    for reward in await server.rewards(model, inputs):
+        information = {"id": server.request_id, "prompt_tokens": reward.score.num_tokens}
+        rows.append({"embedding": [reward.value], "meta_info": information})
+    return JSON(rows[0] if is_one(texts) else rows)
 
 
-@router.post("/v1/embeddings", summary="SGLang: scores as embeddings of one number", tags=["sglang"])
+async def _classes(body: ClassifyBody, server: Server) -> JSON:
+    """The response of vLLM's /classify."""
+    model = server.model(body.model)
+    rewards = await server.rewards(model, await server.parsed(parse, body, model))
+    rows = []
+    for reward in rewards:
+        rows.append({"label": "LABEL_0", "probs": [reward.value], "num_classes": 1})
+    return _list_response(server, "classify", model, rewards, rows)
+
+
+@router.post(
+    "/v1/embeddings",
+    summary="SGLang: scores as embeddings of one number",
+    tags=["sglang"],
+    openapi_extra=example({"input": [[3, 4], [5]], "encoding_format": "float"}),
+)
 async def embeddings(body: EmbeddingsBody, server: Server) -> JSON:
     model = _any_model(server, body.model)
     rewards = await server.rewards(model, [RenderedText(text) for text in as_list(body.input)])
@@ -107,28 +150,49 @@ async def embeddings(body: EmbeddingsBody, server: Server) -> JSON:
 
 def _any_model(server: Server, name: str | None) -> ServedModel:
     """The model of a name; the first for "default", and the only one for any name."""
-    is_any = name == "default" or len(server.service.models) == 1
-    return server.service.model(None if is_any else name)
+    # SGLang ignores the name of the model, so its clients send any.
+    if name == "default" or len(server.service.models) == 1:
+        return server.service.model(None)
+    return server.service.model(name)
 
 
 def parse(body: VllmBody, model: ServedModel) -> list[AnyConversation | RenderedText]:
-    """The texts, or the conversation, of a body. Raises `APIError` 422 if its template differs from the model's."""
+    """The texts, or the conversation, of a body. Raises `APIError` 422 if its template differs from
+    the model's.
+    """
     if (body.input is None) == (body.messages is None):
         raise APIError(422, "invalid_request", "give either input or messages")
     if body.messages is None:
         return [RenderedText(text) for text in as_list(body.input or [])]
     renderer = model.renderer
+    # The renderer's own may differ from the tokenizer's, and clients send back either.
     if body.chat_template not in (None, renderer.chat_template, renderer.tokenizer.chat_template):
-        why = "the conversation would not be scored as in training; leave it out, or send text as input"
+        why = "the model would not read the conversation as in training: leave it out, or send text"
         raise APIError(422, "invalid_request", f"chat_template: {why}", param="chat_template")
     messages: Any = body.messages
-    return [Conversation(messages, tools=body.tools, chat_template_kwargs=body.chat_template_kwargs)]
+    return [
+        Conversation(messages, tools=body.tools, chat_template_kwargs=body.chat_template_kwargs),
+    ]
 
 
-def _list_response(server: Server, kind: str, model: ServedModel, rewards: Sequence[Reward], rows: Any) -> JSON:
+def _list_response(
+    server: Server,
+    kind: str,
+    model: ServedModel,
+    rewards: Sequence[Reward],
+    rows: Any,
+) -> JSON:
     """The response with these rows."""
     tokens = sum(reward.score.num_tokens for reward in rewards)
     usage = {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0}
-    name, now = f"{kind}-{server.request_id}", int(time.time())
-    data = [{"index": i} | row for i, row in enumerate(rows)]
-    return JSON({"id": name, "object": "list", "created": now, "model": model.name, "data": data, "usage": usage})
+    data = [{"index": i, **row} for i, row in enumerate(rows)]
+    return JSON(
+        {
+            "id": f"{kind}-{server.request_id}",
+            "object": "list",
+            "created": int(time.time()),
+            "model": model.name,
+            "data": data,
+            "usage": usage,
+        },
+    )
