@@ -61,7 +61,7 @@ def test_a_file_and_the_command_line(treeward: Command, config_of: Callable[...,
         (["{models: [a, b], ensemble: [1]}"], "ensemble"),
         (["{models: a, shaping: {nonsense: 1}}"], "nonsense"),
         (["/nowhere", "--port", "0", "token_env=NO_SUCH_TOKEN"], "the server's key is not in the environment"),
-        (["/nowhere", "--port", "0", "host=999.1.1.1"], "the address cannot be used"),
+        (["/nowhere", "--port", "0", "host=999.1.1.1"], "the server cannot use this address"),
     ],
 )
 def test_what_is_told_before_anything_is_loaded(words: list[str], says: str, treeward: Command) -> None:

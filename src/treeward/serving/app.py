@@ -1,10 +1,12 @@
 """`create_app(service, token="...")`: the ASGI application, with the routes of every dialect.
 
-Every request passes `RequestLimits`. All errors have one form, also for unknown routes and unreadable bodies.
+Every request passes `RequestLimits`. All errors have one form, also for unknown routes and
+unreadable bodies.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,15 +28,20 @@ from treeward.version import VERSION
 
 _PLAYGROUND = Path(__file__).parent / "playground"
 _PAGE_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-cache",
 }
-"""The playground calls the same routes as any client, and may talk to this server alone."""
+"""The playground calls the same routes as any client, and may talk to this server alone.
+
+`no-cache`: browsers ask each time whether the page has changed, since an upgrade changes it.
+"""
 
 
 class _Pages(StaticFiles):
@@ -55,22 +62,30 @@ def create_app(service: Service, *, token: str | None = None) -> FastAPI:
     app = FastAPI(
         title="treeward",
         version=VERSION,
-        description="Scores of reward models, raw unless a model is served with shaping, in the dialects that RL "
-        "frameworks speak.",
+        description=(
+            "Scores of reward models, raw unless a model is served with shaping, "
+            "in the dialects that RL frameworks speak."
+        ),
+        # FastAPI's pages of documentation load scripts from a CDN.
         docs_url=None,
         redoc_url=None,
+        # A wrong path is an error in our form, not a redirect without a body.
         redirect_slashes=False,
         responses={status: {"model": ErrorResponse} for status in ERRORS},
         exception_handlers={
-            APIError: _api_error, RequestValidationError: _invalid, HTTPException: _not_routed, Exception: _failed,
+            APIError: _api_error,
+            RequestValidationError: _invalid,
+            HTTPException: _not_routed,
+            Exception: _failed,
         },
-    )  # fmt: skip
+    )
     app.state.service = service
     app.state.error_bodies = dialects.error_bodies
     app.include_router(_operations(service))
     app.include_router(dialects.router)
     app.mount("/playground", _Pages(directory=_PLAYGROUND))
     app.add_middleware(RequestLimits, service=service, token=token)
+    # The default registry belongs to the process, which may hold several servers.
     counters = Instrumentator(should_group_status_codes=False, registry=service.metrics.registry)
     counters.instrument(app, metric_namespace="treeward")
     counters.expose(app, tags=["operations"], response_class=PlainTextResponse)
@@ -85,14 +100,17 @@ def _operations(service: Service) -> APIRouter:
     async def page() -> FileResponse:
         return FileResponse(_PLAYGROUND / "page.html", headers=_PAGE_HEADERS)
 
+    # /ping is SageMaker's name for it, as in vLLM; /ready is for probes of Kubernetes.
     @router.post("/ping", include_in_schema=False)
     @router.get("/ping", include_in_schema=False)
     @router.get("/ready", include_in_schema=False)
     @router.get("/health", summary="Whether the process runs and its models score")
     async def health() -> JSON:
         is_alive = await service.batcher.check_alive()
-        body = {"status": "ready" if is_alive else "failed", "models": list(service.models)}
-        return JSON(body, 200 if is_alive else 503)
+        names = list(service.models)
+        if not is_alive:
+            return JSON({"status": "failed", "models": names}, 503)
+        return JSON({"status": "ready", "models": names})
 
     @router.get("/v1/models", summary="The models that are served")
     async def models() -> JSON:
@@ -107,6 +125,7 @@ async def _api_error(request: Request, error: Exception) -> Response:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
+    # Not the error itself, which may name paths of this machine.
     message = "the server failed; its log has the details"
     return await _api_error(request, APIError(500, "internal_error", message))
 
@@ -126,6 +145,21 @@ async def _invalid(request: Request, error: Exception) -> Response:
     if first["type"] == "json_invalid":
         message = f"the body is no JSON: {first['ctx']['error']}"
         return await _api_error(request, APIError(422, "invalid_json", message))
-    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"][1:]).lstrip(".")[:100]
+    field = _field_path(first["loc"])
     message = f"{field or 'the body'}: {first['msg']}; got {shown(first['input'])}"
     return await _api_error(request, APIError(422, "invalid_request", message, param=field or None))
+
+
+def _field_path(location: Sequence[str | int]) -> str:
+    """Pydantic's location of a value, as `messages[0].role`; empty for the whole body.
+
+    Of a key that a client made up it has 100 characters.
+    """
+    path = ""
+    # The first part says where the value came, as "body" or "query".
+    for part in location[1:]:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        else:
+            path += f".{part}"
+    return path.lstrip(".")[:100]

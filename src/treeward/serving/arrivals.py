@@ -1,8 +1,10 @@
-"""`Arrivals`: reads the bodies of requests, counts their bytes as they come and their items before JSON is parsed.
+"""`Arrivals`: reads the bodies of requests, counts their bytes as they come and their items before
+JSON is parsed.
 
     body = await arrivals.read(receive, deadline)
 
-One client that sends too much, too slowly or too many items gets an error, and the other clients do not notice.
+One client that sends too much, too slowly or too many items gets an error, and the other clients do
+not notice.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ BODIES_AT_ONCE = 16
 
 @dataclass(eq=False)
 class _Arrival:
-    """A body of which a part has come. `timeout` ends its request; `is_dropped` says that there was no room for it."""
+    """A body of which a part has come. `timeout` ends its request; `is_dropped` says that there was
+    no room for it.
+    """
 
     timeout: asyncio.Timeout
     body: bytearray = field(default_factory=bytearray)
@@ -41,34 +45,35 @@ class Arrivals:
     async def read(self, receive: Receive, deadline: float) -> bytes:
         """A whole body. `deadline`: of `time.monotonic`.
 
-        Raises `APIError`: 413 for too many bytes or items, 429 if the bodies that arrive together are too large, 499
-        for a client that leaves, 504 for a body that is not here by the deadline.
+        Raises `APIError`: 413 for too many bytes or items, 429 if the bodies that arrive together
+        are too large, 499 for a client that leaves, 504 for a body that is not here by the
+        deadline.
         """
-        arrival = None
+        timeout = asyncio.timeout(deadline - time.monotonic())
+        arrival = _Arrival(timeout)
+        self._arriving.add(arrival)
+        is_whole = False
         try:
-            async with asyncio.timeout(deadline - time.monotonic()) as timeout:
-                arrival = _Arrival(timeout)
-                self._arriving.add(arrival)
-                is_whole = False
+            async with timeout:
                 while not is_whole:
                     message = await receive()
                     is_whole = self._take(arrival, message)
         except TimeoutError as error:
-            if arrival is not None and arrival.is_dropped:
-                message_text = "other bodies are arriving, and there is no room for one of this size"
-                raise APIError(429, "server_full", message_text, retry_after=1) from error
-            late = "the body did not arrive by the deadline"
-            raise APIError(504, "deadline_exceeded", late, retry_after=1) from error
+            if arrival.is_dropped:
+                problem = "other bodies are arriving, and a body of this size has no room"
+                raise APIError(429, "server_full", problem, retry_after=1) from error
+            problem = "the body did not arrive by the deadline"
+            raise APIError(504, "deadline_exceeded", problem, retry_after=1) from error
         finally:
-            if arrival is not None:
-                self._arriving.discard(arrival)
-                self._num_bytes -= len(arrival.body)
+            self._arriving.discard(arrival)
+            self._num_bytes -= len(arrival.body)
         self._check_items(arrival.body)
         return bytes(arrival.body)
 
     def _take(self, arrival: _Arrival, message: Message) -> bool:
         """Add a part of a body, and return whether it was the last."""
         if message["type"] == "http.disconnect":
+            # 499 is nginx's status; nobody receives it, but the log and the counters have it.
             raise APIError(499, "client_disconnected", "the client went away")
         part = message.get("body", b"")
         arrival.body += part
@@ -76,9 +81,10 @@ class Arrivals:
         if len(arrival.body) > self._most_bytes:
             raise too_large(self._most_bytes)
         if self._num_bytes > BODIES_AT_ONCE * self._most_bytes:
-            # The largest goes, so that a client with large bodies never stops those with small ones.
+            # The largest goes, so that a client with large bodies never stops others.
             largest = max(self._arriving, key=lambda other: len(other.body))
             largest.is_dropped = True
+            # Its request may be another one, which waits in `receive`: its timeout wakes it.
             largest.timeout.reschedule(asyncio.get_running_loop().time())
         return not message.get("more_body", False)
 
@@ -88,7 +94,7 @@ class Arrivals:
             return
         number = num_items(body, self._most_items)
         if number > self._most_items:
-            message = f"the body has {number} JSON values or more; at most {self._most_items}"
+            message = f"the body has at least {number} JSON values; the most is {self._most_items}"
             raise APIError(413, "too_many_items", message)
 
 
@@ -98,20 +104,22 @@ def too_large(most_bytes: int) -> APIError:
 
 
 def num_items(body: bytes | bytearray, most: int) -> int:
-    """The values in a JSON text, nested ones too, without parsing it. Beyond `most` it is a lower bound; an empty list
-    counts as two.
+    """The values in a JSON text, nested ones too, without parsing it. Beyond `most` it is a lower
+    bound; an empty list counts as two.
 
-    Reading a million values takes orjson and pydantic up to a second, in which the server does nothing else. Counting
-    bytes takes milliseconds.
+    Reading a million values takes orjson and pydantic up to a second, in which the server does
+    nothing else. Counting bytes takes milliseconds.
     """
     separators = _num_separators(body)
     if separators < most:  # even if those within strings count
         return separators + 1
-    # In JSON a backslash stands only in strings. Without the escaped ones, every quote begins or ends a string.
+    # In JSON a backslash stands only in strings. Once escaped backslashes and quotes are gone,
+    # every quote begins or ends a string.
     plain = body.replace(rb"\\", b"").replace(rb"\"", b"")
     num_strings = plain.count(b'"') // 2
     if num_strings // 2 > most:  # a key is a string too, and is no value
         return num_strings // 2
+    # Every second piece lies within a string.
     outside = b"".join(plain.split(b'"')[::2])
     return _num_separators(outside) + 1
 

@@ -1,5 +1,5 @@
-"""`ServedModel`: the description of a served reward model, without its weights: with replicas it comes from another
-process.
+"""`ServedModel`: the description of a served reward model, without its weights: with replicas it
+comes from another process.
 
     model, scorer = load_served(ServedModelConfig(models=("results/rm/final",)), server_config)
 """
@@ -28,9 +28,9 @@ from treeward.serving.rendered_text import Ending
 class ServedModel:
     """A reward model, or several as one, under its name in requests.
 
-    `members`: their folders or hub names. `scores`: what scores depend on. `contract_sha256`: hash of the scoring
-    contract, or of all members' contracts; None if one is missing or unchecked. `temperature`: scores divided by it are
-    log-odds.
+    `members`: their folders or hub names. `scores`: what scores depend on. `contract_sha256`: hash
+    of the scoring contract, or of all members' contracts; None if one is missing or unchecked.
+    `temperature`: scores divided by it are log-odds.
     """
 
     name: str
@@ -44,20 +44,34 @@ class ServedModel:
 
     @classmethod
     def of(cls, section: ServedModelConfig, scorer: PreparedScorer) -> ServedModel:
-        """The model of a section with this `scorer`. Raises `ConfigError` for shaping by missing constants."""
-        contracts = [member.contract for member in scorer.members]
+        """The model of a section with this `scorer`. Raises `ConfigError` for shaping by missing
+        constants.
+        """
+        contracts = [member.contract for member in scorer.members if member.contract is not None]
         # An unchecked model may break its contract; other head weights give other scores.
-        is_kept = section.check_contract and section.head_weights is None
-        hashes = [contract.scores_sha256 for contract in contracts if contract is not None and is_kept]
-        calibration = contracts[0].calibration if hashes and isinstance(scorer, Scorer) and contracts[0] else None
+        if not section.check_contract or section.head_weights is not None:
+            contracts = []
+        contract_sha256 = None
+        # A hash of some members would say nothing about the score, which depends on all.
+        if contracts and len(contracts) == len(scorer.members):
+            contract_sha256 = "+".join(contract.scores_sha256 for contract in contracts)
+        heads: tuple[str, ...] = ()
+        if len(scorer.members) == 1:
+            heads = scorer.members[0].head_names
+        temperature = None
+        # An ensemble's score is not that of a member, so a member's temperature does not fit it.
+        if contracts and isinstance(scorer, Scorer):
+            calibration = contracts[0].calibration
+            if calibration is not None and calibration.temperature is not None:
+                temperature = calibration.temperature.value
         return cls(
             name=section.served_name,
             members=section.models,
             renderer=scorer.renderer,
             scores=scorer_identity(scorer, section.models[0]),
-            contract_sha256="+".join(hashes) if hashes and len(hashes) == len(contracts) else None,
-            heads=scorer.members[0].head_names if len(scorer.members) == 1 else (),
-            temperature=calibration.temperature.value if calibration and calibration.temperature else None,
+            contract_sha256=contract_sha256,
+            heads=heads,
+            temperature=temperature,
             shaper=load_shaper(section),
         )
 
@@ -69,13 +83,22 @@ class ServedModel:
     @cached_property
     def identity(self) -> str:
         """Hash of everything that rewards depend on."""
-        parts = [self.scores, *(() if self.shaper is None else (self.shaper.config, self.shaper.calibration))]
+        parts: list[Any] = [self.scores]
+        if self.shaper is not None:
+            parts += [self.shaper.config, self.shaper.calibration]
+        # `default=str`: the text of a section has every key.
         return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
 
     @property
     def _shown_members(self) -> list[str]:
-        """The members for clients: of a path, which says where this machine keeps its files, the model's name."""
-        return [model_name(member) if os.path.isabs(member) else member for member in self.members]
+        """The members for clients. A path would say where this machine keeps its files, so it is
+        shown as the model's name.
+        """
+        names = []
+        for member in self.members:
+            name = model_name(member) if os.path.isabs(member) else member
+            names.append(name)
+        return names
 
     def described(self, created: int) -> dict[str, Any]:
         """The model as /v1/models lists it. `created`: seconds of the epoch."""
@@ -95,14 +118,26 @@ class ServedModel:
         }
 
 
-def load_served(section: ServedModelConfig, server: ServerConfig) -> tuple[ServedModel, PreparedScorer]:
-    """The section's models, loaded. Raises `ModelError` for a model that breaks its scoring contract, and `ConfigError`
-    for a missing device.
+def load_served(
+    section: ServedModelConfig,
+    server: ServerConfig,
+) -> tuple[ServedModel, PreparedScorer]:
+    """The section's models, loaded. Raises `ModelError` for a model that breaks its scoring
+    contract, and `ConfigError` for a missing device.
     """
     check_device(section.device, where=section.served_name, field="device")
-    contracts = [contract for contract in map(read_contract, section.models) if contract is not None]
-    is_known = section.max_length or any(c.rendering.max_length or c.rendering.trained_length for c in contracts)
-    config = section if is_known else section.model_copy(update={"max_length": section.default_max_length})
-    capacity = {"batch_tokens": server.batch_tokens, "prefix_cache_bytes": server.prefix_cache_bytes}
-    scorer = load_scorer(config, device=section.device, **capacity)
+    has_limit = section.max_length is not None
+    for model in section.models:
+        contract = read_contract(model)
+        if contract is not None:
+            rendering = contract.rendering
+            has_limit = has_limit or bool(rendering.max_length or rendering.trained_length)
+    # Where no contract says how long conversations may be, the section's default does.
+    if not has_limit:
+        section = section.model_copy(update={"max_length": section.default_max_length})
+    capacity = {
+        "batch_tokens": server.batch_tokens,
+        "prefix_cache_bytes": server.prefix_cache_bytes,
+    }
+    scorer = load_scorer(section, device=section.device, **capacity)
     return ServedModel.of(section, scorer), scorer

@@ -1,9 +1,11 @@
-"""`BoundedProtocol`: uvicorn's HTTP protocol with bounds on what a client sends before a request begins.
+"""`BoundedProtocol`: uvicorn's HTTP protocol with bounds on what a client sends before a request
+begins.
 
     uvicorn.Config(app, http=BoundedProtocol)
 
-httptools keeps a header until its end is here, however long it is: one of 96 MB held everybody up for 87 seconds. h11
-has a bound of its own, but reads in Python: chunks of one byte hold others up six times as long as with httptools.
+httptools keeps a header until its end is here, however long it is: one of 96 MB held everybody up
+for 87 seconds. h11 has a bound of its own, but reads in Python: chunks of one byte hold others up
+six times as long as with httptools.
 """
 
 from __future__ import annotations
@@ -18,11 +20,14 @@ HEAD_BYTES = 2**16
 HEAD_SECONDS = 20.0
 """Seconds in which a head has to be here, from the connection or from its first byte."""
 _FED_AT_ONCE = 2**14
-"""Bytes that are parsed at once; a longer head within one packet would be complete before it is counted."""
+"""Bytes that are parsed at once; a longer head within one packet would be complete before it is
+counted."""
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """A connection. Bytes that complete neither a head, a part of a body nor a request count until the next does."""
+    """A connection. Bytes that complete neither a head, a part of a body nor a request count until
+    the next does.
+    """
 
     _num_pending = 0
     _head_timer: asyncio.TimerHandle | None = None
@@ -68,7 +73,11 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _start_timer(self) -> None:
         if self._head_timer is None:
-            self._head_timer = self.loop.call_later(HEAD_SECONDS, self._refuse, HTTPStatus.REQUEST_TIMEOUT)
+            self._head_timer = self.loop.call_later(
+                HEAD_SECONDS,
+                self._refuse,
+                HTTPStatus.REQUEST_TIMEOUT,
+            )
 
     def _advance(self) -> None:
         self._num_pending = 0
@@ -82,6 +91,7 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         self.logger.warning("%s: the head of a request did not end.", status.phrase)
         if self.cycle is None or self.cycle.response_complete:
-            line = f"HTTP/1.1 {status.value} {status.phrase}\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
-            self.transport.write(line.encode())
+            line = f"HTTP/1.1 {status.value} {status.phrase}"
+            head = f"{line}\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+            self.transport.write(head.encode())
         self.transport.close()

@@ -1,4 +1,5 @@
-"""`RenderedText`: a conversation rendered or tokenized by the client. `Ending`: how a model's text ends.
+"""`RenderedText`: a conversation rendered or tokenized by the client. `Ending`: how a model's text
+ends.
 
     ending.completed("...4.<|im_end|>")          # with the chat template's white space after it
     beginning_of(conversation, ending)           # the same for all completions of a prompt
@@ -16,10 +17,16 @@ from treeward.data.conversation import AnyConversation, Message
 from treeward.data.rendering import Renderer
 from treeward.errors import DataError
 
+_BEGINNING_CHARACTERS = 256
+_BEGINNING_TOKENS = 64
+"""The beginning of a text in which the end of the prompt cannot be seen."""
+
 
 @dataclass(frozen=True, slots=True)
 class RenderedText:
-    """A whole conversation as text or token ids. `completion`: the text of its last message, if known."""
+    """A whole conversation as text or token ids. `completion`: the text of its last message, if
+    known.
+    """
 
     text: str | Sequence[int]
     completion: str | None = None
@@ -27,15 +34,18 @@ class RenderedText:
     @property
     def messages(self) -> list[Message] | None:
         """The completion as messages, for shaping by length; None if unknown."""
-        return None if self.completion is None else [{"role": "assistant", "content": self.completion}]
+        if self.completion is None:
+            return None
+        return [{"role": "assistant", "content": self.completion}]
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
     """The end and beginning of every conversation of a model, by its template and tokenizer.
 
-    `text`: the end of turn, without an encoder's SEP (`sep`). `first`: the BOS or CLS. `padding`: the text of the pad
-    token, if it can be stripped. `turn` and `turn_ids`: between the user's message and a completion.
+    `text`: the end of turn, without an encoder's SEP (`sep`). `first`: the BOS or CLS. `padding`:
+    the text of the pad token, if it can be stripped. `turn` and `turn_ids`: between the user's
+    message and a completion.
     """
 
     text: str = ""
@@ -49,24 +59,36 @@ class Ending:
     def of(cls, renderer: Renderer) -> Ending:
         """The ending of a renderer; empty for a template that refuses a plain conversation."""
         tokenizer = renderer.tokenizer
-        chats = [
-            [{"role": "user", "content": question}, {"role": "assistant", "content": completion}]
-            for question in ("Quo vadis?", "Ubi es!")
-            for completion in ("Romam.", "Quo vadis")
-        ]
-        sep = tokenizer.sep_token or "" if renderer.kind == "encoder" else ""
+        # What all four texts share is the template's: the questions begin and end with different
+        # characters, and so do the completions.
+        chats = []
+        for question in ("Quo vadis?", "Ubi es!"):
+            for completion in ("Romam.", "Quo vadis"):
+                prompt = {"role": "user", "content": question}
+                chats.append([prompt, {"role": "assistant", "content": completion}])
+        sep = ""
+        if renderer.kind == "encoder":
+            sep = tokenizer.sep_token or ""
         try:
             texts = [renderer.render(chat).removesuffix(sep) for chat in chats]
             rows = renderer.encode_many(chats)
         except DataError:
             return cls()
-        text = _common_end(*texts[:2])
-        turn, turn_ids = (_common_end(_common_start(*items[:2]), _common_start(*items[2:])) for items in (texts, rows))
-        firsts = {tokenizer.bos_token_id: tokenizer.bos_token, tokenizer.cls_token_id: tokenizer.cls_token}
+        text = _common_end(texts[0], texts[1])
+        # Texts of one question agree up to the completion. What comes before the completion ends
+        # alike for both questions: that is what stands between question and completion.
+        turn = _common_end(_common_start(texts[0], texts[1]), _common_start(texts[2], texts[3]))
+        turn_ids = _common_end(_common_start(rows[0], rows[1]), _common_start(rows[2], rows[3]))
+        firsts = {
+            tokenizer.bos_token_id: tokenizer.bos_token,
+            tokenizer.cls_token_id: tokenizer.cls_token,
+        }
         first = firsts.get(rows[0][0]) or ""
         padding = tokenizer.pad_token or ""
-        can_strip = padding not in text and padding != tokenizer.eos_token
-        return cls(text, first, sep, padding if can_strip else "", turn, tuple(turn_ids))
+        # Where padding may be an end of turn, stripping it would cut conversations.
+        if padding in text or padding == tokenizer.eos_token:
+            padding = ""
+        return cls(text, first, sep, padding, turn, tuple(turn_ids))
 
     def is_in(self, text: str | Sequence[int]) -> bool:
         """Whether the text has the end of turn; token ids are not checked."""
@@ -82,23 +104,31 @@ class Ending:
         return self.first + text
 
     def completed(self, generated: str) -> str:
-        """A generated text without padding, and with the template's white space after the end of turn, before which a
-        policy stops. A text that was cut before its end of turn stays unchanged.
+        """A generated text without padding, and with the template's white space after the end of
+        turn, before which a policy stops. A text that was cut before its end of turn stays
+        unchanged.
         """
         if self.padding:
-            start, end, step = 0, len(generated), len(self.padding)
+            start = 0
+            end = len(generated)
+            step = len(self.padding)
+            # By positions: cutting off one padding at a time would copy a long text each time.
             while generated.startswith(self.padding, start):
                 start += step
             while end - step >= start and generated.endswith(self.padding, start, end):
                 end -= step
             generated = generated[start:end]
         mark = self.text.rstrip()
-        if mark and not generated.endswith(self.text) and generated.rstrip().endswith(mark):
+        is_complete = generated.endswith(self.text)
+        if mark and not is_complete and generated.rstrip().endswith(mark):
             return generated.rstrip().removesuffix(mark) + self.text
         return generated
 
     def completion(self, text: str, prompt: str) -> str | None:
-        """The text after the prompt, without the end of turn; None if the text does not begin with the prompt."""
+        """The text after the prompt, without the end of turn; None if the text does not begin with
+        the prompt.
+        """
+        # Either may have been decoded with the BOS and the other without it.
         for begin in (prompt, prompt.removeprefix(self.first)):
             for whole in (text, text.removeprefix(self.first)):
                 if whole.startswith(begin):
@@ -108,26 +138,46 @@ class Ending:
     def without(self, completion: str) -> str:
         """A completion without the end of turn."""
         mark = self.text.strip()
-        return completion.rstrip().removesuffix(mark) if mark and completion.rstrip().endswith(mark) else completion
+        stripped = completion.rstrip()
+        if mark and stripped.endswith(mark):
+            return stripped.removesuffix(mark)
+        return completion
 
 
 def beginning_of(conversation: AnyConversation | RenderedText, ending: Ending) -> str:
-    """The common beginning of a prompt's completions: up to the first completion, or the first characters or tokens of
-    a text in which that is unknown.
+    """The common beginning of a prompt's completions: up to the first completion, or the first
+    characters or tokens of a text in which that is unknown.
     """
     if not isinstance(conversation, RenderedText):
-        first_user = next((i for i, message in enumerate(conversation) if message["role"] == "user"), 0)
-        return repr(conversation[: first_user + 1])
+        return repr(conversation[: _first_user(conversation) + 1])
     if isinstance(conversation.text, str):
-        start = conversation.text.find(ending.turn) if ending.turn else -1
-        return conversation.text[: start if start >= 0 else 256]
-    ids, length = tuple(conversation.text), len(ending.turn_ids)
-    places = range(len(ids) - length + 1) if length else ()
-    return repr(ids[: next((i for i in places if ids[i : i + length] == ending.turn_ids), 64)])
+        text = conversation.text
+        start = text.find(ending.turn) if ending.turn else -1
+        return text[: start if start >= 0 else _BEGINNING_CHARACTERS]
+    ids = tuple(conversation.text)
+    length = len(ending.turn_ids)
+    if length > 0:
+        for i in range(len(ids) - length + 1):
+            if ids[i : i + length] == ending.turn_ids:
+                return repr(ids[:i])
+    return repr(ids[:_BEGINNING_TOKENS])
+
+
+def _first_user(messages: AnyConversation) -> int:
+    """The position of the user's first message; 0 without one."""
+    for i, message in enumerate(messages):
+        if message["role"] == "user":
+            return i
+    return 0
 
 
 def _common_start(a: Sequence[Any], b: Sequence[Any]) -> Any:
-    return a[: next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))]
+    length = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        length += 1
+    return a[:length]
 
 
 def _common_end(a: Sequence[Any], b: Sequence[Any]) -> Any:

@@ -1,10 +1,12 @@
-"""The server in several processes, as an application of Ray Serve: one front, and replicas that hold the models.
+"""The server in several processes, as an application of Ray Serve: one front, and replicas that
+hold the models.
 
-    with started(config, "rewards") as service:     # Ray, the replicas, and a Service whose scores come from them
+    # Ray, the replicas, and a Service whose scores come from them
+    with started(config, "rewards") as service:
         app = create_app(service)
 
-Conversations with a common beginning go to the same replica, so that each prompt is in one cache. If a replica dies,
-another scores its pending conversations.
+Conversations with a common beginning go to the same replica, so that each prompt is in one cache.
+If a replica dies, another scores its pending conversations.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ _ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 _BUCKETS = 512
 """Keys of prompts, and so the largest number of calls for a request."""
 _MOST_CALLS = 1024
-"""Calls in progress at a replica: it passes on what is above them, to the next ones in the order of a prompt."""
+"""Calls in progress at a replica: it passes on what is above them, to the next ones in the order of
+a prompt."""
 _MOST_DEATHS = 3
 """Replicas that may die during a call before it fails: its conversations may be the cause."""
 
@@ -54,7 +57,11 @@ class Replica:
         configure_logging()
         self._service = Service.load(config)
 
-    async def score(self, model: str, inputs: Sequence[AnyConversation | RenderedText]) -> list[Score]:
+    async def score(
+        self,
+        model: str,
+        inputs: Sequence[AnyConversation | RenderedText],
+    ) -> list[Score]:
         """The scores in order. The front cancels the call at its earlier deadline."""
         deadline = time.monotonic() + self._service.config.deadline_seconds
         return await self._service.batcher.score(model, inputs, deadline=deadline)
@@ -73,31 +80,43 @@ class ReplicaBatcher:
     """The front's counterpart of `Batcher`: replicas score the conversations."""
 
     def __init__(self, handle: Any, config: ServerConfig, models: Sequence[ServedModel]) -> None:
-        self.config, self.num_queued = config, 0
+        self.config = config
+        self.num_queued = 0
         self._endings = {model.name: model.ending for model in models}
         self._handle = handle
 
     async def check_alive(self) -> bool:
         """Whether any replica passes Serve's health checks."""
-        application = (await asyncio.to_thread(serve.status)).applications[self._handle.app_name]
+        # Serve's status is a call that blocks.
+        status = await asyncio.to_thread(serve.status)
+        application = status.applications[self._handle.app_name]
         states = application.deployments[self._handle.deployment_name].replica_states
         return any(number for state, number in states.items() if state == "RUNNING")
 
     async def score(
-        self, model: str, conversations: Sequence[AnyConversation | RenderedText], *, deadline: float
+        self,
+        model: str,
+        conversations: Sequence[AnyConversation | RenderedText],
+        *,
+        deadline: float,
     ) -> list[Score]:
-        """One score for each conversation, in order. `deadline` and errors: as of `Batcher.score`."""
+        """One score for each conversation, in order. `deadline` and errors: as of
+        `Batcher.score`.
+        """
         number = len(conversations)
         check_queue(self.num_queued, number, self.config.max_queued)
         parts: dict[int, list[int]] = {}
         for i, conversation in enumerate(conversations):
-            beginning = beginning_of(conversation, self._endings[model]).encode(errors="surrogatepass")
-            parts.setdefault(zlib.crc32(beginning) % _BUCKETS, []).append(i)
-        # A router identifies calls by their HTTP request's id, and would forget all but one of these.
-        tasks = {
-            asyncio.create_task(self._ask(key, model, [conversations[i] for i in part]), context=Context()): part
-            for key, part in parts.items()
-        }
+            beginning = beginning_of(conversation, self._endings[model])
+            # Lone surrogates are an error of the conversation, which the replica reports.
+            key = zlib.crc32(beginning.encode(errors="surrogatepass")) % _BUCKETS
+            parts.setdefault(key, []).append(i)
+        tasks: dict[asyncio.Task[list[Score]], list[int]] = {}
+        for key, part in parts.items():
+            ask = self._ask(key, model, [conversations[i] for i in part])
+            # A router identifies calls by their HTTP request's id, and would forget all but one.
+            task = asyncio.create_task(ask, context=Context())
+            tasks[task] = part
         self.num_queued += number
         try:
             async with asyncio.timeout(deadline - time.monotonic()):
@@ -106,10 +125,13 @@ class ReplicaBatcher:
             missing = sum(len(part) for task, part in tasks.items() if task.cancelled())
             raise not_in_time(missing, number) from error
         finally:
-            for task in tasks:  # if the request has failed or its client has gone
+            # If the request has failed or its client has gone; a task that is done stays so.
+            for task in tasks:
                 task.cancel()
             self.num_queued -= number
-        scores = {i: score for task, part in tasks.items() for i, score in zip(part, task.result(), strict=True)}
+        scores: dict[int, Score] = {}
+        for task, part in tasks.items():
+            scores.update(zip(part, task.result(), strict=True))
         return [scores[i] for i in range(number)]
 
     def close(self) -> None:
@@ -118,7 +140,8 @@ class ReplicaBatcher:
     async def _ask(self, key: int, model: str, part: Sequence[Any]) -> list[Score]:
         """The scores by this key's replica, or by the next one if it dies."""
         for _ in range(_MOST_DEATHS):
-            response = self._handle.options(method_name="score", session_id=str(key)).remote(model, part)
+            call = self._handle.options(method_name="score", session_id=str(key))
+            response = call.remote(model, part)
             try:
                 return await response  # type: ignore[no-any-return]
             except asyncio.CancelledError:
@@ -126,29 +149,48 @@ class ReplicaBatcher:
                 raise
             except RayActorError as error:
                 reason = str(error).splitlines()[0]
-                logger.warning("A replica is gone; another scores its %d conversations: %s", len(part), reason)
-                await asyncio.sleep(0.1)  # an unreachable replica may be the only one
-        raise APIError(500, "scoring_failed", f"{_MOST_DEATHS} replicas died while they scored these conversations")
+                message = "A replica is gone; another scores its %d conversations: %s"
+                logger.warning(message, len(part), reason)
+                # An unreachable replica may be the only one, until Serve has replaced it.
+                await asyncio.sleep(0.1)
+        raise APIError(
+            500,
+            "scoring_failed",
+            f"{_MOST_DEATHS} replicas died while they scored these conversations",
+        )
 
 
 @contextmanager
 def started(config: ServerConfig, name: str) -> Iterator[Service]:
     """Replicas in Ray, under the name of an application, until the context ends.
 
-    Raises `ConfigError` for more GPUs than this machine has, and `ModelError` for replicas that do not start.
+    Raises `ConfigError` for more GPUs than this machine has, and `ModelError` for replicas that do
+    not start.
     """
     sections = []
     for section in config.models:
+        models = []
         for model in section.models:
             check_local(model)
-        # Replicas may run in another folder.
-        models = tuple(str(Path(model).resolve()) if Path(model).exists() else model for model in section.models)
-        sections.append(section.model_copy(update={"models": models, "name": section.served_name}))
-    replica_config = config.model_copy(update={"models": tuple(sections), "max_queued": 2**62})
-    ray, options = start_ray(), config.ray_actor_options
-    num_gpus = options.get("num_gpus", int(any(section.device != "cpu" for section in config.models)))
+            # Replicas may run in another folder.
+            is_local = Path(model).exists()
+            models.append(str(Path(model).resolve()) if is_local else model)
+        # The name follows from the path as it was given.
+        changes = {"models": tuple(models), "name": section.served_name}
+        sections.append(section.model_copy(update=changes))
+    # The front counts what waits and refuses the rest, so a replica accepts whatever comes.
+    replica_changes = {"models": tuple(sections), "max_queued": 2**62}
+    replica_config = config.model_copy(update=replica_changes)
+    ray = start_ray()
+    options = config.ray_actor_options
+    wants_gpu = any(section.device != "cpu" for section in config.models)
+    num_gpus = options.get("num_gpus", int(wants_gpu))
     resources = equal_shares(
-        ray, config.replicas, num_gpus=num_gpus, required="num_gpus" in options, where="replicas, ray_actor_options"
+        ray,
+        config.replicas,
+        num_gpus=num_gpus,
+        required="num_gpus" in options,
+        where="replicas, ray_actor_options",
     )
     with running(
         Replica,
@@ -161,5 +203,7 @@ def started(config: ServerConfig, name: str) -> Iterator[Service]:
         request_router_config={"request_router_class": _ROUTER},
     ) as handle:
         served = zip(handle.models.remote().result(), config.models, strict=True)
-        front_models = [replace(model, members=section.models) for model, section in served]  # as they were named
-        yield Service(front_models, config, ServerMetrics(), ReplicaBatcher(handle, config, front_models))
+        # Clients see the members as they were named here, not the paths of the replicas.
+        front_models = [replace(model, members=section.models) for model, section in served]
+        batcher = ReplicaBatcher(handle, config, front_models)
+        yield Service(front_models, config, ServerMetrics(), batcher)

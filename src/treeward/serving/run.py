@@ -1,9 +1,10 @@
 """`serve`: load and verify the models, then listen until a signal.
 
-    serve(ServerConfig(models=[{"model": "results/rm/final"}], port=8000))      # until SIGTERM or SIGINT
+    serve(ServerConfig(models=[{"model": "results/rm/final"}], port=8000))      # until SIGTERM or
+    SIGINT
 
-The server listens only when every model is loaded and keeps its scoring contract. On a signal uvicorn accepts nothing
-new and responds to accepted requests.
+The server listens only when every model is loaded and keeps its scoring contract. On a signal
+uvicorn accepts nothing new and responds to accepted requests.
 """
 
 from __future__ import annotations
@@ -26,19 +27,23 @@ from treeward.serving.service import SHUTDOWN_SECONDS, Service
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 4096
+"""Connections that may wait to be accepted: RL clients open thousands at once."""
 
 
 def serve(config: ServerConfig) -> int:
-    """Serve until a signal, and return the exit code. With several replicas this process is their front.
+    """Serve until a signal, and return the exit code. With several replicas this process is their
+    front.
 
-    Raises `ConfigError` for an unusable address or a missing token, and `ModelError` as `Service.load` does.
+    Raises `ConfigError` for an unusable address or a missing token, and `ModelError` as
+    `Service.load` does.
     """
     token = key_from(config.token_env, field="token_env")
     if config.replicas == 1 and config.ray_actor_options:
         raise config.error("ray_actor_options replicas", "2 replicas or more")
     with contextlib.closing(_bind(config)) as listener, _service(config, listener) as service:
         server = make_server(service, token=token)
-        for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises it once more at its end
+        # uvicorn handles them while it runs, and raises the signal once more at its end.
+        for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
         listener.listen(_BACKLOG)
         host, port = listener.getsockname()[:2]
@@ -59,21 +64,30 @@ def _service(config: ServerConfig, listener: socket.socket) -> Iterator[Service]
         from treeward.serving.replicas import started  # noqa: PLC0415
     except ImportError as error:
         fix = f"{pip_install('serve', 'ray')}, or use one replica"
-        raise ConfigError("Ray Serve is not installed", field="replicas", got=str(error), fix=fix) from error
+        raise ConfigError(
+            "Ray Serve is not installed",
+            field="replicas",
+            got=str(error),
+            fix=fix,
+        ) from error
 
     # The name follows from the address, so that a new server replaces the replicas of a killed one.
-    with started(config, f"treeward-{socket.gethostname()}-{listener.getsockname()[1]}") as service:
+    name = f"treeward-{socket.gethostname()}-{listener.getsockname()[1]}"
+    with started(config, name) as service:
         logger.info("%d replicas are ready.", config.replicas)
         yield service
 
 
 def make_server(service: Service, *, token: str | None = None) -> uvicorn.Server:
-    """The HTTP server of a service; `server.serve(sockets=[listener])` runs until it has `should_exit`."""
+    """The HTTP server of a service; `server.serve(sockets=[listener])` runs until it has
+    `should_exit`.
+    """
     logging.getLogger("uvicorn.access").setLevel(logging.INFO)
     return uvicorn.Server(
         uvicorn.Config(
             create_app(service, token=token),
             http=BoundedProtocol,
+            # The log is configured by the command; uvicorn's own would replace it.
             log_config=None,
             access_log=service.config.access_log,
             server_header=False,
@@ -81,21 +95,31 @@ def make_server(service: Service, *, token: str | None = None) -> uvicorn.Server
             ws="none",
             lifespan="off",
             backlog=_BACKLOG,
+            # Longer than the 60 seconds after which proxies close an idle connection: a request
+            # on a connection that the server closes at that moment is lost.
             timeout_keep_alive=75,
             timeout_graceful_shutdown=SHUTDOWN_SECONDS,
-        )
+        ),
     )
 
 
 def _bind(config: ServerConfig) -> socket.socket:
-    """A bound socket that does not listen yet, so that a taken port shows before minutes of loading."""
-    listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
+    """A bound socket that does not listen yet, so that a taken port shows before minutes of
+    loading.
+    """
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family)
+    # Else the port of a server that has just ended stays taken for a minute.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((config.host, config.port))
     except OSError as error:
         listener.close()
-        got, fix = f"{config.host}:{config.port}: {error.strerror or error}", "port=0 takes a free one"
-        need = "an address of this machine, and a port that is free"
-        raise ConfigError("the address cannot be used", where="host, port", got=got, need=need, fix=fix) from error
+        raise ConfigError(
+            "the server cannot use this address",
+            where="host, port",
+            got=f"{config.host}:{config.port}: {error.strerror or error}",
+            need="an address of this machine with a free port",
+            fix="port=0 takes a free port",
+        ) from error
     return listener
