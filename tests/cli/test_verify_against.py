@@ -137,7 +137,7 @@ MISTAKES: dict[str, tuple[Callable[[Served], dict[str, Any]], str, str]] = {
     "bfloat16": (lambda s: {"model": rounded(s)}, "precision", "(vLLM, SGLang, TEI: --dtype float32)"),
     "two BOS": (lambda s: {"tokenize": lambda x: s.renderer.tokenizer(x)["input_ids"]}, "tokens", "one BOS too many"),
     "another model": (lambda s: {"model": s.other}, "weights", "no known mistake explains them"),
-    "padding": (lambda s: {"pads": True}, "read position", "beside others it has not: padding is read"),
+    "padding": (lambda s: {"pads": True}, "read position", "beside others: the server reads padding"),
 }
 
 
@@ -155,7 +155,7 @@ def test_another_template(served: Served, serve: Any, verify: Callable[..., Ende
     url = serve(Mistaken(served, template=OTHER_TEMPLATE)).url
     assert verify(url).code == 0, "it is not used for text"
     ended = verify(url, "--send", "messages")
-    assert ended.code == 1 and "the template: conversations are rendered in another way" in ended.out
+    assert ended.code == 1 and "the template: the server renders conversations in another way" in ended.out
 
 
 def test_a_folder_that_cannot_be_replayed(treeward: Command, own_model: Path) -> None:
@@ -210,7 +210,7 @@ def test_our_server_says_whose_contract_it_keeps(
     assert ended.code == 1 and "the contract: the server's model has another scoring contract\n" in ended.out
     own = ("verify", served.folder, "--against", our_server)
     ended = treeward(*own)
-    assert ended.code == 0 and "and so says the server" in ended.out
+    assert ended.code == 0 and "as the server says" in ended.out
     assert treeward(*own, "--model", "shaped").code == 0  # raw scores are asked for
     ended = treeward(*own, "--model", "shaped", "--dialect", "vllm")
     assert ended.code == 1 and "scaled and shifted: 0.5 x score -0.5" in ended.out

@@ -1,1 +1,3 @@
-"""Clients of reward servers: `rewards` for `treeward serve`, `dialects` and `verification` for any server."""
+"""Clients of reward servers: `rewards` for `treeward serve`, `dialects` and `verification` for any
+server.
+"""

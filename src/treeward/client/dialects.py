@@ -2,23 +2,24 @@
 
     dialect = DIALECTS["vllm"]
     body = dialect.body("text", [RenderedConversation(messages, text, ...)])
-    [score.values for score in dialect.read(response)]      # the server's numbers for each conversation
+    [score.values for score in dialect.read(response)]      # numbers for each conversation
 
-Requests are those of verl, OpenRLHF and text-embeddings-inference's own client. They ask for raw scores where a dialect
-has a parameter for it.
+Requests are those of verl, OpenRLHF and text-embeddings-inference's own client. They ask for raw
+scores where a dialect has a parameter for it. A dialect is a class, and an entry in `DIALECTS`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import abc
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from treeward.data.conversation import AnyConversation, template_kwargs_of, to_json
 
 Form = Literal["text", "bare", "tokens", "messages"]
-"""What is sent: the text of the chat template, that text without its BOS (or CLS and SEP), its token ids, or the
-messages."""
+"""What is sent: the text of the chat template, that text without its BOS (or CLS and SEP), its
+token ids, or the messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,107 +32,176 @@ class RenderedConversation:
     tokens: Sequence[int]
     completion: str = ""
 
+    def sent(self, form: Form) -> Any:
+        """The conversation as `form`, for JSON."""
+        if form == "text":
+            return self.text
+        if form == "bare":
+            return self.bare
+        if form == "tokens":
+            return list(self.tokens)
+        return list(self.messages)
+
 
 @dataclass(frozen=True, slots=True)
 class ServerScore:
-    """A server's numbers for one conversation, its count of tokens, and the hash of the contract that it reports."""
+    """A server's numbers for one conversation, its count of tokens, and the hash of the contract
+    that it reports.
+    """
 
     values: Sequence[float | None]
     num_tokens: int | None = None
     contract: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Dialect:
-    """Two functions. `body(form, conversations)`: a request, without the model's name. `read`: the scores of a
-    response; raises `LookupError`, `TypeError` or `ValueError` for another form.
+class Dialect(abc.ABC):
+    """What a server is sent, and how its response is read."""
 
-    `forms`: what it accepts, that of its own clients first.
-    """
+    path: ClassVar[str]
+    """Its route."""
+    forms: ClassVar[tuple[Form, ...]]
+    """The forms that it accepts, that of its own clients first."""
+    single_forms: ClassVar[tuple[Form, ...]] = ()
+    """The forms of which a request holds one conversation."""
 
-    path: str
-    forms: tuple[Form, ...]
-    body: Callable[[Form, Sequence[RenderedConversation]], dict[str, Any]]
-    read: Callable[[Any], list[ServerScore]]
+    @abc.abstractmethod
+    def body(self, form: Form, conversations: Sequence[RenderedConversation]) -> dict[str, Any]:
+        """A request, without the model's name."""
 
+    @abc.abstractmethod
+    def read(self, response: Any) -> list[ServerScore]:
+        """The scores of a response, in the order of the request.
 
-def _sent(form: Form, conversations: Sequence[RenderedConversation]) -> list[Any]:
-    contents = [getattr(conversation, form) for conversation in conversations]
-    return contents if form in ("text", "bare") else [list(content) for content in contents]
-
-
-def _vllm_body(form: Form, conversations: Sequence[RenderedConversation]) -> dict[str, Any]:
-    sent = _sent(form, conversations)
-    if form != "messages":
-        return {"input": sent, "use_activation": False}
-    body = {"messages": sent[0], "use_activation": False}
-    variables = template_kwargs_of(conversations[0].messages)
-    return body | ({"chat_template_kwargs": dict(variables)} if variables else {})
+        Raises `LookupError`, `TypeError` or `ValueError` for another form.
+        """
 
 
-def _read_vllm(response: Any) -> list[ServerScore]:
-    rows = sorted(response["data"], key=lambda row: row["index"])
-    tokens = response.get("usage", {}).get("prompt_tokens") if len(rows) == 1 else None
-    return [ServerScore(row["probs"], num_tokens=tokens) for row in rows]
+class TreewardDialect(Dialect):
+    """`treeward serve`."""
+
+    path = "/v1/rewards"
+    forms = ("messages",)
+
+    def body(self, form: Form, conversations: Sequence[RenderedConversation]) -> dict[str, Any]:
+        sent = [to_json(conversation.messages) for conversation in conversations]
+        return {"conversations": sent, "on_error": "mask", "shaped": False}
+
+    def read(self, response: Any) -> list[ServerScore]:
+        contract = response["contract"]
+        scores = []
+        for row in _by_index(response["data"]):
+            # 0 tokens are those of a conversation that failed.
+            num_tokens = row["num_tokens"] or None
+            scores.append(ServerScore([row["score"]], num_tokens=num_tokens, contract=contract))
+        return scores
 
 
-def _read_sglang(response: Any) -> list[ServerScore]:
-    rows = response if isinstance(response, list) else [response]
-    return [ServerScore(row["embedding"], num_tokens=row.get("meta_info", {}).get("prompt_tokens")) for row in rows]
+class VllmDialect(Dialect):
+    """vLLM's classifiers."""
+
+    path = "/classify"
+    forms = ("text", "bare", "tokens", "messages")
+    single_forms = ("messages",)
+
+    def body(self, form: Form, conversations: Sequence[RenderedConversation]) -> dict[str, Any]:
+        sent = [conversation.sent(form) for conversation in conversations]
+        if form != "messages":
+            return {"input": sent, "use_activation": False}
+        body = {"messages": sent[0], "use_activation": False}
+        variables = template_kwargs_of(conversations[0].messages)
+        if variables:
+            body["chat_template_kwargs"] = dict(variables)
+        return body
+
+    def read(self, response: Any) -> list[ServerScore]:
+        rows = _by_index(response["data"])
+        num_tokens = None
+        # vLLM counts the tokens of a whole request.
+        if len(rows) == 1:
+            num_tokens = response.get("usage", {}).get("prompt_tokens")
+        return [ServerScore(row["probs"], num_tokens=num_tokens) for row in rows]
 
 
-def _openrlhf_body(form: Form, conversations: Sequence[RenderedConversation]) -> dict[str, Any]:
-    queries = _sent(form, conversations)
-    prompts = [
-        query[: query.rfind(chat.completion)] if chat.completion in query else query
-        for query, chat in zip(queries, conversations, strict=True)
-    ]
-    return {"query": queries, "prompts": prompts, "labels": [""] * len(queries)}
+class SglangDialect(Dialect):
+    """SGLang's native route."""
+
+    path = "/classify"
+    forms = ("text", "bare", "tokens")
+
+    def body(self, form: Form, conversations: Sequence[RenderedConversation]) -> dict[str, Any]:
+        sent = [conversation.sent(form) for conversation in conversations]
+        if form == "tokens":
+            return {"input_ids": sent}
+        return {"text": sent}
+
+    def read(self, response: Any) -> list[ServerScore]:
+        rows = response if isinstance(response, list) else [response]
+        scores = []
+        for row in rows:
+            values = row["embedding"]
+            num_tokens = row.get("meta_info", {}).get("prompt_tokens")
+            scores.append(ServerScore(values, num_tokens=num_tokens))
+        return scores
 
 
-def _read_tei(response: Any) -> list[ServerScore]:
-    rows = response if response and isinstance(response[0], list) else [response]
-    # TEI sorts by score; the labels are LABEL_0, LABEL_1, ...
-    ordered = [sorted(row, key=lambda value: (len(value["label"]), value["label"])) for row in rows]
-    return [ServerScore([value["score"] for value in row]) for row in ordered]
+class OpenRlhfDialect(Dialect):
+    """OpenRLHF's remote reward models."""
+
+    path = "/get_reward"
+    forms = ("text", "bare")
+
+    def body(self, form: Form, conversations: Sequence[RenderedConversation]) -> dict[str, Any]:
+        queries = []
+        prompts = []
+        for conversation in conversations:
+            query = conversation.sent(form)
+            end = query.rfind(conversation.completion)
+            # A template may rewrite the completion, which is not found then.
+            prompts.append(query if end < 0 else query[:end])
+            queries.append(query)
+        return {"query": queries, "prompts": prompts, "labels": [""] * len(queries)}
+
+    def read(self, response: Any) -> list[ServerScore]:
+        scores = []
+        for reward in response["rewards"]:
+            # A server may give each reward as a list of one.
+            values = reward if isinstance(reward, list) else [reward]
+            scores.append(ServerScore(values))
+        return scores
 
 
-def _read_treeward(response: Any) -> list[ServerScore]:
-    rows = sorted(response["data"], key=lambda row: row["index"])
-    contract = response["contract"]
-    return [ServerScore([row["score"]], num_tokens=row["num_tokens"] or None, contract=contract) for row in rows]
+class TeiDialect(Dialect):
+    """Text Embeddings Inference's sequence classifiers."""
+
+    path = "/predict"
+    forms = ("text", "bare")
+
+    def body(self, form: Form, conversations: Sequence[RenderedConversation]) -> dict[str, Any]:
+        inputs = [[conversation.sent(form)] for conversation in conversations]
+        return {"inputs": inputs, "raw_scores": True, "truncate": False}
+
+    def read(self, response: Any) -> list[ServerScore]:
+        rows = response
+        # One list for one text, a list of lists for several.
+        if not response or not isinstance(response[0], list):
+            rows = [response]
+        scores = []
+        for row in rows:
+            # TEI sorts by score; the labels are LABEL_0, LABEL_1, ..., LABEL_10.
+            ordered = sorted(row, key=lambda value: (len(value["label"]), value["label"]))
+            scores.append(ServerScore([value["score"] for value in ordered]))
+        return scores
+
+
+def _by_index(rows: Any) -> list[Any]:
+    return sorted(rows, key=lambda row: row["index"])
 
 
 DIALECTS: Mapping[str, Dialect] = {
-    "treeward": Dialect(
-        "/v1/rewards",
-        ("messages",),
-        lambda form, chats: {
-            "conversations": [to_json(chat.messages) for chat in chats],
-            "on_error": "mask",
-            "shaped": False,
-        },
-        _read_treeward,
-    ),
-    "vllm": Dialect("/classify", ("text", "bare", "tokens", "messages"), _vllm_body, _read_vllm),
-    "sglang": Dialect(
-        "/classify",
-        ("text", "bare", "tokens"),
-        lambda form, chats: {"input_ids" if form == "tokens" else "text": _sent(form, chats)},
-        _read_sglang,
-    ),
-    "openrlhf": Dialect(
-        "/get_reward",
-        ("text", "bare"),
-        _openrlhf_body,
-        # A server may give each reward as a list of one.
-        lambda response: [ServerScore(x if isinstance(x, list) else [x]) for x in response["rewards"]],
-    ),
-    "tei": Dialect(
-        "/predict",
-        ("text", "bare"),
-        lambda form, chats: {"inputs": [[text] for text in _sent(form, chats)], "raw_scores": True, "truncate": False},
-        _read_tei,
-    ),
+    "treeward": TreewardDialect(),
+    "vllm": VllmDialect(),
+    "sglang": SglangDialect(),
+    "openrlhf": OpenRlhfDialect(),
+    "tei": TeiDialect(),
 }
 """By name. vLLM and SGLang have more routes; the scores of all of them are made alike."""

@@ -1,11 +1,11 @@
 """`RewardClient`: scores and rewards from a server that `treeward serve` runs.
 
-    client = RewardClient("http://localhost:8000", timeout_seconds=30)
-    client.score([[{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]])[0].score
+    client = RewardClient("http://localhost:8000", timeout_seconds=30) client.score([[{"role":
+    "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]])[0].score
     client.score_completions([{"role": "user", "content": "2 + 2?"}], ["4", "5"])
 
-A call waits for the server no longer than `timeout_seconds`, and ends with a score for each conversation or with an
-error. Needs neither torch nor the server's packages.
+A call waits for the server no longer than `timeout_seconds`, and ends with a score for each
+conversation or with an error. Needs neither torch nor the server's packages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ from typing import Any, NotRequired
 from pydantic import ConfigDict, TypeAdapter, with_config
 from typing_extensions import TypedDict
 
-from treeward.data.conversation import AnyConversation, as_conversations, check_messages, to_json, with_messages
+from treeward.data.conversation import (
+    AnyConversation,
+    as_conversations,
+    check_messages,
+    to_json,
+    with_messages,
+)
 from treeward.errors import ConfigError, DataError
 from treeward.http import Connection, RewardServerError
 from treeward.scoring.score import OnError, Reward, Score
@@ -33,13 +39,14 @@ _BODY_BYTES = 2**23
 class RewardClient:
     """A client of `treeward serve`; a `ConversationScorer`, so it can stand for a `Scorer`.
 
-    `url`: of the server, as http://host:8000. `token`: the bearer token that the server asks for. `model`: one of its
-    models, None for its first. `timeout_seconds`: for a whole call. `max_retries`: for one request. A call
-    with more than `max_conversations` makes several requests, `max_concurrency` at a time.
+    `url`: of the server, as http://host:8000. `token`: the bearer token that the server asks for.
+    `model`: one of its models, None for its first. `timeout_seconds`: for a whole call.
+    `max_retries`: for one request. A call with more than `max_conversations` makes several
+    requests, `max_concurrency` at a time.
 
-    Raises `ConfigError` for a URL, a token or a number that cannot be used. It keeps its connections, and may be called
-    from several threads. Methods raise `RewardServerError` for a server
-    that fails.
+    Raises `ConfigError` for a URL, a token or a number that cannot be used. It keeps its
+    connections, and may be called from several threads. Methods raise `RewardServerError` for a
+    server that fails.
     """
 
     def __init__(
@@ -57,9 +64,16 @@ class RewardClient:
         _check_positive("max_conversations", max_conversations)
         _check_positive("max_concurrency", max_concurrency)
         if max_retries < 0:
-            raise ConfigError("a number is too small", field="max_retries", got=max_retries, need="0 or more")
-        self.model, self.timeout_seconds = model, timeout_seconds
-        self.max_conversations, self.max_concurrency = max_conversations, max_concurrency
+            raise ConfigError(
+                "a number is too small",
+                field="max_retries",
+                got=max_retries,
+                need="0 or more",
+            )
+        self.model = model
+        self.timeout_seconds = timeout_seconds
+        self.max_conversations = max_conversations
+        self.max_concurrency = max_concurrency
         self._connection = Connection(url, token=token, max_retries=max_retries)
         self.url = self._connection.url
 
@@ -70,10 +84,12 @@ class RewardClient:
         where: Sequence[str] | None = None,
         on_error: OnError = "raise",
     ) -> list[Score]:
-        """Scores in order, as `Scorer.score` gives them: raw, even if the model is served with shaping.
+        """Scores in order, as `Scorer.score` gives them: raw, even if the model is served with
+        shaping.
 
-        `where` names the conversations in errors. A conversation that cannot be scored raises `RewardServerError`; with
-        `on_error="mask"` its score is None, and `Score.error` says why. Raises `DataError` for a malformed one.
+        `where` names the conversations in errors. A conversation that cannot be scored raises
+        `RewardServerError`; with `on_error="mask"` its score is None, and `Score.error` says why.
+        Raises `DataError` for a malformed one.
         """
         rewards = self.rewards(conversations, shaped=False, where=where, on_error=on_error)
         return [reward.score for reward in rewards]
@@ -85,7 +101,9 @@ class RewardClient:
         *,
         on_error: OnError = "raise",
     ) -> list[Score]:
-        """Scores of several completions of one context; either is messages, or text of the user and the assistant."""
+        """Scores of several completions of one context; either is messages, or text of the user and
+        the assistant.
+        """
         conversations = as_conversations(context, completions)
         names = [f"completion {i}" for i in range(len(conversations))]
         return self.score(conversations, where=names, on_error=on_error)
@@ -98,10 +116,12 @@ class RewardClient:
         where: Sequence[str] | None = None,
         on_error: OnError = "raise",
     ) -> list[Reward]:
-        """Rewards in order, each with its score: the scores after the shaping that the model is served with.
+        """Rewards in order, each with its score: the scores after the shaping that the model is
+        served with.
 
-        `shaped`: False leaves rewards as scores. A conversation without a reward raises `RewardServerError`; with
-        `on_error="mask"` its value is None, and `Reward.error` says why. A malformed one is not sent.
+        `shaped`: False leaves rewards as scores. A conversation without a reward raises
+        `RewardServerError`; with `on_error="mask"` its value is None, and `Reward.error` says why.
+        A malformed one is not sent.
         """
         rewards: dict[int, Reward] = {}
         sent: dict[int, Any] = {}
@@ -116,9 +136,12 @@ class RewardClient:
             except DataError as error:
                 if on_error == "raise":
                     raise
-                rewards[i] = Reward(None, Score(None, error=error.in_one_line), error=error.in_one_line)
+                problem = error.in_one_line
+                rewards[i] = Reward(None, Score(None, error=problem), error=problem)
                 continue
-            if not parts or len(parts[-1]) >= self.max_conversations or num_bytes + size > _BODY_BYTES:
+            is_full = not parts or len(parts[-1]) >= self.max_conversations
+            # A conversation above the limit is a request of its own, which the server refuses.
+            if is_full or num_bytes + size > _BODY_BYTES:
                 parts.append([])
                 num_bytes = 0
             parts[-1].append(i)
@@ -129,11 +152,21 @@ class RewardClient:
             # Masked, so that the response says which conversation failed.
             body: dict[str, Any] = {"model": self.model, "on_error": "mask", "shaped": shaped}
             body["conversations"] = [sent[i] for i in part]
-            read = partial(_read, number=len(part))
-            part_rewards = self._connection.request("/v1/rewards", _json(body, "the request"), until=until, read=read)
+            part_rewards = self._connection.request(
+                "/v1/rewards",
+                _json(body, "the request"),
+                until=until,
+                read=partial(_read, number=len(part)),
+            )
             for i, reward in zip(part, part_rewards, strict=True):
-                if on_error == "raise" and (reward.value if shaped else reward.score.score) is None:
-                    raise RewardServerError(f"{names[i]} has no score", status=200, where=self.url, got=reward.error)
+                value = reward.value if shaped else reward.score.score
+                if on_error == "raise" and value is None:
+                    raise RewardServerError(
+                        f"{names[i]} has no score",
+                        status=200,
+                        where=self.url,
+                        got=reward.error,
+                    )
             return part_rewards
 
         with ThreadPoolExecutor(self.max_concurrency) as threads:
@@ -143,11 +176,13 @@ class RewardClient:
 
     def models(self) -> list[dict[str, Any]]:
         """The models of the server (id, contract, ...); the first is the default."""
-        return self._connection.request(
-            "/v1/models",
-            until=time.monotonic() + self.timeout_seconds,
-            read=lambda response: [dict(model, id=model["id"]) for model in response["data"]],
-        )
+
+        def read(response: Any) -> list[dict[str, Any]]:
+            # A row without an id is an error of the server.
+            return [dict(model, id=model["id"]) for model in response["data"]]
+
+        until = time.monotonic() + self.timeout_seconds
+        return self._connection.request("/v1/models", until=until, read=read)
 
     def close(self) -> None:
         """Close the connections."""
@@ -162,23 +197,39 @@ class RewardClient:
 
 def _json(value: Any, name: str) -> bytes:
     try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
-    except (ValueError, TypeError) as error:  # NaN, lone surrogates, objects
+        return json.dumps(
+            value,
+            ensure_ascii=False,
+            allow_nan=False,
+            separators=(",", ":"),
+        ).encode()
+    except (ValueError, TypeError) as error:
+        # NaN, lone surrogates, and objects.
         need = "text, and finite numbers"
-        raise DataError("this cannot be written as JSON", where=name, got=str(error), need=need) from error
+        raise DataError(
+            "this cannot be written as JSON",
+            where=name,
+            got=str(error),
+            need=need,
+        ) from error
 
 
 def _check_positive(name: str, number: float) -> None:
     if not 0 < number < math.inf:
-        raise ConfigError("a number cannot be used", field=name, got=number, need="a finite number above 0")
+        raise ConfigError(
+            "a number cannot be used",
+            field=name,
+            got=number,
+            need="a finite number above 0",
+        )
 
 
 @with_config(ConfigDict(strict=True, allow_inf_nan=False))
 class RewardRow(TypedDict):
     """A conversation in a response of `/v1/rewards`.
 
-    `heads`, `members`: the value of each head, of each member of an ensemble. `spread`: of heads that estimate one
-    score. `steps`: of a process reward model, the probability of each step.
+    `heads`, `members`: the value of each head, of each member of an ensemble. `spread`: of heads
+    that estimate one score. `steps`: of a process reward model, the probability of each step.
     """
 
     index: int
@@ -201,17 +252,21 @@ def _read(response: Any, number: int) -> list[Reward]:
     rows = _ROWS.validate_python(response["data"])
     if [row["index"] for row in rows] != list(range(number)):
         raise ValueError(f"{len(rows)} rows in this order for {number} conversations")
-    if any(row["error"] is None for row in rows if row["score"] is None or row["reward"] is None):
-        raise ValueError("a row has neither a score nor an error")
+    for row in rows:
+        is_missing = row["score"] is None or row["reward"] is None
+        if is_missing and row["error"] is None:
+            raise ValueError("a row has neither a score nor an error")
     rewards = []
     for row in rows:
+        # The error of a row with a score is about its reward.
+        score_error = row["error"] if row["score"] is None else None
         score = Score(
             row["score"],
             row["num_tokens"],
             row["truncated"],
             heads=tuple(row.get("heads", ())),
             members=tuple(row.get("members", ())),
-            error=row["error"] if row["score"] is None else None,
+            error=score_error,
             spread=row.get("spread"),
             steps=tuple(row.get("steps", ())),
         )
