@@ -19,20 +19,38 @@ COMPLETIONS = ["4.", "It is 5.", "I do not know.", "Four, of course.", "4"]
 
 @pytest.fixture
 def samples(write_rows: Write) -> Path:
-    """Twelve prompts with five completions each, their gold scores, their lengths and a ground truth."""
+    """Twelve prompts with five completions each, their gold scores, their lengths and a ground
+    truth.
+    """
     rows = []
     for i in range(12):
         completions = COMPLETIONS[i % 3 :] + COMPLETIONS[: i % 3]
         row = {"prompt": f"{i} + {4 - i}?", "responses": completions, "ground_truth": "4"}
-        row |= {"gold_scores": [0.1 * i, 1.0, -0.5, 0.25 * i, 0.0], "n": [len(text) for text in completions]}
+        row |= {
+            "gold_scores": [0.1 * i, 1.0, -0.5, 0.25 * i, 0.0],
+            "n": [len(text) for text in completions],
+        }
         rows.append(row)
     return write_rows("samples.jsonl", rows)
 
 
 def test_a_model_against_numbers_of_the_rows(
-    treeward: Command, model_folder: Path, samples: Path, tmp_path: Path
+    treeward: Command,
+    model_folder: Path,
+    samples: Path,
+    tmp_path: Path,
 ) -> None:
-    ended = treeward("bon", "--proxy", model_folder, "--data", samples, "--output", tmp_path / "out", "--device", "cpu")
+    ended = treeward(
+        "bon",
+        "--proxy",
+        model_folder,
+        "--data",
+        samples,
+        "--output",
+        tmp_path / "out",
+        "--device",
+        "cpu",
+    )
     assert ended.code == 0
     found = json.loads((tmp_path / "out" / "bon.json").read_text(encoding="utf-8"))
     scorer, rows = Scorer.load(model_folder, device="cpu"), read_jsonl(samples)
@@ -43,7 +61,8 @@ def test_a_model_against_numbers_of_the_rows(
         assert found["curves"][name]["mean"] == pytest.approx(expected.curves[name].mean, abs=1e-5)
     assert found["sentence"] == expected.sentence
     assert (found["proxy"], found["gold"]) == (model_folder.name, "gold_scores")
-    assert found["sentence"] in ended.out and "best gold" in ended.out
+    assert found["sentence"] in ended.out
+    assert "best gold" in ended.out
     assert "gold_scores" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
 
 
@@ -57,12 +76,18 @@ def test_a_rule_sees_the_other_columns(treeward: Command, samples: Path, tmp_pat
 
 @pytest.mark.parametrize("changed", ["rewards_of_mine.py", "helpers_of_mine.py", None])
 def test_rewards_of_a_function_that_has_changed_are_not_mixed(
-    changed: str | None, treeward: Command, samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    changed: str | None,
+    treeward: Command,
+    samples: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "helpers_of_mine.py").write_text("def size(text): return float(len(text))")
     own = tmp_path / "rewards_of_mine.py"
-    own.write_text("from helpers_of_mine import size\ndef mine(prompt, response): return size(response)\n")
+    own.write_text(
+        "from helpers_of_mine import size\ndef mine(prompt, response): return size(response)\n",
+    )
     gold = f"{{type: custom, function: '{own}:mine', name: mine}}"
     words = ("bon", "--proxy", "n", "--gold", gold, "--data", samples, "--output", tmp_path / "out")
     assert treeward(*words).code == 0
@@ -76,7 +101,10 @@ def test_rewards_of_a_function_that_has_changed_are_not_mixed(
 
 
 def test_what_has_no_score_is_counted_and_never_a_number(
-    treeward: Command, model_folder: Path, write_rows: Write, tmp_path: Path
+    treeward: Command,
+    model_folder: Path,
+    write_rows: Write,
+    tmp_path: Path,
 ) -> None:
     too_long = "and so on " * 60
     rows = [{"prompt": f"{i}?", "responses": ["4", "5", too_long], "gold_scores": [1, 0, None]} for i in range(3)]
@@ -85,17 +113,25 @@ def test_what_has_no_score_is_counted_and_never_a_number(
     ended = treeward("bon", "--proxy", model_folder, *words)
     assert ended.code == 1
     counts = json.loads((tmp_path / "bon.json").read_text(encoding="utf-8"))["counts"]
-    assert counts["num_without_proxy"] == 3 and counts["num_without_gold"] == 4
-    assert counts["num_prompts"] == 3 and counts["num_prompts_with_fewer_samples"] == 1
+    assert counts["num_without_proxy"] == 3
+    assert counts["num_without_gold"] == 4
+    assert counts["num_prompts"] == 3
+    assert counts["num_prompts_with_fewer_samples"] == 1
     assert "3 of 4 examples have no score (too long to score" in ended.err
-    assert "4 samples have no score of gold_scores, left out" in ended.err
+    assert "4 samples have no score of gold_scores and are left out" in ended.err
     assert "1 prompts have fewer than 2 scored samples" in ended.err
 
 
-def test_a_wrong_row_is_told_before_anything_else(treeward: Command, samples: Path, tmp_path: Path) -> None:
+def test_a_wrong_row_is_told_before_anything_else(
+    treeward: Command,
+    samples: Path,
+    tmp_path: Path,
+) -> None:
     last = {"prompt": "?", "responses": ["a", "b"], "n": [1, 2], "gold_scores": [1]}
     with samples.open("a", encoding="utf-8") as stream:
         stream.write(json.dumps(last) + "\n")
     ended = treeward("bon", "--proxy", "n", "--data", samples, "--output", tmp_path / "out")
-    assert f"{samples}:13: " in ended.err and "has no gold_scores with a number for each" in ended.err
-    assert ended.code == 2 and not (tmp_path / "out").exists()
+    assert f"{samples}:13: " in ended.err
+    assert "has no gold_scores with a number for each" in ended.err
+    assert ended.code == 2
+    assert not (tmp_path / "out").exists()

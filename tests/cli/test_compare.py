@@ -26,7 +26,9 @@ def row(key: int, margin: float, *, subset: str) -> dict[str, Any]:
 
 @pytest.fixture
 def models(tmp_path: Path) -> tuple[Path, Path]:
-    """Of 40 examples one model has all right, the other has 30; the second subset is where they differ."""
+    """Of 40 examples one model has all right, the other has 30; the second subset is where they
+    differ.
+    """
     margins = {"mine": [1.0 + n for n in range(40)], "other": [1.0] * 30 + [-1.0] * 10}
     for name, own in margins.items():
         (tmp_path / name / "suite").mkdir(parents=True)
@@ -37,11 +39,13 @@ def models(tmp_path: Path) -> tuple[Path, Path]:
 
 def test_table(treeward: Command, models: tuple[Path, Path]) -> None:
     lines = treeward("compare", *models).out.splitlines()
-    assert lines[0].split("  ")[0] == "set" and "only mine" in lines[0]
+    assert lines[0].split("  ")[0] == "set"
+    assert "only mine" in lines[0]
     cells = {line.split()[0]: line.split() for line in lines[2:5]}
     assert cells["all"][1:5] == ["40", "100.0%", "75.0%", "+25.0%"]
     assert cells["all"][8:11] == ["10", "0", "0.002"]
-    assert cells["hard"][1:5] == ["20", "100.0%", "50.0%", "+50.0%"] and cells["hard"][-1] == "0.0039"
+    assert cells["hard"][1:5] == ["20", "100.0%", "50.0%", "+50.0%"]
+    assert cells["hard"][-1] == "0.0039"
     assert cells["easy"][-2:] == ["1", "1"]
     text = "\n".join(lines)
     assert "mine is right more often than other: p = 0.002 over 40 examples." in text
@@ -50,7 +54,8 @@ def test_table(treeward: Command, models: tuple[Path, Path]) -> None:
 
 def test_json(treeward: Command, models: tuple[Path, Path]) -> None:
     content = json.loads(treeward("compare", *models, "--json").out)
-    assert content["names"] == ["mine", "other"] and content["overall"]["difference"]["value"] == 0.25
+    assert content["names"] == ["mine", "other"]
+    assert content["overall"]["difference"]["value"] == 0.25
     assert content["overall"]["p_value"] == 2 / 2**10
 
 

@@ -18,7 +18,11 @@ from treeward.scoring.scorer import Scorer
 Write = Callable[..., Path]
 
 ROWS = [
-    {"prompt": f"What is {n} + 1?", "chosen": f"It is {n + 1}.", "rejected": "I do not know, and I shall not find out."}
+    {
+        "prompt": f"What is {n} + 1?",
+        "chosen": f"It is {n + 1}.",
+        "rejected": "I do not know, and I shall not find out.",
+    }
     for n in range(30)
 ]
 
@@ -27,43 +31,60 @@ def results_of(folder: Path) -> Any:
     return json.loads((folder / "results.json").read_text(encoding="utf-8"))["results"]
 
 
-def test_from_a_file_to_the_report(treeward: Command, model_folder: Path, write_rows: Write, tmp_path: Path) -> None:
+def test_from_a_file_to_the_report(
+    treeward: Command,
+    model_folder: Path,
+    write_rows: Write,
+    tmp_path: Path,
+) -> None:
     data, output = write_rows("held_out.jsonl", ROWS), tmp_path / "eval"
     words = ("eval", model_folder, "--data", data, "--output", output, "--perturbations", 5)
     ended = treeward(*words)
-    assert ended.code == 0 and all(text in ended.out for text in ("held_out", "length-controlled", "report.html"))
+    assert ended.code == 0
+    assert all(text in ended.out for text in ("held_out", "length-controlled", "report.html"))
     assert re.search(
-        r"on held_out: accuracy .*% \(.* to .*\); (better than|worse than|.* cannot tell it from) chance", ended.out
+        r"on held_out: accuracy .*% \(.* to .*\); (better than|worse than|.* cannot tell it from) chance",
+        ended.out,
     )
     (file,) = output.glob("*/held_out/examples.jsonl")
     rows = read_jsonl(file)
     scorer = Scorer.load(model_folder, device="cpu")
-    want = scorer.score([[*rows[7]["context"], *completion] for completion in rows[7]["completions"]])
+    want = scorer.score(
+        [[*rows[7]["context"], *completion] for completion in rows[7]["completions"]],
+    )
     assert {row["subset"] for row in rows} == {"all"}  # no name of a class
     assert rows[7]["scores"] == pytest.approx([score.score for score in want], abs=1e-5)
     (result,) = results_of(output)
     right = sum(row["scores"][0] > row["scores"][1] for row in rows)
     headline = result["headline"]
-    assert headline["value"] == pytest.approx(right / 30) and headline["count"] == 30
+    assert headline["value"] == pytest.approx(right / 30)
+    assert headline["count"] == 30
     assert headline["low"] < right / 30 < headline["high"] or right in (0, 30)
     assert set(result["diagnostics"]) == {"length", "style", "perturbations", "statistics"}
-    assert "<script" in (output / "report.html").read_text() and (output / "report.json").is_file()
+    assert "<script" in (output / "report.html").read_text()
+    assert (output / "report.json").is_file()
     before = file.read_bytes()
-    assert treeward(*words).code == 0 and file.read_bytes() == before
+    assert treeward(*words).code == 0
+    assert file.read_bytes() == before
 
 
 def test_a_conversation_without_a_score_counts_as_wrong_and_is_told(
-    treeward: Command, model_folder: Path, write_rows: Write, tmp_path: Path
+    treeward: Command,
+    model_folder: Path,
+    write_rows: Write,
+    tmp_path: Path,
 ) -> None:
     unscored = {"prompt": "word " * 300, "chosen": "Yes.", "rejected": "No."}
     words = ("eval", model_folder, "--data", write_rows("d.jsonl", [*ROWS, unscored]))
     assert treeward(*words, "--output", tmp_path / "eval").code == 1
     (result,) = results_of(tmp_path / "eval")
-    assert result["num_failed"] == 1 and result["headline"]["count"] == 31
+    assert result["num_failed"] == 1
+    assert result["headline"]["count"] == 31
     assert "30 of 31 scored" in result["verdict"]
     write_rows("d.jsonl", [unscored])
     ended = treeward(*words)  # nothing was scored, which is no accuracy of 0 %
-    assert ended.code == 1 and "no result, 0 of 1 scored" in ended.out
+    assert ended.code == 1
+    assert "no result, 0 of 1 scored" in ended.out
 
 
 @pytest.mark.parametrize(
@@ -76,21 +97,32 @@ def test_a_conversation_without_a_score_counts_as_wrong_and_is_told(
         (["{modle: x}"], "did you mean model"),
         (["MODEL", "{model: /nowhere/model}"], "there is no such folder"),
         (["{type: judge, model: x, mode: best}"], "mode"),
-        (["{type: judge, model: x}", "--perturbations", "3"], "is not asked about rewritten completions"),
-        (["{[}"], "this is no section"),
+        (["{type: judge, model: x}", "--perturbations", "3"], "cannot score rewritten completions"),
+        (["{[}"], "the text in braces is no section"),
     ],
 )
 def test_what_cannot_be_is_told_before_a_suite_is_read(
-    words: list[str], message: str, treeward: Command, model_folder: Path, write_rows: Write, tmp_path: Path
+    words: list[str],
+    message: str,
+    treeward: Command,
+    model_folder: Path,
+    write_rows: Write,
+    tmp_path: Path,
 ) -> None:
     words = [str(model_folder) if word == "MODEL" else word for word in words]
     ended = treeward("eval", *words, "--data", write_rows("d.jsonl", ROWS[:3]))
-    assert ended.code == 2 and message in ended.err and "Traceback" not in ended.err
-    assert "Reading" not in ended.err and "Loading" not in ended.err
+    assert ended.code == 2
+    assert message in ended.err
+    assert "Traceback" not in ended.err
+    assert "Reading" not in ended.err
+    assert "Loading" not in ended.err
 
 
 def test_a_judge_is_evaluated_like_a_model_with_its_cost_and_position_bias(
-    treeward: Command, model_folder: Path, write_rows: Write, tmp_path: Path
+    treeward: Command,
+    model_folder: Path,
+    write_rows: Write,
+    tmp_path: Path,
 ) -> None:
     def answer(request: dict[str, Any]) -> Any:
         first, _ = places(request)
@@ -99,7 +131,13 @@ def test_a_judge_is_evaluated_like_a_model_with_its_cost_and_position_bias(
 
     data, output = write_rows("held_out.jsonl", ROWS), tmp_path / "eval"
     endpoint = FakeJudge(answer)
-    section = {"type": "judge", "base_url": endpoint.url, "model": "org/m", "api_key_env": None, "mode": "pairwise"}
+    section = {
+        "type": "judge",
+        "base_url": endpoint.url,
+        "model": "org/m",
+        "api_key_env": None,
+        "mode": "pairwise",
+    }
     words = ("eval", json.dumps(section), model_folder, "--data", data, "--output", output)
     ended = treeward(*words)
     printed = " ".join(ended.out.split())
@@ -109,15 +147,28 @@ def test_a_judge_is_evaluated_like_a_model_with_its_cost_and_position_bias(
     assert bias in printed
     found = {one["model"]: one for one in results_of(output)}
     own = found.pop("judge-pairwise-m")
-    assert own["headline"]["value"] == pytest.approx(29 / 30)  # of "11 + 1" it prefers a place: a tie
+    assert own["headline"]["value"] == pytest.approx(
+        29 / 30,
+    )  # of "11 + 1" it prefers a place: a tie
     usage = own["details"]["usage"]
-    assert usage["num_requests"] == 60 and usage["seconds"] > 0 and usage["position_bias"] == pytest.approx(1 / 30)
+    assert usage["num_requests"] == 60
+    assert usage["seconds"] > 0
+    assert usage["position_bias"] == pytest.approx(1 / 30)
     assert ["usage" in one["details"] for one in found.values()] == [False]
     assert "As a judge: 60 requests" in (output / "report.html").read_text("utf-8")
     rows = read_jsonl(output / "judge-pairwise-m" / "held_out" / "examples.jsonl")
     assert rows[0]["judgements"] == ["[[A]]\n\n[[B]]"] * 2
-    assert treeward(*words).code == 0 and len(endpoint.requests) == 60  # its rows are kept, and what they show
+    # its rows are kept, and what they show
+    assert treeward(*words).code == 0
+    assert len(endpoint.requests) == 60
     assert f"As a judge: {bias}" in (output / "report.html").read_text("utf-8")
-    two = treeward("eval", *(json.dumps(section | {"name": name}) for name in ("a", "b")), "--data", data)
-    assert two.code == 0 and "a on held_out: 60 requests" in two.out and "b on held_out: 60" in two.out
+    two = treeward(
+        "eval",
+        *(json.dumps(section | {"name": name}) for name in ("a", "b")),
+        "--data",
+        data,
+    )
+    assert two.code == 0
+    assert "a on held_out: 60 requests" in two.out
+    assert "b on held_out: 60" in two.out
     endpoint.server.__exit__()

@@ -18,9 +18,14 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def first_run(
-    treeward: Command, policy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    treeward: Command,
+    policy_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[..., Ended]:
-    """`treeward train` in a folder of its own, with a model of 256 positions and 60 comparisons as CSV."""
+    """`treeward train` in a folder of its own, with a model of 256 positions and 60 comparisons as
+    CSV.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # a dry run hides GPUs from its process
     with Path("pairs.csv").open("w", newline="", encoding="utf-8") as file:
@@ -31,7 +36,9 @@ def first_run(
 
 
 @pytest.mark.slow
-def test_a_dry_run_tells_what_was_chosen_and_trains_nothing(first_run: Callable[..., Ended]) -> None:
+def test_a_dry_run_tells_what_was_chosen_and_trains_nothing(
+    first_run: Callable[..., Ended],
+) -> None:
     ended = first_run("--dry-run")
     assert ended.code == 0, ended.err
     for choice in (
@@ -43,7 +50,8 @@ def test_a_dry_run_tells_what_was_chosen_and_trains_nothing(first_run: Callable[
         "policy.max_total_sequence_length=256 ",
     ):
         assert choice in ended.out
-    assert "comparisons kept; " in ended.out and "\nvalidation default: " in ended.out
+    assert "comparisons kept; " in ended.out
+    assert "\nvalidation default: " in ended.out
     assert "\nSteps: 4\nThe first step: 16 comparisons, " in ended.out
     assert "\nMemory: 0.0" in ended.out
     assert not Path("results").exists()
@@ -51,10 +59,16 @@ def test_a_dry_run_tells_what_was_chosen_and_trains_nothing(first_run: Callable[
 
 def test_it_trains_as_it_says_and_overrides_win(first_run: Callable[..., Ended]) -> None:
     write_jsonl(Path("val.jsonl"), {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"})
-    options = ["--validation", "val.jsonl", "policy.optimizer.kwargs.lr=2.0e-3", "rm.max_num_steps=2"]
+    options = [
+        "--validation",
+        "val.jsonl",
+        "policy.optimizer.kwargs.lr=2.0e-3",
+        "rm.max_num_steps=2",
+    ]
     ended = first_run(*options)
     assert ended.code == 0, ended.err
-    assert "kwargs.lr=" not in ended.out and "split_validation_size" not in ended.out
+    assert "kwargs.lr=" not in ended.out
+    assert "split_validation_size" not in ended.out
     assert "The model of step 2 of 2 is in results/rm/final" in ended.out
     resolved = load_config("logs/rm/config.yaml")
     assert resolved.policy.optimizer.kwargs["lr"] == 2e-3
@@ -62,7 +76,12 @@ def test_it_trains_as_it_says_and_overrides_win(first_run: Callable[..., Ended])
 
 
 def test_both_are_laid_over_a_configuration(first_run: Callable[..., Ended]) -> None:
-    ended = first_run("--config", "small", "policy.max_total_sequence_length=128", "rm.max_num_steps=1")
+    ended = first_run(
+        "--config",
+        "small",
+        "policy.max_total_sequence_length=128",
+        "rm.max_num_steps=1",
+    )
     assert ended.code == 0, ended.err
     assert "policy.optimizer.kwargs.lr=1.0e-04 " in ended.out, "that of small.yaml is for a model from scratch"
     assert "batch_size" not in ended.out, "it is that of small.yaml"
@@ -71,12 +90,17 @@ def test_both_are_laid_over_a_configuration(first_run: Callable[..., Ended]) -> 
 def test_what_is_missing_is_named(treeward: Command) -> None:
     for words in ([], ["--model", "a/model"], ["--data", "pairs.csv"]):
         ended = treeward("train", *words)
-        assert ended.code == 2 and "--model MODEL with --data FILE, or --config FILE" in ended.err
+        assert ended.code == 2
+        assert "--model MODEL with --data FILE, or --config FILE" in ended.err
     ended = treeward("train", "--config", "rm", "--validation", "val.jsonl")
-    assert ended.code == 2 and "--validation belongs to --data" in ended.err
+    assert ended.code == 2
+    assert "--validation belongs to --data" in ended.err
 
 
-@pytest.mark.parametrize(("parameters", "lr"), [(135e6, 5e-5), (268e6, 1e-5), (1.5e9, 2e-6), (70e9, 2e-6)])
+@pytest.mark.parametrize(
+    ("parameters", "lr"),
+    [(135e6, 5e-5), (268e6, 1e-5), (1.5e9, 2e-6), (70e9, 2e-6)],
+)
 def test_the_rate_is_that_of_the_nearest_size(parameters: float, lr: float) -> None:
     assert rate_of(parameters).lr == lr
 

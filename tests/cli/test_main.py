@@ -14,8 +14,7 @@ import pytest
 from verbs import Command
 
 from treeward import __version__
-from treeward.cli import main as entry
-from treeward.cli.main import VERBS
+from treeward.cli.main import VERBS, verb_command
 
 
 def test_the_help_of_no_verb_imports_anything_heavy() -> None:
@@ -23,7 +22,12 @@ def test_the_help_of_no_verb_imports_anything_heavy() -> None:
 from treeward.cli.main import main
 [main([verb, "--help"]) for verb in sys.argv[1:]]
 print(*sys.modules)"""
-    done = subprocess.run([sys.executable, "-c", code, *VERBS], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *VERBS],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     loaded = set(done.stdout.splitlines()[-1].split())
     assert not {"torch", "transformers", "datasets", "pyarrow", "scipy", "fastapi", "numpy"} & loaded
 
@@ -39,7 +43,8 @@ def test_help_names_every_verb(treeward: Command) -> None:
     assert treeward("--version") == (0, f"treeward {__version__}\n", "")
     ended = treeward("--help")
     words = " ".join(ended.out.split())
-    assert ended.code == 0 and all(f" {verb} {summary}" in words for verb, summary in VERBS.items()), "whole"
+    assert ended.code == 0, "whole"
+    assert all(f" {verb} {summary}" in words for verb, summary in VERBS.items()), "whole"
 
 
 @pytest.mark.parametrize(
@@ -53,7 +58,10 @@ def test_help_names_every_verb(treeward: Command) -> None:
 )
 @pytest.mark.parametrize("below", ["", "/results"])
 def test_an_output_that_cannot_be_is_refused_first(
-    words: tuple[str, ...], below: str, treeward: Command, tmp_path: Path
+    words: tuple[str, ...],
+    below: str,
+    treeward: Command,
+    tmp_path: Path,
 ) -> None:
     file = tmp_path / "file"
     file.write_text("mine")
@@ -61,9 +69,10 @@ def test_an_output_that_cannot_be_is_refused_first(
     if words[0] == "score" and not below:
         where = str(tmp_path)  # a file may be replaced, a folder may not
     ended = treeward(*words, "--output", where)
-    assert (
-        ended.code == 2 and str(tmp_path) in ended.err and "nowhere" not in ended.err and "none.jsonl" not in ended.err
-    )
+    assert ended.code == 2
+    assert str(tmp_path) in ended.err
+    assert "nowhere" not in ended.err
+    assert "none.jsonl" not in ended.err
     assert file.read_text() == "mine"
 
 
@@ -73,33 +82,49 @@ def test_the_help_of_a_verb_shows_examples_that_parse(verb: str, treeward: Comma
     examples = re.findall(rf"treeward ({verb} .*)$", in_lines, re.MULTILINE)
     assert len(examples) >= 2
     for example in examples:
-        command = entry._load(verb)
-        command.make_context(verb, shlex.split(example)[1:])  # raises for words that do not parse
+        command = verb_command(verb)
+        # Raises for words that do not parse.
+        command.make_context(verb, shlex.split(example)[1:])
         assert all(getattr(parameter, "help", None) for parameter in command.params)
 
 
 def test_a_reader_that_has_enough_is_no_error(
-    treeward: Command, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    treeward: Command,
+    model_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As in `treeward score ... | head`: the pipe closes before the rows are written."""
-    row = {"prompt": "2 + 2?", "responses": ["4", "5"], "note": "x" * 70_000}  # more than a pipe's buffer holds
+    row = {
+        "prompt": "2 + 2?",
+        "responses": ["4", "5"],
+        "note": "x" * 70_000,
+    }  # more than a pipe's buffer holds
     data = tmp_path / "in.jsonl"
     data.write_text(f"{json.dumps(row)}\n" * 3)
     reader, writer = os.pipe()
     os.close(reader)
-    with open(writer, "w", encoding="utf-8") as pipe:  # closing it flushes it, as the end of Python does
+    with open(
+        writer,
+        "w",
+        encoding="utf-8",
+    ) as pipe:  # closing it flushes it, as the end of Python does
         monkeypatch.setattr(sys, "stdout", pipe)
         ended = treeward("score", model_folder, "--data", data)
     assert ended.code == 0, ended.err
-    assert "Traceback" not in ended.err and "BrokenPipe" not in ended.err
+    assert "Traceback" not in ended.err
+    assert "BrokenPipe" not in ended.err
 
 
 def test_of_several_processes_one_shows_its_log(
-    treeward: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    treeward: Command,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def said(rank: int) -> str:
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("LOCAL_RANK", str(rank))
         return treeward("check-data", tmp_path / "none.jsonl").err
 
-    assert "none.jsonl" in said(0) and said(1) == ""
+    assert "none.jsonl" in said(0)
+    assert said(1) == ""

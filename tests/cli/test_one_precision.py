@@ -1,4 +1,6 @@
-"""Without a precision in the call every way to a score computes in float32, and gives the same number."""
+"""Without a precision in the call every way to a score computes in float32, and gives the same
+number.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,11 @@ PROMPT = [{"role": "user", "content": "What is the capital of France?"}]
 COMPLETION = "The capital of France is Paris."
 
 
-def test_every_way_to_a_score_has_one_default_precision(treeward: Command, model_folder: Path, tmp_path: Path) -> None:
+def test_every_way_to_a_score_has_one_default_precision(
+    treeward: Command,
+    model_folder: Path,
+    tmp_path: Path,
+) -> None:
     (score,) = Scorer.load(model_folder).score_completions(PROMPT, [COMPLETION])
     want = pytest.approx(score.score, abs=1e-5)
 

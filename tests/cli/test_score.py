@@ -30,11 +30,18 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def score(treeward: Command, model_folder: Path, tmp_path: Path) -> Callable[..., tuple[Ended, list[Any]]]:
+def score(
+    treeward: Command,
+    model_folder: Path,
+    tmp_path: Path,
+) -> Callable[..., tuple[Ended, list[Any]]]:
     """`treeward score` of a file, and the rows that were written."""
 
     def run(data: Path, *options: str, shaping: str = "null") -> tuple[Ended, list[Any]]:
-        output, model = tmp_path / "out" / "scores.jsonl", f"{{models: {model_folder}, shaping: {shaping}}}"
+        output, model = (
+            tmp_path / "out" / "scores.jsonl",
+            f"{{models: {model_folder}, shaping: {shaping}}}",
+        )
         ended = treeward("score", model, "--data", data, "--output", output, *options)
         written = output if output.exists() else output.with_name("scores.partial.jsonl")
         return ended, read_jsonl(written) if written.exists() else []
@@ -56,7 +63,9 @@ def plain_scores(folder: Path, conversations: list[list[dict[str, str]]]) -> lis
 
 
 def test_every_shape_of_row_is_scored_in_order_as_transformers_does(
-    score: Callable[..., Any], write_rows: Write, model_folder: Path
+    score: Callable[..., Any],
+    write_rows: Write,
+    model_folder: Path,
 ) -> None:
     ended, rows = score(write_rows("in.jsonl", SHAPES.values()))
     assert ended.code == 0
@@ -76,21 +85,36 @@ def test_standard_streams_are_utf_8(model_folder: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "ascii"))
     assert main(["score", str(model_folder), "--data", "-"]) == 0
     out = written.getvalue().decode()
-    assert "é" in out and [("score" in json.loads(line)) for line in out.splitlines()] == [False, True]
+    assert "é" in out
+    assert [("score" in json.loads(line)) for line in out.splitlines()] == [
+        False,
+        True,
+    ]
 
 
-def test_a_malformed_line_is_named_and_what_was_written_stays(score: Callable[..., Any], write_rows: Write) -> None:
+def test_a_malformed_line_is_named_and_what_was_written_stays(
+    score: Callable[..., Any],
+    write_rows: Write,
+) -> None:
     data = write_rows("in.jsonl", [*[SHAPES["messages"]] * 300, "{not json", SHAPES["messages"]])
     ended, rows = score(data)
-    assert ended.code == 2 and f"{data}:301" in ended.err and "Traceback" not in ended.err
-    assert 256 <= len(rows) <= 300 and all("score" in row for row in rows)
+    assert ended.code == 2
+    assert f"{data}:301" in ended.err
+    assert "Traceback" not in ended.err
+    assert 256 <= len(rows) <= 300
+    assert all("score" in row for row in rows)
 
 
 @pytest.mark.slow
 def test_an_interrupted_scoring_has_no_file_under_the_final_name_and_goes_on(
-    score: Callable[..., Any], write_rows: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    score: Callable[..., Any],
+    write_rows: Write,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Killed after the first batch of rows; the rest is scored by the same command, and each row once."""
+    """Killed after the first batch of rows; the rest is scored by the same command, and each row
+    once.
+    """
     rows = [{"prompt": f"{i} + 2?", "responses": ["4", str(i + 2)]} for i in range(600)]
     data = write_rows("in.jsonl", rows)
     (_, want), calls = score(data), []
@@ -106,7 +130,10 @@ def test_an_interrupted_scoring_has_no_file_under_the_final_name_and_goes_on(
     monkeypatch.setattr(Scorer, "score", killed)
     assert score(data)[0].code == 130
     folder = tmp_path / "out"
-    assert sorted(path.name for path in folder.iterdir()) == ["scores.partial.identity.json", "scores.partial.jsonl"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "scores.partial.identity.json",
+        "scores.partial.jsonl",
+    ]
     kept = len(read_jsonl(folder / "scores.partial.jsonl"))
     assert 0 < kept < 600
     calls[:] = [0, 0]
@@ -124,7 +151,11 @@ def many_rows(write_rows: Write, number: int) -> Path:
 
 @pytest.mark.parametrize("damage", ["doubled", "missing", "of another row", "within a chunk"])
 def test_kept_rows_are_those_of_the_data_to_the_byte(
-    damage: str, score: Callable[..., Any], write_rows: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    damage: str,
+    score: Callable[..., Any],
+    write_rows: Write,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     data, final = many_rows(write_rows, 300), tmp_path / "out" / "scores.jsonl"
     assert score(data)[0].code == 0
@@ -151,30 +182,42 @@ def test_kept_rows_are_those_of_the_data_to_the_byte(
     half = tmp_path / "out" / "scores.partial.jsonl"
     half.write_bytes(b"".join(kept[damage]))
     ended, _ = score(data)
-    assert ended.code == 0 and final.read_bytes() == whole
+    assert ended.code == 0
+    assert final.read_bytes() == whole
 
 
 def test_a_symlink_a_fifo_and_standard_output_are_written_and_stay(
-    treeward: Command, model_folder: Path, write_rows: Write, tmp_path: Path
+    treeward: Command,
+    model_folder: Path,
+    write_rows: Write,
+    tmp_path: Path,
 ) -> None:
     data = write_rows("in.jsonl", [SHAPES["messages"]])
-    link, target, fifo = tmp_path / "link.jsonl", tmp_path / "there" / "target.jsonl", tmp_path / "fifo"
+    link, target, fifo = (
+        tmp_path / "link.jsonl",
+        tmp_path / "there" / "target.jsonl",
+        tmp_path / "fifo",
+    )
     target.parent.mkdir()
     link.symlink_to(target)
     os.mkfifo(fifo)
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     for output in (link, fifo):
         assert treeward("score", model_folder, "--data", data, "--output", output).code == 0
-    assert link.is_symlink() and fifo.is_fifo()
+    assert link.is_symlink()
+    assert fifo.is_fifo()
     assert read_jsonl(target) == [json.loads(os.read(reader, 10_000))]
     os.close(reader)
-    assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["in.jsonl", "link.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == [
+        "in.jsonl",
+        "link.jsonl",
+    ]
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["MODEL", "--output", "FOLDER"], "this is a folder"),
+        (["MODEL", "--output", "FOLDER"], "the output is a folder"),
         (["MODEL", "--output", "DATA/scores.jsonl"], "is no folder"),
         (["/nowhere/model", "--workers", "2"], "there is no such folder"),  # before Ray is started
         (["MODEL", "--data", "none.jsonl"], "none.jsonl"),
@@ -182,36 +225,67 @@ def test_a_symlink_a_fifo_and_standard_output_are_written_and_stay(
     ],
 )
 def test_mistakes_are_told_first(
-    words: list[str], said: str, treeward: Command, write_rows: Write, model_folder: Path, monkeypatch: Any
+    words: list[str],
+    said: str,
+    treeward: Command,
+    write_rows: Write,
+    model_folder: Path,
+    monkeypatch: Any,
 ) -> None:
-    for what in ("treeward.parallel.ray_cluster.start_ray", "treeward.scoring.ensemble.load_scorer"):
+    for what in (
+        "treeward.parallel.ray_cluster.start_ray",
+        "treeward.scoring.ensemble.load_scorer",
+    ):
         monkeypatch.setattr(what, None)
     data = write_rows("in.jsonl", [SHAPES["messages"]])
     before = data.read_bytes()
-    places = {"MODEL": model_folder, "DATA": data, "FOLDER": data.parent, "DATA/scores.jsonl": data / "scores.jsonl"}
+    places = {
+        "MODEL": model_folder,
+        "DATA": data,
+        "FOLDER": data.parent,
+        "DATA/scores.jsonl": data / "scores.jsonl",
+    }
     ended = treeward("score", "--data", data, *(places.get(word, word) for word in words))
-    assert ended.code == 2 and said in ended.err and data.read_bytes() == before
+    assert ended.code == 2
+    assert said in ended.err
+    assert data.read_bytes() == before
 
 
 def test_rewards_beside_the_scores_and_reasons_where_there_are_none(
-    score: Callable[..., Any], write_rows: Write
+    score: Callable[..., Any],
+    write_rows: Write,
 ) -> None:
     rows = [SHAPES["messages"], {"prompt": "2 + 2?", "responses": ["4.", "Four is what it is."]}]
     rows.append({"messages": [USER, assistant("and so on " * 60)]})
-    ended, (one, both, long) = score(write_rows("in.jsonl", rows), shaping="{length_penalty: {threshold: 3}}")
-    assert ended.code == 1 and long["score"] is None and long["reward"] is None and "too long" in long["error"]
+    ended, (one, both, long) = score(
+        write_rows("in.jsonl", rows),
+        shaping="{length_penalty: {threshold: 3}}",
+    )
+    assert ended.code == 1
+    assert long["score"] is None
+    assert long["reward"] is None
+    assert "too long" in long["error"]
     assert one["reward"] == one["score"]  # "4." is short enough
-    assert both["rewards"] == pytest.approx([both["scores"][0], both["scores"][1] - 0.001 * (19 - 3)])
+    assert both["rewards"] == pytest.approx(
+        [both["scores"][0], both["scores"][1] - 0.001 * (19 - 3)],
+    )
 
 
 def test_rewards_of_other_constants_are_not_mixed(
-    treeward: Command, own_model: Path, write_rows: Write, tmp_path: Path
+    treeward: Command,
+    own_model: Path,
+    write_rows: Write,
+    tmp_path: Path,
 ) -> None:
     data = write_rows("in.jsonl", [SHAPES["messages"], "{not json"])
     model = f"{{models: {own_model}, shaping: {{normalize_rewards: true}}}}"
     for mean, said in ((0.0, "in.jsonl:2"), (0.0, "in.jsonl:2"), (1.0, "constants")):
         calibration = RewardCalibration(normalization=NormalizationConstants(mean=mean, std=1.0))
-        write_contract(contract_of(own_model).model_copy(update={"calibration": calibration}), own_model)
+        write_contract(
+            contract_of(own_model).model_copy(update={"calibration": calibration}),
+            own_model,
+        )
         ended = treeward("score", model, "--data", data, "--output", tmp_path / "out.jsonl")
-        assert ended.code == 2 and said in ended.err
+        assert ended.code == 2
+        assert said in ended.err
     assert len(read_jsonl(tmp_path / "out.partial.jsonl")) == 1

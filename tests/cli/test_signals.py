@@ -1,4 +1,6 @@
-"""SIGTERM, SIGHUP and Ctrl-C end a verb with a sentence and their code; the same command goes on, to the same bytes."""
+"""SIGTERM, SIGHUP and Ctrl-C end a verb with a sentence and their code; the same command goes on,
+to the same bytes.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +38,21 @@ def words_of(verb: str, model: Path, samples: Path, folder: Path) -> tuple[objec
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """The rows and numbers of a folder, by their names; the report has charts, which hold the folder's name."""
+    """The rows and numbers of a folder, by their names; the report has charts, which hold the
+    folder's name.
+    """
     files = [path for path in folder.rglob("*") if path.suffix in (".json", ".jsonl")]
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 @pytest.mark.parametrize(
     ("verb", "number"),
-    [("score", signal.SIGTERM), ("score", signal.SIGHUP), ("score", signal.SIGINT), ("eval", signal.SIGTERM)],
+    [
+        ("score", signal.SIGTERM),
+        ("score", signal.SIGHUP),
+        ("score", signal.SIGINT),
+        ("eval", signal.SIGTERM),
+    ],
 )
 def test_a_signal_keeps_what_is_scored_and_says_how_to_go_on(
     verb: str, number: signal.Signals, treeward: Command, model_folder: Path, samples: Path, tmp_path: Path,
@@ -64,15 +73,21 @@ def test_a_signal_keeps_what_is_scored_and_says_how_to_go_on(
         patch.setattr(Scorer, "score", signalled)
         before = signal.getsignal(number)
         ended = treeward(*words_of(verb, model_folder, samples, folder))
-    assert ended.code == SIGNALS[number] and f"treeward {verb}: interrupted" in ended.err
-    assert "The rows that are done are kept in" in ended.err and "goes on from there" in ended.err
+    assert ended.code == SIGNALS[number]
+    assert f"treeward {verb}: interrupted" in ended.err
+    assert "The rows that are done are kept in" in ended.err
+    assert "goes on from there" in ended.err
     assert signal.getsignal(number) == before
     assert treeward(*words_of(verb, model_folder, samples, folder)).code == 0
     assert files_of(folder) == files_of(undisturbed)
 
 
 def test_what_was_ignored_at_the_start_stays_ignored(
-    treeward: Command, model_folder: Path, samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    treeward: Command,
+    model_folder: Path,
+    samples: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     whole = Scorer.score

@@ -21,14 +21,25 @@ from treeward.training.train import RewardModelRun
 def train(treeward: Command, tiny_run: Callable[..., Any], tmp_path: Path) -> Callable[..., Ended]:
     """`treeward train` of the tiny configuration, of two steps, with overrides."""
     tiny_run()
-    return lambda *words: treeward("train", "--config", tmp_path / "run.yaml", "rm.max_num_steps=2", *words)
+    return lambda *words: treeward(
+        "train",
+        "--config",
+        tmp_path / "run.yaml",
+        "rm.max_num_steps=2",
+        *words,
+    )
 
 
 def test_a_run_ends_with_its_results_and_what_to_do_next(
-    treeward: Command, train: Callable[..., Ended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    treeward: Command,
+    train: Callable[..., Ended],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ended = train()
-    assert ended.code == 0 and "\nheld_out: accuracy " in ended.out and "chance, 50%; the loss, " in ended.out
+    assert ended.code == 0
+    assert "\nheld_out: accuracy " in ended.out
+    assert "chance, 50%; the loss, " in ended.out
     assert f"The model of step 2 of 2 is in {tmp_path / 'checkpoints' / 'final'}" in ended.out
     assert "trained on conversations of at most 512 tokens; longer ones are scored with a warning" in ended.out
     rows = write_jsonl(tmp_path / "rows.jsonl", {"prompt": "2 + 2?", "responses": ["4", "5"]})
@@ -39,7 +50,9 @@ def test_a_run_ends_with_its_results_and_what_to_do_next(
 
 
 def test_the_end_of_a_run_and_a_report_say_one_interval_of_one_accuracy(
-    treeward: Command, train: Callable[..., Ended], tmp_path: Path
+    treeward: Command,
+    train: Callable[..., Ended],
+    tmp_path: Path,
 ) -> None:
     ended = train("rm.val_batches=100")
     model = tmp_path / "checkpoints" / "final"
@@ -50,7 +63,10 @@ def test_the_end_of_a_run_and_a_report_say_one_interval_of_one_accuracy(
 
 
 def test_a_collapsed_model_is_called_so_and_not_recommended(
-    treeward: Command, train: Callable[..., Ended], model_folder: Path, tmp_path: Path
+    treeward: Command,
+    train: Callable[..., Ended],
+    model_folder: Path,
+    tmp_path: Path,
 ) -> None:
     collapsed = shutil.copytree(model_folder, tmp_path / "collapsed")
     weights = load_file(collapsed / "model.safetensors")
@@ -60,20 +76,33 @@ def test_a_collapsed_model_is_called_so_and_not_recommended(
     (collapsed / "reward_contract.json").unlink()
 
     overrides = ("~policy.model_config", "~policy.tokenizer", f"+policy.model_name={collapsed}")
-    ended = train(*overrides, "policy.optimizer.kwargs.lr=1e-9", "policy.max_total_sequence_length=96")
+    ended = train(
+        *overrides,
+        "policy.optimizer.kwargs.lr=1e-9",
+        "policy.max_total_sequence_length=96",
+    )
     assert ended.code == 0
     assert "It is collapsed: it gives everything the same score. Do not score with it." in ended.out
     assert "treeward score" not in ended.out
 
-    report = treeward("eval", tmp_path / "checkpoints" / "final", "--dataset-name", "Bundled", "--limit", "20")
+    report = treeward(
+        "eval",
+        tmp_path / "checkpoints" / "final",
+        "--dataset-name",
+        "Bundled",
+        "--limit",
+        "20",
+    )
     assert "it is collapsed: it gives everything the same score, " in report.out
     assert "chance" not in report.out
 
 
 def test_a_mistake_is_one_message_and_exit_code_2(train: Callable[..., Ended]) -> None:
     ended = train("policy.optimizer.name=torch.optim.Adamm")
-    assert ended.code == 2 and "torch.optim.Adamm" in ended.err
-    assert "treeward train: " in ended.err and "Traceback" not in ended.err
+    assert ended.code == 2
+    assert "torch.optim.Adamm" in ended.err
+    assert "treeward train: " in ended.err
+    assert "Traceback" not in ended.err
 
 
 @pytest.mark.parametrize(
@@ -84,12 +113,21 @@ def test_a_mistake_is_one_message_and_exit_code_2(train: Callable[..., Ended]) -
     ],
 )
 def test_what_ctrl_c_has_saved_is_told(
-    train: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch, options: list[str], message: str
+    train: Callable[..., Ended],
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    message: str,
 ) -> None:
     step = RewardModelRun.step
-    monkeypatch.setattr(RewardModelRun, "step", lambda *at: (signal.raise_signal(signal.SIGINT), step(*at))[1])
+    monkeypatch.setattr(
+        RewardModelRun,
+        "step",
+        lambda *at: (signal.raise_signal(signal.SIGINT), step(*at))[1],
+    )
     ended = train(*options)
-    assert ended.code == 130 and "Stopped after step 1 of 2 (SIGINT)." in ended.err and message in ended.err
+    assert ended.code == 130
+    assert "Stopped after step 1 of 2 (SIGINT)." in ended.err
+    assert message in ended.err
     if not options:
         monkeypatch.undo()
         assert train().code == 0

@@ -1,6 +1,8 @@
-"""`treeward verify --against`: servers that make each known mistake are told apart, and ours is found to make none.
+"""`treeward verify --against`: servers that make each known mistake are told apart, and ours is
+found to make none.
 
-The servers here have the real model, and make their mistakes with it: on its tokens, its padding, its number format.
+The servers here have the real model, and make their mistakes with it: on its tokens, its padding,
+its number format.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ Rows = list[list[int]]
 
 @dataclass(frozen=True)
 class Served:
-    """A signed folder, and what serves it: the model with its renderer, and another model of the same form."""
+    """A signed folder, and what serves it: the model with its renderer, and another model of the
+    same form.
+    """
 
     folder: Path
     model: RewardModel
@@ -49,8 +53,12 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
-    """A decoder whose tokenizer adds a BOS, and whose conversations end with a newline after the end of turn."""
-    tokenizer = copy.deepcopy(byte_bpe(("<|im_start|>", "<|im_end|>", "<|endoftext|>"), bos="<s>", adds_bos=True))
+    """A decoder whose tokenizer adds a BOS, and whose conversations end with a newline after the
+    end of turn.
+    """
+    tokenizer = copy.deepcopy(
+        byte_bpe(("<|im_start|>", "<|im_end|>", "<|endoftext|>"), bos="<s>", adds_bos=True),
+    )
     tokenizer.pad_token = "<|endoftext|>"
     renderer = Renderer(tokenizer, chat_template=CHATML, max_length=1500)
     model, other = (build_reward_model(FIELDS, tokenizer, seed=seed).model for seed in (3, 4))
@@ -79,7 +87,11 @@ class Mistaken:
         scores = map(self.activation, self._scores(ids))
         rows = [{"index": i, "label": "LABEL_0", "probs": [x], "num_classes": 1} for i, x in enumerate(scores)]
         total = sum(map(len, ids))
-        return 200, {"object": "list", "data": rows[::-1], "usage": {"prompt_tokens": total, "total_tokens": total}}
+        return 200, {
+            "object": "list",
+            "data": rows[::-1],
+            "usage": {"prompt_tokens": total, "total_tokens": total},
+        }
 
     def _ids(self, sent: dict[str, Any]) -> Rows:
         if "messages" in sent:
@@ -112,21 +124,38 @@ def serve() -> Iterator[Callable[[Callable[[Asked], Any]], Loopback]]:
 @pytest.fixture
 def verify(treeward: Command, served: Served) -> Callable[..., Ended]:
     """`treeward verify` of the folder against a server that speaks as vLLM."""
-    return lambda url, *words: treeward("verify", served.folder, "--against", url, "--dialect", "vllm", *words)
+    return lambda url, *words: treeward(
+        "verify",
+        served.folder,
+        "--against",
+        url,
+        "--dialect",
+        "vllm",
+        *words,
+    )
 
 
-def test_a_server_without_a_mistake(served: Served, serve: Any, verify: Callable[..., Ended]) -> None:
+def test_a_server_without_a_mistake(
+    served: Served,
+    serve: Any,
+    verify: Callable[..., Ended],
+) -> None:
     server = serve(Mistaken(served))
     ended = verify(server.url + DIALECTS["vllm"].path)
-    assert ended.code == 0 and "differs" not in ended.out, ended
-    assert "(as vllm, text sent" in ended.out and ": equal: 10 golden scores, to within" in ended.out
+    assert ended.code == 0, ended
+    assert "differs" not in ended.out, ended
+    assert "(as vllm, text sent" in ended.out
+    assert ": equal: 10 golden scores, to within" in ended.out
     posts = [request for request in server.requests if request.method == "POST"]
     assert len(posts) == 11  # each alone, and all together
-    assert "model" not in posts[0].json and posts[0].json["use_activation"] is False
+    assert "model" not in posts[0].json
+    assert posts[0].json["use_activation"] is False
 
 
 def rounded(served: Served) -> RewardModel:
-    """A model that computes in bfloat16; vLLM computes an export in float16 unless it is told otherwise."""
+    """A model that computes in bfloat16; vLLM computes an export in float16 unless it is told
+    otherwise.
+    """
     model = copy.deepcopy(served.model)
     model.cast(torch.bfloat16)
     return model
@@ -134,20 +163,38 @@ def rounded(served: Served) -> RewardModel:
 
 MISTAKES: dict[str, tuple[Callable[[Served], dict[str, Any]], str, str]] = {
     "sigmoid": (lambda s: {"activation": expit}, "activation", "a sigmoid is applied to the score"),
-    "bfloat16": (lambda s: {"model": rounded(s)}, "precision", "(vLLM, SGLang, TEI: --dtype float32)"),
-    "two BOS": (lambda s: {"tokenize": lambda x: s.renderer.tokenizer(x)["input_ids"]}, "tokens", "one BOS too many"),
+    "bfloat16": (
+        lambda s: {"model": rounded(s)},
+        "precision",
+        "(vLLM, SGLang, TEI: --dtype float32)",
+    ),
+    "two BOS": (
+        lambda s: {"tokenize": lambda x: s.renderer.tokenizer(x)["input_ids"]},
+        "tokens",
+        "one BOS too many",
+    ),
     "another model": (lambda s: {"model": s.other}, "weights", "no known mistake explains them"),
-    "padding": (lambda s: {"pads": True}, "read position", "beside others: the server reads padding"),
+    "padding": (
+        lambda s: {"pads": True},
+        "read position",
+        "beside others: the server reads padding",
+    ),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_each_mistake_is_named(mistake: str, served: Served, serve: Any, verify: Callable[..., Ended]) -> None:
+def test_each_mistake_is_named(
+    mistake: str,
+    served: Served,
+    serve: Any,
+    verify: Callable[..., Ended],
+) -> None:
     settings, part, words = MISTAKES[mistake]
     ended = verify(serve(Mistaken(served, **settings(served))).url)
     assert ended.code == 1, ended
     last = ended.out.split("\n\n")[-1]
-    assert f"what differs first is the {part}: " in last and words in last, last
+    assert f"what differs first is the {part}: " in last, last
+    assert words in last, last
     assert all(f"  {name}: " in last for name in ("got", "need", "fix")), last
 
 
@@ -155,13 +202,15 @@ def test_another_template(served: Served, serve: Any, verify: Callable[..., Ende
     url = serve(Mistaken(served, template=OTHER_TEMPLATE)).url
     assert verify(url).code == 0, "it is not used for text"
     ended = verify(url, "--send", "messages")
-    assert ended.code == 1 and "the template: the server renders conversations in another way" in ended.out
+    assert ended.code == 1
+    assert "the template: the server renders conversations in another way" in ended.out
 
 
 def test_a_folder_that_cannot_be_replayed(treeward: Command, own_model: Path) -> None:
     (own_model / CONTRACT_FILE).unlink()
     ended = treeward("verify", own_model, "--against", "http://127.0.0.1:1")
-    assert ended.code == 2 and "no golden conversations" in ended.err
+    assert ended.code == 2
+    assert "no golden conversations" in ended.err
 
 
 @pytest.fixture(scope="module")
@@ -175,23 +224,35 @@ def our_server(served: Served) -> Iterator[str]:
         {"model": str(served.folder), "name": "rm", "device": "cpu"},
         {"model": str(served.folder), "name": "shaped", "device": "cpu", "shaping": shaped},
     ]
-    with serving_on_loopback(Service.load(load_section(ServerConfig, {"models": sections}, where="server"))) as url:
+    with serving_on_loopback(
+        Service.load(load_section(ServerConfig, {"models": sections}, where="server")),
+    ) as url:
         yield url
 
 
 @pytest.mark.parametrize(
-    ("dialect", "form"), [(name, form) for name, dialect in DIALECTS.items() for form in dialect.forms]
+    ("dialect", "form"),
+    [(name, form) for name, dialect in DIALECTS.items() for form in dialect.forms],
 )
-def test_our_server_in_every_dialect_and_form(dialect: str, form: Any, served: Served, our_server: str) -> None:
+def test_our_server_in_every_dialect_and_form(
+    dialect: str,
+    form: Any,
+    served: Served,
+    our_server: str,
+) -> None:
     result = verify_server(served.folder, our_server, dialect=dialect, form=form)
     assert result.equal, result.first_difference
-    assert result.largest_difference is not None and result.largest_difference < 1e-5
+    assert result.largest_difference is not None
+    assert result.largest_difference < 1e-5
 
 
 def test_heads_by_the_labels_of_a_server(served: Served, serve: Any, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(served.folder, tmp_path / "rm"))
     contract = contract_of(folder)
-    heads = [HeadContract(name="helpfulness", weight=1.0), HeadContract(name="verbosity", weight=0.0)]
+    heads = [
+        HeadContract(name="helpfulness", weight=1.0),
+        HeadContract(name="verbosity", weight=0.0),
+    ]
     write_contract(contract.model_copy(update={"heads": heads}), folder)
     by_text = {served.renderer.render(example.messages): example.score for example in contract.golden}
 
@@ -204,18 +265,28 @@ def test_heads_by_the_labels_of_a_server(served: Served, serve: Any, tmp_path: P
 
 
 def test_our_server_says_whose_contract_it_keeps(
-    served: Served, our_server: str, model_folder: Path, treeward: Command
+    served: Served,
+    our_server: str,
+    model_folder: Path,
+    treeward: Command,
 ) -> None:
     ended = treeward("verify", model_folder, "--against", our_server)
-    assert ended.code == 1 and "the contract: the server's model has another scoring contract\n" in ended.out
+    assert ended.code == 1
+    assert "the contract: the server's model has another scoring contract\n" in ended.out
     own = ("verify", served.folder, "--against", our_server)
     ended = treeward(*own)
-    assert ended.code == 0 and "as the server says" in ended.out
+    assert ended.code == 0
+    assert "as the server says" in ended.out
     assert treeward(*own, "--model", "shaped").code == 0  # raw scores are asked for
     ended = treeward(*own, "--model", "shaped", "--dialect", "vllm")
-    assert ended.code == 1 and "scaled and shifted: 0.5 x score -0.5" in ended.out
+    assert ended.code == 1
+    assert "scaled and shifted: 0.5 x score -0.5" in ended.out
 
 
-def test_a_dialect_that_is_not_known_has_the_nearest_name(served: Served, treeward: Command) -> None:
+def test_a_dialect_that_is_not_known_has_the_nearest_name(
+    served: Served,
+    treeward: Command,
+) -> None:
     ended = treeward("verify", served.folder, "--against", "http://127.0.0.1:9", "--dialect", "vlm")
-    assert ended.code == 2 and "did you mean vllm" in ended.err
+    assert ended.code == 2
+    assert "did you mean vllm" in ended.err

@@ -1,10 +1,11 @@
 r"""`treeward bon`: what best-of-n by a proxy does to gold, from samples of a file.
 
 examples:
-  treeward bon --proxy results/quickstart/final --gold other/model --data samples.jsonl --output results/bon
+  treeward bon --proxy results/quickstart/final --gold other/model --data samples.jsonl \
+      --output results/bon
   treeward bon --proxy MODEL --gold "{type: rules, rule: math}" --data samples.jsonl
   treeward bon --proxy scores --gold gold_scores --data samples.jsonl
-  treeward bon --proxy "{models: [A, B], ensemble: worst}" --gold OTHER --data samples.jsonl --output results/bon
+  treeward bon --proxy "{models: [A, B], ensemble: worst}" --gold OTHER --data samples.jsonl
 
 Rows hold `prompt` (or as docs/data.md has it) or `messages`, with N samples as `responses`
 or `completions`. A proxy and a gold are each a reward model, a column of the rows with a
@@ -23,7 +24,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from treeward.cli.comparisons import DataOptions, choosing_split, dataset_config, split_data_option
-from treeward.cli.options import ModelOptions, candidate, model_section, output_folder, with_model_options
+from treeward.cli.options import (
+    ModelOptions,
+    candidate,
+    model_section,
+    output_folder,
+    with_model_options,
+)
 from treeward.errors import ConfigError, nearest_name
 from treeward.progress import ShownProgress
 from treeward.tables import results_table
@@ -37,15 +44,28 @@ logger = logging.getLogger(__name__)
 
 @with_model_options
 def run(
-    proxy: Annotated[str, typer.Option(metavar="MODEL|YAML|FIELD", help="What chooses.")],
-    data: Annotated[str, typer.Option(metavar="FILE", help="jsonl, json, csv, tsv, parquet or arrow.")],
-    gold: Annotated[str, typer.Option(metavar="MODEL|YAML|FIELD", help="What is right.")] = "gold_scores",
-    output: Annotated[str | None, typer.Option(metavar="DIR", help="Where scores, bon.json and a report go.")] = None,
+    proxy: Annotated[str, typer.Option(metavar="MODEL|YAML|FIELD", help="What chooses a sample.")],
+    data: Annotated[
+        str,
+        typer.Option(metavar="FILE", help="jsonl, json, csv, tsv, parquet or arrow."),
+    ],
+    gold: Annotated[
+        str,
+        typer.Option(metavar="MODEL|YAML|FIELD", help="What says how good the samples are."),
+    ] = "gold_scores",
+    output: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="Folder for scores, bon.json and a report."),
+    ] = None,
     data_option: DataOptions = None,
-    max_n: Annotated[int | None, typer.Option(min=2, help="The largest n; default: what 95 % of rows have.")] = None,
+    max_n: Annotated[
+        int | None,
+        typer.Option(min=2, help="The largest n; default: what 95 % of rows have."),
+    ] = None,
     *,
     options: ModelOptions,
 ) -> int:
+    # Before hours of scoring.
     folder = output_folder(output)
 
     from treeward.data.sources import read_rows
@@ -56,46 +76,75 @@ def run(
     columns = dataset_config(data, None, None, data_option)
     with choosing_split(split_data_option):
         rows = read_rows(data, split=columns.split, subset=columns.subset)
-    samples = list(sampled_rows(rows, columns))  # an error in the last row comes before anything is loaded
-    examples, fields = [row.example for row in samples], list(samples[0].fields)
-    raters = {"gold": gold, "proxy": proxy}
-    scores = {role: scores_of(samples, text) for role, text in raters.items() if text in fields}
-    candidates = {
-        role: _candidate(text, f"--{role}", fields, options) for role, text in raters.items() if role not in scores
-    }
-    names = raters | {role: model.name for role, model in candidates.items()}
+    # A list, so that an error in the last row comes before any model is loaded.
+    samples = list(sampled_rows(rows, columns))
+    examples = [row.example for row in samples]
+    fields = list(samples[0].fields)
+    scores: dict[str, Sequence[Sequence[float | None]]] = {}
+    candidates: dict[str, Candidate] = {}
+    names: dict[str, str] = {}
+    for role, text in {"gold": gold, "proxy": proxy}.items():
+        if text in fields:
+            scores[role] = scores_of(samples, text)
+            names[role] = text
+        else:
+            candidates[role] = _candidate(text, f"--{role}", fields, options)
+            names[role] = candidates[role].name
+    # A curve of a model against itself says nothing, and their files would have one name.
     if names["proxy"] == names["gold"]:
-        need = "different ones: {name: ..., model: ...} gives a model a name of its own"
-        raise ConfigError("proxy and gold are the same", where="--proxy, --gold", got=names["gold"], need=need)
+        raise ConfigError(
+            "proxy and gold are the same",
+            where="--proxy, --gold",
+            got=names["gold"],
+            need="different ones: {name: ..., model: ...} gives a model a name of its own",
+        )
     with ShownProgress(unit="prompts") as progress:
         for role, model in candidates.items():
             scores[role] = _score(model, examples, data, folder, progress)
     prompts = [example.context_key for example in examples]
     result = analyse(scores["proxy"], scores["gold"], prompts, max_n=max_n)
     sys.stdout.write(f"{results_table(*table(result))}\n\n{LEGEND}\n\n{result.sentence}\n")
-    missing = {role: count for role in raters if (count := result.counts[f"num_without_{role}"])}
-    for role, count in missing.items():
-        logger.warning("%d samples have no score of %s, left out.", count, names[role])
-    if fewer := result.counts["num_prompts_with_fewer_samples"]:
-        logger.warning("%d prompts have fewer than %d scored samples, left out.", fewer, result.max_n)
+    # A sample without a score is left out and counted; it is never a 0.
+    is_complete = True
+    for role, name in names.items():
+        count = result.counts[f"num_without_{role}"]
+        if count > 0:
+            is_complete = False
+            logger.warning("%d samples have no score of %s and are left out.", count, name)
+    fewer = result.counts["num_prompts_with_fewer_samples"]
+    if fewer > 0:
+        message = "%d prompts have fewer than %d scored samples and are left out."
+        logger.warning(message, fewer, result.max_n)
     if folder is not None:
-        logger.info("Wrote %s.", write(folder, result, names["proxy"], names["gold"], data))
-    return 1 if missing else 0
+        report = write(folder, result, names["proxy"], names["gold"], data)
+        logger.info("Wrote %s.", report)
+    return 0 if is_complete else 1
 
 
 def _candidate(text: str, option: str, fields: Iterable[str], options: ModelOptions) -> Candidate:
     """A model or an environment, named or as a section."""
-    is_name = not text.lstrip().startswith("{")
-    if is_name and not Path(text).expanduser().exists() and ("/" not in text or text.startswith((".", "/", "~"))):
+    is_section = text.lstrip().startswith("{")
+    # A hub name has a slash, and a path may begin with one.
+    may_be_on_hub = "/" in text and not text.startswith((".", "/", "~"))
+    if not is_section and not may_be_on_hub and not Path(text).expanduser().exists():
         near = nearest_name(text, fields)
-        need = f"a folder or hub name; {{type: ...}}; or one of the fields {', '.join(fields) or '(none)'}"
-        summary, fix = "this is no model, no environment and no field of the rows", near and f"did you mean {near}?"
-        raise ConfigError(summary, where=option, got=text, need=need, fix=fix)
+        names = ", ".join(fields) or "(none)"
+        raise ConfigError(
+            "this is no model, no environment and no field of the rows",
+            where=option,
+            got=text,
+            need=f"a folder or hub name; {{type: ...}}; or one of the fields {names}",
+            fix=None if near is None else f"did you mean {near}?",
+        )
     return candidate(model_section(text, option), option, options)
 
 
 def _score(
-    model: Candidate, examples: Sequence[Preference], data: str, folder: Path | None, progress: ShownProgress
+    model: Candidate,
+    examples: Sequence[Preference],
+    data: str,
+    folder: Path | None,
+    progress: ShownProgress,
 ) -> list[Sequence[float | None]]:
     """The scores of all samples; those that `folder` keeps are not asked for again."""
     from treeward.data.sources import fingerprint
@@ -104,8 +153,13 @@ def _score(
     from treeward.evaluation.session import score_rows
 
     scorer, identity = model.load()
-    path = folder and folder / model.name / "examples.jsonl"
-    scored = score_rows(scorer, examples, model.name, path, {**identity, "data": fingerprint(data)}, progress.show)
-    if usage := usage_finding(judge_usage(scorer, scored)):
+    path = None
+    if folder is not None:
+        path = folder / model.name / "examples.jsonl"
+    # Kept rows are those of the same model and the same data.
+    identity = {**identity, "data": fingerprint(data)}
+    scored = score_rows(scorer, examples, model.name, path, identity, progress.show)
+    usage = usage_finding(judge_usage(scorer, scored))
+    if usage:
         logger.info("%s: %s", model.name, usage)
     return [row.scores for row in scored]

@@ -1,4 +1,5 @@
-"""`treeward calibrate`: fit a model's shaping constants on comparisons, and keep them in its contract.
+"""`treeward calibrate`: fit a model's shaping constants on comparisons, and keep them in its
+contract.
 
 examples:
   treeward calibrate results/quickstart/final --data held_out.jsonl
@@ -19,7 +20,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from treeward.cli.comparisons import DataOptions, DatasetName, Split, choosing_split, dataset_config, split_option
+from treeward.cli.comparisons import (
+    DataOptions,
+    DatasetName,
+    Split,
+    choosing_split,
+    dataset_config,
+    split_option,
+)
 from treeward.cli.options import ModelOptions, checked_model, load, with_model_options
 from treeward.errors import ConfigError
 from treeward.formatting import format_number
@@ -32,6 +40,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Too long to show: a curve has dozens of points.
 _NOT_SHOWN: Any = {"length_curve": {"lengths", "values"}, "provenance": {"fingerprint"}}
 
 
@@ -39,9 +48,16 @@ _NOT_SHOWN: Any = {"length_curve": {"lengths", "values"}, "provenance": {"finger
 @choosing_split(split_option)
 def run(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A model folder with its contract, which is written to.")
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A model folder; the constants are written to its contract.",
+        ),
     ],
-    data: Annotated[str | None, typer.Option(metavar="FILE", help="Comparisons: a file, folder or hub name.")] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Comparisons: a file, folder or hub name."),
+    ] = None,
     dataset_name: DatasetName = None,
     split: Split = None,
     data_option: DataOptions = None,
@@ -49,28 +65,46 @@ def run(
     options: ModelOptions,
 ) -> int:
     config = dataset_config(data, dataset_name, split, data_option)
-    if (config.split or ("train" if config.data_path is None else "")).startswith("train"):
-        logger.warning("On data that the model was trained on, as a split `train` may be, the temperature is too low.")
+    # A dataset that brings its own data has a split `train` by default.
+    default_split = "train" if config.data_path is None else ""
+    if (config.split or default_split).startswith("train"):
+        logger.warning("On data that the model was trained on the temperature is too low.")
+        logger.warning("A split `train` may be such data.")
 
     from treeward.data.datasets import open_dataset
     from treeward.model.contract import read_contract, write_contract
     from treeward.scoring.calibration import calibrate
 
+    # The constants are written into the contract of this folder.
     folder = Path(model).expanduser()
-    contract = read_contract(model) if folder.is_dir() and os.access(folder, os.W_OK) else None
-    if contract is None:  # an error before the work, not after it
-        need = "a model folder that can be written, with its contract"
-        fix = f"copy the model into a folder of its own, and there: treeward verify {model} --write"
-        raise ConfigError("the constants cannot be kept with the model", where=model, need=need, fix=fix)
+    contract = None
+    if folder.is_dir() and os.access(folder, os.W_OK):
+        contract = read_contract(model)
+    # Errors before the work, not after it.
+    if contract is None:
+        raise ConfigError(
+            "the constants cannot be kept with the model",
+            where=model,
+            need="a model folder that can be written, with its contract",
+            fix=f"copy the model into another folder, and there: treeward verify {model} --write",
+        )
     if options.head_weights is not None:
-        summary, need = "constants in a contract are of its own score", "the contract's weights of heads"
-        fix = f"treeward verify {model} --write --force --head-weights {options.head_weights} first"
-        raise ConfigError(summary, where="--head-weights", got=options.head_weights, need=need, fix=fix)
+        weights = options.head_weights
+        raise ConfigError(
+            "the constants of a contract belong to the contract's own score",
+            where="--head-weights",
+            got=weights,
+            need="the contract's weights of heads",
+            fix=f"treeward verify {model} --write --force --head-weights {weights} first",
+        )
     stream = open_dataset(config)
-    scorer, _, _ = load(checked_model({"models": [model]}, "MODEL", options), options.batch_tokens)
-    name = f"{config.data_path or config.dataset_name}{f'[{config.split}]' if config.split else ''}"
+    section = checked_model({"models": [model]}, "MODEL", options)
+    scorer, _, _ = load(section, options.batch_tokens)
+    name = str(config.data_path or config.dataset_name)
+    if config.split:
+        name += f"[{config.split}]"
     with ShownProgress(unit="comparisons") as progress:
-
+        # The number of comparisons is not known before they are read.
         def counted() -> Iterator[Preference]:
             for number, (preference, _) in enumerate(stream, start=1):
                 progress.show("calibrating", number, 0)
@@ -83,6 +117,7 @@ def run(
         shown = format_number(value) if isinstance(value, float) else value
         rows.append({"constant": key, "value": shown})
     sys.stdout.write(results_table(rows, ["constant", "value"]) + "\n")
+    # The rest of the contract stays, its hash of the scores too.
     path = write_contract(contract.model_copy(update={"calibration": calibration}), model)
     logger.info("Wrote the constants to %s.", path)
     return 0

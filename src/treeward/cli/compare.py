@@ -27,27 +27,46 @@ if TYPE_CHECKING:
 
 
 def run(
-    first: Annotated[str, typer.Argument(metavar="A", help="Evaluation of a model: a folder, or its examples.jsonl.")],
-    second: Annotated[str, typer.Argument(metavar="B", help="Evaluation of another model on the same examples.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Every number as JSON on standard output.")] = False,
+    first: Annotated[
+        str,
+        typer.Argument(metavar="A", help="Evaluation of a model: a folder, or its examples.jsonl."),
+    ],
+    second: Annotated[
+        str,
+        typer.Argument(metavar="B", help="Evaluation of another model on the same examples."),
+    ],
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Every number as JSON on standard output."),
+    ] = False,
 ) -> int:
+    # Two names of one folder, too.
     if Path(first).exists() and Path(second).exists() and Path(first).samefile(second):
-        raise ConfigError("A and B are the same evaluation", where=first, need="two models")
+        raise ConfigError(
+            "A and B are the same evaluation",
+            where=first,
+            need="evaluations of two models",
+        )
 
     from treeward.evaluation.comparison import compare, read_evaluation
 
     comparison = compare(read_evaluation(first), read_evaluation(second))
     if as_json:
-        sys.stdout.write(json.dumps(asdict(comparison), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+        text = json.dumps(asdict(comparison), indent=2, ensure_ascii=False, allow_nan=False)
+        sys.stdout.write(f"{text}\n")
         return 0
     a, b = comparison.names
     overall = comparison.overall
-    better, worse = (a, b) if (overall.difference.value or 0) > 0 else (b, a)
     verdict = "Neither is shown to be better"
+    # The level of 5 % fits the intervals of 95 % in the table.
     if overall.p_value < 0.05:
+        better, worse = a, b
+        if (overall.difference.value or 0) <= 0:
+            better, worse = b, a
         verdict = f"{better} is right more often than {worse}"
     sentence = f"{verdict}: p = {overall.p_value:.2g} over {overall.count} examples."
-    sys.stdout.write("\n".join([_table(comparison), "", sentence, *comparison.notes]) + "\n")
+    lines = [_table(comparison), "", sentence, *comparison.notes]
+    sys.stdout.write("\n".join(lines) + "\n")
     return 0
 
 
@@ -67,8 +86,16 @@ def _table(comparison: ModelComparison) -> str:
     ]
     rows = []
     for result in (comparison.overall, *comparison.parts):
-        low, high = result.difference.low, result.difference.high
-        interval = None if low is None else f"{low:+.1%} to {high:+.1%}"
-        values = {"a": result.first.value, "b": result.second.value, "less": result.difference.value}
-        rows.append(asdict(result) | values | {"interval": interval})
+        low = result.difference.low
+        high = result.difference.high
+        interval = None
+        if low is not None:
+            interval = f"{low:+.1%} to {high:+.1%}"
+        values = {
+            "a": result.first.value,
+            "b": result.second.value,
+            "less": result.difference.value,
+            "interval": interval,
+        }
+        rows.append(asdict(result) | values)
     return results_table(rows, columns)

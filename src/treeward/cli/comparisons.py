@@ -1,8 +1,9 @@
-"""Which dataset reads a file of comparisons: said by its name, or told by the keys of its first row (`auto`).
+"""Which dataset reads a file of comparisons: by its name, or by the keys of its first row (`auto`).
 
     config = dataset_config("held_out.jsonl", None, None, ["prompt_key=question"])
 
-`--data-option prompt_key=question` reaches every key of `DatasetConfig`, with values as in an override of a run.
+`--data-option prompt_key=question` reaches every key of `DatasetConfig`, with values as in an
+override of a run.
 
     with choosing_split(split_option):    # an error about a split says what the verb calls it
         ...
@@ -24,9 +25,15 @@ from treeward.errors import ConfigError
 if TYPE_CHECKING:
     from treeward.data.table_files import UnchosenSplitError
 
-DatasetName = Annotated[str | None, typer.Option(metavar="NAME", help="Format of the data; default: seen in them.")]
+DatasetName = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Format of the data; default: seen in them."),
+]
 Split = Annotated[str | None, typer.Option(help="Split of the data.")]
-DataOptions = Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="Its keys, as prompt_key=question.")]
+DataOptions = Annotated[
+    list[str] | None,
+    typer.Option(metavar="KEY=VALUE", help="A key of the data, as prompt_key=question."),
+]
 
 
 ChooseSplit = Callable[["UnchosenSplitError"], str]
@@ -51,6 +58,7 @@ def choosing_split(choose: ChooseSplit) -> Iterator[None]:
     try:
         yield
     except UnchosenSplitError as error:
+        # The error knows the data, the verb its own options.
         raise error.but(fix=f"add {choose(error)}") from None
 
 
@@ -60,30 +68,54 @@ def split_key(data: DataConfig | PromptDataConfig) -> ChooseSplit:
     def choose(error: UnchosenSplitError) -> str:
         for i, dataset in enumerate(data.train):
             if dataset.data_path == error.where and dataset.split is None:
-                key = "data.train_split" if len(data.train) == 1 else f"data.train[{i}].split"
+                key = f"data.train[{i}].split"
+                # The short form, which goes to the only set.
+                if len(data.train) == 1:
+                    key = "data.train_split"
                 return f"{key}={error.choice}"
+        # The short form, which goes to all validation sets.
         if len(data.validation) == 1:
             return f"data.val_split={error.choice}"
-        names = [str(dataset.name) for dataset in data.validation if dataset.data_path == error.where]
-        return f"split: {error.choice} to the validation set {', '.join(names)}, or data.val_split=... for all of them"
+        sets = [dataset for dataset in data.validation if dataset.data_path == error.where]
+        names = ", ".join(str(dataset.name) for dataset in sets)
+        place = f"split: {error.choice} to the validation set {names}"
+        return f"{place}, or data.val_split=... for all of them"
 
     return choose
 
 
 def dataset_config(
-    data: str | None, dataset_name: str | None, split: str | None, options: Sequence[str] | None = None
+    data: str | None,
+    dataset_name: str | None,
+    split: str | None,
+    options: Sequence[str] | None = None,
 ) -> DatasetConfig:
     """The configuration of a file, folder or hub name `data`, or of a dataset that brings its own.
 
-    `options`: further keys as KEY=VALUE. Raises `ConfigError` where neither is given and for options that are not those
-    of a dataset.
+    `options`: further keys as KEY=VALUE. Raises `ConfigError` where neither is given and for
+    options that are not those of a dataset.
     """
-    if wrong := [text for text in options or () if "=" not in text]:
-        raise ConfigError("this is no KEY=VALUE", where="--data-option", got=wrong[0], need="as prompt_key=question")
-    pairs = dict(text.split("=", 1) for text in options or ())
-    keys: Any = {key: pairs[key] for key in pairs if "." not in key}  # text as it is: a column may be called yes
-    keys |= OmegaConf.to_container(OmegaConf.from_dotlist([f"{key}={pairs[key]}" for key in pairs if "." in key]))
+    pairs: dict[str, str] = {}
+    for text in options or ():
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(
+                "the option is no KEY=VALUE",
+                where="--data-option",
+                got=text,
+                need="as prompt_key=question",
+            )
+        pairs[key] = value
+    # Text as it is: a column may be called yes.
+    keys: Any = {key: value for key, value in pairs.items() if "." not in key}
+    # A key with a dot is one of a section within the data's.
+    nested = [f"{key}={value}" for key, value in pairs.items() if "." in key]
+    keys |= OmegaConf.to_container(OmegaConf.from_dotlist(nested))
     if dataset_name is None and data is None:
-        raise ConfigError("there are no comparisons", where="--data", need="--data FILE, or --dataset-name NAME")
+        raise ConfigError(
+            "there are no comparisons",
+            where="--data",
+            need="--data FILE, or --dataset-name NAME",
+        )
     values = {"dataset_name": dataset_name or "auto", "data_path": data, "split": split, **keys}
     return load_section(DatasetConfig, values, where="--data, --data-option")

@@ -1,8 +1,9 @@
-"""`treeward grpo`: parse, import, call, and print the outcome.
+r"""`treeward grpo`: parse, import, call, and print the outcome.
 
 examples:
   treeward grpo --config grpo_rm_1B env.reward_model.model_name=results/rm/final
-  treeward grpo --config run.yaml loss_fn.reference_policy_kl_penalty=0.05 grpo.num_generations_per_prompt=8
+  treeward grpo --config run.yaml loss_fn.reference_policy_kl_penalty=0.05 \
+      grpo.num_generations_per_prompt=8
 
 The same command resumes a run that was stopped. Every key: docs/config.md.
 """
@@ -24,20 +25,26 @@ def run(config: ConfigFile, overrides: Overrides = None) -> int:
     loaded = load_grpo_config(config, overrides or [])
     check_inputs(loaded)
 
-    from treeward.parallel.launch import launch  # torch: seconds, once the config is sound
+    # These import torch, which takes seconds: a faulty configuration is told before.
+    from treeward.parallel.launch import launch
     from treeward.rl.grpo import grpo
 
     with choosing_split(split_key(loaded.data)):
         outcome = launch(grpo, loaded)
+    # Of several processes the main one tells.
     if outcome is None:
-        return 0  # of several processes the main one tells
-    lines = [f"{name:>40}  {metric_text(name, value)}" for name, value in outcome.validation.items()]
-    lines += [f"\nAlarm after step {alarm.step}: {alarm.sentence}" for alarm in outcome.alarms]
+        return 0
+    lines = []
+    for name, value in outcome.validation.items():
+        lines.append(f"{name:>40}  {metric_text(name, value)}")
+    for alarm in outcome.alarms:
+        lines.append(f"\nAlarm after step {alarm.step}: {alarm.sentence}")
     if outcome.report is not None:
         lines.append(f"\nThe report of the run:  {shlex.quote(str(outcome.report))}")
     if outcome.model_folder is not None:
         folder = shlex.quote(str(outcome.model_folder))
-        lines.append(f"The policy of step {outcome.model_step} of {outcome.total_steps} is in {folder}")
+        step = f"{outcome.model_step} of {outcome.total_steps}"
+        lines.append(f"The policy of step {step} is in {folder}")
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     if outcome.interrupted_by:
         tell_interrupted(outcome, loaded.checkpointing)

@@ -1,8 +1,9 @@
-"""`treeward VERB ...`: finds the verb's module, and turns a user's mistake into one message and exit code 2.
+"""`treeward VERB ...`: finds the verb's module, and turns a user's mistake into one message and
+exit code 2.
 
-A verb is a module of `treeward.cli` whose `run` is a typer command that returns the exit code; the module's docstring,
-after its first line, is shown at the end of its help. Only the module of the verb that was named is imported, so
-`--help` answers at once.
+A verb is a module of `treeward.cli` whose `run` is a typer command that returns the exit code; the
+module's docstring, after its first line, is shown at the end of its help. Only the module of the
+verb that was named is imported, so `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -50,11 +51,16 @@ class _Verbs(TyperGroup):
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
-        self.commands = {verb: TyperCommand(verb, short_help=summary) for verb, summary in VERBS.items()}
+        # Without their options: these need the module of the verb.
+        for verb, summary in VERBS.items():
+            self.commands[verb] = TyperCommand(verb, short_help=summary)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, words = super().resolve_command(ctx, args)
-        return name, command if name is None else _load(name), words
+        # None while a shell completes a word that is no verb yet.
+        if name is not None:
+            command = verb_command(name)
+        return name, command, words
 
 
 app = typer.Typer(cls=_Verbs, rich_markup_mode=None, no_args_is_help=True)
@@ -62,8 +68,14 @@ app = typer.Typer(cls=_Verbs, rich_markup_mode=None, no_args_is_help=True)
 
 @app.callback()
 def _root(
-    version: Annotated[bool, typer.Option("--version", is_eager=True, help="Show the version and exit.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks and more log messages.")] = False,
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, help="Show the version and exit."),
+    ] = False,
+    debug: Annotated[
+        bool,
+        typer.Option("--debug", help="Show tracebacks and more log messages."),
+    ] = False,
 ) -> None:
     """Train, examine and use reward models; the prompt is computed once.
 
@@ -72,48 +84,65 @@ def _root(
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep what tensors of up to 32 MB free: each page that comes anew costs a fault, which took a tenth of
-    the time of a small model on a CPU.
+    """Have glibc keep what tensors of up to 32 MB free: each page that comes anew costs a fault,
+    which took a tenth of the time of a small model on a CPU.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # there is none on a Mac
+    # There is none on a Mac.
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        trim_threshold, mmap_threshold = -1, -3
-        mallopt(mmap_threshold, 32 << 20)  # the most that it takes
+        # Of malloc.h. The threshold is the most that it takes.
+        trim_threshold = -1
+        mmap_threshold = -3
+        mallopt(mmap_threshold, 32 << 20)
         mallopt(trim_threshold, (2 << 30) - 1)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 0 done, 1 done in part, 2 a mistake to mend, 128 + n signal n."""
+    """Run the command line, and return the exit code.
+
+    0: done; 1: done in part; 2: a mistake that the user can mend; 128 + n: ended by the signal n.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.isatty():
-        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show the line below a heading
-    elif isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(encoding="utf-8")  # in a file or a pipe no row may change
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        if sys.stdout.isatty():
+            # A terminal may lack the character of the line below a heading.
+            sys.stdout.reconfigure(errors="replace")
+        else:
+            # In a file or a pipe no row may change.
+            sys.stdout.reconfigure(encoding="utf-8")
     if words == ["--version"]:
         sys.stdout.write(f"treeward {VERSION}\n")
         return 0
     keep_freed_memory()
-    atexit.register(gc.freeze)  # the last collections would go through all of torch, for most of a second
-    configure_logging(debug="--debug" in words)  # before the verb or after it
+    # Else the last collections go through all of torch, for most of a second.
+    atexit.register(gc.freeze)
+    # The option may stand before the verb or after it, so no verb declares it.
+    configure_logging(debug="--debug" in words)
     try:
         app([word for word in words if word != "--debug"], prog_name="treeward")
     except SystemExit as end:
+        # click ends every command by this, also one that succeeds.
         return int(end.code or 0)
     return 0
 
 
-def _load(verb: str) -> TyperCommand:
+def verb_command(verb: str) -> TyperCommand:
+    """The command of a verb with its options; imports its module."""
     module = importlib.import_module(f"treeward.cli.{verb.replace('-', '_')}")
-    made = typer.Typer(add_completion=False, rich_markup_mode=None)
-    examples = "\n\n".join(f"\b\n{part}" for part in str(module.__doc__).strip().split("\n\n")[1:])
-    made.command(verb, help=VERBS[verb], epilog=examples)(_reporting(verb, module.run))
-    command = typer.main.get_command(made)
+    paragraphs = str(module.__doc__).strip().split("\n\n")
+    # click fills paragraphs, except those that begin with \b: examples keep their lines.
+    examples = "\n\n".join(f"\b\n{paragraph}" for paragraph in paragraphs[1:])
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.command(verb, help=VERBS[verb], epilog=examples)(_reporting(verb, module.run))
+    command = typer.main.get_command(app)
     assert isinstance(command, TyperCommand)
     return command
 
 
 def _reporting(verb: str, run: Callable[..., int]) -> Callable[..., None]:
-    """`run`, with its exit code; errors for users, and those of files and networks, are messages, not tracebacks."""
+    """`run`, with its exit code; errors for users, and those of files and networks, are messages,
+    not tracebacks.
+    """
 
     @functools.wraps(run)
     def reporting(**options: Any) -> None:
@@ -121,19 +150,25 @@ def _reporting(verb: str, run: Callable[..., int]) -> Callable[..., None]:
             with _interrupted_by_signals():
                 code = run(**options)
         except (TreewardError, OSError, KeyboardInterrupt) as error:
+            # As in `treeward score ... | head`: the reader has enough, which is no failure.
             if isinstance(error, BrokenPipeError) and _stdout_closed():
                 raise typer.Exit(0) from None
+            # Of the processes of torchrun the first on each node tells.
             if os.environ.get("LOCAL_RANK", "0") != "0":
-                raise typer.Exit(2) from None  # of the processes of torchrun the first on each node tells
+                raise typer.Exit(2) from None
             if logging.getLogger("treeward").isEnabledFor(logging.DEBUG):
                 traceback.print_exc()
-            code, text = 2, f"treeward {verb}: {error}\n"
+            code = 2
+            text = f"treeward {verb}: {error}\n"
             if isinstance(error, KeyboardInterrupt):
                 number = error.number if isinstance(error, _Interrupted) else signal.SIGINT
-                code, text = 128 + number, f"\ntreeward {verb}: interrupted\n"
+                code = 128 + number
+                # On a line of its own, after the ^C of the terminal.
+                text = f"\ntreeward {verb}: interrupted\n"
             elif isinstance(error, OSError):
                 text += f"  fix:   treeward --debug {verb} ... shows where it comes from\n"
-            with suppress(OSError):  # a terminal that was closed
+            # The terminal may have been closed, which is what SIGHUP says.
+            with suppress(OSError):
                 sys.stderr.write(text)
         raise typer.Exit(code)
 
@@ -141,7 +176,9 @@ def _reporting(verb: str, run: Callable[..., int]) -> Callable[..., None]:
 
 
 class _Interrupted(KeyboardInterrupt):
-    """SIGTERM or SIGHUP, which end a verb as Ctrl-C does: files are closed, and what is done is told."""
+    """SIGTERM or SIGHUP, which end a verb as Ctrl-C does: files are closed, and what is done is
+    told.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -150,8 +187,9 @@ class _Interrupted(KeyboardInterrupt):
 
 @contextmanager
 def _interrupted_by_signals() -> Iterator[None]:
-    """Within the block SIGTERM and SIGHUP raise `_Interrupted`. A run has a gentler `StopRequest` within it, and the
-    server its own handlers."""
+    """Within the block SIGTERM and SIGHUP raise `_Interrupted`. A run has a gentler `StopRequest`
+    within it, and the server its own handlers.
+    """
     own_process = os.getpid()
 
     def interrupt(number: int, frame: object) -> None:
@@ -178,12 +216,16 @@ def _interrupted_by_signals() -> Iterator[None]:
 
 
 def _stdout_closed() -> bool:
-    """Whether standard output is a pipe that nobody reads any more (head has gone), and not another pipe broke."""
+    """Whether standard output is a pipe that nobody reads any more (head has gone), and not another
+    pipe broke.
+    """
     try:
-        sys.stdout.write("\n")  # what had failed to be written may be gone from its buffer
+        # What had failed to be written may be gone from its buffer.
+        sys.stdout.write("\n")
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end of Python
+        # Python flushes it again at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return True
     return False
 

@@ -1,9 +1,11 @@
 """The options of open-instruct's `reward_modeling.py` as overrides of `treeward train`.
 
-    python -m treeward.cli.open_instruct --config quickstart --learning_rate 3e-6 --model_name_or_path me/sft
+    python -m treeward.cli.open_instruct --config quickstart --learning_rate 3e-6
+    --model_name_or_path me/sft
 
-`scripts/train/` pass their arguments on to it. An option that has no counterpart is refused with what to do, and one
-that open-instruct itself does not read is ignored with a line. Further words are those of `treeward train`.
+`scripts/train/` pass their arguments on to it. An option that has no counterpart is refused with
+what to do, and one that open-instruct itself does not read is ignored with a line. Further words
+are those of `treeward train`.
 """
 
 from __future__ import annotations
@@ -44,27 +46,37 @@ _KEYS = {
 """An option -> the key that has its value."""
 
 _OTHERS = (
-    *("add_bos", "dataset_mixer_list", "dataset_mixer_list_splits", "dataset_mixer_eval_list"),
-    *("dataset_mixer_eval_list_splits", "exp_name", "output_dir", "gradient_accumulation_steps"),
-    *("lr_scheduler_type", "warm_up_steps", "hf_entity", "hf_repo_id"),
+    "add_bos",
+    "dataset_mixer_list",
+    "dataset_mixer_list_splits",
+    "dataset_mixer_eval_list",
+    "dataset_mixer_eval_list_splits",
+    "exp_name",
+    "output_dir",
+    "gradient_accumulation_steps",
+    "lr_scheduler_type",
+    "warm_up_steps",
+    "hf_entity",
+    "hf_repo_id",
 )
 """Options of which several make one key, or whose value has another form."""
 
 _UNREAD_NAMES = """
-run_name world_size micro_batch_size local_batch_size batch_size num_training_steps eval_freq hf_repo_url gs_bucket_path
-dtype attn_implementation use_cache use_peft lora_r lora_alpha lora_dropout lora_target_modules lora_modules_to_save
-lora_task_type load_in_8bit load_in_4bit bnb_4bit_quant_type use_bnb_nested_quant use_slow_tokenizer use_fast
-tokenizer_files_hash ground_truths_key sft_messages_key
+run_name world_size micro_batch_size local_batch_size batch_size num_training_steps eval_freq
+hf_repo_url gs_bucket_path dtype attn_implementation use_cache use_peft lora_r lora_alpha
+lora_dropout lora_target_modules lora_modules_to_save lora_task_type load_in_8bit load_in_4bit
+bnb_4bit_quant_type use_bnb_nested_quant use_slow_tokenizer use_fast tokenizer_files_hash
+ground_truths_key sft_messages_key
 """
 _UNREAD = frozenset(_UNREAD_NAMES.split())
 """Options that open-instruct overwrites or does not read, or that change nothing here."""
 
 NO_COUNTERPART: Mapping[str, str] = {
-    "total_episodes": "remove it: the schedule ends with the run; rm.max_num_steps ends a run earlier",
+    "total_episodes": "remove it: the schedule ends with the run; rm.max_num_steps ends it earlier",
     "num_evals": "give rm.val_period, the steps from one validation to the next",
-    "max_prompt_token_length": "remove it: only the whole conversation has a limit, max_token_length",
-    "dataset_transform_fn": "remove it: rows are rendered, and too long completions left out, always",
-    "dataset_target_columns": "remove it: a format says which columns are read; data.train[0].dataset_name names it",
+    "max_prompt_token_length": "remove it: the limit is of whole conversations, max_token_length",
+    "dataset_transform_fn": "remove it: rows are rendered, and too long completions left out",
+    "dataset_target_columns": "remove it: data.train[0].dataset_name says which columns are read",
     "dataset_cache_mode": "remove it: tokens are kept in data.cache_dir",
     "dataset_config_hash": "remove it: tokens are found by what they follow from",
     "dataset_config_eval_hash": "remove it: tokens are found by what they follow from",
@@ -79,7 +91,8 @@ NO_COUNTERPART: Mapping[str, str] = {
 
 
 def overrides(words: Sequence[str]) -> list[str]:
-    """The words of `treeward train` for a command line of open-instruct; words that are no options stay.
+    """The words of `treeward train` for a command line of open-instruct; words that are no options
+    stay.
 
     Raises `ConfigError` for an option that is unknown, has no counterpart, or lacks its value.
     """
@@ -89,57 +102,87 @@ def overrides(words: Sequence[str]) -> list[str]:
     while position < len(words):
         word = words[position]
         position += 1
-        if not word.startswith("--") or word.split("=")[0] in ("--config", "--debug"):
+        # Treeward's own words stay, with the value of --config.
+        is_ours = word.split("=")[0] in ("--config", "--debug")
+        if is_ours or not word.startswith("--"):
             kept.append(word)
             if word == "--config" and position < len(words):
                 kept.append(words[position])
                 position += 1
             continue
         name, has_value, value = word[2:].partition("=")
-        options[name] = [value] if has_value else []
+        options[name] = []
+        if has_value:
+            options[name].append(value)
+        # Values follow up to the next option, as in a list of data sets.
         while not has_value and position < len(words) and not _begins_another(words[position]):
             options[name].append(words[position])
             position += 1
     for name in sorted(options.keys() & _UNREAD):
-        logger.info("--%s has no effect: open-instruct does not read it, or it changes nothing here.", name)
+        logger.info(
+            "--%s has no effect: open-instruct does not read it, or it changes nothing here.",
+            name,
+        )
     for name in options.keys() - _KEYS.keys() - set(_OTHERS) - _UNREAD:
+        # An option that were ignored would change the run without a word.
         if name in NO_COUNTERPART:
-            raise ConfigError("this option has no counterpart", field=f"--{name}", fix=NO_COUNTERPART[name])
-        raise ConfigError.unknown("there is no such option", name, [*_KEYS, *_OTHERS], field=f"--{name}")
+            raise ConfigError(
+                "this option has no counterpart",
+                field=f"--{name}",
+                fix=NO_COUNTERPART[name],
+            )
+        raise ConfigError.unknown(
+            "there is no such option",
+            name,
+            [*_KEYS, *_OTHERS],
+            field=f"--{name}",
+        )
     return [*kept, *_translated(options)]
 
 
 def _begins_another(word: str) -> bool:
-    """Whether a word is an option or an override of treeward, which has a dot before its equals sign."""
+    """Whether a word is an option or an override of treeward, which has a dot before its equals
+    sign.
+    """
     key, equals, _ = word.partition("=")
     return word.startswith("--") or (bool(equals) and "." in key)
 
 
 def _translated(options: Mapping[str, list[str]]) -> list[str]:
-    found = [f"{key}={_value(options, name)}" for name, key in _KEYS.items() if name in options]
-    if "add_bos" in options:
-        found.append(f"policy.tokenizer.num_bos={int(_value(options, 'add_bos') == 'true')}")
-    for part in ("train", "validation"):
-        name = "dataset_mixer_list" if part == "train" else "dataset_mixer_eval_list"
+    words = []
+    for name, key in _KEYS.items():
         if name in options:
-            found.append(f"data.{part}={_yaml(_mixed(options[name], options.get(f'{name}_splits', ['train'])))}")
+            words.append(f"{key}={_value(options, name)}")
+    if "add_bos" in options:
+        num_bos = int(_value(options, "add_bos") == "true")
+        words.append(f"policy.tokenizer.num_bos={num_bos}")
+    mixers = {"train": "dataset_mixer_list", "validation": "dataset_mixer_eval_list"}
+    for part, name in mixers.items():
+        if name in options:
+            splits = options.get(f"{name}_splits", ["train"])
+            sets = _mixed(options[name], splits)
+            words.append(f"data.{part}={_yaml(sets)}")
+    # The defaults below are open-instruct's.
     if options.keys() & {"exp_name", "output_dir"}:
         folder = _value(options, "output_dir", "output")
-        found.append(f"checkpointing.checkpoint_dir={folder}/{_value(options, 'exp_name', 'reward_modeling')}")
+        name = _value(options, "exp_name", "reward_modeling")
+        words.append(f"checkpointing.checkpoint_dir={folder}/{name}")
     if options.keys() & {"gradient_accumulation_steps", "per_device_train_batch_size"}:
         size = int(_value(options, "per_device_train_batch_size", "1"))
         steps = int(_value(options, "gradient_accumulation_steps", "8"))
-        found.append(f"policy.train_global_batch_size={size * steps}")
+        words.append(f"policy.train_global_batch_size={size * steps}")
     if options.keys() & {"lr_scheduler_type", "warm_up_steps"}:
         schedule = {
             "name": _value(options, "lr_scheduler_type", "linear"),
             "warmup_steps": int(_value(options, "warm_up_steps", "0")),
         }
-        found.append(f"policy.scheduler={_yaml(schedule)}")
+        words.append(f"policy.scheduler={_yaml(schedule)}")
     if "hf_repo_id" in options:
-        entity = f"{_value(options, 'hf_entity')}/" if "hf_entity" in options else ""
-        found.append(f"hub.repo_id={entity}{_value(options, 'hf_repo_id')}")
-    return found
+        repository = _value(options, "hf_repo_id")
+        if "hf_entity" in options:
+            repository = f"{_value(options, 'hf_entity')}/{repository}"
+        words.append(f"hub.repo_id={repository}")
+    return words
 
 
 def _value(options: Mapping[str, list[str]], name: str, default: str | None = None) -> str:
@@ -148,18 +191,32 @@ def _value(options: Mapping[str, list[str]], name: str, default: str | None = No
         return default
     values = options[name]
     if len(values) > 1:
-        raise ConfigError("this option has one value", field=f"--{name}", got=" ".join(values), need="one value")
+        raise ConfigError(
+            "this option has one value",
+            field=f"--{name}",
+            got=" ".join(values),
+            need="one value",
+        )
     value = values[0] if values else "true"
-    return value.lower() if value in ("True", "False") else value
+    if value in ("True", "False"):
+        return value.lower()
+    return value
 
 
 def _mixed(words: Sequence[str], splits: Sequence[str]) -> list[dict[str, Any]]:
-    """The sets of a mixer list: names and shares in turn; a share that is a whole number counts rows."""
-    if len(words) % 2:
-        need = "a name and a share, or a number of rows, for each set"
-        raise ConfigError("the list of sets is not whole", field="--dataset_mixer_list", got=" ".join(words), need=need)
+    """The sets of a mixer list: names and shares in turn; a share that is a whole number counts
+    rows.
+    """
+    if len(words) % 2 == 1:
+        raise ConfigError(
+            "the list of sets is not whole",
+            field="--dataset_mixer_list",
+            got=" ".join(words),
+            need="a name and a share, or a number of rows, for each set",
+        )
     sets = []
     for number, (path, amount) in enumerate(zip(words[::2], words[1::2], strict=True)):
+        # One split may stand for all sets.
         split = splits[number] if len(splits) > 1 else splits[0]
         section: dict[str, Any] = {"dataset_name": "auto", "data_path": path, "split": split}
         if "." in amount:
@@ -171,7 +228,9 @@ def _mixed(words: Sequence[str], splits: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _yaml(value: Any) -> str:
-    return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**9).strip()
+    # On one line, which a word of the command line is.
+    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**9)
+    return text.strip()
 
 
 def main(words: Sequence[str]) -> int:

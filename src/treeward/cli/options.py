@@ -37,53 +37,81 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _RECIPES = ", ".join(recipe_names())
-_CONFIG = typer.Option("--config", metavar="FILE|RECIPE", help=f"A YAML file, or one of {_RECIPES}.")
+_CONFIG = typer.Option(
+    "--config",
+    metavar="FILE|RECIPE",
+    help=f"A YAML file, or one of {_RECIPES}.",
+)
 ConfigFile = Annotated[str, _CONFIG]
 OptionalConfigFile = Annotated[str | None, _CONFIG]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="key=value", help="+key adds one, ~key removes one.")]
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub name of a reward model.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; auto, the default: a GPU if any.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="key=value", help="+key adds one, ~key removes one."),
+]
+Model = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="Folder or hub name of a reward model."),
+]
+Device = Annotated[
+    str | None,
+    typer.Option(help="cpu, cuda, cuda:1 or auto; default: auto, a GPU if there is one."),
+]
 Dtype = Annotated[ScoringDtype, typer.Option(help="Number format of the backbone's weights.")]
-TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that the model folder contains.")]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option("--trust-remote-code", help="Run code that the model folder contains."),
+]
 HeadWeights = Annotated[
     str | None,
-    typer.Option(metavar="NAME=1,...", help="Of a model's heads: by name, or 1,0.5."),
+    typer.Option(
+        metavar="NAME=1,...",
+        help="Weights of the model's heads: by name, or all as 1,0.5.",
+    ),
 ]
 
 
 def output_folder(text: str | None, option: str = "--output") -> Path | None:
     """The folder of an option, which need not exist.
 
-    Raises `ConfigError` where it, or what it lies in, is no folder that can be written: before the work, not after it.
+    Raises `ConfigError` where it, or what it lies in, is no folder that can be written: before the
+    work, not after it.
     """
     if text is None:
         return None
     folder = Path(text).expanduser()
     existing = folder
+    # The root is its own parent.
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        what = "is no folder" if not existing.is_dir() else "cannot be written"
+    problem = None
+    if not existing.is_dir():
+        problem = "is no folder"
+    elif not os.access(existing, os.W_OK):
+        problem = "cannot be written"
+    if problem is not None:
         raise ConfigError(
-            "the results cannot be written there",
+            "the command cannot write its results there",
             where=option,
-            got=f"{text}: {existing} {what}",
+            got=f"{text}: {existing} {problem}",
             need="a folder that can be written, or made",
         )
     return folder
 
 
 def output_file(text: str, option: str = "--output") -> Path:
-    """The file of an option, which need not exist: the one that a symlink names, or a device or FIFO as it is.
+    """The file of an option, which need not exist: the one that a symlink names, or a device or
+    FIFO as it is.
 
-    Raises `ConfigError` for a folder, and where no file can be written: before the work, not after it.
+    Raises `ConfigError` for a folder, and where no file can be written: before the work, not after
+    it.
     """
     path = Path(text).expanduser()
+    # /dev/stdout of a pipe resolves to a name that is no path.
     if is_stream(path):
-        return path  # /dev/stdout of a pipe resolves to a name that is no path
+        return path
     path = path.resolve()
     if path.is_dir():
-        raise ConfigError("this is a folder", where=option, got=text, need="the name of a file")
+        raise ConfigError("the output is a folder", where=option, got=text, need="a file's name")
     output_folder(str(path.parent), option)
     return path
 
@@ -95,11 +123,23 @@ Truncation = Literal["drop", "truncate_left", "error"]
 class ModelOptions:
     """How reward models are loaded and score; the options of `with_model_options`."""
 
-    batch_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens in one forward pass.")] = None
-    max_length: Annotated[int | None, typer.Option(min=1, help="Longest conversation, in tokens.")] = None
-    truncation: Annotated[Truncation | None, typer.Option(help="Of longer ones; default: as in training.")] = None
+    batch_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens in one forward pass."),
+    ] = None
+    max_length: Annotated[
+        int | None,
+        typer.Option(min=1, help="Longest conversation, in tokens."),
+    ] = None
+    truncation: Annotated[
+        Truncation | None,
+        typer.Option(help="What happens to longer conversations; default: as in training."),
+    ] = None
     head_weights: HeadWeights = None
-    unchecked: Annotated[bool, typer.Option("--unchecked", help="Also a model that breaks its contract.")] = False
+    unchecked: Annotated[
+        bool,
+        typer.Option("--unchecked", help="Load a model that breaks its contract, too."),
+    ] = False
     device: Device = None
     dtype: Dtype = "float32"
     trust_remote_code: TrustRemoteCode = False
@@ -107,34 +147,55 @@ class ModelOptions:
     @property
     def keys(self) -> dict[str, Any]:
         """The options as keys of a model's section."""
-        names = ("max_length", "truncation", "device", "dtype", "trust_remote_code")
-        text = self.head_weights
-        weights = text if text in (None, "mean", "product", "min") else parse_head_weights(text)
-        keys = {name: getattr(self, name) for name in names}
-        keys |= {"head_weights": weights, "check_contract": not self.unchecked}
+        keys: dict[str, Any] = {
+            "max_length": self.max_length,
+            "truncation": self.truncation,
+            "device": self.device,
+            "dtype": self.dtype,
+            "trust_remote_code": self.trust_remote_code,
+            "head_weights": self.head_weights,
+            "check_contract": not self.unchecked,
+        }
+        # The section has a method by its name, or the weights as a mapping or a list.
+        if self.head_weights not in (None, "mean", "product", "min"):
+            keys["head_weights"] = parse_head_weights(self.head_weights)
         return {name: value for name, value in keys.items() if value is not None}
 
 
 def with_model_options(run: Callable[..., int]) -> Callable[..., int]:
-    """A verb with the options of `ModelOptions`, which `run` receives as `options`."""
+    """A verb with the options of `ModelOptions`, which `run` receives as `options`.
+
+    typer takes the options of a command from its signature. The command has the signature of `run`,
+    with the fields of `ModelOptions` in the place of `options`.
+    """
+    own_parameters = inspect.signature(run, eval_str=True).parameters
+    model_parameters = inspect.signature(ModelOptions, eval_str=True).parameters
 
     @functools.wraps(run)
     def command(**values: Any) -> int:
-        options = ModelOptions(**{name: values.pop(name) for name in model_parameters})
-        return run(**values, options=options)
+        fields = {name: values.pop(name) for name in model_parameters}
+        return run(**values, options=ModelOptions(**fields))
 
-    model_parameters = inspect.signature(ModelOptions, eval_str=True).parameters
-    parameters = {**inspect.signature(run, eval_str=True).parameters, **model_parameters}
+    parameters = {**own_parameters, **model_parameters}
     del parameters["options"]
-    keywords = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters.values()]
+    keywords = []
+    annotations = {}
+    for name, parameter in parameters.items():
+        # By keyword, so that one with a default may stand before one without.
+        keywords.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+        annotations[name] = parameter.annotation
     command.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in keywords}
+    # typer reads the annotations beside the signature.
+    command.__annotations__ = annotations
     return command
 
 
 def model_section(text: str, where: str = "MODEL") -> dict[str, Any]:
-    """The section of a model that is named on the command line, by its folder or hub name, or as a section in YAML:
-    `{models: [A, B], ensemble: worst}`. Raises `ConfigError` for text in braces that is no section."""
+    """The section of a model that is named on the command line, by its folder or hub name, or as a
+    section in YAML: `{models: [A, B], ensemble: worst}`. Raises `ConfigError` for text in braces
+    that is no section.
+    """
+    # No folder and no name of the hub begins with a brace.
     if not text.lstrip().startswith("{"):
         return {"models": [text]}
     import yaml
@@ -145,7 +206,10 @@ def model_section(text: str, where: str = "MODEL") -> dict[str, Any]:
         section = None
     if not isinstance(section, dict):
         raise ConfigError(
-            "this is no section", where=where, got=text, need="YAML, as {models: [A, B], ensemble: worst}"
+            "the text in braces is no section",
+            where=where,
+            got=text,
+            need="YAML, as {models: [A, B], ensemble: worst}",
         )
     return section
 
@@ -153,23 +217,30 @@ def model_section(text: str, where: str = "MODEL") -> dict[str, Any]:
 def checked_model(section: dict[str, Any], where: str, options: ModelOptions) -> ServedModelConfig:
     """A model by its section, with the options of the command as further keys.
 
-    Raises `ConfigError` for a faulty section, and for a folder, a device or a shaping that cannot be.
+    Raises `ConfigError` for a faulty section, and for a folder, a device or a shaping that cannot
+    be.
     """
+    # What the section says itself goes before the options, which are for all models.
     model = load_section(ServedModelConfig, options.keys | section, where=where)
-    from treeward.model.pretrained import check_device, check_local  # it imports torch: seconds
+    # These import torch, which takes seconds: a faulty section is told before.
+    from treeward.model.pretrained import check_device, check_local
     from treeward.scoring.shaping import load_shaper
 
     check_device(model.device, where=where, field="device")
+    # The last model too, before hours of the first.
     for name in model.models:
-        check_local(name)  # the last one too, before hours of the first
+        check_local(name)
+    # Constants that are missing are an error now, not after scoring.
     load_shaper(model)
     return model
 
 
 def load(
-    section: ServedModelConfig, batch_tokens: int | None
+    section: ServedModelConfig,
+    batch_tokens: int | None,
 ) -> tuple[PreparedScorer, Shaper | None, Mapping[str, Any]]:
-    """The scorer of a section, the `Shaper` of its scores, None without shaping, and what its rows depend on.
+    """The scorer of a section, the `Shaper` of its scores, None without shaping, and what its rows
+    depend on.
 
     A function of the module: workers import it.
     """
@@ -178,6 +249,7 @@ def load(
     from treeward.scoring.shaping import RewardScorer, load_shaper
 
     logger.info("Loading %s.", ", ".join(section.models))
+    # Else the scorer's own default holds.
     capacity = {} if batch_tokens is None else {"batch_tokens": batch_tokens}
     scorer = load_scorer(section, device=section.device, **capacity)
     shaper = load_shaper(section)
@@ -186,7 +258,8 @@ def load(
 
 
 def candidate(section: dict[str, Any], where: str, options: ModelOptions) -> Candidate:
-    """What takes part in an evaluation, by its section: an environment, which has a `type`, or a reward model.
+    """What takes part in an evaluation, by its section: an environment, which has a `type`, or a
+    reward model.
 
     The note has what is not by default. Raises `ConfigError` for a faulty section.
     """
@@ -194,15 +267,32 @@ def candidate(section: dict[str, Any], where: str, options: ModelOptions) -> Can
     from treeward.evaluation.session import Candidate
 
     if "type" in section:
+        # The name is the candidate's: environments have no such key.
         name = section.pop("name", None)
         check_environments({where: section})
-        parts = [section["type"], section.get("mode"), Path(str(section.get("model", ""))).name]
-        name = name or "-".join(re.sub(r"[^\w.]+", "-", str(part)) for part in parts if part)
-        return Candidate(name, partial(_environment, section, where), note=f"rewards of {section}")
+        if name is None:
+            name = _environment_name(section)
+        load_environment = partial(_environment, section, where)
+        return Candidate(name, load_environment, note=f"rewards of {section}")
     model = checked_model(section, where, options)
+    # The report says what a reader could not guess.
     keys = model.model_dump(mode="json", exclude_defaults=True, exclude={"name"})
-    note = None if keys.keys() == {"models"} else f"scores of {keys}"
-    return Candidate(model.served_name.replace("/", "-"), partial(_rewards, model, options.batch_tokens), note)
+    note = None
+    if keys.keys() != {"models"}:
+        note = f"scores of {keys}"
+    # The name becomes that of a folder.
+    name = model.served_name.replace("/", "-")
+    return Candidate(name, partial(_rewards, model, options.batch_tokens), note)
+
+
+def _environment_name(section: dict[str, Any]) -> str:
+    """What an environment is called by its section, as judge-pairwise-qwen."""
+    model = Path(str(section.get("model", ""))).name
+    words = []
+    for part in (section["type"], section.get("mode"), model):
+        if part:
+            words.append(re.sub(r"[^\w.]+", "-", str(part)))
+    return "-".join(words)
 
 
 def _environment(section: dict[str, Any], where: str) -> tuple[GroupScorer, Mapping[str, Any]]:
@@ -210,30 +300,48 @@ def _environment(section: dict[str, Any], where: str) -> tuple[GroupScorer, Mapp
     from treeward.environments.scorer import EnvironmentScorer
 
     environment = make_environment("judge", section, where=where)
+    # Rewards that were kept are used again where this is the same.
     identity: dict[str, Any] = {"section": section}
     if environment.user_code:
         identity["code"] = environment.user_code
     return EnvironmentScorer(environment), identity
 
 
-def _rewards(section: ServedModelConfig, batch_tokens: int | None) -> tuple[ConversationScorer, Mapping[str, Any]]:
+def _rewards(
+    section: ServedModelConfig,
+    batch_tokens: int | None,
+) -> tuple[ConversationScorer, Mapping[str, Any]]:
     from treeward.scoring.shaping import RewardScorer
 
     scorer, shaper, identity = load(section, batch_tokens)
-    return scorer if shaper is None else RewardScorer(scorer, shaper), identity
+    if shaper is None:
+        return scorer, identity
+    return RewardScorer(scorer, shaper), identity
 
 
 def parse_head_weights(text: str) -> dict[str, float] | list[float]:
-    """The weights of heads by the names of their labels, `a=1,b=0.5`, or of all in order, `1,0.5`."""
-    pairs = [part.rpartition("=") for part in text.split(",")]
-    names = [name.strip() for name, _, _ in pairs]
+    """The weights of heads by the names of their labels, `a=1,b=0.5`, or of all in order,
+    `1,0.5`.
+    """
+    names = []
+    values = []
+    for part in text.split(","):
+        name, _, value = part.rpartition("=")
+        names.append(name.strip())
+        try:
+            values.append(float(value))
+        except ValueError:
+            values.append(math.nan)
     are_named = any(names)
-    try:
-        values = [float(value) for *_, value in pairs]
-    except ValueError:
-        values = [math.nan]
-    if not all(map(math.isfinite, values)) or (are_named and len(set(names) - {""}) < len(names)):
-        need = "a=1,b=0.5, each name once, or a number for each head, as 1,0.5"
-        summary = "the weights of the heads cannot be read"
-        raise ConfigError(summary, where="--head-weights", got=text, need=need)
-    return dict(zip(names, values, strict=True)) if are_named else values
+    # A head without a name beside others that have one counts as a wrong name.
+    have_names = "" not in names and len(set(names)) == len(names)
+    if not all(map(math.isfinite, values)) or (are_named and not have_names):
+        raise ConfigError(
+            "the weights of the heads cannot be read",
+            where="--head-weights",
+            got=text,
+            need="a=1,b=0.5, each name once, or a number for each head, as 1,0.5",
+        )
+    if are_named:
+        return dict(zip(names, values, strict=True))
+    return values

@@ -5,7 +5,8 @@ examples:
   treeward plan --config run.yaml --gpu a100 policy.dtensor_cfg.activation_checkpointing=true
   treeward plan --config run.yaml --json
 
-A run of `treeward train` or `treeward grpo`. No GPU, data or weights are needed: of a model the config.json alone.
+A run of `treeward train` or `treeward grpo`. It needs no GPU, no data and no weights: of a model
+the config.json is enough.
 """
 
 from __future__ import annotations
@@ -31,28 +32,39 @@ GpuName = Literal["a100", "b200", "h100", "h200", "l40s", "cpu"]
 def run(
     config: ConfigFile,
     overrides: Overrides = None,
-    gpu: Annotated[GpuName, typer.Option(help="What every device is.")] = "h100",
-    as_json: Annotated[bool, typer.Option("--json", help="Every number as JSON on standard output.")] = False,
+    gpu: Annotated[GpuName, typer.Option(help="The kind of every device.")] = "h100",
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Every number as JSON on standard output."),
+    ] = False,
 ) -> int:
     loaded = load_run(config, overrides or [])
-    logging.getLogger("treeward").setLevel(logging.ERROR)  # what a run says of its models
+    # What a run would say of its models is no part of the plan.
+    logging.getLogger("treeward").setLevel(logging.ERROR)
 
     from treeward.planning.plan import plan
 
     planned = plan(loaded, gpu)
-    sys.stdout.write((json.dumps(asdict(planned), indent=2) if as_json else plan_text(planned)) + "\n")
+    text = json.dumps(asdict(planned), indent=2) if as_json else plan_text(planned)
+    sys.stdout.write(f"{text}\n")
+    # So that a script can try sizes.
     return 0 if planned.fits else 1
 
 
 def plan_text(planned: Plan) -> str:
     """What one device holds."""
-    table = [{"of a device": name, "GB": size / 1e9} for name, size in planned.memory.items()]
+    rows = []
+    for name, size in planned.memory.items():
+        rows.append({"of a device": name, "GB": size / 1e9})
+    table = results_table(rows, ["of a device", Column("GB", format=",.1f")])
+    parameters = f"{planned.parameters / 1e9:,.2f} billion parameters"
+    trained = f"{planned.trained / 1e6:,.0f} million trained"
+    verdict = "fits" if planned.fits else "does not fit"
     lines = [
-        f"{planned.model}: {planned.parameters / 1e9:,.2f} billion parameters, "
-        f"{planned.trained / 1e6:,.0f} million trained",
-        f"{planned.layout}: {'fits' if planned.fits else 'does not fit'}",
+        f"{planned.model}: {parameters}, {trained}",
+        f"{planned.layout}: {verdict}",
         "",
-        results_table(table, ["of a device", Column("GB", format=",.1f")]),
+        table,
         "",
         f"A micro-batch has {planned.micro_batch_tokens:,} tokens.",
     ]

@@ -1,16 +1,18 @@
-"""`treeward train`: parse, import, call, and print the outcome.
+r"""`treeward train`: parse, import, call, and print the outcome.
 
 examples:
   treeward train --model Qwen/Qwen2.5-0.5B-Instruct --data pairs.csv --dry-run
   treeward train --config quickstart
   treeward train --config rm policy.model_name=Qwen/Qwen2.5-1.5B rm.max_num_steps=200
-  treeward train --config run.yaml data.train_data_path=train.jsonl ~data.val_data_path +policy.max_grad_norm=0.5
+  treeward train --config run.yaml data.train_data_path=train.jsonl ~data.val_data_path \
+      +policy.max_grad_norm=0.5
 
---model and --data need no configuration: format, held-out part, learning rate, batch size and precision are chosen, and
-shown as overrides. With --config they are laid over it. --dry-run plans the first batch and stops.
+--model and --data need no configuration: format, held-out part, learning rate, batch size and
+precision are chosen, and shown as overrides. With --config they are laid over it. --dry-run plans
+the first batch and stops.
 
-The same command resumes a run that was stopped. With cluster.gpus_per_node=8, or under torchrun, it runs on several
-processes. Every key: docs/config.md.
+The same command resumes a run that was stopped. With cluster.gpus_per_node=8, or under torchrun, it
+runs on several processes. Every key: docs/config.md.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -35,11 +38,21 @@ from treeward.tables import results_table
 
 if TYPE_CHECKING:
     from treeward.training.loop import Outcome
+    from treeward.training.train import TrainingOutcome
 
-ModelName = Annotated[str | None, typer.Option("--model", metavar="MODEL", help="Folder or hub name to start from.")]
-Data = Annotated[str | None, typer.Option("--data", metavar="FILE", help="Comparisons, in any known format.")]
-Validation = Annotated[str | None, typer.Option(metavar="FILE", help="Else a part of the data is held out.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Stop after the first batch was planned.")]
+ModelName = Annotated[
+    str | None,
+    typer.Option("--model", metavar="MODEL", help="Folder or hub name to start from."),
+]
+Data = Annotated[
+    str | None,
+    typer.Option("--data", metavar="FILE", help="Comparisons, in any known format."),
+]
+Validation = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="Validation data; default: a part of the data."),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Plan the first batch, and stop.")]
 
 
 def run(
@@ -51,51 +64,85 @@ def run(
     dry_run: DryRun = False,
 ) -> int:
     if config is None and (model is None or data is None):
-        need = "--model MODEL with --data FILE, or --config FILE"
-        raise ConfigError("there is nothing to train", where="command line", need=need)
+        raise ConfigError(
+            "there is nothing to train",
+            where="command line",
+            need="--model MODEL with --data FILE, or --config FILE",
+        )
     if validation is not None and data is None:
-        raise ConfigError("--validation belongs to --data", where="command line", need="--data FILE too")
-    loaded = load_file(RewardModelRunConfig, config, overrides or (), values=named_values(model, data, validation))
+        raise ConfigError(
+            "--validation belongs to --data",
+            where="command line",
+            need="--data FILE too",
+        )
+    loaded = load_file(
+        RewardModelRunConfig,
+        config,
+        overrides or (),
+        values=named_values(model, data, validation),
+    )
     check_inputs(loaded)
     if model is not None or data is not None:
         loaded = _with_choices(loaded, overrides or (), config, model, data, validation)
     if dry_run:
         return _tell_dry_run(loaded)
 
-    from treeward.parallel.launch import launch  # torch: seconds, once the config is sound
+    # These import torch, which takes seconds: a faulty configuration is told before.
+    from treeward.parallel.launch import launch
     from treeward.training.card import result_columns, result_rows
     from treeward.training.train import train
 
     with choosing_split(split_key(loaded.data)):
         outcome = launch(train, loaded)
+    # Of several processes the main one tells.
     if outcome is None:
-        return 0  # of several processes the main one tells
+        return 0
+    # A table of an unfinished run would look like a result.
     if outcome.interrupted_by:
         tell_interrupted(outcome, loaded.checkpointing)
         return outcome.exit_code
     if outcome.validation:
         rows = result_rows(outcome.validation_sizes, outcome.validation)
         sys.stdout.write(f"\n{results_table(rows, result_columns(loaded))}\n")
-    lines = [f"\n{name}: {said}" for name, said in outcome.learnt.items()]
-    caveats = [f"{name}: {caveat}" for name, caveat in outcome.caveats.items()]
+    lines = [f"\n{name}: {sentence}" for name, sentence in outcome.learnt.items()]
     if outcome.model_folder is not None:
-        folder = shlex.quote(str(outcome.model_folder))
-        lines += [f"\nThe model of step {outcome.model_step} of {outcome.total_steps} is in {folder}", *caveats]
-    if outcome.model_folder is not None and outcome.is_collapsed:
-        lines.append("It is collapsed: it gives everything the same score. Do not score with it.")
-        lines.append(
-            "Try a lower policy.optimizer.kwargs.lr or a longer warm-up, and look at the data: treeward check-data."
-        )
-    elif outcome.model_folder is not None:
-        limit = f"It was trained on conversations of at most {loaded.max_sequence_length} tokens; longer ones are"
-        is_cut = loaded.data.truncation == "truncate_left"
-        lines.append(f"{limit} {'cut, as then' if is_cut else 'scored with a warning, or refused by --max-length'}.")
-        lines.append(f"Score with it:  treeward score {folder} --data FILE.jsonl --output scores.jsonl")
-        lines.append(f"Report on it:   treeward eval {folder} --data FILE.jsonl --output results/eval")
+        lines += _model_lines(outcome, outcome.model_folder, loaded)
     if outcome.upload_error is not None:
-        lines.append(f"WARNING: the model is not on the hub, and the same command tries again. {outcome.upload_error}")
+        problem = "the model is not on the hub, and the same command tries again"
+        lines.append(f"WARNING: {problem}. {outcome.upload_error}")
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     return outcome.exit_code
+
+
+def _model_lines(
+    outcome: TrainingOutcome,
+    model_folder: Path,
+    loaded: RewardModelRunConfig,
+) -> list[str]:
+    """Where the model is, what it is worth, and what can be done with it."""
+    # The lines below are copied into a shell.
+    folder = shlex.quote(str(model_folder))
+    step = f"{outcome.model_step} of {outcome.total_steps}"
+    lines = [f"\nThe model of step {step} is in {folder}"]
+    lines += [f"{name}: {caveat}" for name, caveat in outcome.caveats.items()]
+    # Commands that score with it would invite to do so.
+    if outcome.is_collapsed:
+        remedy = "Try a lower policy.optimizer.kwargs.lr or a longer warm-up"
+        lines += [
+            "It is collapsed: it gives everything the same score. Do not score with it.",
+            f"{remedy}, and look at the data: treeward check-data.",
+        ]
+        return lines
+    limit = f"It was trained on conversations of at most {loaded.max_sequence_length} tokens"
+    longer = "scored with a warning, or refused by --max-length"
+    if loaded.data.truncation == "truncate_left":
+        longer = "cut, as then"
+    lines += [
+        f"{limit}; longer ones are {longer}.",
+        f"Score with it:  treeward score {folder} --data FILE.jsonl --output scores.jsonl",
+        f"Report on it:   treeward eval {folder} --data FILE.jsonl --output results/eval",
+    ]
+    return lines
 
 
 def _with_choices(
@@ -107,24 +154,36 @@ def _with_choices(
     validation: str | None,
 ) -> RewardModelRunConfig:
     """The configuration with what --model and --data leave open, which is told."""
-    from treeward.planning.facts import facts_of  # torch: seconds
+    # It imports torch, which takes seconds.
+    from treeward.planning.facts import facts_of
 
+    # Of the model and the data, from which the choices follow.
     facts = facts_of(loaded)
-    choices = choose(loaded, facts, model=model is not None, data=data is not None, run=config is None)
+    choices = choose(
+        loaded,
+        facts,
+        model=model is not None,
+        data=data is not None,
+        run=config is None,
+    )
     values = values_of(choices, named_values(model, data, validation))
+    # Once more, because the user's overrides go before what was chosen.
     chosen = load_file(RewardModelRunConfig, config, overrides, values=values)
+    # What the user says was not chosen here.
     overridden = {text.lstrip("+~").partition("=")[0] for text in overrides}
     _tell_choices([choice for choice in choices if choice.key not in overridden])
     return chosen
 
 
 def _tell_choices(choices: Sequence[Choice]) -> None:
+    # Of the processes of torchrun the first tells.
     if os.environ.get("RANK", "0") != "0":
-        return  # of the processes of torchrun the first tells
+        return
     width = max((len(choice.text) for choice in choices), default=0)
     sys.stdout.write("Chosen; the same command takes other values of these keys:\n")
     for choice in choices:
         sys.stdout.write(f"  {choice.text:{width}}  # {choice.why}\n")
+    # Before what the processes of the run write.
     sys.stdout.flush()
 
 
@@ -133,22 +192,29 @@ def _tell_dry_run(loaded: RewardModelRunConfig) -> int:
 
     from treeward.planning.dry_run import dry_run
 
-    has_gpu = torch.cuda.is_available()
-    device = torch.cuda.get_device_properties(0) if has_gpu else None
-    found = dry_run(loaded, "h100" if has_gpu else "cpu")
+    device = None
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_properties(0)
+    # The kind of GPU decides what fits, which is not told here, and no size.
+    found = dry_run(loaded, "cpu" if device is None else "h100")
     first = found.first
     lines = [f"{name}: {summary}" for name, summary in found.rows.items()]
     lines.append(f"Steps: {found.steps:,}")
+    sizes = f"{first.tokens:,} tokens ({first.row_tokens:,} as plain rows)"
     lines.append(
-        f"The first step: {first.comparisons} comparisons, {first.tokens:,} tokens "
-        f"({first.row_tokens:,} as plain rows); forward passes: {first.passes}"
+        f"The first step: {first.comparisons} comparisons, {sizes}; forward passes: {first.passes}",
     )
     if found.memory is None:
         lines.append("Memory: weights of four bits are not planned")
     else:
-        parts = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in found.memory.memory.items() if name != "peak")
-        of = "" if device is None else f" of the {device.total_memory / 1e9:.0f} GB of {device.name}"
-        lines.append(f"Memory: {found.memory.memory['peak'] / 1e9:.2f} GB at most{of} ({parts})")
+        parts = []
+        for name, size in found.memory.memory.items():
+            if name != "peak":
+                parts.append(f"{name} {size / 1e9:.2f}")
+        peak = f"{found.memory.memory['peak'] / 1e9:.2f} GB at most"
+        if device is not None:
+            peak += f" of the {device.total_memory / 1e9:.0f} GB of {device.name}"
+        lines.append(f"Memory: {peak} ({', '.join(parts)})")
     lines.append("Nothing was trained: the same command without --dry-run trains.")
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     return 0
@@ -163,4 +229,6 @@ def tell_interrupted(outcome: Outcome, checkpointing: CheckpointingConfig) -> No
     else:
         saved = "Saved. The same command goes on from here."
     by = outcome.interrupted_by
-    sys.stderr.write(f"Stopped after step {outcome.step} of {outcome.total_steps} ({by}). {saved}\n")
+    sys.stderr.write(
+        f"Stopped after step {outcome.step} of {outcome.total_steps} ({by}). {saved}\n",
+    )
