@@ -84,6 +84,7 @@ class TreewardDialect(Dialect):
 
     def body(self, form: Form, conversations: Sequence[RenderedConversation]) -> dict[str, Any]:
         sent = [to_json(conversation.messages) for conversation in conversations]
+        # Raw scores, and a reason for each that is missing.
         return {"conversations": sent, "on_error": "mask", "shaped": False}
 
     def read(self, response: Any) -> list[ServerScore]:
@@ -178,6 +179,7 @@ class TeiDialect(Dialect):
 
     def body(self, form: Form, conversations: Sequence[RenderedConversation]) -> dict[str, Any]:
         inputs = [[conversation.sent(form)] for conversation in conversations]
+        # By default TEI applies a sigmoid, and it may cut what is too long.
         return {"inputs": inputs, "raw_scores": True, "truncate": False}
 
     def read(self, response: Any) -> list[ServerScore]:

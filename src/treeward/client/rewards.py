@@ -132,11 +132,13 @@ class RewardClient:
             try:
                 messages = check_messages(conversation, "messages", name)
                 sent[i] = to_json(with_messages(conversation, messages))
+                # In bytes of JSON, which servers limit.
                 size = len(_json(sent[i], name))
             except DataError as error:
                 if on_error == "raise":
                     raise
                 problem = error.in_one_line
+                # It is not sent: the server would refuse the whole request.
                 rewards[i] = Reward(None, Score(None, error=problem), error=problem)
                 continue
             is_full = not parts or len(parts[-1]) >= self.max_conversations
@@ -169,6 +171,7 @@ class RewardClient:
                     )
             return part_rewards
 
+        # Side by side, so that the server has full batches.
         with ThreadPoolExecutor(self.max_concurrency) as threads:
             for part, part_rewards in zip(parts, threads.map(send, parts), strict=True):
                 rewards.update(zip(part, part_rewards, strict=True))
@@ -249,7 +252,9 @@ _ROWS = TypeAdapter(list[RewardRow])
 
 def _read(response: Any, number: int) -> list[Reward]:
     """The rows of a response: as many as were sent, each with finite numbers or a reason."""
+    # Strictly: a text, NaN or a truth value is no score.
     rows = _ROWS.validate_python(response["data"])
+    # Another order would give scores to the wrong conversations.
     if [row["index"] for row in rows] != list(range(number)):
         raise ValueError(f"{len(rows)} rows in this order for {number} conversations")
     for row in rows:

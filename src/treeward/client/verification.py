@@ -142,6 +142,7 @@ class _Replay:
         for example in self.contract.golden:
             conversation = example.conversation
             fitted = renderer.fit(conversation)
+            # Else a difference could be this machine's tokenizer, and not the server.
             if fitted is None or fitted.token_ids != example.token_ids:
                 raise ModelError(
                     "the tokenizer does not give the contract's tokens, so nothing can be compared",
@@ -149,12 +150,14 @@ class _Replay:
                     got=f"other tokens for the conversation {example.name!r}",
                     fix=f"treeward verify {self.name} names what differs in the folder",
                 )
+            # Tokens were cut, not characters, so there is no text to send.
             if fitted.truncated:
                 continue
             text = bare = renderer.render(conversation)
             if renderer.kind == "encoder":
                 bare = bare.removeprefix(tokenizer.cls_token or "")
                 bare = bare.removesuffix(tokenizer.sep_token or "")
+            # A BOS that the template has written stays: no server adds it again.
             elif renderer.adds_bos:
                 bare = text.removeprefix(tokenizer.bos_token or "")
             completion = last_text(conversation)
@@ -177,6 +180,7 @@ class _Replay:
             scores = [self._score(answer) for answer in self.answers]
             verdict = self._verdict(scores)
             can_batch = self.form not in DIALECTS[self.dialect].single_forms
+            # In one request they are padded, if the server pads.
             if verdict.state == "equal" and can_batch and len(scores) > 1:
                 together = [self._score(answer) for answer in self._ask(self.conversations)]
                 in_batch = diagnose(self.contract, together, dtype=self.dtype)
@@ -238,6 +242,7 @@ class _Replay:
         """
         values = answer.values
         heads = self.contract.heads
+        # The server has combined the heads, or the model has one.
         if len(values) == 1:
             return values[0]
         if len(values) != len(heads):
@@ -250,6 +255,7 @@ class _Replay:
                 fix="serve the model of the contract, as a classifier of whole conversations",
             )
         numbers = [value for value in values if value is not None]
+        # One head without a value leaves none for the score.
         if len(numbers) < len(values):
             return None
         return combined_heads(numbers, heads)
@@ -257,6 +263,7 @@ class _Replay:
     def _verdict(self, scores: Sequence[float | None]) -> Check:
         """The one difference that explains the scores."""
         verdict = diagnose(self.contract, scores, dtype=self.dtype)
+        # What is explained otherwise needs no guess.
         is_unexplained = verdict.part in ("weights", "precision") and verdict.state != "equal"
         if not is_unexplained or None in scores:
             return verdict
@@ -303,6 +310,7 @@ class _Replay:
         yield compare_rows("contract", [row], finding)
         yield Check("files", "not checked", "they are on the server's machine")
         yield verdict
+        # The first difference is the cause, so what comes after it says nothing.
         if verdict.state == "differs":
             return
         # After the contract and the files.

@@ -179,7 +179,7 @@ class Batcher:
         self.scorers = dict(scorers)
         self.config = config
         self.metrics = metrics
-        # Guards the four fields below. Scoring waits at it for something in the queue.
+        # Guards the queue and `_closed`. The scoring thread waits at it while nothing is queued.
         self._lock = threading.Condition()
         self._open: set[Future[Score]] = set()
         self._queue: deque[_Pending] = deque()
@@ -188,6 +188,7 @@ class Batcher:
         self._failed_in_a_row: dict[str, int] = {}
         # One thread, at which requests take turns.
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="treeward-tokenize")
+        # A daemon: a batch that never ends does not keep the process alive.
         self._scoring = threading.Thread(target=self._run, name="treeward-score", daemon=True)
         self._scoring.start()
 
@@ -221,6 +222,7 @@ class Batcher:
         503 after `close`, 504 at the deadline. If the caller is cancelled, pending conversations
         are dropped.
         """
+        # A batch of nothing would never be scored.
         if not conversations:
             return []
         number = len(conversations)
@@ -230,6 +232,7 @@ class Batcher:
             if self._closed:
                 raise _shut_down()
             check_queue(self.num_queued, number, self.config.max_queued)
+            # Not asyncio's, because two other threads complete them.
             futures: list[Future[Score]] = [Future() for _ in conversations]
             self._open.update(futures)
         for future in futures:
@@ -279,6 +282,7 @@ class Batcher:
         if all(future.done() for future in futures):
             return
         prepared = _isolated(partial(_prepared, self.scorers[model]), list(part))
+        # The scoring thread takes from the queue meanwhile.
         with self._lock:
             for item, future in zip(prepared, futures, strict=True):
                 if future.done():
@@ -296,8 +300,10 @@ class Batcher:
         while not self._closed:
             try:
                 self._score_batch()
-            except BaseException:  # a thread that dies would leave every request hanging
+            # A thread that dies would leave every request hanging.
+            except BaseException:
                 logger.exception("The scoring thread failed and goes on.")
+                # So that an error that comes at once does not fill the disk with logs.
                 time.sleep(0.1)
 
     def _score_batch(self) -> None:
@@ -314,6 +320,7 @@ class Batcher:
         scores = [_finite(score) for score in _isolated(partial(_scored, scorer), items)]
         seconds = time.monotonic() - started
         computed = scorer.num_computed_tokens - computed_before
+        # Before the metrics: a request need not wait for them.
         for pending, score in zip(batch, scores, strict=True):
             pending.future.set_result(score)
         self.metrics.computed.labels(model).inc(computed)
@@ -416,6 +423,7 @@ def _scored(scorer: PreparedScorer, items: Sequence[Prepared]) -> list[Score]:
     try:
         return scorer.score_prepared(items, on_error="mask")
     except (torch.OutOfMemoryError, MemoryError):
+        # Cached prompts are the memory that can be freed. The next batches compute them again.
         for cache in _caches(scorer):
             cache.clear()
         torch.cuda.empty_cache()
@@ -460,7 +468,8 @@ def _isolated(
         return list(results)
     except TreewardError as problem:
         error = problem.in_one_line
-    except BaseException as problem:  # a panic in a library's native code is not an Exception
+    # A panic in a library's native code is not an Exception.
+    except BaseException as problem:
         if len(values) == 1:
             logger.exception("A conversation could not be scored.")
         error = f"the server failed: {type(problem).__name__}; its log has the details"

@@ -47,6 +47,7 @@ class ServedModel:
         """The model of a section with this `scorer`. Raises `ConfigError` for shaping by missing
         constants.
         """
+        # Members that were never signed have none.
         contracts = [member.contract for member in scorer.members if member.contract is not None]
         # An unchecked model may break its contract; other head weights give other scores.
         if not section.check_contract or section.head_weights is not None:
@@ -107,6 +108,7 @@ class ServedModel:
             "object": "model",
             "created": created,
             "owned_by": "treeward",
+            # vLLM's name for where a model was loaded from.
             "root": self._shown_members[0],
             "max_model_len": self.renderer.max_length,
             "contract": self.contract_sha256,

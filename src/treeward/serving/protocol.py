@@ -44,15 +44,18 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse what came, unless the client sends a head without an end."""
+        # A packet may hold many heads, or one that is far too long.
         for start in range(0, len(data), _FED_AT_ONCE):
             part = data[start : start + _FED_AT_ONCE]
             self._num_pending += len(part)
             super().data_received(part)
             if self.transport.is_closing():
                 return
+            # The parser resets the number when something is complete.
             if self._num_pending > HEAD_BYTES:
                 self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
                 return
+        # A head that has begun must end in time, on a kept connection too.
         if self._num_pending > 0:
             self._start_timer()
 
@@ -90,6 +93,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         self.logger.warning("%s: the head of a request did not end.", status.phrase)
+        # The refusal would stand within the response to the earlier request.
         if self.cycle is None or self.cycle.response_complete:
             line = f"HTTP/1.1 {status.value} {status.phrase}"
             head = f"{line}\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"

@@ -66,6 +66,7 @@ class Ending:
             for completion in ("Romam.", "Quo vadis"):
                 prompt = {"role": "user", "content": question}
                 chats.append([prompt, {"role": "assistant", "content": completion}])
+        # An encoder's tokenizer adds the SEP after a text, so a text is compared without it.
         sep = ""
         if renderer.kind == "encoder":
             sep = tokenizer.sep_token or ""
@@ -150,6 +151,7 @@ def beginning_of(conversation: AnyConversation | RenderedText, ending: Ending) -
     """
     if not isinstance(conversation, RenderedText):
         return repr(conversation[: _first_user(conversation) + 1])
+    # Up to the completion, so that all completions of a prompt begin alike.
     if isinstance(conversation.text, str):
         text = conversation.text
         start = text.find(ending.turn) if ending.turn else -1

@@ -64,6 +64,7 @@ class Replica:
     ) -> list[Score]:
         """The scores in order. The front cancels the call at its earlier deadline."""
         deadline = time.monotonic() + self._service.config.deadline_seconds
+        # The front counts what waits, and shapes: a replica only scores.
         return await self._service.batcher.score(model, inputs, deadline=deadline)
 
     async def models(self) -> list[ServedModel]:
@@ -192,6 +193,7 @@ def started(config: ServerConfig, name: str) -> Iterator[Service]:
         required="num_gpus" in options,
         where="replicas, ray_actor_options",
     )
+    # Serve starts them, watches them and replaces those that die.
     with running(
         Replica,
         replica_config,

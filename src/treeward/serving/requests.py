@@ -138,6 +138,7 @@ class RequestLimits:
         """Refuse what a page of another site makes a browser on this machine ask. It cannot choose
         these headers.
         """
+        # A page whose name resolves to this machine (DNS rebinding) still sends its own name.
         name = _host_name(headers.get("host", ""))
         if not (_is_this_machine(name) or name in self.config.allowed_hosts):
             fix = "call localhost, or add the name to allowed_hosts of the server"
@@ -160,6 +161,7 @@ def _is_this_machine(name: str) -> bool:
     """Whether no web page can have this name: localhost and addresses. Without a name there is no
     browser.
     """
+    # Browsers resolve localhost and what ends with it themselves.
     if name in ("", "localhost") or name.endswith(".localhost"):
         return True
     try:
@@ -229,6 +231,7 @@ class _Server:
         """`parse(*arguments)`; of a long body in a thread, so that other requests go on
         meanwhile.
         """
+        # Rendering and copying a long body takes so long that others would wait.
         if self._is_long:
             return await asyncio.to_thread(parse, *arguments)
         return parse(*arguments)
@@ -251,6 +254,7 @@ class _Server:
             # Cancelled from outside, as at the end of the server.
             if not client.done():
                 raise
+            # Nobody receives it, but the counters have it.
             raise APIError(499, "client_disconnected", "the client went away") from None
         finally:
             client.cancel()
@@ -316,6 +320,7 @@ def described(words: str) -> WrapValidator:
         try:
             return validate(value)
         except ValidationError as error:
+            # pydantic has an error for each form, of which none is the right one.
             raise PydanticCustomError(
                 "texts",
                 "Input should be {words}",

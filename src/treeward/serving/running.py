@@ -35,6 +35,7 @@ class RunningRewards:
         if reward.value is None:
             return reward
         with self._lock:
+            # A repeated request gets what it got before, also from the statistics of then.
             if key in self._known:
                 value, parts = self._known[key]
             elif len(self._known) < SIZE:

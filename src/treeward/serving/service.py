@@ -43,6 +43,7 @@ class Service:
         self.metrics = metrics
         self.batcher = batcher
         self.started = time.time()
+        # Only /verify normalises by what it has seen.
         self.running = RunningRewards() if config.running else None
         # Models whose clients send texts without their end: one warning is enough.
         self._warned: set[str] = set()
@@ -81,6 +82,7 @@ class Service:
         if name in self.models:
             return self.models[name]
         for model in self.models.values():
+            # Clients of vLLM name a model by the folder or hub name that it was loaded from.
             if name is None or [name] == list(model.members):
                 return model
         names = ", ".join(self.models)
@@ -110,6 +112,7 @@ class Service:
                 conversations.append(item.messages)
             else:
                 conversations.append(item)
+        # Before anything is scored, since the request is refused as a whole.
         if shaper is not None and shaper.reads_completions and None in conversations:
             message = (
                 f"text {conversations.index(None)}: this model's rewards depend on the completion, "
@@ -131,12 +134,14 @@ class Service:
                 item = replace(item, text=model.ending.begun(item.text))
             whole_inputs.append(item)
         scores = await self.batcher.score(model.name, whole_inputs, deadline=deadline)
+        # Scores, not rewards: shaping differs, and a drift of the model is looked for.
         self.metrics.count(model.name, scores)
         if shaper is None:
             rewards = [Reward(score.score, score, error=score.error) for score in scores]
         else:
             rewards = shaper.shape(scores, [chat or [] for chat in conversations])
         for i, reward in enumerate(rewards):
+            # The first one that has none refuses the request, so that no client takes it for a 0.
             if reward.value is None and on_error == "refuse":
                 message = f"conversation {i}: {reward.error}"
                 if isinstance(reward.score, FailedScore):

@@ -112,9 +112,11 @@ _ROLLOUT: dict[str, Any] = {
 @router.post(ROLLOUT_PREFIX + "/verify", include_in_schema=False)
 async def verify(body: VerifyBody, request: Request, server: Server) -> JSON:
     model = server.model(None)
+    # As it was sent: the validated body lacks the keys that are echoed.
     rollout = await request.json()
     try:
         conversation = await server.parsed(parse, rollout, model)
+        # Masked: any other status than 200 would end NeMo Gym's collection.
         [reward] = await server.rewards(model, [conversation], on_error="mask")
         running = server.service.running
         if running is not None:

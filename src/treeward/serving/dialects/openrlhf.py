@@ -58,6 +58,7 @@ def parse(body: RewardBody, model: ServedModel) -> list[RenderedText]:
     """The queries with complete endings, and with their completions if prompts are given. Raises
     `APIError` 422.
     """
+    # OpenRLHF decodes padded rows, and a policy stops before the template's last white space.
     queries = [model.ending.completed(query) for query in as_list(body.query)]
     if body.prompts is None:
         return [RenderedText(query) for query in queries]

@@ -126,6 +126,7 @@ def parse(body: RewardsBody) -> list[Any]:
         "chat_template_kwargs": body.chat_template_kwargs,
     }
     try:
+        # As a row of a file is read.
         return conversations_of(row, "the request")
     except DataError as error:
         # The field of the body, of a path such as completions[1].
@@ -167,6 +168,7 @@ def to_json(model: ServedModel, rewarded: Sequence[Reward]) -> RewardsResponse:
         if score.steps:
             row["steps"] = list(score.steps)
         rows.append(row)
+    # As OpenAI's clients read usage.
     total = sum(row["num_tokens"] for row in rows)
     return RewardsResponse(
         object="list",

@@ -96,6 +96,7 @@ def to_json(body: PredictBody, rewards: Sequence[Reward]) -> list[Any]:
     for reward in rewards:
         if reward.value is None:
             continue
+        # The sigmoid that TEI itself applies.
         value = float(expit(reward.value)) if is_sigmoid else reward.value
         predictions.append([{"score": value, "label": "LABEL_0"}])
     if _is_batch(body):

@@ -97,6 +97,7 @@ class EmbeddingsBody(Body):
 async def pooling(body: VllmBody, server: Server) -> JSON:
     model = server.model(body.model)
     rewards = await server.rewards(model, await server.parsed(parse, body, model))
+    # vLLM gives a list for each text, of one number here.
     rows = [{"object": "pooling", "data": [reward.value]} for reward in rewards]
     return _list_response(server, "pooling", model, rewards, rows)
 
@@ -122,6 +123,7 @@ async def classify(body: ClassifyBody, server: Server) -> JSON:
     for reward in await server.rewards(model, inputs):
         information = {"id": server.request_id, "prompt_tokens": reward.score.num_tokens}
         rows.append({"embedding": [reward.value], "meta_info": information})
+    # SGLang answers one text with an object, not with a list of one.
     return JSON(rows[0] if is_one(texts) else rows)
 
 
@@ -184,6 +186,7 @@ def _list_response(
 ) -> JSON:
     """The response with these rows."""
     tokens = sum(reward.score.num_tokens for reward in rewards)
+    # A classifier writes no tokens.
     usage = {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0}
     data = [{"index": i, **row} for i, row in enumerate(rows)]
     return JSON(
