@@ -1,4 +1,6 @@
-"""The client of a reward server, against servers on loopback that answer, refuse, drop, drip and lie."""
+"""The client of a reward server, against servers on loopback that answer, refuse, drop, drip and
+lie.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,14 @@ def chat(number: int) -> list[dict[str, Any]]:
 
 def row(index: int, score: float | None, **more: Any) -> dict[str, Any]:
     error = None if score is not None else "too long"
-    return {"index": index, "score": score, "reward": score, "num_tokens": 7, "truncated": False, "error": error} | more
+    return {
+        "index": index,
+        "score": score,
+        "reward": score,
+        "num_tokens": 7,
+        "truncated": False,
+        "error": error,
+    } | more
 
 
 def scored(asked: Asked) -> Any:
@@ -37,7 +46,9 @@ def scored(asked: Asked) -> Any:
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Loopback]]:
-    """A function that starts a server which gives these answers in turn, the last one again and again."""
+    """A function that starts a server which gives these answers in turn, the last one again and
+    again.
+    """
     servers: list[Loopback] = []
 
     def start(*answers: Any) -> Loopback:
@@ -58,22 +69,36 @@ def serve() -> Iterator[Callable[..., Loopback]]:
 
 def test_what_is_sent_and_read(serve: Callable[..., Loopback]) -> None:
     server = serve(
-        (200, {"data": [row(0, 1.5, heads=[1.0, 0.5], members=[2.0]), row(1, 2.5, truncated=True, steps=[0.5])]}),
+        (
+            200,
+            {
+                "data": [
+                    row(0, 1.5, heads=[1.0, 0.5], members=[2.0]),
+                    row(1, 2.5, truncated=True, steps=[0.5]),
+                ],
+            },
+        ),
         scored,
     )
-    want = [Score(1.5, 7, heads=(1.0, 0.5), members=(2.0,)), Score(2.5, 7, truncated=True, steps=(0.5,))]
+    want = [
+        Score(1.5, 7, heads=(1.0, 0.5), members=(2.0,)),
+        Score(2.5, 7, truncated=True, steps=(0.5,)),
+    ]
     with RewardClient(server.url + "/", model="rm", token="secret", timeout_seconds=50) as client:
         assert client.score([chat(1), chat(2)]) == want
         assert [reward.value for reward in client.rewards([chat(3), chat(4)])] == [6.0, 8.0]
         assert client.rewards([]) == client.score([]) == []
     first, second = server.requests
-    assert first.path == "/v1/rewards" and first.headers["authorization"] == "Bearer secret"
+    assert first.path == "/v1/rewards"
+    assert first.headers["authorization"] == "Bearer secret"
     sent = {"model": "rm", "on_error": "mask", "shaped": False}
     assert first.json == sent | {"conversations": [chat(1), chat(2)]}
     assert second.json["shaped"] is True
 
 
-def test_long_conversations_are_sent_in_bodies_that_a_server_takes(serve: Callable[..., Loopback]) -> None:
+def test_long_conversations_are_sent_in_bodies_that_a_server_takes(
+    serve: Callable[..., Loopback],
+) -> None:
     server = serve(scored)
     context = [{"role": "user", "content": "x" * 3_000_000}]
     scores = RewardClient(server.url).score_completions(context, [str(i) for i in range(5)])
@@ -89,13 +114,18 @@ def test_it_asks_again_where_that_may_help(serve: Callable[..., Loopback]) -> No
 
 
 @pytest.mark.parametrize("status", [401, 413, 422, 500])
-def test_it_does_not_ask_again_for_what_is_wrong(status: int, serve: Callable[..., Loopback]) -> None:
+def test_it_does_not_ask_again_for_what_is_wrong(
+    status: int,
+    serve: Callable[..., Loopback],
+) -> None:
     server = serve((status, {"error": {"message": "no", "code": "why"}}))
     with pytest.raises(RewardServerError) as caught:
         RewardClient(server.url).score([chat(1)])
     error = caught.value
     assert (error.status, error.code) == (status, "why")
-    assert error.got == "no" and f"HTTP {status}" in str(error) and isinstance(error, TreewardError)
+    assert error.got == "no"
+    assert f"HTTP {status}" in str(error)
+    assert isinstance(error, TreewardError)
     assert len(server.requests) == 1
 
 
@@ -104,7 +134,8 @@ def test_a_server_that_does_not_answer_in_time(serve: Callable[..., Loopback]) -
     server = serve(lambda asked: let_go.wait(600) and None)
     with pytest.raises(RewardServerError, match="has not responded in time") as caught:
         RewardClient(server.url, timeout_seconds=0.4).score([chat(1)])
-    assert caught.value.status is None and len(server.requests) == 1
+    assert caught.value.status is None
+    assert len(server.requests) == 1
     let_go.set()
 
 
@@ -122,7 +153,8 @@ def test_a_response_without_scores(answer: Any, serve: Callable[..., Loopback]) 
     server = serve((200, answer))
     with pytest.raises(RewardServerError, match="response") as caught:
         RewardClient(server.url).score([chat(1)], on_error="mask")
-    assert caught.value.status == 200 and len(server.requests) == 1
+    assert caught.value.status == 200
+    assert len(server.requests) == 1
 
 
 def test_a_conversation_without_a_score(serve: Callable[..., Loopback]) -> None:
@@ -131,7 +163,10 @@ def test_a_conversation_without_a_score(serve: Callable[..., Loopback]) -> None:
     with pytest.raises(RewardServerError, match="b.jsonl:2 has no score\n  got:   too long"):
         client.score([chat(1), chat(2)], where=["b.jsonl:1", "b.jsonl:2"])
     assert client.score([chat(1), chat(2)], on_error="mask")[1] == Score(None, 7, error="too long")
-    assert [reward.value for reward in client.rewards([chat(1), chat(2)], on_error="mask")] == [1.0, None]
+    assert [reward.value for reward in client.rewards([chat(1), chat(2)], on_error="mask")] == [
+        1.0,
+        None,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -150,7 +185,8 @@ def test_a_malformed_conversation_is_not_sent(wrong: Any, serve: Callable[..., L
         client.score([chat(1), wrong], where=["first", "second"])
     assert not server.requests
     scores = client.score([chat(1), wrong, chat(2)], on_error="mask")
-    assert [score.score for score in scores] == [1.0, None, 2.0] and scores[1].error
+    assert [score.score for score in scores] == [1.0, None, 2.0]
+    assert scores[1].error
     assert server.requests[0].json["conversations"] == [chat(1), chat(2)]
 
 

@@ -1,7 +1,9 @@
-"""What tests of the server share: a signed model in a folder, a service on it, and a client of its application.
+"""What tests of the server share: a signed model in a folder, a service on it, and a client of its
+application.
 
-Dialects are tested through `client`, whose requests reach the application without a socket. `asgi_client(service)`
-makes such a client of another service: `make_service` builds one with other settings.
+Dialects are tested through `client`, whose requests reach the application without a socket.
+`asgi_client(service)` makes such a client of another service: `make_service` builds one with other
+settings.
 """
 
 from __future__ import annotations
@@ -28,12 +30,19 @@ from treeward.serving.service import Service
 @pytest.fixture(scope="session")
 def served_folder(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A signed decoder with random weights that reads 160 tokens."""
-    return write_signed_model(tmp_path_factory.mktemp("served") / "tiny", tiny_tokenizer, seed=11, max_length=160)
+    return write_signed_model(
+        tmp_path_factory.mktemp("served") / "tiny",
+        tiny_tokenizer,
+        seed=11,
+        max_length=160,
+    )
 
 
 @pytest.fixture(scope="session")
 def served(served_folder: Path) -> tuple[ServedModel, Scorer]:
-    """The model of `served_folder`, under the name `tiny`, and its scorer; tests do not change them."""
+    """The model of `served_folder`, under the name `tiny`, and its scorer; tests do not change
+    them.
+    """
     section = ServedModelConfig(models=(str(served_folder),), name="tiny", device="cpu")
     model, scorer = load_served(section, ServerConfig(models=(section,)))
     assert isinstance(scorer, Scorer)
@@ -47,8 +56,13 @@ def served_scorer(served: tuple[ServedModel, Scorer]) -> Scorer:
 
 
 @pytest.fixture
-def make_service(served_folder: Path, served: tuple[ServedModel, Scorer]) -> Iterator[Callable[..., Service]]:
-    """A function that makes a service; keywords are keys of `ServerConfig`. Without `models` it serves `tiny`."""
+def make_service(
+    served_folder: Path,
+    served: tuple[ServedModel, Scorer],
+) -> Iterator[Callable[..., Service]]:
+    """A function that makes a service; keywords are keys of `ServerConfig`. Without `models` it
+    serves `tiny`.
+    """
 
     services: list[Service] = []
 
@@ -75,8 +89,8 @@ def service(make_service: Callable[..., Service]) -> Service:
 
 @pytest.fixture
 def asgi_client() -> Iterator[Callable[..., Any]]:
-    """A function that makes a client of a service (`token` as `create_app` takes it); its methods are those of httpx:
-    `client.post("/v1/rewards", json={...})`.
+    """A function that makes a client of a service (`token` as `create_app` takes it); its methods
+    are those of httpx: `client.post("/v1/rewards", json={...})`.
     """
     from starlette.testclient import TestClient
 
@@ -86,7 +100,9 @@ def asgi_client() -> Iterator[Callable[..., Any]]:
 
         def make(service: Service, *, token: str | None = None) -> Any:
             client = TestClient(
-                create_app(service, token=token), base_url="http://localhost", raise_server_exceptions=False
+                create_app(service, token=token),
+                base_url="http://localhost",
+                raise_server_exceptions=False,
             )
             return open_clients.enter_context(client)
 
@@ -107,23 +123,36 @@ def client(served: tuple[ServedModel, Scorer]) -> Iterator[Any]:
     from treeward.serving.app import create_app
 
     service = Service.of([served], ServerConfig(models=(ServedModelConfig(models=("tiny",)),)))
-    with TestClient(create_app(service), base_url="http://localhost", raise_server_exceptions=False) as shared:
+    with TestClient(
+        create_app(service),
+        base_url="http://localhost",
+        raise_server_exceptions=False,
+    ) as shared:
         yield shared
     service.close()
 
 
 @pytest.fixture
 def serve_on_loopback() -> Iterator[Callable[..., str]]:
-    """A function that serves a service at a real address (`token` as `create_app` takes it), and gives its URL."""
+    """A function that serves a service at a real address (`token` as `create_app` takes it), and
+    gives its URL.
+    """
     with ExitStack() as running:
-        yield lambda service, token=None: running.enter_context(serving_on_loopback(service, token=token))
+        yield lambda service, token=None: running.enter_context(
+            serving_on_loopback(service, token=token),
+        )
 
 
 @pytest.fixture(scope="session")
 def conversations() -> list[list[dict[str, str]]]:
     """Eight conversations about two prompts, four completions of each."""
     prompts = ["Name a river in Peru, please.", "How do I boil an egg so that the yolk stays soft?"]
-    completions = ["The Amazon.", "I do not know that.", "Boil it for six minutes, then cool it in cold water.", "Yes!"]
+    completions = [
+        "The Amazon.",
+        "I do not know that.",
+        "Boil it for six minutes, then cool it in cold water.",
+        "Yes!",
+    ]
     return [chat(prompt, completion) for prompt in prompts for completion in completions]
 
 

@@ -1,4 +1,6 @@
-"""The application as its clients and operators find it: bodies, limits, errors, metrics, logs and shutdown."""
+"""The application as its clients and operators find it: bodies, limits, errors, metrics, logs and
+shutdown.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ def ask(client: Any, **body: Any) -> Any:
 def error(response: Any) -> tuple[int, str]:
     """The status and the code of an error, whose form is that of all of them."""
     result = response.json()["error"]
-    assert set(result) == {"message", "type", "code", "param", "request_id"} and len(response.content) < 1000
+    assert set(result) == {"message", "type", "code", "param", "request_id"}
+    assert len(response.content) < 1000
     assert result["request_id"] == response.headers["x-request-id"]
     return response.status_code, result["code"]
 
@@ -45,7 +48,11 @@ def counted(service: Service, name: str, **labels: str) -> float | None:
         (b"", 422, "invalid_request"),
         (b'{"conversations": [[{"role": "assistant", "content": Infinity}]]}', 422, "invalid_json"),
         (b'{"conversations": [[{"role": "assistant", "content": 5}]]}', 422, "invalid_request"),
-        (b'{"conversations": [[{"role": "user", "content": "no completion"}]]}', 422, "cannot_be_scored"),
+        (
+            b'{"conversations": [[{"role": "user", "content": "no completion"}]]}',
+            422,
+            "cannot_be_scored",
+        ),
         (b'{"conversations": [], "model": "other"}', 404, "model_not_found"),
     ],
 )
@@ -55,7 +62,10 @@ def test_wrong_bodies(client: Any, content: bytes, status: int, code: str) -> No
     assert ask(client).status_code == 200
 
 
-def test_limits_on_what_a_request_holds(make_service: Callable[..., Service], asgi_client: Callable[..., Any]) -> None:
+def test_limits_on_what_a_request_holds(
+    make_service: Callable[..., Service],
+    asgi_client: Callable[..., Any],
+) -> None:
     client = asgi_client(make_service(max_queued=3, max_body_bytes=1_100_000))
     assert error(ask(client, conversations=[CHAT] * 4)) == (413, "too_many_conversations")
     assert error(client.post("/v1/rewards", content=b" " * 1_100_001)) == (413, "body_too_large")
@@ -67,14 +77,21 @@ def test_a_conversation_that_cannot_be_scored_is_refused_or_masked(client: Any) 
     long = [*CHAT[:1], {"role": "assistant", "content": "word " * 1000}]
     response = ask(client, conversations=[CHAT, long])
     assert error(response) == (422, "cannot_be_scored")
-    assert response.json()["error"]["param"] == "[1]" and "at most 160" in response.text
+    assert response.json()["error"]["param"] == "[1]"
+    assert "at most 160" in response.text
     masked = ask(client, conversations=[CHAT, long], on_error="mask").json()["data"]
-    assert masked[0]["score"] is not None and masked[1]["score"] is None and masked[1]["num_tokens"] > 1000
+    assert masked[0]["score"] is not None
+    assert masked[1]["score"] is None
+    assert masked[1]["num_tokens"] > 1000
 
 
-def test_the_deadline_of_a_request(make_service: Callable[..., Service], asgi_client: Callable[..., Any]) -> None:
+def test_the_deadline_of_a_request(
+    make_service: Callable[..., Service],
+    asgi_client: Callable[..., Any],
+) -> None:
     response = ask(asgi_client(make_service(deadline_seconds=1e-6)))
-    assert error(response) == (504, "deadline_exceeded") and int(response.headers["retry-after"]) >= 1
+    assert error(response) == (504, "deadline_exceeded")
+    assert int(response.headers["retry-after"]) >= 1
 
 
 def test_the_token(service: Service, asgi_client: Callable[..., Any]) -> None:
@@ -84,7 +101,8 @@ def test_the_token(service: Service, asgi_client: Callable[..., Any]) -> None:
         headers = {} if given is None else {"authorization": given}
         for path in ("/metrics", "/v1/models", "/openapi.json", "/nothing", "/playground"):
             response = client.get(path, headers=headers)
-            assert error(response) == (401, "unauthorized") and "s3cre" not in response.text
+            assert error(response) == (401, "unauthorized")
+            assert "s3cre" not in response.text
             assert response.headers["www-authenticate"] == "Bearer"
     right = {"authorization": "bearer  s3cret "}
     assert client.get("/metrics", headers=right).status_code == 200
@@ -101,7 +119,11 @@ REBOUND = [
 
 @pytest.mark.parametrize(("headers", "status", "code"), REBOUND)
 def test_a_web_page_cannot_ask_a_server_of_this_machine(
-    service: Service, asgi_client: Callable[..., Any], headers: dict[str, str], status: int, code: str
+    service: Service,
+    asgi_client: Callable[..., Any],
+    headers: dict[str, str],
+    status: int,
+    code: str,
 ) -> None:
     client = asgi_client(service)
     body = {"conversations": [CHAT]}
@@ -112,10 +134,19 @@ def test_a_web_page_cannot_ask_a_server_of_this_machine(
 
 
 def test_programs_and_our_own_page_ask_by_any_right_name(
-    make_service: Callable[..., Service], asgi_client: Callable[..., Any]
+    make_service: Callable[..., Service],
+    asgi_client: Callable[..., Any],
 ) -> None:
     client = asgi_client(make_service(allowed_hosts=["scores.lan"]))
-    for host in ("localhost:1", "127.0.0.1", "[::1]:8000", "10.0.0.7:80", "scores.lan", "Scores.LAN:80", ""):
+    for host in (
+        "localhost:1",
+        "127.0.0.1",
+        "[::1]:8000",
+        "10.0.0.7:80",
+        "scores.lan",
+        "Scores.LAN:80",
+        "",
+    ):
         assert client.get("/v1/models", headers={"host": host}).status_code == 200, host
     assert client.get("/v1/models", headers={"sec-fetch-site": "same-origin"}).status_code == 200
     assert client.get("/", headers={"sec-fetch-site": "cross-site"}).status_code == 200
@@ -124,28 +155,37 @@ def test_programs_and_our_own_page_ask_by_any_right_name(
 
 
 def test_models_are_listed_without_their_paths(
-    make_service: Callable[..., Service], asgi_client: Callable[..., Any], served_folder: Path
+    make_service: Callable[..., Service],
+    asgi_client: Callable[..., Any],
+    served_folder: Path,
 ) -> None:
     client = asgi_client(make_service(models=[{"model": str(served_folder), "device": "cpu"}]))
     [listed] = client.get("/v1/models").json()["data"]
-    assert listed["root"] == "tiny" and listed["members"] == ["tiny"]
+    assert listed["root"] == "tiny"
+    assert listed["members"] == ["tiny"]
     assert str(served_folder) not in client.get("/v1/models").text
 
 
 def test_the_page_has_a_strict_policy_and_needs_no_token(
-    make_service: Callable[..., Any], asgi_client: Callable[..., Any]
+    make_service: Callable[..., Any],
+    asgi_client: Callable[..., Any],
 ) -> None:
     client = asgi_client(make_service(), token="open-sesame")
     for path in ("/", "/playground/page.css", "/playground/page.js", "/playground/trace.js"):
         got = client.get(path)
-        assert got.status_code == 200 and got.content
+        assert got.status_code == 200
+        assert got.content
         policy = got.headers["content-security-policy"]
-        assert policy.startswith("default-src 'none'") and "unsafe" not in policy
-        assert "http://" not in got.text.replace("http://www.w3.org/2000/svg", "") and "https://" not in got.text
+        assert policy.startswith("default-src 'none'")
+        assert "unsafe" not in policy
+        assert "http://" not in got.text.replace("http://www.w3.org/2000/svg", "")
+        assert "https://" not in got.text
 
 
 def test_a_client_that_leaves_is_forgotten_and_no_other(
-    service: Service, serve_on_loopback: Any, held_model: threading.Event
+    service: Service,
+    serve_on_loopback: Any,
+    held_model: threading.Event,
 ) -> None:
     url = httpx.URL(serve_on_loopback(service))
     body = {"conversations": [CHAT] * 3}
@@ -171,10 +211,16 @@ def test_health_and_the_models(own_client: Any, service: Service, served_scorer:
     service.batcher.close()  # its threads have ended
     for path in ("/health", "/ready"):
         got = own_client.get(path)
-        assert got.status_code == 503 and got.json()["status"] == "failed"
+        assert got.status_code == 503
+        assert got.json()["status"] == "failed"
 
 
-def test_metrics(own_client: Any, service: Service, conversations: Any, served_scorer: Scorer) -> None:
+def test_metrics(
+    own_client: Any,
+    service: Service,
+    conversations: Any,
+    served_scorer: Scorer,
+) -> None:
     before = served_scorer.num_computed_tokens
     body = {"conversations": conversations}
     scores = [row["score"] for row in own_client.post("/v1/rewards", json=body).json()["data"]]
@@ -197,12 +243,15 @@ def test_metrics(own_client: Any, service: Service, conversations: Any, served_s
 
 
 def test_an_error_of_memory_forgets_the_prompts(
-    own_client: Any, served_scorer: Scorer, monkeypatch: pytest.MonkeyPatch
+    own_client: Any,
+    served_scorer: Scorer,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cache = served_scorer.prefix_cache
     assert cache is not None
     long = [{"role": "user", "content": "Which of these two is right? " * 3}, CHAT[1]]
-    assert ask(own_client, conversations=[long]).status_code == 200 and cache.num_bytes > 0
+    assert ask(own_client, conversations=[long]).status_code == 200
+    assert cache.num_bytes > 0
 
     def fail(*arguments: Any, **options: Any) -> None:
         raise MemoryError

@@ -1,4 +1,6 @@
-"""A client that sends too much, too slowly or too many items: what it gets, and what the others notice."""
+"""A client that sends too much, too slowly or too many items: what it gets, and what the others
+notice.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def counted_by_walking(value: Any) -> int:
 
 @given(value=VALUES, most=st.integers(1, 20))
 def test_items_are_counted_without_parsing(value: Any, most: int) -> None:
-    """No body is refused that has no more items than it may, and none is taken that has twice as many."""
+    """No body is refused that has no more items than it may, and none is taken that has twice as
+    many.
+    """
     number = num_items(json.dumps(value).encode(), most)
     actual = counted_by_walking(value)
     if actual <= most // 2:
@@ -52,7 +56,8 @@ def test_items_are_counted_without_parsing(value: Any, most: int) -> None:
 
 
 def test_too_many_items_are_refused_before_they_are_parsed(
-    make_service: Callable[..., Service], asgi_client: Callable[..., Any]
+    make_service: Callable[..., Service],
+    asgi_client: Callable[..., Any],
 ) -> None:
     client = asgi_client(make_service(max_body_items=100))
     broken = b'{"conversations": [' + b"1," * 100  # no JSON: its parser would say so
@@ -66,7 +71,10 @@ def test_too_many_items_are_refused_before_they_are_parsed(
     [
         ("/v1/rewards", {"conversations": [1] * 500}),
         ("/v1/rewards", {"conversations": [[1] * 500]}),
-        ("/v1/rewards", {"conversations": [{"messages": CHAT, **dict.fromkeys(map(str, range(500)), 1)}]}),
+        (
+            "/v1/rewards",
+            {"conversations": [{"messages": CHAT, **dict.fromkeys(map(str, range(500)), 1)}]},
+        ),
         ("/v1/rewards", {"context": "", "completions": [1] * 500}),
         ("/v1/rewards", dict.fromkeys(map(str, range(500)), 1)),
         ("/v1/rewards", {"conversations": [CHAT], "tools": [1] * 500}),
@@ -77,12 +85,18 @@ def test_too_many_items_are_refused_before_they_are_parsed(
         ("/get_reward", {"query": [1] * 500}),
         ("/predict", {"inputs": [1] * 500}),
         ("/slime", {"prompt": [1] * 500, "response": "a"}),
-        ("/verify", {"responses_create_params": {"input": [1] * 500}, "response": {"output": [1] * 500}}),
+        (
+            "/verify",
+            {"responses_create_params": {"input": [1] * 500}, "response": {"output": [1] * 500}},
+        ),
         ("/aggregate_metrics", {"verify_responses": [1] * 500}),
     ],
 )
 def test_only_the_first_of_many_mistakes_is_made_an_error(
-    client: Any, route: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    client: Any,
+    route: str,
+    body: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A million errors, of which the client sees one, took the server seconds."""
     counts: list[int] = []
@@ -98,7 +112,8 @@ def test_only_the_first_of_many_mistakes_is_made_an_error(
 
 
 def test_a_body_without_a_length_is_counted_as_it_arrives(
-    make_service: Callable[..., Service], serve_on_loopback: Any
+    make_service: Callable[..., Service],
+    serve_on_loopback: Any,
 ) -> None:
     """The client goes on without an end, as `curl -T -` does; the server answers in between."""
     url = httpx.URL(serve_on_loopback(make_service(max_body_bytes=100_000)))
@@ -108,15 +123,23 @@ def test_a_body_without_a_length_is_counted_as_it_arrives(
         assert answer(connection) == (413, "body_too_large")
 
 
-def test_a_body_that_stops_arriving(make_service: Callable[..., Service], serve_on_loopback: Any) -> None:
+def test_a_body_that_stops_arriving(
+    make_service: Callable[..., Service],
+    serve_on_loopback: Any,
+) -> None:
     url = httpx.URL(serve_on_loopback(make_service(deadline_seconds=0.2)))
     with opened(url, b"content-length: 5") as connection:
         connection.sendall(b"{")
         assert answer(connection) == (504, "deadline_exceeded")
 
 
-def test_stalled_bodies_leave_room_for_others(make_service: Callable[..., Service], serve_on_loopback: Any) -> None:
-    """More stalled uploads than there is room for: the largest of them is dropped, and small requests go on."""
+def test_stalled_bodies_leave_room_for_others(
+    make_service: Callable[..., Service],
+    serve_on_loopback: Any,
+) -> None:
+    """More stalled uploads than there is room for: the largest of them is dropped, and small
+    requests go on.
+    """
     url = httpx.URL(serve_on_loopback(make_service(max_body_bytes=10_000)))
     with ExitStack() as connections:
         largest = connections.enter_context(opened(url, b"content-length: 10000"))
@@ -132,7 +155,9 @@ def test_stalled_bodies_leave_room_for_others(make_service: Callable[..., Servic
 def opened(url: httpx.URL, header: bytes) -> Iterator[socket.socket]:
     """A connection that has sent the head of a request."""
     with socket.create_connection((url.host, url.port or 0), timeout=600) as connection:
-        connection.sendall(b"POST /v1/rewards HTTP/1.1\r\nhost: localhost\r\n" + header + b"\r\n\r\n")
+        connection.sendall(
+            b"POST /v1/rewards HTTP/1.1\r\nhost: localhost\r\n" + header + b"\r\n\r\n",
+        )
         yield connection
 
 

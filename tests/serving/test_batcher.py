@@ -1,4 +1,6 @@
-"""The batcher with a model that only counts: who is in which batch, what becomes of failures, and who is forgotten."""
+"""The batcher with a model that only counts: who is in which batch, what becomes of failures, and
+who is forgotten.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,8 @@ class Asked(Prepared):
 class FakeModel:
     """Scores `(prompt, number)` with the number. Each has 40 tokens, 32 of them of its prompt.
 
-    `num_tokens`: of numbers with another cost. `gate`: what a batch waits for; `fail`: what raises or changes a score,
-    by number.
+    `num_tokens`: of numbers with another cost. `gate`: what a batch waits for; `fail`: what raises
+    or changes a score, by number.
     """
 
     num_computed_tokens = 0
@@ -62,9 +64,19 @@ class FakeModel:
             wrong = self.fail_to_prepare.get(number)
             if isinstance(wrong, BaseException):
                 raise wrong
-            ids = np.array([zlib.crc32(str(prompt).encode()) >> 1] * 32 + [number] * 8, dtype=np.int32)
+            ids = np.array(
+                [zlib.crc32(str(prompt).encode()) >> 1] * 32 + [number] * 8,
+                dtype=np.int32,
+            )
             items.append(
-                Asked(f"{number}", ids, self.num_tokens.get(number, TOKENS), error=wrong, prompt=prompt, number=number)
+                Asked(
+                    f"{number}",
+                    ids,
+                    self.num_tokens.get(number, TOKENS),
+                    error=wrong,
+                    prompt=prompt,
+                    number=number,
+                ),
             )
         self.prepared += [number for _, number in asked]
         return items
@@ -88,7 +100,11 @@ class FakeModel:
 
 
 def make_batcher(scorers: Any, **settings: Any) -> Batcher:
-    config = load_section(ServerConfig, {"models": [{"model": "x"}], "batch_tokens": BATCH, **settings}, where="server")
+    config = load_section(
+        ServerConfig,
+        {"models": [{"model": "x"}], "batch_tokens": BATCH, **settings},
+        where="server",
+    )
     return Batcher(scorers, config, ServerMetrics())
 
 
@@ -101,7 +117,9 @@ def model() -> Iterator[FakeModel]:
 
 @pytest.fixture
 def run(model: FakeModel) -> Callable[..., Any]:
-    """Run a coroutine function with a batcher, which is closed at the end and must then be empty."""
+    """Run a coroutine function with a batcher, which is closed at the end and must then be
+    empty.
+    """
 
     def run(story: Callable[[Batcher], Coroutine[Any, Any, Any]], **settings: Any) -> Any:
         async def whole() -> Any:
@@ -111,7 +129,8 @@ def run(model: FakeModel) -> Callable[..., Any]:
             finally:
                 model.gate.set()
                 await asyncio.to_thread(batcher.close)
-                assert batcher.num_queued == 0 and not batcher._queue
+                assert batcher.num_queued == 0
+                assert not batcher._queue
 
         return asyncio.run(whole())
 
@@ -122,7 +141,13 @@ def run(model: FakeModel) -> Callable[..., Any]:
 def score(model: FakeModel) -> Callable[..., Any]:
     """A coroutine function: the scores of conversations."""
 
-    async def score(batcher: Batcher, asked: Sequence[Any], *, by: Any = model, **options: Any) -> list[float | None]:
+    async def score(
+        batcher: Batcher,
+        asked: Sequence[Any],
+        *,
+        by: Any = model,
+        **options: Any,
+    ) -> list[float | None]:
         batcher.scorers[by.name] = by
         return [one.score for one in await batcher.score(by.name, asked, **options)]
 
@@ -160,7 +185,11 @@ def test_each_request_gets_its_own_scores_in_order(run: Any, model: FakeModel, s
     assert max(len(set(batch)) * TOKENS for batch in model.batches) <= BATCH
 
 
-def test_one_prompt_of_several_requests_is_in_one_batch(run: Any, model: FakeModel, score: Any) -> None:
+def test_one_prompt_of_several_requests_is_in_one_batch(
+    run: Any,
+    model: FakeModel,
+    score: Any,
+) -> None:
     async def story(batcher: Batcher) -> None:
         first = await blocked(batcher, model, score)
         # 192 tokens hold 4 conversations with prompts of their own, or two times the 32 + 8 * 8 of one prompt
@@ -172,7 +201,8 @@ def test_one_prompt_of_several_requests_is_in_one_batch(run: Any, model: FakeMod
 
     run(story, batch_tokens=192)
     prompts = [{number % 4 for number in batch} for batch in model.batches[1:]]
-    assert len(prompts) == 2 and all(len(of_batch) == 2 for of_batch in prompts)
+    assert len(prompts) == 2
+    assert all(len(of_batch) == 2 for of_batch in prompts)
 
 
 def test_a_full_queue_refuses(run: Any, model: FakeModel, score: Any) -> None:
@@ -194,7 +224,12 @@ def test_a_full_queue_refuses(run: Any, model: FakeModel, score: Any) -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.05, -1.0])
-def test_at_the_deadline_a_request_is_forgotten(run: Any, model: FakeModel, score: Any, seconds: float) -> None:
+def test_at_the_deadline_a_request_is_forgotten(
+    run: Any,
+    model: FakeModel,
+    score: Any,
+    seconds: float,
+) -> None:
     async def story(batcher: Batcher) -> None:
         first = await blocked(batcher, model, score)
         with pytest.raises(APIError, match="300 of 300") as error:
@@ -216,12 +251,21 @@ def test_at_the_deadline_a_request_is_forgotten(run: Any, model: FakeModel, scor
         ("fail", math.nan, "the model gave nan"),
         ("fail", Score(None, TOKENS, error="the score is not finite"), "the score is not finite"),
         ("fail_to_prepare", "there is no completion to score", "there is no completion to score"),
-        ("fail_to_prepare", BaseException("a panic of the tokenizer"), "the server failed: BaseException"),
+        (
+            "fail_to_prepare",
+            BaseException("a panic of the tokenizer"),
+            "the server failed: BaseException",
+        ),
     ],
     ids=["exception", "nan", "masked", "refused", "panic"],
 )
 def test_a_failed_conversation_fails_alone_and_is_no_number(
-    run: Any, model: FakeModel, score: Any, fault: str, wrong: Any, says: str
+    run: Any,
+    model: FakeModel,
+    score: Any,
+    fault: str,
+    wrong: Any,
+    says: str,
 ) -> None:
     setattr(model, fault, {13: wrong})
 
@@ -230,15 +274,21 @@ def test_a_failed_conversation_fails_alone_and_is_no_number(
             batcher.score(model.name, conversations(range(10, 20))),
             score(batcher, conversations(range(5))),
         )
-        assert others == list(range(5)) and batcher.is_alive
+        assert others == list(range(5))
+        assert batcher.is_alive
         return scores
 
     scores = run(story)
     assert [one.score for one in scores] == [10, 11, 12, None, 14, 15, 16, 17, 18, 19]
-    assert says in (scores[3].error or "") and isinstance(scores[3], FailedScore) == (not isinstance(wrong, str))
+    assert says in (scores[3].error or "")
+    assert isinstance(scores[3], FailedScore) == (not isinstance(wrong, str))
 
 
-def test_a_model_that_fails_at_everything_is_not_alive(run: Any, model: FakeModel, score: Any) -> None:
+def test_a_model_that_fails_at_everything_is_not_alive(
+    run: Any,
+    model: FakeModel,
+    score: Any,
+) -> None:
     async def story(batcher: Batcher) -> None:
         assert await score(batcher, conversations([1])) == [1.0]
         lost = RuntimeError("the device is lost")
@@ -256,7 +306,9 @@ def test_a_model_that_fails_at_everything_is_not_alive(run: Any, model: FakeMode
 
 
 def test_conversations_that_cannot_be_scored_do_not_make_a_server_unhealthy(
-    run: Any, model: FakeModel, score: Any
+    run: Any,
+    model: FakeModel,
+    score: Any,
 ) -> None:
     model.fail = {2: RuntimeError("this conversation is too much"), 4: math.nan}
     model.fail_to_prepare = {6: "the chat template refuses it"}
@@ -273,7 +325,10 @@ def test_conversations_that_cannot_be_scored_do_not_make_a_server_unhealthy(
 
 def test_a_closed_batcher_refuses(run: Any, model: FakeModel, score: Any) -> None:
     async def story(batcher: Batcher) -> None:
-        tasks = [await blocked(batcher, model, score), asyncio.create_task(score(batcher, conversations([1] * 30)))]
+        tasks = [
+            await blocked(batcher, model, score),
+            asyncio.create_task(score(batcher, conversations([1] * 30))),
+        ]
         await until(lambda: batcher.num_queued == 31)
         closing = asyncio.create_task(asyncio.to_thread(batcher.close))
         with pytest.raises(APIError, match="shutting down") as error:
@@ -289,7 +344,10 @@ def test_a_closed_batcher_refuses(run: Any, model: FakeModel, score: Any) -> Non
     run(story)
 
 
-def test_scores_are_those_of_the_scorer_in_any_company(served_scorer: Scorer, conversations: Any) -> None:
+def test_scores_are_those_of_the_scorer_in_any_company(
+    served_scorer: Scorer,
+    conversations: Any,
+) -> None:
     scorer = served_scorer
     want = {i: scorer.score([one])[0].score for i, one in enumerate(conversations)}
     texts = [RenderedText(scorer.renderer.render(one)) for one in conversations]

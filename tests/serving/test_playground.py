@@ -60,7 +60,9 @@ def wanted(url: str, completions: list[str] = COMPLETIONS) -> list[float]:
 
 
 def texts(page: Any) -> list[str]:
-    result: list[str] = page.locator("#completions textarea").evaluate_all("all => all.map((one) => one.value)")
+    result: list[str] = page.locator("#completions textarea").evaluate_all(
+        "all => all.map((one) => one.value)",
+    )
     return result
 
 
@@ -91,7 +93,8 @@ def test_the_model_is_chosen_and_its_temperature_is_used(visit: Visits, url: str
     score(page)
     first, second = wanted(url, completions)
     cell = page.locator(".matrix tbody tr:nth-child(1) td:nth-child(3)").inner_text()
-    assert abs(first - second) > 0.1 and cell == f"{100 / (1 + math.exp((second - first) / 2.5)):.1f}%"
+    assert abs(first - second) > 0.1
+    assert cell == f"{100 / (1 + math.exp((second - first) / 2.5)):.1f}%"
     page.get_by_label("Model").select_option("both")
     expect(page.locator("#stale")).to_be_visible()
     score(page)
@@ -114,7 +117,11 @@ def test_a_link_restores_the_text_and_tells_the_server_nothing(visit: Visits, ur
     settled(other)  # it is scored at once
     expect(other.get_by_label("Model")).to_have_value("warm")
     fields = [other.get_by_label(f"Text of turn {i}").input_value() for i in (1, 2)]
-    assert fields == [PROMPT, "Zeile 1\nZeile 2 \u6570\u5b57"] and texts(other) == [*COMPLETIONS[:2], HOSTILE]
+    assert fields == [PROMPT, "Zeile 1\nZeile 2 \u6570\u5b57"]
+    assert texts(other) == [
+        *COMPLETIONS[:2],
+        HOSTILE,
+    ]
     assert other.get_by_label("Role of turn 2").input_value() == "tool"
     assert other.evaluate("window.injected") is None
     other.get_by_label("Text of turn 1").fill("Another prompt")
@@ -123,7 +130,10 @@ def test_a_link_restores_the_text_and_tells_the_server_nothing(visit: Visits, ur
     expect(damaged.locator("#trouble")).to_contain_text("link is damaged")
 
 
-def test_a_token_is_asked_for_and_kept_in_the_tab(browser: Any, served: tuple[ServedModel, Scorer]) -> None:
+def test_a_token_is_asked_for_and_kept_in_the_tab(
+    browser: Any,
+    served: tuple[ServedModel, Scorer],
+) -> None:
     with serving([served], token=TOKEN) as guarded:
         visit = Visits(browser, guarded)
         page = visit()
@@ -136,7 +146,10 @@ def test_a_token_is_asked_for_and_kept_in_the_tab(browser: Any, served: tuple[Se
         write(page, COMPLETIONS[:2])
         score(page)
         assert len(shown(page)) == 2
-        assert page.evaluate("[sessionStorage.getItem('treeward-token'), localStorage.length]") == [TOKEN, 0]
+        assert page.evaluate("[sessionStorage.getItem('treeward-token'), localStorage.length]") == [
+            TOKEN,
+            0,
+        ]
         page.get_by_role("button", name="Copy link").click()
         page.reload()
         expect(page.locator("html[data-ready]")).to_have_count(1)

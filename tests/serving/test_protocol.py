@@ -69,7 +69,10 @@ def received_or_reset(connection: socket.socket) -> bytes:
 
 @pytest.mark.parametrize("start", [b"", b"POST / HT", POST])
 def test_a_head_that_does_not_arrive(
-    start: bytes, service: Service, serve_on_loopback: Any, monkeypatch: pytest.MonkeyPatch
+    start: bytes,
+    service: Service,
+    serve_on_loopback: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.1)
     with connected(httpx.URL(serve_on_loopback(service))) as connection:
@@ -78,7 +81,9 @@ def test_a_head_that_does_not_arrive(
 
 
 def test_a_second_head_that_does_not_arrive(
-    service: Service, serve_on_loopback: Any, monkeypatch: pytest.MonkeyPatch
+    service: Service,
+    serve_on_loopback: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.1)
     with connected(httpx.URL(serve_on_loopback(service))) as connection:

@@ -53,7 +53,9 @@ class Server:
         return [row["score"] for row in response.json()["data"]]
 
     def counted(self, name: str) -> float | None:
-        families = text_string_to_metric_families(httpx.get(f"{self.url}/metrics", timeout=SECONDS).text)
+        families = text_string_to_metric_families(
+            httpx.get(f"{self.url}/metrics", timeout=SECONDS).text,
+        )
         samples = (sample for family in families for sample in family.samples)
         return next((sample.value for sample in samples if sample.name == f"treeward_{name}"), None)
 
@@ -74,7 +76,9 @@ def server(served_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         command = [sys.executable, "-m", "treeward.cli.main", *words]
         process = subprocess.Popen(command, stderr=stderr, cwd=folder, env=environment)
     try:
-        result = wait_until(lambda: process.poll() or re.search(r"at (http://\S+)", log.read_text()))
+        result = wait_until(
+            lambda: process.poll() or re.search(r"at (http://\S+)", log.read_text()),
+        )
         assert isinstance(result, re.Match), log.read_text()
         yield Server(process, result[1], Scorer.load(served_folder, device="cpu"))
     finally:
@@ -96,15 +100,20 @@ def test_the_front_is_one_server(server: Server) -> None:
         items: Any = forms[client.form]
         groups = [items] if client.at_once else [[item] for item in items]
         responses = [server.post(client.route, client.body(group)) for group in groups]
-        assert all(response.status_code == 200 for response in responses), (client.name, responses[0].text)
+        assert all(response.status_code == 200 for response in responses), (
+            client.name,
+            responses[0].text,
+        )
         result = [score for response in responses for score in client.read(response.json())]
         assert result == pytest.approx(want, abs=CLOSE), client.name
     assert httpx.get(f"{server.url}/ready").json() == {"status": "ready", "models": ["rm"]}
     (model,) = httpx.get(f"{server.url}/v1/models").json()["data"]
-    assert model["root"] == "models/rm" and model["contract"] == server.scorer.contract.scores_sha256  # type: ignore
+    assert model["root"] == "models/rm"  # type: ignore
+    assert model["contract"] == server.scorer.contract.scores_sha256  # type: ignore
     long = [CHATS[0][0], {"role": "assistant", "content": "word " * 1000}]
     refused = server.post("/v1/rewards", {"conversations": [*CHATS, long]})
-    assert refused.status_code == 422 and refused.json()["error"]["code"] == "cannot_be_scored"
+    assert refused.status_code == 422
+    assert refused.json()["error"]["code"] == "cannot_be_scored"
 
 
 def test_a_replica_that_is_killed_loses_nothing(server: Server) -> None:
@@ -114,7 +123,10 @@ def test_a_replica_that_is_killed_loses_nothing(server: Server) -> None:
     killed = threading.Event()
 
     def ask(group: Any) -> int:
-        assert server.scores([chats[i] for i in group]) == pytest.approx([want[i] for i in group], abs=CLOSE)
+        assert server.scores([chats[i] for i in group]) == pytest.approx(
+            [want[i] for i in group],
+            abs=CLOSE,
+        )
         return not killed.is_set()
 
     with ThreadPoolExecutor(16) as threads:
@@ -126,7 +138,8 @@ def test_a_replica_that_is_killed_loses_nothing(server: Server) -> None:
         first.kill()
         killed.set()
         before = sum(one.result() for one in asked)
-    assert 40 < before < len(asked) and while_one_hangs == 200
+    assert 40 < before < len(asked)
+    assert while_one_hangs == 200
     assert httpx.get(f"{server.url}/health").status_code == 200
     assert server.counted("scores_count") >= 3 * len(chats)
     wait_until(lambda: set(server.replicas()) - {first, second})
@@ -148,7 +161,12 @@ class Recorded:
 
 def test_conversations_of_one_prompt_are_one_call_to_one_replica() -> None:
     handle, chats = Recorded(), [*chats_of("One?", 11), *chats_of("Two?", 3), *chats_of("One?", 2)]
-    batcher = ReplicaBatcher(handle, ServerConfig(models=({"models": "m"},)), [SimpleNamespace(name="m", ending="")])  # type: ignore
+    batcher = ReplicaBatcher(
+        handle,
+        ServerConfig(models=({"models": "m"},)),
+        [SimpleNamespace(name="m", ending="")],
+    )  # type: ignore
     scores = asyncio.run(batcher.score("m", chats, deadline=time.monotonic() + 60))
     assert [score.score for score in scores] == [2.0] * 10 + [3.0] + [2.0] * 5
-    assert sorted(number for _, number in handle.calls) == [3, 13] and len({key for key, _ in handle.calls}) == 2
+    assert sorted(number for _, number in handle.calls) == [3, 13]
+    assert len({key for key, _ in handle.calls}) == 2

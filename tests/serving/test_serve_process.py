@@ -37,7 +37,9 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.mark.slow
 def test_a_signal_under_load(served_folder: Path, tmp_path: Path) -> None:
-    """30 requests wait when it comes: all are answered, nothing new is accepted, and the exit code is 0."""
+    """30 requests wait when it comes: all are answered, nothing new is accepted, and the exit code
+    is 0.
+    """
     words = ["serve", str(served_folder), "--port", "0"]
     process = subprocess.Popen(
         [sys.executable, "-c", HELD.format(gate=str(tmp_path / "gate")), *words],
@@ -50,7 +52,11 @@ def test_a_signal_under_load(served_folder: Path, tmp_path: Path) -> None:
     url = re.search(r"at (http://\S+)", serving)[1]  # type: ignore[index]
 
     def ask() -> int:
-        return httpx.post(f"{url}/v1/rewards", json={"conversations": [CHAT] * 4}, timeout=120).status_code
+        return httpx.post(
+            f"{url}/v1/rewards",
+            json={"conversations": [CHAT] * 4},
+            timeout=120,
+        ).status_code
 
     def listens() -> bool:
         try:
@@ -60,10 +66,13 @@ def test_a_signal_under_load(served_folder: Path, tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(30) as threads:
         accepted = [threads.submit(ask) for _ in range(30)]
-        wait_until(lambda: "\ntreeward_queued_conversations 120.0" in httpx.get(f"{url}/metrics").text)
+        wait_until(
+            lambda: "\ntreeward_queued_conversations 120.0" in httpx.get(f"{url}/metrics").text,
+        )
         process.send_signal(signal.SIGTERM)
         wait_until(lambda: not listens())
         (tmp_path / "gate").touch()
         assert [one.result() for one in accepted] == [200] * 30
     said = process.stderr.read()
-    assert process.wait(60) == 0 and said.splitlines()[-1].endswith("Shut down."), said
+    assert process.wait(60) == 0, said
+    assert said.splitlines()[-1].endswith("Shut down."), said

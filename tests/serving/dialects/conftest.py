@@ -1,4 +1,6 @@
-"""Models that the dialects are tried with: decoders with and without BOS, and an encoder; each with its service."""
+"""Models that the dialects are tried with: decoders with and without BOS, and an encoder; each with
+its service.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +34,19 @@ KINDS = ["plain", "chatml", "bos_written", "bos_added", "bos_of_template", "enco
 CHATS = [
     chat("What is the capital of France?", "Paris is the capital of France."),
     chat("What is the capital of France?", "Bread."),
-    chat("How much flour?", "Mix 500 grams of flour, water, salt and yeast, then let the dough rest."),
+    chat(
+        "How much flour?",
+        "Mix 500 grams of flour, water, salt and yeast, then let the dough rest.",
+    ),
     chat("How much flour?", "\u6570\u5b57 \U0001f642"),
 ]
 
 
 @dataclass(frozen=True)
 class Served:
-    """A service of one model, `rm`, and what the Scorer makes of `CHATS` in every form that a client may send."""
+    """A service of one model, `rm`, and what the Scorer makes of `CHATS` in every form that a
+    client may send.
+    """
 
     client: Any
     scorer: Scorer
@@ -55,11 +62,15 @@ def make_renderer(kind: str, tiny_tokenizer: Any) -> Renderer:
     if kind == "encoder":
         tokenizer = byte_bpe(("[CLS]", "[SEP]", "<|im_start|>", "<|im_end|>"), None, None)
         backend = PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer.backend_tokenizer, cls_token="[CLS]", sep_token="[SEP]", pad_token="[SEP]"
+            tokenizer_object=tokenizer.backend_tokenizer,
+            cls_token="[CLS]",
+            sep_token="[SEP]",
+            pad_token="[SEP]",
         )
         first, last = backend.cls_token_id, backend.sep_token_id
         backend.backend_tokenizer.post_processor = processors.TemplateProcessing(
-            single="[CLS] $A [SEP]", special_tokens=[("[CLS]", first), ("[SEP]", last)]
+            single="[CLS] $A [SEP]",
+            special_tokens=[("[CLS]", first), ("[SEP]", last)],
         )
         return Renderer(backend, chat_template=PROMPTING_CHATML, max_length=300)
     adds_bos = kind in ("bos_written", "bos_added")
@@ -119,9 +130,16 @@ def make_served(
     service.models["rm"] = replace(service.models["rm"], shaper=shaper)
     stack.callback(service.close)
     client = stack.enter_context(
-        TestClient(create_app(service), base_url="http://localhost", raise_server_exceptions=False)
+        TestClient(create_app(service), base_url="http://localhost", raise_server_exceptions=False),
     )
     want = [score.score for score in scorer.score(CHATS)]
     texts = [scorer.renderer.render(chat) for chat in CHATS]
     ids = [scorer.renderer.encode(chat) for chat in CHATS]
-    return Served(client, scorer, texts, ids, [score for score in want if score is not None], service)
+    return Served(
+        client,
+        scorer,
+        texts,
+        ids,
+        [score for score in want if score is not None],
+        service,
+    )

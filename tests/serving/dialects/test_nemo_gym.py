@@ -1,4 +1,6 @@
-"""NeMo Gym's dialect: what is echoed, what is added, and what becomes of a rollout without a reward."""
+"""NeMo Gym's dialect: what is echoed, what is added, and what becomes of a rollout without a
+reward.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from treeward.data.responses_items import conversation_of
 from treeward.errors import ConfigError
 from treeward.scoring.scorer import Scorer
 
-APP = runpy.run_path(str(Path(__file__).parents[3] / "resources_servers" / "reward_model" / "app.py"))
+APP = runpy.run_path(
+    str(Path(__file__).parents[3] / "resources_servers" / "reward_model" / "app.py"),
+)
 gym_config, main = APP["gym_config"], APP["main"]
 
 QUESTION = "Name a river in Peru, please."
@@ -39,13 +43,24 @@ def rollout(completion: str = COMPLETION, **more: Any) -> dict[str, Any]:
             "created_at": 1.0,
             "object": "response",
             "output": [
-                {"type": "reasoning", "id": "rs_12", "summary": [{"type": "summary_text", "text": "thinking"}]},
+                {
+                    "type": "reasoning",
+                    "id": "rs_12",
+                    "summary": [{"type": "summary_text", "text": "thinking"}],
+                },
                 {
                     "type": "message",
                     "id": "msg_12",
                     "role": "assistant",
                     "status": "completed",
-                    "content": [{"type": "output_text", "text": completion, "annotations": [], "logprobs": []}],
+                    "content": [
+                        {
+                            "type": "output_text",
+                            "text": completion,
+                            "annotations": [],
+                            "logprobs": [],
+                        },
+                    ],
                     "prompt_token_ids": [1, 2, 3],
                     "generation_log_probs": [-0.1000000000000000055, -1e-30],
                 },
@@ -67,7 +82,11 @@ def score_of(scorer: Scorer) -> float:
 
 
 @pytest.mark.parametrize("path", ["/verify", "/ng-rollout/0.run_1-b/verify"])
-def test_the_reward_is_the_score_and_the_rest_comes_back(client: Any, served_scorer: Scorer, path: str) -> None:
+def test_the_reward_is_the_score_and_the_rest_comes_back(
+    client: Any,
+    served_scorer: Scorer,
+    path: str,
+) -> None:
     got = client.post(path, json=rollout(extra={"deep": [None, 1]})).json()
     assert got.pop("reward") == pytest.approx(score_of(served_scorer), abs=1e-5)
     assert got.pop("reward_num_tokens") == served_scorer.score([messages()])[0].num_tokens
@@ -75,7 +94,10 @@ def test_the_reward_is_the_score_and_the_rest_comes_back(client: Any, served_sco
     assert got == rollout(extra={"deep": [None, 1]})
 
 
-def test_a_rollout_that_is_verified_again_has_one_verdict(client: Any, served_scorer: Scorer) -> None:
+def test_a_rollout_that_is_verified_again_has_one_verdict(
+    client: Any,
+    served_scorer: Scorer,
+) -> None:
     failed = client.post("/verify", json=rollout("word " * 400)).json()
     assert failed["mask_sample"] is True
     failed["response"]["output"][1]["content"][0]["text"] = COMPLETION
@@ -92,9 +114,15 @@ def test_a_rollout_that_is_verified_again_has_one_verdict(client: Any, served_sc
     [
         ([], "there is no completion to score"),
         ([{"type": "web_search_call", "id": "w"}], "'web_search_call' cannot be scored"),
-        ([{"role": "assistant", "content": [{"type": "output_audio"}]}], "'output_audio' cannot be scored"),
+        (
+            [{"role": "assistant", "content": [{"type": "output_audio"}]}],
+            "'output_audio' cannot be scored",
+        ),
         ([{"role": "assistant", "content": "word " * 400}], "too long to score"),
-        ([{"role": "assistant", "content": "x", "tool_calls": [3]}], "tool_calls[0] cannot be read"),
+        (
+            [{"role": "assistant", "content": "x", "tool_calls": [3]}],
+            "tool_calls[0] cannot be read",
+        ),
     ],
 )
 def test_no_reward_is_the_masked_form(client: Any, output: list[Any], why: str) -> None:
@@ -110,12 +138,14 @@ def test_no_reward_is_the_masked_form(client: Any, output: list[Any], why: str) 
 
 
 def test_a_server_that_does_not_score_in_time_masks_too(
-    make_service: Callable[..., Any], asgi_client: Callable[..., Any]
+    make_service: Callable[..., Any],
+    asgi_client: Callable[..., Any],
 ) -> None:
     service = make_service(deadline_seconds=1e-6)
     reply = asgi_client(service).post("/verify", json=rollout())
     assert reply.status_code == 200
-    assert reply.json()["mask_sample"] is True and "not scored in time" in reply.json()["failure_reason"]
+    assert reply.json()["mask_sample"] is True
+    assert "not scored in time" in reply.json()["failure_reason"]
     registry = service.metrics.registry
     assert registry.get_sample_value("treeward_refused_requests_total", {"code": "deadline_exceeded"}) == 1
 
@@ -133,15 +163,27 @@ def test_aggregate_metrics(client: Any) -> None:
     rows = [
         {"_ng_task_index": 0, "_ng_rollout_index": 0, "reward": 1.0, "reward_passed": True},
         {"_ng_task_index": 0, "_ng_rollout_index": 1, "reward": 2.0, "reward_passed": False},
-        {"_ng_task_index": 1, "_ng_rollout_index": 0, "reward": 6, "response": {"usage": {"total_tokens": 4}}},
+        {
+            "_ng_task_index": 1,
+            "_ng_rollout_index": 0,
+            "reward": 6,
+            "response": {"usage": {"total_tokens": 4}},
+        },
         {"_ng_task_index": 1, "_ng_rollout_index": 1, "reward": 0.0, "mask_sample": True},
     ]
     result = client.post("/aggregate_metrics", json={"verify_responses": rows}).json()
     metrics = result["agent_metrics"]
-    assert [metrics[f"{name}/reward"] for name in ("mean", "max", "min", "median")] == [3.0, 6.0, 1.0, 2.0]
+    assert [metrics[f"{name}/reward"] for name in ("mean", "max", "min", "median")] == [
+        3.0,
+        6.0,
+        1.0,
+        2.0,
+    ]
     assert metrics["std/reward"] == pytest.approx(7**0.5)
-    assert metrics["mean/reward_passed"] == 0.5 and metrics["mean/total_tokens"] == 4.0
-    assert metrics["coverage/masked_rollouts"] == 1 and metrics["coverage/measured_rollouts"] == 3
+    assert metrics["mean/reward_passed"] == 0.5
+    assert metrics["mean/total_tokens"] == 4.0
+    assert metrics["coverage/masked_rollouts"] == 1
+    assert metrics["coverage/measured_rollouts"] == 3
     assert result["key_metrics"]["mean/reward"] == 3.0
     groups = [(group["_ng_task_index"], group["mean/reward"]) for group in result["group_level_metrics"]]
     assert groups == [(0, 1.5), (1, 6.0)]
@@ -150,11 +192,19 @@ def test_aggregate_metrics(client: Any) -> None:
 def test_calls_belong_to_the_message_before_them() -> None:
     output = [
         {"type": "reasoning", "summary": []},
-        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Let me look."}]},
+        {
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "Let me look."}],
+        },
         {"type": "function_call", "call_id": "a", "name": "find", "arguments": '{"q": "Peru"}'},
         {"type": "function_call", "call_id": "b", "name": "sum", "arguments": "no json"},
         {"type": "function_call_output", "call_id": "a", "output": "Amazon"},
-        {"type": "function_call_output", "call_id": "b", "output": [{"type": "output_text", "text": "4"}]},
+        {
+            "type": "function_call_output",
+            "call_id": "b",
+            "output": [{"type": "output_text", "text": "4"}],
+        },
         {"type": "function_call", "call_id": "c", "name": "find", "arguments": "{}"},
         {"type": "message", "role": "assistant", "content": "The Amazon."},
     ]
@@ -179,15 +229,40 @@ def config_of(**section: Any) -> Any:
 
 
 def test_the_seeds_options() -> None:
-    gym = {"entrypoint": "app.py", "domain": "rlhf", "verified": False, "host": "127.0.0.1", "port": 1234}
+    gym = {
+        "entrypoint": "app.py",
+        "domain": "rlhf",
+        "verified": False,
+        "host": "127.0.0.1",
+        "port": 1234,
+    }
     scale = {"normalize_rewards": True, "reward_mean": 0.5, "reward_std": 2.0}
-    more = {"length_penalty": {"coefficient": 0.01, "threshold": 100}, "server": {"deadline_seconds": 7}}
-    config = config_of(**gym, **scale, **more, model_path=["some/model", "other"], batch_size=4, max_length=512)
+    more = {
+        "length_penalty": {"coefficient": 0.01, "threshold": 100},
+        "server": {"deadline_seconds": 7},
+    }
+    config = config_of(
+        **gym,
+        **scale,
+        **more,
+        model_path=["some/model", "other"],
+        batch_size=4,
+        max_length=512,
+    )
     [model] = config.models
     assert (model.models, model.device, model.max_length) == (("some/model", "other"), "cpu", 512)
-    assert (config.host, config.port, config.batch_tokens, config.deadline_seconds) == ("127.0.0.1", 1234, 2048, 7)
+    assert (config.host, config.port, config.batch_tokens, config.deadline_seconds) == (
+        "127.0.0.1",
+        1234,
+        2048,
+        7,
+    )
     shaping = model.shaping
-    assert (shaping.reward_mean, shaping.reward_std, shaping.length_penalty.coefficient) == (0.5, 2.0, 0.01)
+    assert (shaping.reward_mean, shaping.reward_std, shaping.length_penalty.coefficient) == (
+        0.5,
+        2.0,
+        0.01,
+    )
     assert model.ensemble.method == "mean"
     with pytest.raises(ConfigError, match="running"):
         config_of(model_path="m", running=True, normalize_rewards=True)
@@ -197,7 +272,8 @@ def test_the_section_of_the_instance_is_found(monkeypatch: pytest.MonkeyPatch) -
     merged = "base: /models\nmine:\n  resources_servers:\n    reward_model: {model_path: '${base}/rm', port: 4321}\n"
     monkeypatch.setenv("NEMO_GYM_CONFIG_DICT", merged)
     monkeypatch.setenv("NEMO_GYM_CONFIG_PATH", "mine")
-    assert gym_config().models == ("/models/rm",) and gym_config().port == 4321
+    assert gym_config().models == ("/models/rm",)
+    assert gym_config().port == 4321
     monkeypatch.setenv("NEMO_GYM_CONFIG_PATH", "other")
     assert main() == 2
     monkeypatch.delenv("NEMO_GYM_CONFIG_DICT")
@@ -205,7 +281,10 @@ def test_the_section_of_the_instance_is_found(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.fixture
-def verified(make_service: Callable[..., Any], asgi_client: Callable[..., Any]) -> Callable[..., Any]:
+def verified(
+    make_service: Callable[..., Any],
+    asgi_client: Callable[..., Any],
+) -> Callable[..., Any]:
     """A function: the verdict of a server with these keys on a rollout."""
 
     def verify(body: Any = None, **section: Any) -> Any:
@@ -228,8 +307,15 @@ def test_several_models_without_calibration_are_averaged_as_the_page_says(
     assert "The scores of 2 models are averaged as they are" in caplog.text
 
 
-def test_members_of_an_ensemble(verified: Callable[..., Any], served_folder: Path, served_scorer: Scorer) -> None:
-    got = verified(model_path=[str(served_folder)] * 2, ensemble={"method": "worst", "standardize": False})
+def test_members_of_an_ensemble(
+    verified: Callable[..., Any],
+    served_folder: Path,
+    served_scorer: Scorer,
+) -> None:
+    got = verified(
+        model_path=[str(served_folder)] * 2,
+        ensemble={"method": "worst", "standardize": False},
+    )
     assert got["reward"] == pytest.approx(score_of(served_scorer), abs=1e-5)
     assert got["reward_components"].keys() == {"reward_member_0", "reward_member_1"}
     assert all(got[name] == value for name, value in got["reward_components"].items())

@@ -1,4 +1,6 @@
-"""What each dialect accepts, refuses and writes: the forms that its clients read, and never a number for no score."""
+"""What each dialect accepts, refuses and writes: the forms that its clients read, and never a
+number for no score.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,16 @@ def message_of(got: Any) -> str:
 def test_vllms_response_has_all_that_its_clients_read(shared: Any) -> None:
     served = shared("chatml")
     got = served.client.post("/classify", json={"model": "rm", "input": served.texts[:2]}).json()
-    assert got["id"].startswith("classify-") and (got["object"], got["model"]) == ("list", "rm")
+    assert got["id"].startswith("classify-")
+    assert (got["object"], got["model"]) == ("list", "rm")
     assert got["created"] == pytest.approx(served.service.started, abs=3600)
     rows = [(row["index"], row["label"], row["num_classes"]) for row in got["data"]]
     assert rows == [(0, "LABEL_0", 1), (1, "LABEL_0", 1)]
     tokens = sum(map(len, served.ids[:2]))
     assert got["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0}
     pooled = served.client.post("/pooling", json={"input": served.ids[0]}).json()
-    assert pooled["id"].startswith("pooling-") and pooled["data"][0]["object"] == "pooling"
+    assert pooled["id"].startswith("pooling-")
+    assert pooled["data"][0]["object"] == "pooling"
 
 
 @pytest.mark.parametrize(
@@ -37,22 +41,38 @@ def test_vllms_response_has_all_that_its_clients_read(shared: Any) -> None:
         ("/classify", {"input": [[3, -1]]}, "ids from 0"),
         ("/classify", {"input": "word " * 400}, "too long to score"),
         ("/classify", {"messages": CHATS[0], "chat_template": "{{ messages }}"}, "chat_template"),
-        ("/classify", {"messages": CHATS[0], "chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs"),
+        (
+            "/classify",
+            {"messages": CHATS[0], "chat_template_kwargs": {"tokenize": False}},
+            "chat_template_kwargs",
+        ),
         ("/get_reward", {"query": ["a", "b"], "prompts": ["a"]}, "1 prompts for 2 queries"),
-        ("/slime", {"prompt": [{"role": 5, "content": "a"}], "response": "b"}, "a text or messages"),
+        (
+            "/slime",
+            {"prompt": [{"role": 5, "content": "a"}], "response": "b"},
+            "a text or messages",
+        ),
         ("/predict", {"inputs": ["a", "b"]}, "are a pair"),
     ],
 )
-def test_what_cannot_be_scored_as_asked_is_refused(route: str, body: Any, what: str, shared: Any) -> None:
+def test_what_cannot_be_scored_as_asked_is_refused(
+    route: str,
+    body: Any,
+    what: str,
+    shared: Any,
+) -> None:
     refused = shared("chatml").client.post(route, json=body)
-    assert refused.status_code == 422 and what in message_of(refused.json())
+    assert refused.status_code == 422
+    assert what in message_of(refused.json())
 
 
 def test_a_missing_score_is_never_a_number(shared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     served = shared("chatml")
     none = [Score(None, error="not finite")]
     monkeypatch.setattr(
-        served.service.batcher.scorers["rm"], "score_prepared", lambda items, on_error: none * len(items)
+        served.service.batcher.scorers["rm"],
+        "score_prepared",
+        lambda items, on_error: none * len(items),
     )
     for client in CLIENTS:
         items = {"messages": CHATS, "ids": served.ids}.get(client.form, served.texts)
@@ -64,7 +84,10 @@ def test_a_missing_score_is_never_a_number(shared: Any, monkeypatch: pytest.Monk
 
 def test_sglangs_clients_may_call_the_only_model_anything(shared: Any) -> None:
     served = shared("chatml")
-    got = served.client.post("/v1/embeddings", json={"model": "/checkpoints/rm-7b", "input": served.texts[0]})
+    got = served.client.post(
+        "/v1/embeddings",
+        json={"model": "/checkpoints/rm-7b", "input": served.texts[0]},
+    )
     assert got.json()["model"] == "rm"
 
 

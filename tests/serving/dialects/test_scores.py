@@ -54,12 +54,19 @@ def test_scores_equal_the_scorers(client: Client, kind: str, shared: Any) -> Non
 
 
 def test_the_spread_of_heads_is_in_our_own_dialect_and_its_client(
-    tiny_tokenizer: Any, tmp_path: Path, make_service: Any, serve_on_loopback: Any
+    tiny_tokenizer: Any,
+    tmp_path: Path,
+    make_service: Any,
+    serve_on_loopback: Any,
 ) -> None:
     heads = Heads(weights=(1 / 3,) * 3, are_estimates=True).contract()
     signed(tmp_path, tiny_tokenizer, tiny_model("llama", num_labels=3), heads=heads)
     url = serve_on_loopback(make_service(models=[{"model": str(tmp_path), "device": "cpu"}]))
-    for score, expected in zip(RewardClient(url).score(CHATS), Scorer.load(tmp_path).score(CHATS), strict=True):
+    for score, expected in zip(
+        RewardClient(url).score(CHATS),
+        Scorer.load(tmp_path).score(CHATS),
+        strict=True,
+    ):
         assert score.score == pytest.approx(fmean(score.heads), abs=CLOSE) == expected.score
         assert score.spread == pytest.approx(pstdev(score.heads), abs=CLOSE) == expected.spread
     environment = RewardModelEnvironment({"model_name": url})
@@ -89,7 +96,8 @@ def test_v1_rewards_takes_text_and_messages(row: dict[str, Any], shared: Any) ->
     got = served.client.post("/v1/rewards", json=row)
     assert got.status_code == 200, got.text
     scores = [one["score"] for one in got.json()["data"]]
-    assert scores == pytest.approx(want, abs=CLOSE) and want[0] != want[1]
+    assert scores == pytest.approx(want, abs=CLOSE)
+    assert want[0] != want[1]
 
 
 @pytest.mark.parametrize("kind", ["bos_written", "bos_added", "encoder"])
@@ -101,7 +109,10 @@ def test_texts_have_exactly_one_bos(kind: str, shared: Any) -> None:
     texts = [served.texts[0], served.texts[0].removeprefix(first), first + served.texts[0]]
     for options in ({}, {"add_special_tokens": True}, {"add_special_tokens": False}):
         got = served.client.post("/classify", json={"input": texts, **options}).json()
-        assert [row["probs"][0] for row in got["data"]] == pytest.approx([served.scores[0]] * 3, abs=CLOSE)
+        assert [row["probs"][0] for row in got["data"]] == pytest.approx(
+            [served.scores[0]] * 3,
+            abs=CLOSE,
+        )
     other = served.client.post("/classify", json={"input": [served.ids[0][:1] + served.ids[0]]})
     assert abs(other.json()["data"][0]["probs"][0] - served.scores[0]) > 1e-3
 
@@ -114,11 +125,16 @@ def test_scores_are_raw_whatever_activation_is_asked_for(route: str, key: str, s
     [client] = [one for one in CLIENTS if one.name in ("vllm_example", "vllm_pooling") and one.route == route]
     for value in (True, False):
         body = client.body(forms_of(served, client.form)[2:3]) | {key: value}
-        assert client.read(served.client.post(route, json=body).json()) == pytest.approx([served.scores[2]], abs=CLOSE)
+        assert client.read(served.client.post(route, json=body).json()) == pytest.approx(
+            [served.scores[2]],
+            abs=CLOSE,
+        )
 
 
 def test_a_sigmoid_is_given_where_tei_is_asked_for_it(shared: Any) -> None:
-    """`huggingface_hub.InferenceClient.text_classification` sends `parameters.function_to_apply`."""
+    """`huggingface_hub.InferenceClient.text_classification` sends
+    `parameters.function_to_apply`.
+    """
     served = shared("chatml")
 
     def ask(**more: Any) -> Any:
@@ -139,11 +155,16 @@ def test_a_sigmoid_is_given_where_tei_is_asked_for_it(shared: Any) -> None:
         assert ask(**more).json()[0]["score"] == pytest.approx(want, abs=CLOSE), more
     for wrong in ("softmax", "tanh"):
         refused = ask(**of_hub(wrong))
-        assert refused.status_code == 422 and "function_to_apply" in refused.json()["error"]
+        assert refused.status_code == 422
+        assert "function_to_apply" in refused.json()["error"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_cut_end_is_scored_and_told_once(kind: str, serve: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cut_end_is_scored_and_told_once(
+    kind: str,
+    serve: Any,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     served = serve(kind)
     whole = served.texts[0]
     end = {"plain": "<|endoftext|>"}.get(kind, "\n")
@@ -170,11 +191,17 @@ def test_generated_texts_get_what_a_policy_never_writes(kind: str, shared: Any) 
     for text in (stopped, padded):
         got = served.client.post("/get_reward", json={"query": [text]})
         assert got.json()["rewards"] == pytest.approx(served.scores[2:3], abs=CLOSE)
-        got = served.client.post("/slime", json={"prompt": text[:30], "response": text[30:], "label": None})
+        got = served.client.post(
+            "/slime",
+            json={"prompt": text[:30], "response": text[30:], "label": None},
+        )
         assert got.json() == pytest.approx(served.scores[2], abs=CLOSE)
     end = served.scorer.renderer.tokenizer.eos_token
     messages = {"prompt": CHATS[2][:-1], "response": CHATS[2][-1]["content"] + end}
-    assert served.client.post("/slime", json=messages).json() == pytest.approx(served.scores[2], abs=CLOSE)
+    assert served.client.post("/slime", json=messages).json() == pytest.approx(
+        served.scores[2],
+        abs=CLOSE,
+    )
     unfinished = served.texts[2][:-20]
     got = served.client.post("/get_reward", json={"query": [unfinished, stopped]})
     want = served.scorer.score_prepared(served.scorer.prepare_texts([unfinished]))[0].score
@@ -207,7 +234,8 @@ def test_shaping_reads_the_completion_beside_the_prompt(serve: Any) -> None:
     ):
         refused = served.client.post(route, json=body)
         assert refused.status_code == 422
-        assert "send messages" in refused.text and "prompts" in refused.text
+        assert "send messages" in refused.text
+        assert "prompts" in refused.text
     messages = served.client.post("/classify", json={"messages": CHATS[0]}).json()
     assert messages["data"][0]["probs"] == pytest.approx(rewards[:1], abs=CLOSE)
 
@@ -217,6 +245,10 @@ def test_completions_of_a_prompt_have_one_beginning(kind: str, shared: Any) -> N
     """In each form that a client may send; replicas are chosen by it."""
     served = shared(kind)
     ending = served.service.models["rm"].ending
-    for form in ([RenderedText(text) for text in served.texts], [RenderedText(ids) for ids in served.ids], CHATS):
+    for form in (
+        [RenderedText(text) for text in served.texts],
+        [RenderedText(ids) for ids in served.ids],
+        CHATS,
+    ):
         one, same, other, same_other = (beginning_of(asked, ending) for asked in form)
         assert one == same != other == same_other
