@@ -68,7 +68,8 @@ def make_service(
 
     def make(**settings: Any) -> Service:
         given = settings.pop("models", None)
-        models = given or (ServedModelConfig(models=(str(served_folder),), name="tiny", device="cpu"),)
+        tiny = ServedModelConfig(models=(str(served_folder),), name="tiny", device="cpu")
+        models = given or (tiny,)
         if all(isinstance(model, ServedModelConfig) for model in models):
             config = ServerConfig(models=tuple(models), **settings)
         else:

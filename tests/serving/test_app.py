@@ -62,27 +62,40 @@ def test_wrong_bodies(client: Any, content: bytes, status: int, code: str) -> No
     assert ask(client).status_code == 200
 
 
-def test_limits_on_what_a_request_holds(
+def test_too_many_conversations_are_refused(
     make_service: Callable[..., Service],
     asgi_client: Callable[..., Any],
 ) -> None:
-    client = asgi_client(make_service(max_queued=3, max_body_bytes=1_100_000))
+    client = asgi_client(make_service(max_queued=3))
     assert error(ask(client, conversations=[CHAT] * 4)) == (413, "too_many_conversations")
-    assert error(client.post("/v1/rewards", content=b" " * 1_100_001)) == (413, "body_too_large")
+
+
+def test_a_body_is_refused_by_its_bytes_and_not_by_the_length_of_a_text(
+    make_service: Callable[..., Service],
+    asgi_client: Callable[..., Any],
+) -> None:
+    client = asgi_client(make_service(max_body_bytes=1_100_000))
+    large = client.post("/v1/rewards", content=b" " * 1_100_001)
+    assert error(large) == (413, "body_too_large")
     long = [CHAT[0], {"role": "assistant", "content": "a" * 1_000_000}]
     assert "at most 160" in ask(client, conversations=[long]).text
 
 
-def test_a_conversation_that_cannot_be_scored_is_refused_or_masked(client: Any) -> None:
-    long = [*CHAT[:1], {"role": "assistant", "content": "word " * 1000}]
-    response = ask(client, conversations=[CHAT, long])
+LONG = [CHAT[0], {"role": "assistant", "content": "word " * 1000}]
+
+
+def test_a_conversation_that_cannot_be_scored_is_refused(client: Any) -> None:
+    response = ask(client, conversations=[CHAT, LONG])
     assert error(response) == (422, "cannot_be_scored")
     assert response.json()["error"]["param"] == "[1]"
     assert "at most 160" in response.text
-    masked = ask(client, conversations=[CHAT, long], on_error="mask").json()["data"]
-    assert masked[0]["score"] is not None
-    assert masked[1]["score"] is None
-    assert masked[1]["num_tokens"] > 1000
+
+
+def test_a_conversation_that_cannot_be_scored_is_null_where_that_is_asked_for(client: Any) -> None:
+    scored, masked = ask(client, conversations=[CHAT, LONG], on_error="mask").json()["data"]
+    assert scored["score"] is not None
+    assert masked["score"] is None
+    assert masked["num_tokens"] > 1000
 
 
 def test_the_deadline_of_a_request(
@@ -94,19 +107,35 @@ def test_the_deadline_of_a_request(
     assert int(response.headers["retry-after"]) >= 1
 
 
-def test_the_token(service: Service, asgi_client: Callable[..., Any]) -> None:
-    client = asgi_client(service, token="s3cret")
-    assert client.get("/health").status_code == client.get("/ready").status_code == 200
-    for given in (None, "", "Bearer", "Bearer s3cre", "Basic s3cret", "s3cret", b"Bearer \xff\xff"):
-        headers = {} if given is None else {"authorization": given}
-        for path in ("/metrics", "/v1/models", "/openapi.json", "/nothing", "/playground"):
-            response = client.get(path, headers=headers)
-            assert error(response) == (401, "unauthorized")
-            assert "s3cre" not in response.text
-            assert response.headers["www-authenticate"] == "Bearer"
+@pytest.fixture
+def guarded(service: Service, asgi_client: Callable[..., Any]) -> Any:
+    """A client of a server that asks for a token."""
+    return asgi_client(service, token="s3cret")
+
+
+def test_health_needs_no_token(guarded: Any) -> None:
+    assert guarded.get("/health").status_code == 200
+    assert guarded.get("/ready").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "given",
+    [None, "", "Bearer", "Bearer s3cre", "Basic s3cret", "s3cret", b"Bearer \xff\xff"],
+)
+def test_without_the_token_nothing_else_is_told(guarded: Any, given: Any) -> None:
+    headers = {} if given is None else {"authorization": given}
+    for path in ("/metrics", "/v1/models", "/openapi.json", "/nothing", "/playground"):
+        response = guarded.get(path, headers=headers)
+        assert error(response) == (401, "unauthorized")
+        assert "s3cre" not in response.text
+        assert response.headers["www-authenticate"] == "Bearer"
+
+
+def test_the_token_opens_every_route(guarded: Any) -> None:
     right = {"authorization": "bearer  s3cret "}
-    assert client.get("/metrics", headers=right).status_code == 200
-    assert client.post("/v1/rewards", json={"conversations": [CHAT]}, headers=right).status_code == 200
+    assert guarded.get("/metrics", headers=right).status_code == 200
+    body = {"conversations": [CHAT]}
+    assert guarded.post("/v1/rewards", json=body, headers=right).status_code == 200
 
 
 REBOUND = [
@@ -119,37 +148,49 @@ REBOUND = [
 
 @pytest.mark.parametrize(("headers", "status", "code"), REBOUND)
 def test_a_web_page_cannot_ask_a_server_of_this_machine(
-    service: Service,
-    asgi_client: Callable[..., Any],
+    client: Any,
     headers: dict[str, str],
     status: int,
     code: str,
 ) -> None:
-    client = asgi_client(service)
-    body = {"conversations": [CHAT]}
-    assert error(client.post("/v1/rewards", json=body, headers=headers)) == (status, code)
-    guarded = asgi_client(service, token="s3cret")  # a page does not know it
+    response = client.post("/v1/rewards", json={"conversations": [CHAT]}, headers=headers)
+    assert error(response) == (status, code)
+
+
+@pytest.mark.parametrize(("headers", "status", "code"), REBOUND)
+def test_with_a_token_any_page_may_ask_which_knows_it(
+    guarded: Any,
+    headers: dict[str, str],
+    status: int,
+    code: str,
+) -> None:
     authorized = {**headers, "authorization": "Bearer s3cret"}
+    body = {"conversations": [CHAT]}
     assert guarded.post("/v1/rewards", json=body, headers=authorized).status_code == 200
 
 
-def test_programs_and_our_own_page_ask_by_any_right_name(
+@pytest.mark.parametrize(
+    "host",
+    ["localhost:1", "127.0.0.1", "[::1]:8000", "10.0.0.7:80", "scores.lan", "Scores.LAN:80", ""],
+)
+def test_programs_ask_by_any_right_name(
+    host: str,
     make_service: Callable[..., Service],
     asgi_client: Callable[..., Any],
 ) -> None:
     client = asgi_client(make_service(allowed_hosts=["scores.lan"]))
-    for host in (
-        "localhost:1",
-        "127.0.0.1",
-        "[::1]:8000",
-        "10.0.0.7:80",
-        "scores.lan",
-        "Scores.LAN:80",
-        "",
-    ):
-        assert client.get("/v1/models", headers={"host": host}).status_code == 200, host
+    assert client.get("/v1/models", headers={"host": host}).status_code == 200
+
+
+def test_our_own_page_asks_and_may_be_linked_to(client: Any) -> None:
     assert client.get("/v1/models", headers={"sec-fetch-site": "same-origin"}).status_code == 200
     assert client.get("/", headers={"sec-fetch-site": "cross-site"}).status_code == 200
+
+
+def test_a_server_of_all_addresses_has_any_name(
+    make_service: Callable[..., Service],
+    asgi_client: Callable[..., Any],
+) -> None:
     public = asgi_client(make_service(host="0.0.0.0"))
     assert public.get("/v1/models", headers={"host": "scores.example"}).status_code == 200
 
@@ -166,20 +207,21 @@ def test_models_are_listed_without_their_paths(
     assert str(served_folder) not in client.get("/v1/models").text
 
 
-def test_the_page_has_a_strict_policy_and_needs_no_token(
-    make_service: Callable[..., Any],
-    asgi_client: Callable[..., Any],
-) -> None:
-    client = asgi_client(make_service(), token="open-sesame")
-    for path in ("/", "/playground/page.css", "/playground/page.js", "/playground/trace.js"):
-        got = client.get(path)
-        assert got.status_code == 200
-        assert got.content
-        policy = got.headers["content-security-policy"]
-        assert policy.startswith("default-src 'none'")
-        assert "unsafe" not in policy
-        assert "http://" not in got.text.replace("http://www.w3.org/2000/svg", "")
-        assert "https://" not in got.text
+@pytest.mark.parametrize(
+    "path",
+    ["/", "/playground/page.css", "/playground/page.js", "/playground/trace.js"],
+)
+def test_the_page_has_a_strict_policy_and_needs_no_token(path: str, guarded: Any) -> None:
+    page = guarded.get(path)
+    assert page.status_code == 200
+    assert page.content
+    policy = page.headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'")
+    assert "unsafe" not in policy
+    # The name of a format, which is no address.
+    text = page.text.replace("http://www.w3.org/2000/svg", "")
+    assert "http://" not in text
+    assert "https://" not in text
 
 
 def test_a_client_that_leaves_is_forgotten_and_no_other(
@@ -194,7 +236,8 @@ def test_a_client_that_leaves_is_forgotten_and_no_other(
         stays = threads.submit(httpx.post, f"{url}/v1/rewards", json=body, timeout=600)
         wait_until(lambda: service.batcher.num_queued == 3)
         with socket.create_connection((url.host, url.port or 0)) as leaving:
-            head = f"POST /v1/rewards HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(content)}\r\n\r\n"
+            length = f"content-length: {len(content)}"
+            head = f"POST /v1/rewards HTTP/1.1\r\nhost: localhost\r\n{length}\r\n\r\n"
             leaving.sendall(head.encode() + content)
             wait_until(lambda: service.batcher.num_queued == 6)
         wait_until(lambda: service.batcher.num_queued == 3)
@@ -202,17 +245,30 @@ def test_a_client_that_leaves_is_forgotten_and_no_other(
         assert stays.result().status_code == 200
 
 
-def test_health_and_the_models(own_client: Any, service: Service, served_scorer: Scorer) -> None:
+def test_health_names_the_models(client: Any) -> None:
     for path in ("/health", "/ready"):
-        assert own_client.get(path).json() == {"status": "ready", "models": ["tiny"]}
-    [listed] = own_client.get("/v1/models").json()["data"]
-    assert (listed["id"], listed["max_model_len"]) == ("tiny", 160)
+        assert client.get(path).json() == {"status": "ready", "models": ["tiny"]}
+
+
+def test_a_model_is_listed_with_its_limit_and_its_contract(
+    client: Any,
+    served_scorer: Scorer,
+) -> None:
+    [listed] = client.get("/v1/models").json()["data"]
+    assert listed["id"] == "tiny"
+    assert listed["max_model_len"] == 160
     assert listed["contract"] == served_scorer.contract.scores_sha256
-    service.batcher.close()  # its threads have ended
+
+
+def test_a_server_whose_threads_have_ended_is_not_healthy(
+    own_client: Any,
+    service: Service,
+) -> None:
+    service.batcher.close()
     for path in ("/health", "/ready"):
-        got = own_client.get(path)
-        assert got.status_code == 503
-        assert got.json()["status"] == "failed"
+        response = own_client.get(path)
+        assert response.status_code == 503
+        assert response.json()["status"] == "failed"
 
 
 def test_metrics(
@@ -225,8 +281,10 @@ def test_metrics(
     body = {"conversations": conversations}
     scores = [row["score"] for row in own_client.post("/v1/rewards", json=body).json()["data"]]
     ask(own_client, conversations=[CHAT[:1]])
-    families = list(text_string_to_metric_families(own_client.get("/metrics").text))
-    samples = {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
+    samples = {}
+    for family in text_string_to_metric_families(own_client.get("/metrics").text):
+        for sample in family.samples:
+            samples[sample.name, tuple(sorted(sample.labels.items()))] = sample.value
     tiny = (("model", "tiny"),)
     for status in ("200", "422"):
         labels = (("handler", "/v1/rewards"), ("method", "POST"), ("status", status))
@@ -234,8 +292,10 @@ def test_metrics(
     assert samples["treeward_refused_requests_total", (("code", "cannot_be_scored"),)] == 1
     assert samples["treeward_scores_count", tiny] == 8
     assert samples["treeward_failures_total", (("fault", "request"), ("model", "tiny"))] == 1
-    assert samples["treeward_tokens_total", tiny] == sum(i.num_tokens for i in served_scorer.prepare(conversations))
-    assert samples["treeward_computed_tokens_total", tiny] == served_scorer.num_computed_tokens - before
+    num_tokens = sum(item.num_tokens for item in served_scorer.prepare(conversations))
+    assert samples["treeward_tokens_total", tiny] == num_tokens
+    num_computed = served_scorer.num_computed_tokens - before
+    assert samples["treeward_computed_tokens_total", tiny] == num_computed
     assert samples["treeward_batch_seconds_count", tiny] == 1
     assert samples["treeward_scores_sum", tiny] == pytest.approx(sum(scores), abs=1e-5)
     assert samples["treeward_queued_conversations", ()] == 0

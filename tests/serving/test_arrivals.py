@@ -63,7 +63,8 @@ def test_too_many_items_are_refused_before_they_are_parsed(
     broken = b'{"conversations": [' + b"1," * 100  # no JSON: its parser would say so
     assert error(client.post("/v1/rewards", content=broken)) == (413, "too_many_items")
     commas = chat("a, b, c" * 100, "[{" * 100)
-    assert client.post("/v1/rewards", json={"conversations": [commas], "on_error": "mask"}).status_code == 200
+    body = {"conversations": [commas], "on_error": "mask"}
+    assert client.post("/v1/rewards", json=body).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,9 @@ from treeward.serving.models import ServedModel
 pytestmark = pytest.mark.slow  # a browser
 
 TOKEN = "open-sesame"
-HOSTILE = "<img src=x onerror='window.injected=1'><script>window.injected=1</script>\u202e & \"quotes\""
+IMAGE = "<img src=x onerror='window.injected=1'>"
+SCRIPT = "<script>window.injected=1</script>"
+HOSTILE = f'{IMAGE}{SCRIPT}\u202e & "quotes"'
 
 
 @pytest.fixture(scope="module")

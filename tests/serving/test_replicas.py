@@ -22,7 +22,7 @@ import pytest
 from loopback import wait_until
 from messages import chat
 from prometheus_client.parser import text_string_to_metric_families
-from serving.dialects.clients import CLIENTS
+from serving.dialects.clients import CLIENTS, Client
 from serving.dialects.conftest import CHATS
 from serving.dialects.test_scores import CLOSE
 
@@ -42,7 +42,9 @@ class Server:
     """A front at `url` in a process of its own, and what it counts."""
 
     def __init__(self, process: subprocess.Popen[str], url: str, scorer: Scorer) -> None:
-        self.process, self.url, self.scorer = process, url, scorer
+        self.process = process
+        self.url = url
+        self.scorer = scorer
 
     def post(self, path: str, body: Any) -> httpx.Response:
         return httpx.post(self.url + path, json=body, timeout=SECONDS)
@@ -90,26 +92,34 @@ def chats_of(prompt: str, number: int = 4) -> list[Any]:
     return [chat(prompt, f"{n}.") for n in range(number)]
 
 
-def test_the_front_is_one_server(server: Server) -> None:
-    """Scores in every dialect, models, and what is no score."""
+@pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.name)
+def test_the_front_gives_the_scores_in_every_dialect(client: Client, server: Server) -> None:
     want = [score.score for score in server.scorer.score(CHATS)]
-    texts = [server.scorer.renderer.render(chat) for chat in CHATS]
-    ids = [server.scorer.renderer.encode(chat) for chat in CHATS]
-    forms = {"messages": CHATS, "ids": ids, "texts": texts, "texts_without_bos": texts}
-    for client in CLIENTS:
-        items: Any = forms[client.form]
-        groups = [items] if client.at_once else [[item] for item in items]
-        responses = [server.post(client.route, client.body(group)) for group in groups]
-        assert all(response.status_code == 200 for response in responses), (
-            client.name,
-            responses[0].text,
-        )
-        result = [score for response in responses for score in client.read(response.json())]
-        assert result == pytest.approx(want, abs=CLOSE), client.name
+    items: list[Any] = CHATS
+    if client.form == "ids":
+        items = [server.scorer.renderer.encode(chat) for chat in CHATS]
+    elif client.form != "messages":
+        items = [server.scorer.renderer.render(chat) for chat in CHATS]
+    groups = [items]
+    if not client.at_once:
+        groups = [[item] for item in items]
+    scores = []
+    for group in groups:
+        response = server.post(client.route, client.body(group))
+        assert response.status_code == 200, response.text
+        scores += client.read(response.json())
+    assert scores == pytest.approx(want, abs=CLOSE)
+
+
+def test_the_front_lists_the_models(server: Server) -> None:
     assert httpx.get(f"{server.url}/ready").json() == {"status": "ready", "models": ["rm"]}
     (model,) = httpx.get(f"{server.url}/v1/models").json()["data"]
-    assert model["root"] == "models/rm"  # type: ignore
-    assert model["contract"] == server.scorer.contract.scores_sha256  # type: ignore
+    assert model["root"] == "models/rm"
+    assert server.scorer.contract is not None
+    assert model["contract"] == server.scorer.contract.scores_sha256
+
+
+def test_the_front_refuses_what_cannot_be_scored(server: Server) -> None:
     long = [CHATS[0][0], {"role": "assistant", "content": "word " * 1000}]
     refused = server.post("/v1/rewards", {"conversations": [*CHATS, long]})
     assert refused.status_code == 422
@@ -117,27 +127,28 @@ def test_the_front_is_one_server(server: Server) -> None:
 
 
 def test_a_replica_that_is_killed_loses_nothing(server: Server) -> None:
-    chats = [one for n in range(64) for one in chats_of(f"What is {n} plus {n}?", 8)]
+    chats = []
+    for n in range(64):
+        chats += chats_of(f"What is {n} plus {n}?", 8)
     want = [score.score for score in server.scorer.score(chats)]
     groups = [range(start, start + 4) for start in range(0, len(chats), 4)]
     killed = threading.Event()
 
     def ask(group: Any) -> int:
-        assert server.scores([chats[i] for i in group]) == pytest.approx(
-            [want[i] for i in group],
-            abs=CLOSE,
-        )
+        expected = [want[i] for i in group]
+        assert server.scores([chats[i] for i in group]) == pytest.approx(expected, abs=CLOSE)
         return not killed.is_set()
 
     with ThreadPoolExecutor(16) as threads:
-        asked = [threads.submit(ask, group) for _ in range(3) for group in groups]
-        wait_until(lambda: sum(one.done() for one in asked) > 40)
+        # Three times, so that some are on their way when a replica dies.
+        asked = [threads.submit(ask, group) for group in groups * 3]
+        wait_until(lambda: sum(request.done() for request in asked) > 40)
         first, second = server.replicas()
         first.suspend()
         while_one_hangs = httpx.get(f"{server.url}/health", timeout=SECONDS).status_code
         first.kill()
         killed.set()
-        before = sum(one.result() for one in asked)
+        before = sum(request.result() for request in asked)
     assert 40 < before < len(asked)
     assert while_one_hangs == 200
     assert httpx.get(f"{server.url}/health").status_code == 200
@@ -149,7 +160,7 @@ class Recorded:
     """A handle of Serve that scores by the length, and keeps what each call was routed by."""
 
     def __init__(self) -> None:
-        self.score, self.calls = None, list[tuple[str, int]]()
+        self.calls: list[tuple[str, int]] = []
 
     def options(self, *, method_name: str, session_id: str) -> Any:
         async def score(model: str, inputs: list[Any]) -> list[Score]:
@@ -160,13 +171,14 @@ class Recorded:
 
 
 def test_conversations_of_one_prompt_are_one_call_to_one_replica() -> None:
-    handle, chats = Recorded(), [*chats_of("One?", 11), *chats_of("Two?", 3), *chats_of("One?", 2)]
-    batcher = ReplicaBatcher(
-        handle,
-        ServerConfig(models=({"models": "m"},)),
-        [SimpleNamespace(name="m", ending="")],
-    )  # type: ignore
+    handle = Recorded()
+    chats = [*chats_of("One?", 11), *chats_of("Two?", 3), *chats_of("One?", 2)]
+    model: Any = SimpleNamespace(name="m", ending="")
+    config = ServerConfig(models=({"models": "m"},))  # type: ignore[arg-type]
+    batcher = ReplicaBatcher(handle, config, [model])
     scores = asyncio.run(batcher.score("m", chats, deadline=time.monotonic() + 60))
     assert [score.score for score in scores] == [2.0] * 10 + [3.0] + [2.0] * 5
-    assert sorted(number for _, number in handle.calls) == [3, 13]
-    assert len({key for key, _ in handle.calls}) == 2
+    keys = {key for key, _ in handle.calls}
+    numbers = [number for _, number in handle.calls]
+    assert sorted(numbers) == [3, 13]
+    assert len(keys) == 2

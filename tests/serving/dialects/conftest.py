@@ -89,7 +89,8 @@ def scorers(tiny_tokenizer: Any) -> dict[str, Scorer]:
     for kind in KINDS:
         family, layout = ("bert", "encoder") if kind == "encoder" else ("qwen3", "tree")
         renderer = make_renderer(kind, tiny_tokenizer)
-        result[kind] = Scorer(RewardModel(tiny_model(family), layout=layout), renderer)  # type: ignore[arg-type]
+        model = RewardModel(tiny_model(family), layout=layout)  # type: ignore[arg-type]
+        result[kind] = Scorer(model, renderer)
     return result
 
 
@@ -122,10 +123,13 @@ def make_served(
 ) -> Served:
     """`others`: how many models there are besides. `settings`: of `ServerConfig`."""
     scorer = scorers[kind]
-    sections = [{"model": f"models/{name}", "name": name} for name in ("rm", *(f"other{i}" for i in range(others)))]
+    names = ["rm", *[f"other{i}" for i in range(others)]]
+    sections = [{"model": f"models/{name}", "name": name} for name in names]
     config = load_section(ServerConfig, {"models": sections, **settings}, where="server")
-    of_sections = [scorer, *[scorers["plain"]] * others]
-    pairs = [(ServedModel.of(section, one), one) for section, one in zip(config.models, of_sections, strict=True)]
+    pairs = []
+    for section in config.models:
+        own_scorer = scorer if section.name == "rm" else scorers["plain"]
+        pairs.append((ServedModel.of(section, own_scorer), own_scorer))
     service = Service.of(pairs, config)
     service.models["rm"] = replace(service.models["rm"], shaper=shaper)
     stack.callback(service.close)

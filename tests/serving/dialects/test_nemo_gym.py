@@ -146,20 +146,29 @@ def test_a_server_that_does_not_score_in_time_masks_too(
     assert reply.status_code == 200
     assert reply.json()["mask_sample"] is True
     assert "not scored in time" in reply.json()["failure_reason"]
-    registry = service.metrics.registry
-    assert registry.get_sample_value("treeward_refused_requests_total", {"code": "deadline_exceeded"}) == 1
+    labels = {"code": "deadline_exceeded"}
+    counted = service.metrics.registry.get_sample_value("treeward_refused_requests_total", labels)
+    assert counted == 1
 
 
 def test_a_threshold_says_whether_it_is_reached(client: Any, served_scorer: Scorer) -> None:
     score = score_of(served_scorer)
-    assert client.post("/verify", json=rollout(reward_threshold=score - 0.1)).json()["reward_passed"] is True
-    assert client.post("/verify", json=rollout(reward_threshold=score + 0.1)).json()["reward_passed"] is False
-    assert "reward_passed" not in client.post("/verify", json=rollout(reward_threshold=None)).json()
+    below = client.post("/verify", json=rollout(reward_threshold=score - 0.1)).json()
+    above = client.post("/verify", json=rollout(reward_threshold=score + 0.1)).json()
+    without = client.post("/verify", json=rollout(reward_threshold=None)).json()
+    assert below["reward_passed"] is True
+    assert above["reward_passed"] is False
+    assert "reward_passed" not in without
 
 
-def test_aggregate_metrics(client: Any) -> None:
+def test_metrics_of_nothing_are_empty(client: Any) -> None:
     nothing = {"group_level_metrics": [], "agent_metrics": {}, "key_metrics": {}}
     assert client.post("/aggregate_metrics", json={"verify_responses": []}).json() == nothing
+
+
+@pytest.fixture
+def aggregated(client: Any) -> Any:
+    """The metrics of two rollouts of a task and of two of another, of which one has no reward."""
     rows = [
         {"_ng_task_index": 0, "_ng_rollout_index": 0, "reward": 1.0, "reward_passed": True},
         {"_ng_task_index": 0, "_ng_rollout_index": 1, "reward": 2.0, "reward_passed": False},
@@ -171,22 +180,31 @@ def test_aggregate_metrics(client: Any) -> None:
         },
         {"_ng_task_index": 1, "_ng_rollout_index": 1, "reward": 0.0, "mask_sample": True},
     ]
-    result = client.post("/aggregate_metrics", json={"verify_responses": rows}).json()
-    metrics = result["agent_metrics"]
-    assert [metrics[f"{name}/reward"] for name in ("mean", "max", "min", "median")] == [
-        3.0,
-        6.0,
-        1.0,
-        2.0,
-    ]
+    return client.post("/aggregate_metrics", json={"verify_responses": rows}).json()
+
+
+def test_metrics_are_of_every_number_of_the_rows(aggregated: Any) -> None:
+    metrics = aggregated["agent_metrics"]
+    assert metrics["mean/reward"] == 3.0
+    assert metrics["max/reward"] == 6.0
+    assert metrics["min/reward"] == 1.0
+    assert metrics["median/reward"] == 2.0
     assert metrics["std/reward"] == pytest.approx(7**0.5)
     assert metrics["mean/reward_passed"] == 0.5
     assert metrics["mean/total_tokens"] == 4.0
-    assert metrics["coverage/masked_rollouts"] == 1
-    assert metrics["coverage/measured_rollouts"] == 3
-    assert result["key_metrics"]["mean/reward"] == 3.0
-    groups = [(group["_ng_task_index"], group["mean/reward"]) for group in result["group_level_metrics"]]
-    assert groups == [(0, 1.5), (1, 6.0)]
+    assert aggregated["key_metrics"]["mean/reward"] == 3.0
+
+
+def test_rollouts_without_a_reward_are_counted_apart(aggregated: Any) -> None:
+    assert aggregated["agent_metrics"]["coverage/masked_rollouts"] == 1
+    assert aggregated["agent_metrics"]["coverage/measured_rollouts"] == 3
+
+
+def test_each_task_has_metrics_of_its_own(aggregated: Any) -> None:
+    means = {}
+    for group in aggregated["group_level_metrics"]:
+        means[group["_ng_task_index"]] = group["mean/reward"]
+    assert list(means.items()) == [(0, 1.5), (1, 6.0)]
 
 
 def test_calls_belong_to_the_message_before_them() -> None:
@@ -228,56 +246,67 @@ def config_of(**section: Any) -> Any:
     return APP["checked"]({"device": "cpu", **section}, "Gym").server_config
 
 
-def test_the_seeds_options() -> None:
-    gym = {
-        "entrypoint": "app.py",
-        "domain": "rlhf",
-        "verified": False,
-        "host": "127.0.0.1",
-        "port": 1234,
-    }
-    scale = {"normalize_rewards": True, "reward_mean": 0.5, "reward_std": 2.0}
-    more = {
-        "length_penalty": {"coefficient": 0.01, "threshold": 100},
-        "server": {"deadline_seconds": 7},
-    }
+def test_gyms_own_keys_reach_the_server() -> None:
     config = config_of(
-        **gym,
-        **scale,
-        **more,
-        model_path=["some/model", "other"],
+        entrypoint="app.py",
+        domain="rlhf",
+        verified=False,
+        host="127.0.0.1",
+        port=1234,
+        server={"deadline_seconds": 7},
+        model_path="some/model",
         batch_size=4,
         max_length=512,
     )
-    [model] = config.models
-    assert (model.models, model.device, model.max_length) == (("some/model", "other"), "cpu", 512)
-    assert (config.host, config.port, config.batch_tokens, config.deadline_seconds) == (
-        "127.0.0.1",
-        1234,
-        2048,
-        7,
-    )
-    shaping = model.shaping
-    assert (shaping.reward_mean, shaping.reward_std, shaping.length_penalty.coefficient) == (
-        0.5,
-        2.0,
-        0.01,
-    )
+    assert config.host == "127.0.0.1"
+    assert config.port == 1234
+    assert config.deadline_seconds == 7
+    assert config.batch_tokens == 2048, "4 conversations of 512 tokens"
+    assert config.models[0].max_length == 512
+    assert config.models[0].device == "cpu"
+
+
+def test_several_models_are_an_ensemble() -> None:
+    [model] = config_of(model_path=["some/model", "other"]).models
+    assert model.models == ("some/model", "other")
     assert model.ensemble.method == "mean"
+
+
+def test_shaping_is_that_of_the_section() -> None:
+    scale = {"normalize_rewards": True, "reward_mean": 0.5, "reward_std": 2.0}
+    penalty = {"length_penalty": {"coefficient": 0.01, "threshold": 100}}
+    [model] = config_of(model_path="m", **scale, **penalty).models
+    assert model.shaping.reward_mean == 0.5
+    assert model.shaping.reward_std == 2.0
+    assert model.shaping.length_penalty.coefficient == 0.01
+
+
+def test_two_normalisations_are_refused() -> None:
     with pytest.raises(ConfigError, match="running"):
         config_of(model_path="m", running=True, normalize_rewards=True)
 
 
+MERGED = """
+base: /models
+mine:
+  resources_servers:
+    reward_model: {model_path: '${base}/rm', port: 4321}
+"""
+
+
 def test_the_section_of_the_instance_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    merged = "base: /models\nmine:\n  resources_servers:\n    reward_model: {model_path: '${base}/rm', port: 4321}\n"
-    monkeypatch.setenv("NEMO_GYM_CONFIG_DICT", merged)
+    monkeypatch.setenv("NEMO_GYM_CONFIG_DICT", MERGED)
     monkeypatch.setenv("NEMO_GYM_CONFIG_PATH", "mine")
     assert gym_config().models == ("/models/rm",)
     assert gym_config().port == 4321
+
+
+def test_without_a_section_it_ends_with_exit_code_2(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEMO_GYM_CONFIG_PATH", "other")
-    assert main() == 2
+    monkeypatch.setenv("NEMO_GYM_CONFIG_DICT", MERGED)
+    assert main() == 2, "there is no such instance"
     monkeypatch.delenv("NEMO_GYM_CONFIG_DICT")
-    assert main() == 2
+    assert main() == 2, "there is no configuration"
 
 
 @pytest.fixture
@@ -294,12 +323,19 @@ def verified(
     return verify
 
 
-def test_several_models_without_calibration_are_averaged_as_the_page_says(
-    verified: Callable[..., Any], served_folder: Path, served_scorer: Scorer, monkeypatch: pytest.MonkeyPatch,
+def test_several_models_without_calibration_are_averaged(
+    verified: Callable[..., Any],
+    served_folder: Path,
+    served_scorer: Scorer,
+) -> None:
+    result = verified(model_path=[str(served_folder)] * 2)
+    assert result["reward"] == pytest.approx(score_of(served_scorer), abs=1e-5)
+
+
+def test_an_average_of_raw_scores_is_told(
+    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
-    got = verified(model_path=[str(served_folder)] * 2)
-    assert got["reward"] == pytest.approx(score_of(served_scorer), abs=1e-5)
+) -> None:
     server = {"resources_servers": {"reward_model": {"model_path": ["a", "b"]}}}
     monkeypatch.setenv("NEMO_GYM_CONFIG_PATH", "mine")
     monkeypatch.setenv("NEMO_GYM_CONFIG_DICT", json.dumps({"mine": server}))

@@ -28,6 +28,10 @@ def test_vllms_response_has_all_that_its_clients_read(shared: Any) -> None:
     assert rows == [(0, "LABEL_0", 1), (1, "LABEL_0", 1)]
     tokens = sum(map(len, served.ids[:2]))
     assert got["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0}
+
+
+def test_vllms_pooling_names_its_objects(shared: Any) -> None:
+    served = shared("chatml")
     pooled = served.client.post("/pooling", json={"input": served.ids[0]}).json()
     assert pooled["id"].startswith("pooling-")
     assert pooled["data"][0]["object"] == "pooling"
@@ -76,10 +80,11 @@ def test_a_missing_score_is_never_a_number(shared: Any, monkeypatch: pytest.Monk
     )
     for client in CLIENTS:
         items = {"messages": CHATS, "ids": served.ids}.get(client.form, served.texts)
-        got = served.client.post(client.route, json=client.body(items))
-        assert got.status_code == 500, client.name
-        assert "not finite" in message_of(got.json())
-        assert client.route != "/predict" or got.json()["error_type"] == "Backend"
+        response = served.client.post(client.route, json=client.body(items))
+        assert response.status_code == 500, client.name
+        assert "not finite" in message_of(response.json())
+        if client.route == "/predict":
+            assert response.json()["error_type"] == "Backend"
 
 
 def test_sglangs_clients_may_call_the_only_model_anything(shared: Any) -> None:
@@ -91,11 +96,14 @@ def test_sglangs_clients_may_call_the_only_model_anything(shared: Any) -> None:
     assert got.json()["model"] == "rm"
 
 
-def test_a_full_queue_is_told_in_teis_form(serve: Any) -> None:
+def test_too_many_texts_are_told_in_teis_form(serve: Any) -> None:
     served = serve(max_queued=2)
     refused = served.client.post("/predict", json={"inputs": [["a"], ["b"], ["c"]]})
     assert refused.status_code == 413
     assert refused.json()["error_type"] == "Validation"
+
+
+def test_a_deadline_is_told_in_teis_form(serve: Any) -> None:
     late = serve(deadline_seconds=1e-6).client.post("/predict", json={"inputs": "a"})
     assert late.status_code == 504
     assert late.json()["error_type"] == "Overloaded"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
@@ -75,7 +76,8 @@ def test_the_spread_of_heads_is_in_our_own_dialect_and_its_client(
 
 
 ASK = [{"role": "user", "content": "2 + 2?"}]
-FOUR, JSON = ([*ASK, {"role": "assistant", "content": text}] for text in ("4", '[{"role": "user", "content": "5"}]'))
+FOUR = [*ASK, {"role": "assistant", "content": "4"}]
+JSON = [*ASK, {"role": "assistant", "content": '[{"role": "user", "content": "5"}]'}]
 TEXTS = [FOUR[1]["content"], JSON[1]["content"]]
 
 
@@ -122,7 +124,8 @@ def test_texts_have_exactly_one_bos(kind: str, shared: Any) -> None:
 def test_scores_are_raw_whatever_activation_is_asked_for(route: str, key: str, shared: Any) -> None:
     """As vLLM 0.32 gives them: an export says `problem_type: regression`."""
     served = shared("chatml")
-    [client] = [one for one in CLIENTS if one.name in ("vllm_example", "vllm_pooling") and one.route == route]
+    names = {"/classify": "vllm_example", "/pooling": "vllm_pooling"}
+    [client] = [client for client in CLIENTS if client.name == names[route]]
     for value in (True, False):
         body = client.body(forms_of(served, client.form)[2:3]) | {key: value}
         assert client.read(served.client.post(route, json=body).json()) == pytest.approx(
@@ -143,7 +146,8 @@ def test_a_sigmoid_is_given_where_tei_is_asked_for_it(shared: Any) -> None:
     def of_hub(function: str | None, **more: Any) -> dict[str, Any]:
         return {"parameters": {"function_to_apply": function, "top_k": 1}, **more}
 
-    score, probability = served.scores[2], 1 / (1 + math.exp(-served.scores[2]))
+    score = served.scores[2]
+    probability = 1 / (1 + math.exp(-score))
     for more, want in (
         ({"raw_scores": False}, probability),
         ({"raw_scores": None}, score),
@@ -153,10 +157,15 @@ def test_a_sigmoid_is_given_where_tei_is_asked_for_it(shared: Any) -> None:
         (of_hub(None, raw_scores=False), probability),
     ):
         assert ask(**more).json()[0]["score"] == pytest.approx(want, abs=CLOSE), more
-    for wrong in ("softmax", "tanh"):
-        refused = ask(**of_hub(wrong))
-        assert refused.status_code == 422
-        assert "function_to_apply" in refused.json()["error"]
+
+
+@pytest.mark.parametrize("function", ["softmax", "tanh"])
+def test_other_functions_of_tei_are_refused(function: str, shared: Any) -> None:
+    served = shared("chatml")
+    body = {"inputs": served.texts[2], "parameters": {"function_to_apply": function}}
+    refused = served.client.post("/predict", json=body)
+    assert refused.status_code == 422
+    assert "function_to_apply" in refused.json()["error"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -174,7 +183,8 @@ def test_a_cut_end_is_scored_and_told_once(
     served.client.post("/classify", json={"input": [whole]})
     assert "do not end with" not in caplog.text
     got = served.client.post("/classify", json={"input": [whole, cut, whole, cut]})
-    want = [row.score for row in served.scorer.score_prepared(served.scorer.prepare_texts([whole, cut]))]
+    prepared = served.scorer.prepare_texts([whole, cut])
+    want = [score.score for score in served.scorer.score_prepared(prepared)]
     assert [row["probs"][0] for row in got.json()["data"]] == pytest.approx(want * 2, abs=CLOSE)
     assert abs(want[0] - want[1]) > 1e-3
     served.client.post("/predict", json={"inputs": cut})
@@ -184,60 +194,103 @@ def test_a_cut_end_is_scored_and_told_once(
 @pytest.mark.parametrize("kind", ["plain", "chatml", "bos_written"])
 def test_generated_texts_get_what_a_policy_never_writes(kind: str, shared: Any) -> None:
     served = shared(kind)
-    stopped = served.texts[2].rstrip("\n")  # a policy stops at its end of turn
+    # A policy stops at its end of turn.
+    stopped = served.texts[2].rstrip("\n")
     assert (stopped == served.texts[2]) is (kind == "plain")
     padding = served.scorer.renderer.tokenizer.pad_token
-    padded = stopped if padding is None else padding * 3 + stopped + padding * 2
-    for text in (stopped, padded):
-        got = served.client.post("/get_reward", json={"query": [text]})
-        assert got.json()["rewards"] == pytest.approx(served.scores[2:3], abs=CLOSE)
-        got = served.client.post(
-            "/slime",
-            json={"prompt": text[:30], "response": text[30:], "label": None},
-        )
-        assert got.json() == pytest.approx(served.scores[2], abs=CLOSE)
+    texts = [stopped]
+    if padding is not None:
+        texts.append(padding * 3 + stopped + padding * 2)
+    for text in texts:
+        response = served.client.post("/get_reward", json={"query": [text]})
+        assert response.json()["rewards"] == pytest.approx(served.scores[2:3], abs=CLOSE)
+        sample = {"prompt": text[:30], "response": text[30:], "label": None}
+        response = served.client.post("/slime", json=sample)
+        assert response.json() == pytest.approx(served.scores[2], abs=CLOSE)
+
+
+@pytest.mark.parametrize("kind", ["plain", "chatml", "bos_written"])
+def test_slimes_messages_have_the_end_of_turn_in_the_response(kind: str, shared: Any) -> None:
+    served = shared(kind)
     end = served.scorer.renderer.tokenizer.eos_token
-    messages = {"prompt": CHATS[2][:-1], "response": CHATS[2][-1]["content"] + end}
-    assert served.client.post("/slime", json=messages).json() == pytest.approx(
-        served.scores[2],
-        abs=CLOSE,
-    )
+    sample = {"prompt": CHATS[2][:-1], "response": CHATS[2][-1]["content"] + end}
+    response = served.client.post("/slime", json=sample)
+    assert response.json() == pytest.approx(served.scores[2], abs=CLOSE)
+
+
+@pytest.mark.parametrize("kind", ["plain", "chatml", "bos_written"])
+def test_a_text_that_was_cut_is_scored_as_it_is(kind: str, shared: Any) -> None:
+    served = shared(kind)
     unfinished = served.texts[2][:-20]
-    got = served.client.post("/get_reward", json={"query": [unfinished, stopped]})
-    want = served.scorer.score_prepared(served.scorer.prepare_texts([unfinished]))[0].score
-    assert got.json()["rewards"] == pytest.approx([want, served.scores[2]], abs=CLOSE)
+    stopped = served.texts[2].rstrip("\n")
+    response = served.client.post("/get_reward", json={"query": [unfinished, stopped]})
+    [want] = served.scorer.score_prepared(served.scorer.prepare_texts([unfinished]))
+    expected = [want.score, served.scores[2]]
+    assert response.json()["rewards"] == pytest.approx(expected, abs=CLOSE)
 
 
-def test_shaping_reads_the_completion_beside_the_prompt(serve: Any) -> None:
+@dataclass(frozen=True)
+class Shaped:
+    """A service with a length penalty, the generated texts with their prompts, and the rewards."""
+
+    served: Served
+    texts: list[str]
+    prompts: list[str]
+    rewards: list[float]
+
+
+@pytest.fixture
+def shaped(serve: Any) -> Shaped:
     penalty = {"length_penalty": {"coefficient": 0.5, "threshold": 5}}
     served = serve(shaper=Shaper(RewardShapingConfig.model_validate(penalty)))
     texts = [text.rstrip("\n") for text in served.texts]
-    prompts = [served.scorer.renderer.render(chat)[: text.index("assistant\n") + 10]
-               for chat, text in zip(CHATS, texts, strict=True)]  # fmt: skip
-    want = served.client.post("/v1/rewards", json={"conversations": CHATS}).json()["data"]
-    rewards = [row["reward"] for row in want]
+    prompts = []
+    for text in texts:
+        prompts.append(text[: text.index("assistant\n") + len("assistant\n")])
+    response = served.client.post("/v1/rewards", json={"conversations": CHATS})
+    rewards = [row["reward"] for row in response.json()["data"]]
     assert rewards != pytest.approx(served.scores, abs=0.1)
-    got = served.client.post("/get_reward", json={"query": texts, "prompts": prompts}).json()
-    assert got["rewards"] == pytest.approx(rewards, abs=CLOSE)
-    assert got["extra_logs"]["raw_score"] == pytest.approx(served.scores, abs=CLOSE)
-    for text, prompt, reward in zip(texts, prompts, rewards, strict=True):
-        body = {"prompt": prompt, "response": text.removeprefix(prompt)}
-        assert served.client.post("/slime", json=body).json() == pytest.approx(reward, abs=CLOSE)
+    return Shaped(served, texts, prompts, rewards)
+
+
+def test_shaping_reads_openrlhfs_completion_beside_the_prompt(shaped: Shaped) -> None:
+    body = {"query": shaped.texts, "prompts": shaped.prompts}
+    result = shaped.served.client.post("/get_reward", json=body).json()
+    assert result["rewards"] == pytest.approx(shaped.rewards, abs=CLOSE)
+    raw_scores = result["extra_logs"]["raw_score"]
+    assert raw_scores == pytest.approx(shaped.served.scores, abs=CLOSE)
+
+
+def test_shaping_reads_slimes_response(shaped: Shaped) -> None:
+    rows = zip(shaped.texts, shaped.prompts, shaped.rewards, strict=True)
+    for text, prompt, reward in rows:
+        sample = {"prompt": prompt, "response": text.removeprefix(prompt)}
+        response = shaped.served.client.post("/slime", json=sample)
+        assert response.json() == pytest.approx(reward, abs=CLOSE)
+
+
+def test_shaping_reads_the_last_message(shaped: Shaped) -> None:
+    response = shaped.served.client.post("/classify", json={"messages": CHATS[0]})
+    probs = response.json()["data"][0]["probs"]
+    assert probs == pytest.approx(shaped.rewards[:1], abs=CLOSE)
+
+
+def test_shaping_refuses_a_text_without_its_prompt(shaped: Shaped) -> None:
+    whole = shaped.served.texts
+    other_prompts = [shaped.prompts[0], "another prompt"]
     for route, body in (
-        ("/get_reward", {"query": texts}),
-        ("/get_reward", {"query": [texts[0], texts[1]], "prompts": [prompts[0], "another prompt"]}),
-        ("/classify", {"input": served.texts}),
-        ("/pooling", {"input": served.texts}),
-        ("/classify", {"text": served.texts}),
-        ("/v1/embeddings", {"input": served.texts}),
-        ("/predict", {"inputs": served.texts[0]}),
+        ("/get_reward", {"query": shaped.texts}),
+        ("/get_reward", {"query": shaped.texts[:2], "prompts": other_prompts}),
+        ("/classify", {"input": whole}),
+        ("/pooling", {"input": whole}),
+        ("/classify", {"text": whole}),
+        ("/v1/embeddings", {"input": whole}),
+        ("/predict", {"inputs": whole[0]}),
     ):
-        refused = served.client.post(route, json=body)
+        refused = shaped.served.client.post(route, json=body)
         assert refused.status_code == 422
         assert "send messages" in refused.text
         assert "prompts" in refused.text
-    messages = served.client.post("/classify", json={"messages": CHATS[0]}).json()
-    assert messages["data"][0]["probs"] == pytest.approx(rewards[:1], abs=CLOSE)
 
 
 @pytest.mark.parametrize("kind", KINDS)
