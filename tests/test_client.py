@@ -40,7 +40,10 @@ def scored(asked: Asked) -> Any:
     """A score is the number that the completion says, a reward twice that."""
     sent = asked.json
     ends = [one[-1]["content"] for one in sent["conversations"]]
-    rows = [row(i, float(end), reward=float(end) * (2 if sent["shaped"] else 1)) for i, end in enumerate(ends)]
+    rows = []
+    for i, end in enumerate(ends):
+        factor = 2 if sent["shaped"] else 1
+        rows.append(row(i, float(end), reward=factor * float(end)))
     return 200, {"data": rows, "model": "m"}
 
 

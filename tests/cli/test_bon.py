@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from messages import read_jsonl
@@ -52,16 +53,20 @@ def test_a_model_against_numbers_of_the_rows(
         "cpu",
     )
     assert ended.code == 0
-    found = json.loads((tmp_path / "out" / "bon.json").read_text(encoding="utf-8"))
-    scorer, rows = Scorer.load(model_folder, device="cpu"), read_jsonl(samples)
-    proxy = [[score.score for score in scorer.score_completions(row["prompt"], row["responses"])] for row in rows]
+    result = json.loads((tmp_path / "out" / "bon.json").read_text(encoding="utf-8"))
+    scorer = Scorer.load(model_folder, device="cpu")
+    rows = read_jsonl(samples)
+    proxy = []
+    for row in rows:
+        scores = scorer.score_completions(row["prompt"], row["responses"])
+        proxy.append([score.score for score in scores])
     expected = analyse(proxy, [row["gold_scores"] for row in rows])
-    assert found["n"] == [1, 2, 3, 4, 5]
+    assert result["n"] == [1, 2, 3, 4, 5]
     for name in ("gold", "proxy", "best"):
-        assert found["curves"][name]["mean"] == pytest.approx(expected.curves[name].mean, abs=1e-5)
-    assert found["sentence"] == expected.sentence
-    assert (found["proxy"], found["gold"]) == (model_folder.name, "gold_scores")
-    assert found["sentence"] in ended.out
+        assert result["curves"][name]["mean"] == pytest.approx(expected.curves[name].mean, abs=1e-5)
+    assert result["sentence"] == expected.sentence
+    assert (result["proxy"], result["gold"]) == (model_folder.name, "gold_scores")
+    assert result["sentence"] in ended.out
     assert "best gold" in ended.out
     assert "gold_scores" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
 
@@ -70,7 +75,9 @@ def test_a_rule_sees_the_other_columns(treeward: Command, samples: Path, tmp_pat
     gold = "{type: rules, rule: exact_match, extract: '[45]'}"
     words = ("bon", "--proxy", "n", "--gold", gold, "--data", samples, "--output", tmp_path)
     assert treeward(*words).code == 0
-    expected = [[float(text in ("4.", "4")) for text in row["responses"]] for row in read_jsonl(samples)]
+    expected = []
+    for row in read_jsonl(samples):
+        expected.append([float(text in ("4.", "4")) for text in row["responses"]])
     assert [row["scores"] for row in read_jsonl(tmp_path / "rules" / "examples.jsonl")] == expected
 
 
@@ -107,7 +114,8 @@ def test_what_has_no_score_is_counted_and_never_a_number(
     tmp_path: Path,
 ) -> None:
     too_long = "and so on " * 60
-    rows = [{"prompt": f"{i}?", "responses": ["4", "5", too_long], "gold_scores": [1, 0, None]} for i in range(3)]
+    three = {"responses": ["4", "5", too_long], "gold_scores": [1, 0, None]}
+    rows: list[dict[str, Any]] = [{"prompt": f"{i}?", **three} for i in range(3)]
     rows += [{"prompt": "1 + 1?", "responses": ["2", "3"], "gold_scores": [1, None]}]
     words = ("--data", write_rows("in.jsonl", rows), "--max-n", 2, "--output", tmp_path)
     ended = treeward("bon", "--proxy", model_folder, *words)

@@ -37,15 +37,15 @@ def test_from_a_file_to_the_report(
     write_rows: Write,
     tmp_path: Path,
 ) -> None:
-    data, output = write_rows("held_out.jsonl", ROWS), tmp_path / "eval"
+    data = write_rows("held_out.jsonl", ROWS)
+    output = tmp_path / "eval"
     words = ("eval", model_folder, "--data", data, "--output", output, "--perturbations", 5)
     ended = treeward(*words)
     assert ended.code == 0
     assert all(text in ended.out for text in ("held_out", "length-controlled", "report.html"))
-    assert re.search(
-        r"on held_out: accuracy .*% \(.* to .*\); (better than|worse than|.* cannot tell it from) chance",
-        ended.out,
-    )
+    accuracy = r"on held_out: accuracy .*% \(.* to .*\)"
+    verdict = "(better than|worse than|.* cannot tell it from) chance"
+    assert re.search(f"{accuracy}; {verdict}", ended.out)
     (file,) = output.glob("*/held_out/examples.jsonl")
     rows = read_jsonl(file)
     scorer = Scorer.load(model_folder, device="cpu")
@@ -126,10 +126,13 @@ def test_a_judge_is_evaluated_like_a_model_with_its_cost_and_position_bias(
 ) -> None:
     def answer(request: dict[str, Any]) -> Any:
         first, _ = places(request)
-        says = "[[A]]" if first.startswith("It is") or "11 + 1" in request["messages"][1]["content"] else "[[B]]"
+        # By what it says; of one question by its place, which is a tie.
+        is_tie = "11 + 1" in request["messages"][1]["content"]
+        says = "[[A]]" if first.startswith("It is") or is_tie else "[[B]]"
         return 200, completion(says) | {"usage": {"prompt_tokens": 50, "completion_tokens": 4}}
 
-    data, output = write_rows("held_out.jsonl", ROWS), tmp_path / "eval"
+    data = write_rows("held_out.jsonl", ROWS)
+    output = tmp_path / "eval"
     endpoint = FakeJudge(answer)
     section = {
         "type": "judge",
@@ -147,9 +150,8 @@ def test_a_judge_is_evaluated_like_a_model_with_its_cost_and_position_bias(
     assert bias in printed
     found = {one["model"]: one for one in results_of(output)}
     own = found.pop("judge-pairwise-m")
-    assert own["headline"]["value"] == pytest.approx(
-        29 / 30,
-    )  # of "11 + 1" it prefers a place: a tie
+    # The tie counts as wrong.
+    assert own["headline"]["value"] == pytest.approx(29 / 30)
     usage = own["details"]["usage"]
     assert usage["num_requests"] == 60
     assert usage["seconds"] > 0

@@ -83,15 +83,19 @@ def test_both_are_laid_over_a_configuration(first_run: Callable[..., Ended]) -> 
         "rm.max_num_steps=1",
     )
     assert ended.code == 0, ended.err
-    assert "policy.optimizer.kwargs.lr=1.0e-04 " in ended.out, "that of small.yaml is for a model from scratch"
+    # That of small.yaml is for a model from scratch.
+    assert "policy.optimizer.kwargs.lr=1.0e-04 " in ended.out
     assert "batch_size" not in ended.out, "it is that of small.yaml"
 
 
-def test_what_is_missing_is_named(treeward: Command) -> None:
-    for words in ([], ["--model", "a/model"], ["--data", "pairs.csv"]):
-        ended = treeward("train", *words)
-        assert ended.code == 2
-        assert "--model MODEL with --data FILE, or --config FILE" in ended.err
+@pytest.mark.parametrize("words", [[], ["--model", "a/model"], ["--data", "pairs.csv"]])
+def test_what_is_missing_is_named(words: list[str], treeward: Command) -> None:
+    ended = treeward("train", *words)
+    assert ended.code == 2
+    assert "--model MODEL with --data FILE, or --config FILE" in ended.err
+
+
+def test_validation_data_without_data_is_a_mistake(treeward: Command) -> None:
     ended = treeward("train", "--config", "rm", "--validation", "val.jsonl")
     assert ended.code == 2
     assert "--validation belongs to --data" in ended.err

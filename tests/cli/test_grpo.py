@@ -27,14 +27,17 @@ def test_a_run_ends_with_its_results_and_where_they_are(
     grpo: Callable[..., Ended],
     tmp_path: Path,
 ) -> None:
-    ended, folder = grpo(), tmp_path / "the checkpoints"
+    ended = grpo()
+    folder = tmp_path / "the checkpoints"
     assert ended.code == 0
-    assert f"The policy of step 2 of 2 is in '{folder / 'final'}'\n" in ended.out  # quoted as a shell needs it
+    # In quotes, as a shell needs it.
+    assert f"The policy of step 2 of 2 is in '{folder / 'final'}'\n" in ended.out
     assert f"The report of the run:  '{folder / 'report.html'}'" in ended.out
     assert re.search(r"^ +validation/reward +[\d.]{5,6}$", ended.out, re.MULTILINE)
     assert "validation after step 1: reward" in ended.err
     assert "2 of 2 steps" in ended.err
-    again = grpo()  # it is done
+    # The run is done, so it only tells.
+    again = grpo()
     assert again.code == 0
     assert "The policy of step 2 of 2" in again.out
     assert "All 2 steps are done" in again.err

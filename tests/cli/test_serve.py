@@ -28,66 +28,68 @@ def config_of(treeward: Command, monkeypatch: pytest.MonkeyPatch) -> Callable[..
 
 
 def test_words_are_models_and_settings(config_of: Callable[..., ServerConfig]) -> None:
-    config = config_of(
-        "x/a/final",
-        "--port",
-        "0",
-        "org/b",
-        "--host",
-        "0.0.0.0",
-        "max_queued=5",
-        "token_env=TOKEN",
-    )
+    options = ["--port", "0", "--host", "0.0.0.0"]
+    config = config_of("x/a/final", *options, "org/b", "max_queued=5", "token_env=TOKEN")
     assert [model.served_name for model in config.models] == ["a", "org/b"]
-    assert (config.host, config.port, config.max_queued, config.token_env) == (
-        "0.0.0.0",
-        0,
-        5,
-        "TOKEN",
-    )
-    words = [
-        "a",
-        "{models: b, shaping: {preference_score: true}}",
-        "--dtype",
-        "bfloat16",
-        "--device",
-        "cpu",
-    ]
-    plain, shaped = config_of(*words, "--unchecked", "--trust-remote-code").models
+    assert config.host == "0.0.0.0"
+    assert config.port == 0
+    assert config.max_queued == 5
+    assert config.token_env == "TOKEN"
+
+
+def test_options_of_models_are_for_all_models(config_of: Callable[..., ServerConfig]) -> None:
+    section = "{models: b, shaping: {preference_score: true}}"
+    options = ["--dtype", "bfloat16", "--device", "cpu", "--unchecked", "--trust-remote-code"]
+    plain, shaped = config_of("a", section, *options).models
     assert plain.shaping is None
     assert shaped.shaping is not None
     assert shaped.shaping.preference_score
     for model in (plain, shaped):
-        assert (model.dtype, model.device) == ("bfloat16", "cpu")
+        assert model.dtype == "bfloat16"
+        assert model.device == "cpu"
         assert model.trust_remote_code
         assert not model.check_contract
-    config = config_of(
-        "a",
-        "--max-length",
-        "64",
-        "--truncation",
-        "truncate_left",
-        "--batch-tokens",
-        "512",
-    )
-    assert (config.models[0].max_length, config.models[0].truncation) == (64, "truncate_left")
+
+
+def test_lengths_and_batches_are_options(config_of: Callable[..., ServerConfig]) -> None:
+    options = ["--max-length", "64", "--truncation", "truncate_left", "--batch-tokens", "512"]
+    config = config_of("a", *options)
+    assert config.models[0].max_length == 64
+    assert config.models[0].truncation == "truncate_left"
     assert config.batch_tokens == 512
+
+
+def test_a_section_may_be_an_ensemble(config_of: Callable[..., ServerConfig]) -> None:
     [model] = config_of("{models: [a, b], ensemble: worst}").models
     assert model.models == ("a", "b")
     assert model.ensemble is not None
 
 
-def test_a_file_and_the_command_line(
-    treeward: Command,
-    config_of: Callable[..., ServerConfig],
-    tmp_path: Path,
-) -> None:
+@pytest.fixture
+def server_file(tmp_path: Path) -> Path:
+    """A configuration of one model."""
     file = tmp_path / "server.yaml"
     file.write_text("models: [{model: a, name: first}]\nport: 7000\nmax_queued: 3\n")
-    config = config_of("--config", file, "--port", "7001", "max_queued=4")
-    assert (config.models[0].served_name, config.port, config.max_queued) == ("first", 7001, 4)
-    assert config_of("--config", file, "b").models[0].served_name == "b"
-    assert "need a model on the command line" in treeward("serve", "--config", file, "--unchecked").err
+    return file
+
+
+def test_the_command_line_goes_before_the_file(
+    config_of: Callable[..., ServerConfig],
+    server_file: Path,
+) -> None:
+    config = config_of("--config", server_file, "--port", "7001", "max_queued=4")
+    assert config.models[0].served_name == "first"
+    assert config.port == 7001
+    assert config.max_queued == 4
+    assert config_of("--config", server_file, "b").models[0].served_name == "b"
+
+
+def test_options_of_models_are_not_for_those_of_a_file(
+    treeward: Command,
+    server_file: Path,
+) -> None:
+    ended = treeward("serve", "--config", server_file, "--unchecked")
+    assert "need a model on the command line" in ended.err
 
 
 @pytest.mark.parametrize(
@@ -116,7 +118,8 @@ def test_what_is_told_before_anything_is_loaded(
 
 
 def test_a_model_that_does_not_keep_its_contract(treeward: Command, own_model: Path) -> None:
-    weights = {name: tensor * 1.01 for name, tensor in load_file(own_model / "model.safetensors").items()}
+    weights = load_file(own_model / "model.safetensors")
+    weights = {name: tensor * 1.01 for name, tensor in weights.items()}
     save_file(weights, own_model / "model.safetensors", metadata={"format": "pt"})
     ended = treeward("serve", own_model, "--port", 0)
     assert ended.code == 2

@@ -23,7 +23,10 @@ def samples(write_rows: Callable[..., Path]) -> Path:
     rows = []
     for i in range(300):
         texts = ["4", "four" * (i % 9 + 1)]
-        completions = [{"rank": rank, "completion": [{"role": "assistant", "content": texts[rank]}]} for rank in (0, 1)]
+        completions = []
+        for rank, text in enumerate(texts):
+            completion = [{"role": "assistant", "content": text}]
+            completions.append({"rank": rank, "completion": completion})
         row = {"context": [{"role": "user", "content": f"{i} + 2?"}], "completions": completions}
         rows.append(row)
     return write_rows("samples.jsonl", rows)
@@ -55,12 +58,19 @@ def files_of(folder: Path) -> dict[str, bytes]:
     ],
 )
 def test_a_signal_keeps_what_is_scored_and_says_how_to_go_on(
-    verb: str, number: signal.Signals, treeward: Command, model_folder: Path, samples: Path, tmp_path: Path,
+    verb: str,
+    number: signal.Signals,
+    treeward: Command,
+    model_folder: Path,
+    samples: Path,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    undisturbed, folder = tmp_path / "undisturbed", tmp_path / "disturbed"
+) -> None:
+    undisturbed = tmp_path / "undisturbed"
+    folder = tmp_path / "disturbed"
     assert treeward(*words_of(verb, model_folder, samples, undisturbed)).code == 0
-    whole, num_calls = Scorer.score, 0
+    whole = Scorer.score
+    num_calls = 0
 
     def signalled(self: Scorer, *arguments: Any, **options: Any) -> Any:
         nonlocal num_calls

@@ -41,11 +41,13 @@ def test_a_run_ends_with_its_results_and_what_to_do_next(
     assert "\nheld_out: accuracy " in ended.out
     assert "chance, 50%; the loss, " in ended.out
     assert f"The model of step 2 of 2 is in {tmp_path / 'checkpoints' / 'final'}" in ended.out
-    assert "trained on conversations of at most 512 tokens; longer ones are scored with a warning" in ended.out
+    limit = "trained on conversations of at most 512 tokens"
+    assert f"{limit}; longer ones are scored with a warning" in ended.out
     rows = write_jsonl(tmp_path / "rows.jsonl", {"prompt": "2 + 2?", "responses": ["4", "5"]})
     advice = ended.out.partition("Score with it:")[2].partition("\n")[0].split()
     monkeypatch.chdir(tmp_path)
-    assert treeward(*(rows if word == "FILE.jsonl" else word for word in advice[1:])).code == 0
+    words = [rows if word == "FILE.jsonl" else word for word in advice[1:]]
+    assert treeward(*words).code == 0
     assert len(json.loads((tmp_path / "scores.jsonl").read_text())["scores"]) == 2
 
 
@@ -119,11 +121,12 @@ def test_what_ctrl_c_has_saved_is_told(
     message: str,
 ) -> None:
     step = RewardModelRun.step
-    monkeypatch.setattr(
-        RewardModelRun,
-        "step",
-        lambda *at: (signal.raise_signal(signal.SIGINT), step(*at))[1],
-    )
+
+    def interrupted_step(*at: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return step(*at)
+
+    monkeypatch.setattr(RewardModelRun, "step", interrupted_step)
     ended = train(*options)
     assert ended.code == 130
     assert "Stopped after step 1 of 2 (SIGINT)." in ended.err

@@ -35,71 +35,105 @@ def labelled(own_model: Path) -> Path:
     return own_model
 
 
-def test_several_labels_need_weights(labelled: Path, model_folder: Path, treeward: Command) -> None:
+@pytest.fixture
+def write(labelled: Path, treeward: Command) -> Callable[..., str]:
+    """`treeward verify --write` of the folder: what it says, with this exit code."""
+
     def write(*words: str, code: int = 0) -> str:
         ended = treeward("verify", labelled, "--write", *words)
         assert ended.code == code
         return ended.err
 
-    assert "--head-weights NAME=1" in write(code=2)  # never quietly a wrong head
+    return write
+
+
+def test_several_labels_need_weights(labelled: Path, write: Callable[..., str]) -> None:
+    assert "--head-weights NAME=1" in write(code=2), "never quietly a wrong head"
     assert "each name once" in write("--head-weights", "helpful=1,helpful=2", code=2)
     assert not (labelled / CONTRACT_FILE).exists()
-    shutil.copy(model_folder / CONTRACT_FILE, labelled)  # of one head
+
+
+def test_a_contract_of_one_head_does_not_say_the_weights_of_two(
+    labelled: Path,
+    model_folder: Path,
+    write: Callable[..., str],
+) -> None:
+    shutil.copy(model_folder / CONTRACT_FILE, labelled)
     assert "helpful, brief" in write("--force", code=2)
-    (labelled / CONTRACT_FILE).unlink()
+
+
+def test_golden_scores_are_of_the_weighted_heads(
+    labelled: Path,
+    write: Callable[..., str],
+) -> None:
     write("--head-weights", "brief=0.25, helpful=1")
     contract = contract_of(labelled)
-    assert [(head.name, head.weight) for head in contract.heads] == [
-        ("helpful", 1.0),
-        ("brief", 0.25),
-    ]
+    heads = [(head.name, head.weight) for head in contract.heads]
+    assert heads == [("helpful", 1.0), ("brief", 0.25)]
     for example in contract.golden:
         assert example.score == pytest.approx(example.heads[0] + 0.25 * example.heads[1])
+
+
+def test_weights_are_kept_unless_others_are_given(
+    labelled: Path,
+    write: Callable[..., str],
+) -> None:
+    write("--head-weights", "brief=0.25, helpful=1")
+    contract = contract_of(labelled)
     write("--force")
-    assert contract_of(labelled) == contract, "what it says is kept, unless other weights are given"
+    assert contract_of(labelled) == contract
     write("--force", "--head-weights=helpful=-1,brief=2")
     assert [head.weight for head in contract_of(labelled).heads] == [-1.0, 2.0]
 
 
-def test_heads_are_weighted_on_the_command_line(
+@pytest.fixture
+def one_comparison(write_rows: Callable[..., Path]) -> Path:
+    row = {"prompt": "2 + 2?", "chosen": "4.", "rejected": "It is 5."}
+    return write_rows("rows.jsonl", [row])
+
+
+def test_a_model_of_several_heads_is_not_scored_without_weights(
     labelled: Path,
-    tmp_path: Path,
-    write_rows: Callable[..., Path],
+    one_comparison: Path,
     treeward: Command,
 ) -> None:
-    data = (
-        "--data",
-        write_rows("rows.jsonl", [{"prompt": "2 + 2?", "chosen": "4.", "rejected": "It is 5."}]),
-    )
-    ended = treeward("score", labelled, *data)
+    ended = treeward("score", labelled, "--data", one_comparison)
     assert ended.code == 2
     assert f"{labelled}: the model has several heads" in ended.err
     assert "--head-weights helpful=1,brief=1" in ended.err
 
-    def scores(weights: str) -> list[float]:
-        return list(
-            json.loads(treeward("score", labelled, *data, "--head-weights", weights).out)["scores"],
-        )
 
-    helpful, brief, both = (np.array(scores(weights)) for weights in ("helpful=1", "0,1", "brief=2, helpful=-1"))
+def test_heads_are_weighted_on_the_command_line(
+    labelled: Path,
+    one_comparison: Path,
+    treeward: Command,
+) -> None:
+    def scores(weights: str) -> np.ndarray:
+        words = ("score", labelled, "--data", one_comparison, "--head-weights", weights)
+        return np.array(json.loads(treeward(*words).out)["scores"])
+
+    helpful = scores("helpful=1")
+    brief = scores("0,1")
+    both = scores("brief=2, helpful=-1")
     assert both == pytest.approx(2 * brief - helpful, abs=1e-5)
     assert not np.allclose(helpful, brief)
-    assert (
-        treeward(
-            "eval",
-            labelled,
-            *data,
-            "--output",
-            tmp_path / "eval",
-            "--head-weights",
-            "1,0.5",
-        ).code
-        == 0
-    )
+
+
+def test_the_report_says_the_weights(
+    labelled: Path,
+    one_comparison: Path,
+    tmp_path: Path,
+    treeward: Command,
+) -> None:
+    words = ("eval", labelled, "--data", one_comparison, "--output", tmp_path / "eval")
+    assert treeward(*words, "--head-weights", "1,0.5").code == 0
     assert "head_weights" in (tmp_path / "eval" / "report.html").read_text(encoding="utf-8")
-    for bad in ("1,x", "1,nan"):
-        ended = treeward("serve", labelled, "--head-weights", bad)
-        assert "--head-weights: the weights of the heads cannot be read" in ended.err
+
+
+@pytest.mark.parametrize("weights", ["1,x", "1,nan"])
+def test_weights_that_cannot_be_read(weights: str, labelled: Path, treeward: Command) -> None:
+    ended = treeward("serve", labelled, "--head-weights", weights)
+    assert "--head-weights: the weights of the heads cannot be read" in ended.err
 
 
 def test_constants_of_a_contract_are_not_those_of_other_weights_of_heads(
@@ -107,49 +141,57 @@ def test_constants_of_a_contract_are_not_those_of_other_weights_of_heads(
     write_rows: Callable[..., Path],
     treeward: Command,
 ) -> None:
-    rows = [{"prompt": f"{i} + 2?", "chosen": f"{i + 2}.", "rejected": "It is 50."} for i in range(20)]
+    rows = []
+    for i in range(20):
+        rows.append({"prompt": f"{i} + 2?", "chosen": f"{i + 2}.", "rejected": "It is 50."})
     data = ("--data", write_rows("rows.jsonl", rows))
     shaped = ("score", f"{{models: {labelled}, shaping: {{normalize_rewards: true}}}}", *data)
     ensemble = ("score", f"{{models: [{labelled}, {labelled}], ensemble: mean}}", *data)
-    for words in (
-        ("verify", labelled, "--write", "--head-weights", "1,1"),
-        ("calibrate", labelled, *data),
-        *(shaped, ensemble),
-    ):
+    calibrate = ("calibrate", labelled, *data)
+    sign = ("verify", labelled, "--write", "--head-weights", "1,1")
+    for words in (sign, calibrate, shaped, ensemble):
         assert treeward(*words).code == 0
-    for words in (shaped, ("calibrate", labelled, *data), ensemble):
+    for words in (shaped, calibrate, ensemble):
         ended = treeward(*words, "--head-weights", "0,1")
         assert ended.code == 2
-        assert re.search(
-            "needs a mean|weights of heads|0 of 2 models",
-            ended.err,
-        )
+        assert re.search("needs a mean|weights of heads|0 of 2 models", ended.err)
 
 
-def test_json_and_nothing_to_compare(own_model: Path, treeward: Command) -> None:
+PARTS = [
+    "contract",
+    "files",
+    "template",
+    "tokens",
+    "read position",
+    "precision",
+    "activation",
+    "weights",
+]
+
+
+def test_json_has_every_part_and_the_largest_difference(own_model: Path, treeward: Command) -> None:
     ended = treeward("verify", own_model, "--json")
-    result = json.loads(ended.out)
     assert ended.code == 0
+    result = json.loads(ended.out)
     assert result["equal"] is True
     assert result["first_difference"] is None
-    parts = [
-        "contract",
-        "files",
-        "template",
-        "tokens",
-        "read position",
-        "precision",
-        "activation",
-        "weights",
-    ]
-    assert [check["part"] for check in result["checks"]] == parts
+    assert [check["part"] for check in result["checks"]] == PARTS
     assert result["num_scores"] == 8
     assert result["largest_difference"] <= result["tolerance"]
+
+
+def test_bfloat16_has_a_tolerance_of_its_own(own_model: Path, treeward: Command) -> None:
     assert treeward("verify", own_model, "--dtype", "bfloat16").code == 0
+
+
+def test_a_difference_is_exit_code_1(own_model: Path, treeward: Command) -> None:
     damage(own_model)
     ended = treeward("verify", own_model, "--json")
     assert ended.code == 1
     assert json.loads(ended.out)["first_difference"] == "template"
+
+
+def test_nothing_to_compare_is_exit_code_2(own_model: Path, treeward: Command) -> None:
     (own_model / CONTRACT_FILE).unlink()
     ended = treeward("verify", own_model)
     assert ended.code == 2
@@ -173,7 +215,8 @@ def test_another_readme_is_told_and_harmless(own_model: Path, treeward: Command)
     assert "README.md is not the one that was signed, which no score depends on" in files["summary"]
     assert treeward("verify", own_model, "--write", "--force").code == 0
     assert contract_of(own_model).readme_sha256 != before.readme_sha256
-    assert contract_of(own_model).scores_sha256 == before.scores_sha256, "rows that were kept stay usable"
+    # Rows that were kept stay usable.
+    assert contract_of(own_model).scores_sha256 == before.scores_sha256
 
 
 def test_a_contract_is_not_replaced_by_accident(own_model: Path, treeward: Command) -> None:
@@ -186,7 +229,8 @@ def test_a_contract_is_not_replaced_by_accident(own_model: Path, treeward: Comma
     for words in (["--force"], ["--write", "--force", "--head-weights", "x"]):
         assert treeward("verify", own_model, *words).code == 2
     assert (own_model / CONTRACT_FILE).read_bytes() == before
-    assert treeward("verify", own_model, "--write", "--force").code == 0  # the template is as it should be, then
+    # What the folder holds is what should be, then.
+    assert treeward("verify", own_model, "--write", "--force").code == 0
     assert (own_model / CONTRACT_FILE).read_bytes() != before
 
 

@@ -33,7 +33,8 @@ from treeward.model.loading import build_reward_model
 from treeward.model.reward_model import RewardModel
 from treeward.scoring.golden import sign_exported
 
-OTHER_TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+OTHER_TURN = "{{ m['role'] + ': ' + m['content'] + '<|im_end|>\n' }}"
+OTHER_TEMPLATE = f"{{% for m in messages %}}{OTHER_TURN}{{% endfor %}}"
 FIELDS = {"model_type": "llama", **SIZES}
 
 Rows = list[list[int]]
@@ -84,8 +85,10 @@ class Mistaken:
 
     def __call__(self, asked: Asked) -> Any:
         ids = self._ids(asked.json)
-        scores = map(self.activation, self._scores(ids))
-        rows = [{"index": i, "label": "LABEL_0", "probs": [x], "num_classes": 1} for i, x in enumerate(scores)]
+        rows = []
+        for i, score in enumerate(self._scores(ids)):
+            probs = [self.activation(score)]
+            rows.append({"index": i, "label": "LABEL_0", "probs": probs, "num_classes": 1})
         total = sum(map(len, ids))
         return 200, {
             "object": "list",
@@ -110,7 +113,8 @@ class Mistaken:
     def _scores(self, rows: Rows) -> list[float]:
         model = self.model or self.served.model
         if self.pads and len(rows) > 1:
-            pad, longest = self.served.renderer.tokenizer.pad_token_id, max(map(len, rows))
+            pad = self.served.renderer.tokenizer.pad_token_id
+            longest = max(map(len, rows))
             rows = [[*row, *[pad] * (longest - len(row))] for row in rows]
         return [values[0] for values in model.score_tokens(rows).tolist()]
 
@@ -254,18 +258,23 @@ def test_heads_by_the_labels_of_a_server(served: Served, serve: Any, tmp_path: P
         HeadContract(name="verbosity", weight=0.0),
     ]
     write_contract(contract.model_copy(update={"heads": heads}), folder)
-    by_text = {served.renderer.render(example.messages): example.score for example in contract.golden}
+    by_text = {}
+    for example in contract.golden:
+        by_text[served.renderer.render(example.messages)] = example.score
 
-    def answer(asked: Asked) -> Any:  # by score, as TEI gives them
-        scores = [by_text[text] for [text] in asked.json["inputs"]]
-        return 200, [[{"score": 100.0, "label": "LABEL_1"}, {"score": score, "label": "LABEL_0"}] for score in scores]
+    def answer(asked: Asked) -> Any:
+        rows = []
+        for [text] in asked.json["inputs"]:
+            # By score, as TEI gives them.
+            first = {"score": 100.0, "label": "LABEL_1"}
+            rows.append([first, {"score": by_text[text], "label": "LABEL_0"}])
+        return 200, rows
 
     result = verify_server(folder, serve(answer).url, dialect="tei")
     assert result.equal, result.first_difference
 
 
-def test_our_server_says_whose_contract_it_keeps(
-    served: Served,
+def test_another_models_server_is_told_by_its_contract(
     our_server: str,
     model_folder: Path,
     treeward: Command,
@@ -273,12 +282,26 @@ def test_our_server_says_whose_contract_it_keeps(
     ended = treeward("verify", model_folder, "--against", our_server)
     assert ended.code == 1
     assert "the contract: the server's model has another scoring contract\n" in ended.out
-    own = ("verify", served.folder, "--against", our_server)
-    ended = treeward(*own)
+
+
+def test_our_server_says_whose_contract_it_keeps(
+    served: Served,
+    our_server: str,
+    treeward: Command,
+) -> None:
+    ended = treeward("verify", served.folder, "--against", our_server)
     assert ended.code == 0
     assert "as the server says" in ended.out
-    assert treeward(*own, "--model", "shaped").code == 0  # raw scores are asked for
-    ended = treeward(*own, "--model", "shaped", "--dialect", "vllm")
+
+
+def test_scores_are_raw_where_the_dialect_can_ask_for_it(
+    served: Served,
+    our_server: str,
+    treeward: Command,
+) -> None:
+    words = ("verify", served.folder, "--against", our_server, "--model", "shaped")
+    assert treeward(*words).code == 0
+    ended = treeward(*words, "--dialect", "vllm")
     assert ended.code == 1
     assert "scaled and shifted: 0.5 x score -0.5" in ended.out
 
