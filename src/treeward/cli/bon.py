@@ -8,9 +8,9 @@ examples:
   treeward bon --proxy "{models: [A, B], ensemble: worst}" --gold OTHER --data samples.jsonl
 
 Rows hold `prompt` (or as docs/data.md has it) or `messages`, with N samples as `responses`
-or `completions`. A proxy and a gold are each a reward model, a column of the rows with a
-list of numbers, one for each sample, or an environment as {type: ..., ...}.
-With --output an interrupted run goes on where it stopped.
+or `completions`. Proxy and gold are each one of three: a reward model; a column of the
+rows with a number for each sample; an environment, as {type: ..., ...}.
+With --output the same command resumes.
 """
 
 from __future__ import annotations

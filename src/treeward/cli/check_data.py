@@ -7,8 +7,8 @@ examples:
       --benchmark rewardbench=downloads/rewardbench
   treeward check-data --config run.yaml --out results/data
 
-Findings come with the number, why it matters and what to do, the gravest first. The exit
-code is 1 where rows are broken, or where `train` would keep no comparison. --out keeps every
+A finding has its number, why it matters and what to do; the gravest comes first. The exit
+code is 1 if rows are broken, or if `train` would keep no comparison. --out keeps every
 number and the rows concerned.
 """
 
@@ -66,15 +66,15 @@ def run(
     data_option: DataOptions = None,
     validation: Annotated[
         _Files,
-        typer.Option(metavar="FILE", help="Validation data, whose examples are looked for."),
+        typer.Option(metavar="FILE", help="Validation data to look for in the data."),
     ] = None,
     benchmark: Annotated[
         _Files,
-        typer.Option(metavar="NAME[=FOLDER]|FILE", help="The same for a suite of eval."),
+        typer.Option(metavar="NAME[=FOLDER]|FILE", help="A suite of eval to look for in the data."),
     ] = None,
     tokenizer: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Tokenizer that counts; default: one of its own."),
+        typer.Option(metavar="NAME", help="Tokenizer of the counts; default: trained on the data."),
     ] = None,
     out: Annotated[
         str | None,

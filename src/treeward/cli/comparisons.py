@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 DatasetName = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Format of the data; default: seen in them."),
+    typer.Option(metavar="NAME", help="Format of the data; default: detected."),
 ]
 Split = Annotated[str | None, typer.Option(help="Split of the data.")]
 DataOptions = Annotated[

@@ -12,8 +12,8 @@ examples:
       "{type: judge, base_url: http://localhost:8000/v1, model: qwen, mode: pairwise}"
 
 Suites: rewardbench, rewardbench2, rmbench, judgebench, llmbar, from the hub or a copy.
-A judge is an environment (docs/environments.md); what it used is told below the table.
-An example without a score counts as wrong, and the exit code is 1.
+A judge is an environment (docs/environments.md); its requests and tokens stand below the
+table. An example without a score counts as wrong, and the exit code is 1.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ examples:
       --data-option chosen_key=gut --data-option rejected_key=schlecht
   treeward score MODEL --data conversations.jsonl --output scores.jsonl --workers 8
 
-Rows hold `messages`, or a `context` or `prompt` with completions. Each is written as it
-is, in order, with its `score` or `scores`. The same command goes on where it stopped.
+Rows hold `messages`, or a `context` or `prompt` with completions. Each row is written
+unchanged, in order, with its `score` or `scores`. The same command resumes.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ examples:
   treeward verify results/quickstart/final --against http://gpu7:8001 --dialect vllm \
       --dtype bfloat16
 
-The exit code is 0 where everything is equal, 1 where something differs (the first part
-that does is the cause), 2 where there is nothing to compare. With --against, --dtype is
-the number format of the server.
+The exit code is 0 if everything is equal, 1 if something differs, 2 if there is nothing
+to compare. The first part that differs is the cause. With --against, --dtype is the
+number format of the server.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ def run(
     ] = None,
     served_model: Annotated[
         str | None,
-        typer.Option("--model", help="The server's name of the model; default: its first."),
+        typer.Option("--model", help="The server's name for the model; default: its first."),
     ] = None,
     send: Annotated[
         Form | None,
-        typer.Option(help="What it receives; bare: text without BOS, CLS and SEP."),
+        typer.Option(help="What the server receives; bare: text without BOS, CLS and SEP."),
     ] = None,
     token_env: Annotated[
         str | None,
