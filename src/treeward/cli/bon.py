@@ -68,6 +68,7 @@ def run(
     # Before hours of scoring.
     folder = output_folder(output)
 
+    # Imports that take seconds come after the checks of the options.
     from treeward.data.sources import read_rows
     from treeward.evaluation.best_of_n.analysis import analyse
     from treeward.evaluation.best_of_n.bon_page import LEGEND, table, write
@@ -82,6 +83,7 @@ def run(
     fields = list(samples[0].fields)
     scores: dict[str, Sequence[Sequence[float | None]]] = {}
     candidates: dict[str, Candidate] = {}
+    # What a report calls them.
     names: dict[str, str] = {}
     for role, text in {"gold": gold, "proxy": proxy}.items():
         if text in fields:

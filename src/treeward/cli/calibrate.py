@@ -71,6 +71,7 @@ def run(
         logger.warning("On data that the model was trained on the temperature is too low.")
         logger.warning("A split `train` may be such data.")
 
+    # Imports that take seconds come after the checks of the options.
     from treeward.data.datasets import open_dataset
     from treeward.model.contract import read_contract, write_contract
     from treeward.scoring.calibration import calibrate

@@ -87,6 +87,7 @@ def run(
         need = "FILES, --dataset-name or --config"
         raise ConfigError("there is nothing to check", where="FILES", need=need)
 
+    # Imports that take seconds come after the checks of the options.
     from treeward.evaluation.data_check.check import check_data, open_sets, write_check
 
     def configured(path: str | None) -> DatasetConfig:
@@ -189,6 +190,7 @@ def _benchmark(text: str) -> Sequence[Preference]:
 
 
 def _tell(checked: DataCheck) -> None:
+    """Write the numbers, the broken rows and the findings."""
     from treeward.evaluation.data_check.check import summary_rows
 
     columns = [

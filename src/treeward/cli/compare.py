@@ -48,6 +48,7 @@ def run(
             need="evaluations of two models",
         )
 
+    # Imports that take seconds come after the checks of the options.
     from treeward.evaluation.comparison import compare, read_evaluation
 
     comparison = compare(read_evaluation(first), read_evaluation(second))
@@ -71,6 +72,7 @@ def run(
 
 
 def _table(comparison: ModelComparison) -> str:
+    """The accuracies of both, overall and of each set, with their difference."""
     a, b = comparison.names
     columns = [
         Column("name", "set"),

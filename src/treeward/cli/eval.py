@@ -117,6 +117,7 @@ def run(
     # Before suites are read: errors of a model come first.
     candidates = [candidate(section, "MODEL", options) for section in sections]
 
+    # Imports that take seconds come after the checks of the options.
     from treeward.evaluation.session import run_evaluation
 
     with ShownProgress() as progress:

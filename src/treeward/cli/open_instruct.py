@@ -115,7 +115,12 @@ def overrides(words: Sequence[str]) -> list[str]:
         if has_value:
             options[name].append(value)
         # Values follow up to the next option, as in a list of data sets.
-        while not has_value and position < len(words) and not _begins_another(words[position]):
+        while not has_value and position < len(words):
+            key, equals, _ = words[position].partition("=")
+            # An override of treeward has a dot before its equals sign; a value may be a=b.
+            is_override = bool(equals) and "." in key
+            if is_override or key.startswith("--"):
+                break
             options[name].append(words[position])
             position += 1
     for name in sorted(options.keys() & _UNREAD):
@@ -140,15 +145,8 @@ def overrides(words: Sequence[str]) -> list[str]:
     return [*kept, *_translated(options)]
 
 
-def _begins_another(word: str) -> bool:
-    """Whether a word is an option or an override of treeward, which has a dot before its equals
-    sign.
-    """
-    key, equals, _ = word.partition("=")
-    return word.startswith("--") or (bool(equals) and "." in key)
-
-
 def _translated(options: Mapping[str, list[str]]) -> list[str]:
+    """Overrides of `treeward train` that mean the same as these options."""
     words = []
     for name, key in _KEYS.items():
         if name in options:

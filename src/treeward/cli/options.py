@@ -123,6 +123,7 @@ Truncation = Literal["drop", "truncate_left", "error"]
 class ModelOptions:
     """How reward models are loaded and score; the options of `with_model_options`."""
 
+    # None: what the model's section, its contract or the default says.
     batch_tokens: Annotated[
         int | None,
         typer.Option(min=1, help="Tokens in one forward pass."),

@@ -220,6 +220,7 @@ def _write(
 
 
 def _rows(data: str, columns: DatasetConfig) -> Iterator[Row]:
+    """The rows of a file, or of standard input."""
     from treeward.data.sources import read_jsonl_stream, read_rows
 
     if data == "-":

@@ -176,6 +176,7 @@ def _with_choices(
 
 
 def _tell_choices(choices: Sequence[Choice]) -> None:
+    """Write what was chosen, as overrides that may be changed."""
     # Of the processes of torchrun the first tells.
     if os.environ.get("RANK", "0") != "0":
         return
@@ -188,6 +189,7 @@ def _tell_choices(choices: Sequence[Choice]) -> None:
 
 
 def _tell_dry_run(loaded: RewardModelRunConfig) -> int:
+    """Plan the first batch, write what it holds, and return the exit code."""
     import torch
 
     from treeward.planning.dry_run import dry_run

@@ -95,6 +95,7 @@ def run(
         if write or device:
             raise ConfigError("the option does not go with --against", where="--write, --device")
 
+        # Imports that take seconds come after the checks of the options.
         from treeward.client.verification import verify_server
         from treeward.openai_client import key_from
 
@@ -134,6 +135,7 @@ def _verify_folder(
     trust_remote_code: bool,
 ) -> int:
     """Verify a model here, after writing its contract with `write`; returns the exit code."""
+    # Imports that take seconds come after the checks of the options.
     from treeward.config.reward_environments import JUDGE_FILE
     from treeward.model.pretrained import DTYPES, check_device
     from treeward.scoring.trained_judge import verify_judge
@@ -164,6 +166,7 @@ def _verify_folder(
 
 def _show(result: Verification, *, as_json: bool) -> None:
     """Every check, then the first difference, or that all is equal."""
+    # The first difference is the cause; those after it may follow from it.
     first = result.first_difference
     if as_json:
         content = dataclasses.asdict(result)
@@ -197,6 +200,7 @@ def _write(
     device: str | None,
     trust_remote_code: bool,
 ) -> None:
+    """Score the golden conversations here, and write a contract with them."""
     from treeward.model.contract import CONTRACT_FILE, read_contract
     from treeward.model.pretrained import choose_device
     from treeward.scoring.golden import sign_folder
@@ -221,7 +225,6 @@ def _write(
             "The contract that is replaced cannot be read, so nothing of it is kept: %s",
             error.summary,
         )
-    # Scores the golden conversations with the model, here.
     contract = sign_folder(
         folder,
         like=before,

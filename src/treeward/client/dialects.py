@@ -152,6 +152,7 @@ class OpenRlhfDialect(Dialect):
     forms = ("text", "bare")
 
     def body(self, form: Form, conversations: Sequence[RenderedConversation]) -> dict[str, Any]:
+        # Both are lists of one length, as OpenRLHF's trainer sends them.
         queries = []
         prompts = []
         for conversation in conversations:

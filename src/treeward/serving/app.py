@@ -121,16 +121,19 @@ def _operations(service: Service) -> APIRouter:
 
 
 async def _api_error(request: Request, error: Exception) -> Response:
+    """An error that a route or the service raised."""
     return error_response(cast("APIError", error), request.scope, request.app.state.service)
 
 
 async def _failed(request: Request, error: Exception) -> Response:
+    """An error that nobody foresaw."""
     # Not the error itself, which may name paths of this machine.
     message = "the server failed; its log has the details"
     return await _api_error(request, APIError(500, "internal_error", message))
 
 
 async def _not_routed(request: Request, error: Exception) -> Response:
+    """An unknown path or method."""
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "error")
     message = f"{request.method} {request.url.path[:100]}: {error.detail}"
@@ -140,6 +143,7 @@ async def _not_routed(request: Request, error: Exception) -> Response:
 
 
 async def _invalid(request: Request, error: Exception) -> Response:
+    """A body that is no JSON, or not as the route describes it."""
     assert isinstance(error, RequestValidationError)
     first: dict[str, Any] = error.errors()[0]
     if first["type"] == "json_invalid":

@@ -89,6 +89,7 @@ class Arrivals:
         return not message.get("more_body", False)
 
     def _check_items(self, body: bytearray) -> None:
+        """Raise `APIError` 413 for more JSON values than a body may have."""
         # An item has a byte at least, so short bodies need not be counted.
         if len(body) <= self._most_items:
             return

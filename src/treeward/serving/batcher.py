@@ -297,6 +297,7 @@ class Batcher:
             self._lock.notify_all()
 
     def _run(self) -> None:
+        """Score batches until the batcher is closed, in the scoring thread."""
         while not self._closed:
             try:
                 self._score_batch()
@@ -307,6 +308,7 @@ class Batcher:
                 time.sleep(0.1)
 
     def _score_batch(self) -> None:
+        """Wait for conversations, score the next batch, and hand out the scores."""
         with self._lock:
             self._lock.wait_for(lambda: self._queue or self._closed)
             batch = self._take_batch()
@@ -451,6 +453,7 @@ def _caches(scorer: PreparedScorer) -> list[PrefixCache]:
 
 
 def _finite(score: Score) -> Score:
+    """The score, or the failure of a model that gave no finite number."""
     if score.score is not None and math.isfinite(score.score):
         return score
     error = score.error or f"the model gave {score.score}"

@@ -117,6 +117,7 @@ class RequestLimits:
         await self.app(scope, _replayed(body, receive), respond)
 
     def _check_headers(self, scope: Scope, headers: Headers) -> None:
+        """Refuse a request by its headers alone. Raises `APIError`."""
         path: str = scope["path"]
         is_open = path in _OPEN_PATHS or path.startswith("/playground/")
         if self._is_for_this_machine:

@@ -57,6 +57,7 @@ def serve(config: ServerConfig) -> int:
 
 @contextlib.contextmanager
 def _service(config: ServerConfig, listener: socket.socket) -> Iterator[Service]:
+    """The service, in this process or in replicas, until the context ends."""
     if config.replicas == 1:
         yield Service.load(config)
         return

@@ -248,6 +248,7 @@ def aggregate_metrics(rows: Sequence[Row]) -> dict[str, Any]:
     measured.sort(key=lambda row: (_index(row, TASK_INDEX), _index(row, ROLLOUT_INDEX)))
     groups: dict[int, list[Row]] = {}
     for row in measured:
+        # In the order of tasks, as NeMo Gym gives them.
         groups.setdefault(_index(row, TASK_INDEX), []).append(row)
     metrics = _describe(measured)
     means = {name: value for name, value in metrics.items() if name.startswith("mean/")}

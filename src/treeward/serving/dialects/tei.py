@@ -76,6 +76,7 @@ async def predict(body: PredictBody, server: Server, model: ModelName = None) ->
 
 def parse(body: PredictBody) -> list[RenderedText]:
     """The texts of a body."""
+    # A text, or a list of one, is one group.
     groups: list[Any] = [body.inputs]
     if _is_batch(body):
         groups = list(body.inputs)

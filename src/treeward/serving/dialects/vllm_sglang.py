@@ -114,6 +114,7 @@ async def classify(body: ClassifyBody, server: Server) -> JSON:
     if len(keys) != 1:
         message = "the body needs one of input, messages (vLLM), text and input_ids (SGLang)"
         raise APIError(422, "invalid_request", message)
+    # Both servers have this route; the body tells whose client asks.
     if keys[0] in ("input", "messages"):
         return await _classes(body, server)
     texts: Any = getattr(body, keys[0])
