@@ -26,7 +26,11 @@ from treeward.parallel.mesh import mesh_shape
 from treeward.progress import show_logs
 
 _T = TypeVar("_T")
-_OF_COLLECTIVES = re.compile(r"gloo|nccl|process ?group|connection (closed|reset|refused)|broken pipe|timed out", re.I)
+_OF_COLLECTIVES = re.compile(
+    r"gloo|nccl|process ?group|connection (closed|reset|refused)|broken pipe|timed out",
+    re.IGNORECASE,
+)
+"""What the errors of collective calls say; they have no type of their own."""
 
 
 def launch(function: Callable[..., _T], config: Any) -> _T | None:
@@ -45,10 +49,8 @@ def launch(function: Callable[..., _T], config: Any) -> _T | None:
                     sys.stderr.write(f"{error}\n")
                 raise SystemExit(2) from error
     num_processes = config.training_cluster.num_processes
-    if int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1 and num_processes == 1:
-        got, fix = "several tasks of srun", "srun starts torchrun on each node: examples/slurm.sub"
-        raise ConfigError("each of these processes would be a run of its own", got=got, need="a launcher", fix=fix)
     if num_processes == 1:
+        _check_tasks()
         return function(config, show_progress=True)
     mesh_shape(config.policy.dtensor_cfg, num_processes)  # raises before Ray starts
     try:
@@ -59,12 +61,24 @@ def launch(function: Callable[..., _T], config: Any) -> _T | None:
     return ray_workers.run(partial(run_here, function, config), config)
 
 
+def _check_tasks() -> None:
+    """Raise `ConfigError` for a task of srun that has others beside it, without a launcher."""
+    if int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        raise ConfigError(
+            "each of these processes would be a run of its own",
+            got="several tasks of srun",
+            need="a launcher",
+            fix="srun starts torchrun on each node: examples/slurm.sub",
+        )
+
+
 def run_here(function: Callable[..., _T], config: Any) -> _T | None:
     """`function(config)` in this process, one of the run's; the result on the main one, None elsewhere. An error of a
     collective call becomes a `LostProcessError`."""
     if processes.size() == 1:
         return function(config, show_progress=True)
-    minutes, folder = config.cluster.timeout_minutes, config.logger.log_dir
+    minutes = config.cluster.timeout_minutes
+    folder = config.logger.log_dir
     with _own_log(Path(folder) / "ranks"):
         try:
             result = function(config, show_progress=processes.is_main())
@@ -84,12 +98,14 @@ def run_here(function: Callable[..., _T], config: Any) -> _T | None:
 def _own_log(folder: Path) -> Iterator[None]:
     """Keep this process's log in `rank_N.log` of a folder, with the error that ends it. Standard error
     shows the main process's."""
-    root, ours = logging.getLogger(), logging.getLogger("treeward")
+    root = logging.getLogger()
+    ours = logging.getLogger("treeward")
     folder.mkdir(parents=True, exist_ok=True)
     if processes.is_main():
         show_logs()
-    for handler in () if processes.is_main() else (*root.handlers, *ours.handlers):
-        handler.setLevel(logging.CRITICAL)
+    else:
+        for handler in (*root.handlers, *ours.handlers):
+            handler.setLevel(logging.CRITICAL)
     file = (folder / f"rank_{processes.rank()}.log").open("a", encoding="utf-8")
     kept = logging.StreamHandler(file)
     kept.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

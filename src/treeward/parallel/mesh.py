@@ -65,7 +65,8 @@ def make_mesh(config: ShardingConfig) -> Mesh:
 
 def mesh_shape(config: ShardingConfig, num_processes: int) -> tuple[int, int, int]:
     """The sizes of the three dimensions. Raises `ConfigError` for a layout that does not divide the processes."""
-    tensor, replicate = config.tensor_parallel_size, config.dp_replicate_size
+    tensor = config.tensor_parallel_size
+    replicate = config.dp_replicate_size
     if num_processes % (tensor * replicate):
         raise ConfigError(
             "this layout does not divide the processes",

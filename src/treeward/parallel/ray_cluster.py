@@ -31,8 +31,12 @@ def start_ray(*, spare_gpus: Collection[int] = (), address: str | None = None) -
     if not ray.is_initialized():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         if spare_gpus:
-            gpus = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu for i, gpu in enumerate(gpus) if i not in spare_gpus)
+            if visible:
+                gpus = visible.split(",")
+            else:
+                gpus = [str(number) for number in range(torch.cuda.device_count())]
+            left_to_ray = [gpu for place, gpu in enumerate(gpus) if place not in spare_gpus]
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(left_to_ray)
         try:
             ray.init(address, include_dashboard=False)
         except ConnectionError as error:
@@ -45,8 +49,10 @@ def start_ray(*, spare_gpus: Collection[int] = (), address: str | None = None) -
             fix += "(RAY_ADDRESS)"
             raise ConfigError("Ray cannot be started on this machine", got=got, fix=fix) from error
         finally:
-            os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-            os.environ.update({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+            if visible is None:
+                os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+            else:
+                os.environ["CUDA_VISIBLE_DEVICES"] = visible
     return ray
 
 
@@ -55,9 +61,11 @@ def start_ray_of_run(*, spares: bool, everywhere: bool) -> None:
     spares the GPUs of the run. Raises `ConfigError` for processes on several nodes of no cluster."""
     import ray
 
-    nodes_joined = processes.gather((platform.node(), ray.is_initialized() or "RAY_ADDRESS" in os.environ))
+    is_joined = ray.is_initialized() or "RAY_ADDRESS" in os.environ
+    nodes_joined = processes.gather((platform.node(), is_joined))
     nodes = sorted({node for node, _ in nodes_joined})
-    if everywhere and len(nodes) > 1 and not all(is_joined for _, is_joined in nodes_joined):
+    all_joined = all(is_joined for _, is_joined in nodes_joined)
+    if everywhere and len(nodes) > 1 and not all_joined:
         raise ConfigError(
             "engines of vLLM beside the processes of several nodes need one Ray cluster over these nodes",
             field="policy.generation.colocated.enabled",
@@ -66,8 +74,15 @@ def start_ray_of_run(*, spares: bool, everywhere: bool) -> None:
             fix="ray start --head on the first, ray start --address=FIRST:6379 on the others, then torchrun with "
             "RAY_ADDRESS=auto; on Slurm the way with Ray of examples/slurm.sub",
         )
-    run_gpus = set(processes.gather(processes.device().index)) - {None} if spares else ()
-    address = processes.on_main(lambda: str(start_ray(spare_gpus=run_gpus).get_runtime_context().gcs_address))
+    run_gpus: set[int] = set()
+    if spares:
+        run_gpus = set(processes.gather(processes.device().index)) - {None}
+
+    def start() -> str:
+        started = start_ray(spare_gpus=run_gpus)
+        return str(started.get_runtime_context().gcs_address)
+
+    address = processes.on_main(start)
     if everywhere:
         processes.together(lambda: start_ray(address=address))
 
@@ -87,8 +102,11 @@ def check_room(ray: Any, *, count: int, cpus: float, gpus: int, what: str, where
     on_gpu = gpus > 0 and cluster.get("GPU", 0.0) > 0
     if gpus and not on_gpu:
         logger.info("The Ray cluster has no GPU: %s runs on CPUs.", what)
-    place = {"CPU": float(cpus)} | ({"GPU": float(gpus)} if on_gpu else {})
-    if any(cluster.get(name, 0.0) < count * amount for name, amount in place.items()):  # Ray would wait for ever
+    place = {"CPU": float(cpus)}
+    if on_gpu:
+        place["GPU"] = float(gpus)
+    is_small = any(cluster.get(name, 0.0) < count * amount for name, amount in place.items())
+    if is_small:  # Ray would wait for ever
         raise ConfigError(
             f"the Ray cluster is too small for {what}",
             where=where,
@@ -107,17 +125,28 @@ def equal_shares(ray: Any, number: int, *, num_gpus: float, required: bool, wher
     have = sum(node.get("GPU", 0.0) for node in nodes)
     if num_gpus and (have or required):
         if have < number * num_gpus and not os.environ.get("RAY_ADDRESS"):
-            fix = "ask for fewer, or join a cluster (RAY_ADDRESS)"
-            got, need = f"{have:g} GPUs", f"{number * num_gpus:g}"
-            raise ConfigError(f"there are too few GPUs for {number}", where=where, got=got, need=need, fix=fix)
+            raise ConfigError(
+                f"there are too few GPUs for {number}",
+                where=where,
+                got=f"{have:g} GPUs",
+                need=f"{number * num_gpus:g}",
+                fix="ask for fewer, or join a cluster (RAY_ADDRESS)",
+            )
         return {"num_gpus": num_gpus}
     cpus = [int(node.get("CPU", 0.0)) for node in nodes]
-    share = next((n for n in range(max(cpus), 0, -1) if sum(num_cpus // n for num_cpus in cpus) >= number), 0)
-    return {"num_cpus": share or 1 / math.ceil(number / max(1, sum(cpus)))}
+    # The most whole CPUs that each process can have, when none is spread over two nodes.
+    for share in range(max(cpus), 0, -1):
+        room = sum(num_cpus // share for num_cpus in cpus)
+        if room >= number:
+            return {"num_cpus": share}
+    processes_of_cpu = math.ceil(number / max(1, sum(cpus)))
+    return {"num_cpus": 1 / processes_of_cpu}
 
 
 def _listed(resources: Mapping[str, float]) -> str:
-    return ", ".join(f"{resources.get(name, 0.0):g} {name}s" for name in ("GPU", "CPU"))
+    gpus = resources.get("GPU", 0.0)
+    cpus = resources.get("CPU", 0.0)
+    return f"{gpus:g} GPUs, {cpus:g} CPUs"
 
 
 def first_line(error: BaseException) -> str:

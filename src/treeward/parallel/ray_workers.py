@@ -48,7 +48,8 @@ def run(work: Callable[[], _T], config: Any) -> _T | None:
     """`work()` on a worker for each process of the configuration's `training_cluster`; the result of the first.
     Raises what a worker raises, `ConfigError` where there are too few machines, and `LostProcessError` after too many
     restarts."""
-    cluster, logs = config.training_cluster, Path(config.logger.log_dir).resolve()
+    cluster = config.training_cluster
+    logs = Path(config.logger.log_dir).resolve()
     logs.mkdir(parents=True, exist_ok=True)
     is_ours = not ray.is_initialized()
     if is_ours:
@@ -56,6 +57,7 @@ def run(work: Callable[[], _T], config: Any) -> _T | None:
     try:
         on_gpu = _has_gpus(cluster)
         os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # relative paths stay what they are
+        passed_on = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
         trainer = _Trainer(
             _work,
             train_loop_config={"work": work, "folder": os.getcwd(), "began": time.time()},
@@ -72,7 +74,7 @@ def run(work: Callable[[], _T], config: Any) -> _T | None:
                 storage_path=str(logs),
                 failure_config=FailureConfig(cluster.max_restarts, controller_failure_limit=_STARTS),
                 callbacks=[_Restarts(cluster.max_restarts)],
-                worker_runtime_env={"env_vars": {k: v for k, v in os.environ.items() if k.startswith(_PASSED_ON)}},
+                worker_runtime_env={"env_vars": passed_on},
                 logging_config=LoggingConfig(log_level="CRITICAL"),
             ),
         )
@@ -87,9 +89,13 @@ def _start_ray(cluster: ClusterConfig) -> None:
     """Join the cluster of RAY_ADDRESS, or start Ray here, with as many processors as there are processes."""
     address = os.environ.get("RAY_ADDRESS")
     if address is None and cluster.num_nodes > 1:
-        need, fix = "RAY_ADDRESS of a Ray cluster", "examples/slurm.sub starts one; or start this by torchrun"
-        got = f"{cluster.num_nodes} and no RAY_ADDRESS"
-        raise ConfigError("several nodes need a cluster", field="cluster.num_nodes", got=got, need=need, fix=fix)
+        raise ConfigError(
+            "several nodes need a cluster",
+            field="cluster.num_nodes",
+            got=f"{cluster.num_nodes} and no RAY_ADDRESS",
+            need="RAY_ADDRESS of a Ray cluster",
+            fix="examples/slurm.sub starts one; or start this by torchrun",
+        )
     if address is None:
         os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # no one takes this machine away
         num_cpus = max(cluster.num_processes, os.cpu_count() or 1)
@@ -100,18 +106,25 @@ def _start_ray(cluster: ClusterConfig) -> None:
 
 def _has_gpus(cluster: ClusterConfig) -> bool:
     """Whether each process gets a GPU. Raises `ConfigError` where this machine has fewer; a cluster may yet grow."""
-    num_gpus, need = int(ray.cluster_resources().get("GPU", 0)), cluster.num_processes
     if cluster.gpus_per_node == 0:
         return False
-    if num_gpus >= need:
+    num_gpus = int(ray.cluster_resources().get("GPU", 0))
+    num_processes = cluster.num_processes
+    if num_gpus >= num_processes:
         return True
     if num_gpus and "RAY_ADDRESS" not in os.environ:
-        summary, fix = "this machine has too few GPUs", f"set cluster.gpus_per_node={num_gpus}"
         raise ConfigError(
-            summary, field="cluster.gpus_per_node", got=cluster.gpus_per_node, need=f"{num_gpus}", fix=fix
+            "this machine has too few GPUs",
+            field="cluster.gpus_per_node",
+            got=cluster.gpus_per_node,
+            need=f"{num_gpus}",
+            fix=f"set cluster.gpus_per_node={num_gpus}",
         )
-    logger.warning("Ray has %d GPUs now for %d processes%s.", num_gpus, need, ": it waits" if num_gpus else ", on CPUs")
-    return num_gpus > 0
+    if num_gpus:
+        logger.warning("Ray has %d GPUs now for %d processes: it waits.", num_gpus, num_processes)
+        return True
+    logger.warning("Ray has no GPU now for %d processes: they run on CPUs.", num_processes)
+    return False
 
 
 def _fit(trainer: TorchTrainer) -> Any:
@@ -123,9 +136,10 @@ def _fit(trainer: TorchTrainer) -> Any:
             raise failure from None
         raise LostProcessError("Ray Train could not run the workers", got=_reason(failure)) from error
     except WorkerGroupError as error:
+        reasons = [f"rank {rank}: {_reason(lost)}" for rank, lost in error.worker_failures.items()]
         raise LostProcessError(
             "the run has lost processes too often",
-            got="; ".join(f"rank {rank}: {_reason(failure)}" for rank, failure in error.worker_failures.items()),
+            got="; ".join(reasons),
             need=f"at most {trainer.run_config.failure_config.max_failures} losses (cluster.max_restarts)",
             fix="the same command goes on from the last checkpoint",
         ) from error
@@ -163,25 +177,33 @@ class _Restarts(UserCallback):  # type: ignore[misc]
     """Logs why workers restart, in Ray Train's controller; ends the run if a restart would not help."""
 
     def __init__(self, most: int) -> None:
-        self._most, self._count = most, 0
+        self._most = most
+        self._count = 0
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         for error in worker_exceptions.values():
             if isinstance(error, _LASTING) and not isinstance(error, LostProcessError):
                 raise ControllerError(error)  # the one error that Ray Train does not try again
         self._count += 1
-        if self._count <= self._most:
-            # Processes that only wait for the lost one know less.
-            rank, error = min(worker_exceptions.items(), key=lambda one: isinstance(one[1], LostProcessError))
-            show_logs()
-            logger.warning(
-                "Rank %d is lost: %s. Restart %d of %d, from the last checkpoint.",
-                rank, _reason(error), self._count, self._most,
-            )  # fmt: skip
+        if self._count > self._most:
+            return
+        # Processes that only wait for the lost one know less.
+        causes = {rank: error for rank, error in worker_exceptions.items() if not isinstance(error, LostProcessError)}
+        rank, error = next(iter((causes or worker_exceptions).items()))
+        show_logs()
+        logger.warning(
+            "Rank %d is lost: %s. Restart %d of %d, from the last checkpoint.",
+            rank,
+            _reason(error),
+            self._count,
+            self._most,
+        )
 
 
 def _reason(error: Exception) -> str:
     """An error in one line; for a dead process, how it died."""
     text = str(error).strip()
     detail = re.search(r"exit detail: (.*?)\.? (?:Some|There)", text)
-    return f"its process has died ({detail[1]})" if detail else (text.splitlines() or [type(error).__name__])[0]
+    if detail is not None:
+        return f"its process has died ({detail[1]})"
+    return text.splitlines()[0] if text else type(error).__name__

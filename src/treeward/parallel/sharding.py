@@ -51,19 +51,25 @@ def shard(model: WrappedModel, mesh: Mesh, *, dtype: torch.dtype, cpu_offload: b
     """
     if mesh.devices is None:
         return
-    model.compute_device, model.compute_dtype = processes.device(), dtype
-    lower = None if has_adapters(model) else dtype  # adapters compute in float32
+    model.compute_device = processes.device()
+    model.compute_dtype = dtype
+    has_copies = mesh.devices[REPLICATE].size() > 1
+    offload_policy = OffloadPolicy()
+    if cpu_offload:
+        offload_policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     options: dict[str, Any] = {
-        "mesh": mesh.devices[REPLICATE, SHARD] if mesh.devices[REPLICATE].size() > 1 else mesh.devices[SHARD],
-        # also of the whole model: what a validation gathers would else be used in the next step, after a resumption too
+        "mesh": mesh.devices[REPLICATE, SHARD] if has_copies else mesh.devices[SHARD],
+        # Of the whole model too: what a validation gathers would else be used in the next step, which
+        # a resumed run would not have.
         "reshard_after_forward": True,
-        "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy(),
+        "offload_policy": offload_policy,
         "ignored_params": {module.weight for module in model.hf.modules() if is_quantized(module)},
     }
     head_policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-    layer_policy = MixedPrecisionPolicy(
-        param_dtype=lower, reduce_dtype=lower and torch.float32, cast_forward_inputs=False
-    )
+    if has_adapters(model):  # which compute in float32
+        layer_policy = head_policy
+    else:
+        layer_policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     if isinstance(model, RewardModel):
         head: Any = model.head
         fully_shard(head, mp_policy=head_policy, **options)
@@ -94,16 +100,21 @@ def plain_copy(
     vars(config).pop("quantization_config", None)
     made = type(model)(without_weights(type(model.hf), config), layout=model.layout)
     if isinstance(model, RewardModel) and isinstance(made, RewardModel):
-        made.num_known_tokens, made.padding_token = model.num_known_tokens, model.padding_token
+        made.num_known_tokens = model.num_known_tokens
+        made.padding_token = model.padding_token
     made.cast(computed if mesh.devices is None else saved)
     cut(made, mesh)
     offloaded = next(model.parameters()).device.type != model.device.type
     shard(made, mesh, dtype=computed, cpu_offload=offloaded)
-    made.to_empty(device="cpu" if offloaded else device or made.device)
+    if offloaded:
+        made.to_empty(device="cpu")
+    else:
+        made.to_empty(device=device or made.device)
     restore_buffers(made)
     weights = made.hf.state_dict(keep_vars=True)
     for name, _, plain in plain_weights(model):
-        put(weights[name], whole(plain(torch.float32 if name.split(".")[0] in HEAD_NAMES else saved)))
+        is_head = name.split(".")[0] in HEAD_NAMES
+        put(weights[name], whole(plain(torch.float32 if is_head else saved)))
     return made
 
 
@@ -142,7 +153,8 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float | None) 
         kinds.setdefault(kind, []).append(grad)
     if not kinds.keys() - {None}:
         return float(nn.utils.clip_grad_norm_(parameters, most))
-    norm = math.hypot(*(float(whole(nn.utils.get_total_norm(same_kind))) for same_kind in kinds.values()))
+    norms = [float(whole(nn.utils.get_total_norm(same_kind))) for same_kind in kinds.values()]
+    norm = math.hypot(*norms)
     if norm > most:
         torch._foreach_mul_([own_part(grad)[0] for grad in grads], most / (norm + 1e-6))
     return norm

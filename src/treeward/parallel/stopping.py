@@ -30,7 +30,9 @@ class StopRequest:
     deadline asks to stop `reserved_seconds` earlier, the time until the run is saved."""
 
     def __init__(self, *, deadline_seconds: float | None = None) -> None:
-        self._deadline = None if deadline_seconds is None else time.monotonic() + deadline_seconds - seconds_before
+        self._deadline: float | None = None
+        if deadline_seconds is not None:
+            self._deadline = time.monotonic() + deadline_seconds - seconds_before
         self.reserved_seconds = 0.0
         self._signal: int | None = None
         self._agreed: tuple[str, int | None] | None = None
@@ -39,8 +41,9 @@ class StopRequest:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
-            heeded = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-            self._before = {number: signal.signal(number, self._receive) for number in heeded}
+            for number in _SIGNALS:
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._receive)
             self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
         return self
 
@@ -65,8 +68,10 @@ class StopRequest:
     def agree(self) -> str | None:
         """The reason of any process, on all of them; all call it at the same points. A small collective call."""
         if processes.size() > 1 and self._agreed is None:
-            reasons = processes.gather((self._own_reason, self._signal))
-            self._agreed = next(((reason, number) for reason, number in reasons if reason is not None), None)
+            for reason, number in processes.gather((self._own_reason, self._signal)):
+                if reason is not None:
+                    self._agreed = (reason, number)
+                    break
         return self.reason
 
     @property

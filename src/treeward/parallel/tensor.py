@@ -10,6 +10,7 @@ are DTensors with partial gradients.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -91,16 +92,26 @@ def _styles(model: WrappedModel, name: str, layer: nn.Module, size: int) -> dict
         raise _refused("adapters cannot be cut", "lora_cfg.enabled: true", "lora_cfg.enabled: false")
     plan: dict[str, str] = getattr(model.backbone.config, "base_model_tp_plan", None) or {}
     parts = dict(layer.named_modules()) | dict(layer.named_parameters())
-    wild = {part: re.sub(r"\.\d+(?=\.|$)", ".*", f"{name}.{part}") for part in parts}
-    styles = {part: plan[wild[part]] for part in parts if wild[part] in plan}
+    styles = {}
+    for part in parts:
+        # the plan writes `layers.*.mlp` for every layer
+        name_in_plan = re.sub(r"\.\d+(?=\.|$)", ".*", f"{name}.{part}")
+        if name_in_plan in plan:
+            styles[part] = plan[name_in_plan]
     if not styles:
         raise _refused("transformers has no plan to cut this model", family, "a family with base_model_tp_plan")
-    cut_blocks = {part.partition(".")[0] for part, style in styles.items() if style in ("colwise", "rowwise")}
-    blocks = {part.partition(".")[0] for part in styles}
+    blocks = set()
+    cut_blocks = set()
+    for part, style in styles.items():
+        block = part.partition(".")[0]
+        blocks.add(block)
+        if style in ("colwise", "rowwise"):
+            cut_blocks.add(block)
     for part, module in layer.named_modules():
         # modules that would get a DTensor, or see a part, and are not in the plan
         among = blocks if isinstance(module, nn.Linear) else cut_blocks
-        if any(True for _ in module.parameters(recurse=False)) and part.partition(".")[0] in among:
+        has_weights = next(module.parameters(recurse=False), None) is not None
+        if has_weights and part.partition(".")[0] in among:
             styles.setdefault(part, "none")
     for part, style in styles.items():
         if style not in _STYLES:
@@ -111,7 +122,8 @@ def _styles(model: WrappedModel, name: str, layer: nn.Module, size: int) -> dict
             raise _refused(
                 "the size does not divide a layer", f"{size} for {part} of {module}", f"a divisor of {width}"
             )
-    if any(style == "colwise" and "att" in part for part, style in styles.items()):
+    cuts_attention = any(style == "colwise" and "att" in part for part, style in styles.items())
+    if cuts_attention:
         config = model.hf.config.get_text_config()
         for key in ("num_attention_heads", "num_key_value_heads"):
             heads = getattr(config, key, None)
@@ -131,7 +143,9 @@ def _cut_layer(layer: nn.Module, styles: dict[str, str], devices: DeviceMesh) ->
         up before they are summed over the processes."""
         hidden = args[0] if args else kwargs["hidden_states"]
         whole = DTensor.from_local(hidden, devices, [Replicate()], run_check=False)
-        return ((whole, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": whole})
+        if args:
+            return (whole, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": whole}
 
     for name, child in layer.named_children():
         if any(part.startswith(f"{name}.") for part in styles):
@@ -148,10 +162,11 @@ def _cut_vocabulary(model: WrappedModel, devices: DeviceMesh) -> None:
     head = model.head
     if type(head) is not nn.Linear:
         raise _refused("this head cannot be cut", type(head).__name__, "a linear layer")
-    is_tied, num_tokens = head.weight is embedding.weight, len(head.weight)
+    is_tied = head.weight is embedding.weight
+    num_tokens = len(head.weight)
     parallelize_module(embedding, devices, RowwiseParallel(input_layouts=Replicate()), src_data_rank=None)
     parallelize_module(head, devices, ColwiseParallel(output_layouts=Replicate()), src_data_rank=None)
     if is_tied:
         head.weight = embedding.weight
-    first = -(-num_tokens // devices.size()) * devices.get_local_rank()
+    first = math.ceil(num_tokens / devices.size()) * devices.get_local_rank()
     model.vocabulary = VocabularyShard(first, devices.get_group())
