@@ -23,7 +23,7 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from treeward.config.data import DatasetConfig
 from treeward.data.conversation import check_messages
-from treeward.data.datasets import open_dataset
+from treeward.data.datasets import KnownRows, open_dataset
 from treeward.data.preference import Completion, Preference
 from treeward.data.sources import KINDS, Row, file_suffix, read_rows
 from treeward.errors import DataError
@@ -158,11 +158,14 @@ class PreferenceSuite(Suite):
         if source is not None:
             config = config.model_copy(update={"data_path": source})
         dataset = open_dataset(config)
+        # A row that says nothing has the name of its format or class, which is no part of the data.
+        format_name = type(dataset).__name__
+        if isinstance(dataset, KnownRows):
+            format_name = dataset.task_name
         examples = []
         for number, (preference, where) in enumerate(dataset, start=1):
             name = preference.task_name
-            # The row says nothing, and the name of a format is no part of the data.
-            if name == type(dataset).__name__:
+            if name == format_name:
                 name = "all"
             examples.append(replace(preference, id=str(number), where=where, task_name=name))
         return examples
