@@ -18,6 +18,7 @@ many sums.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
@@ -80,47 +81,80 @@ def ranked_pairs(
     `ties`: completions of equal rank are no pair ("drop"), or a tied one ("half"). `weight`: each group weighs 1, or
     each pair. `unit`: what shares the weight of a group, its pairs, or the choices of `plackett_luce`.
     """
-    rows: list[tuple[int, int, float, float, float, bool]] = []
-    num_units = offset = 0
+    better: list[int] = []
+    worse: list[int] = []
+    weights: list[float] = []
+    margins: list[float] = []
+    targets: list[float] = []
+    tied: list[bool] = []
+    num_units = 0
+    offset = 0  # of the group's scores among all
     for g, group in enumerate(ranks):
-        pairs = [
-            (i, j, group[i] == group[j])
-            for i in range(len(group))
-            for j in range(len(group))
-            if group[i] < group[j] or (ties == "half" and i < j and group[i] == group[j])
-        ]
-        units = len(pairs) if unit == "pair" else len({i for i, _, _ in pairs})
-        num_units += units if weight == "pair" else bool(pairs)
-        for i, j, is_tie in pairs:
-            share, margin, target = 1.0 if weight == "pair" else 1 / units, 0.0, 0.5 if is_tie else 1.0
-            strength_value = None if is_tie or strengths is None else _strength(strengths[g], i, j)
-            if strength_value is not None and strength == "margin":
-                margin = strength_scale * max(strength_value, 0.0)
-            elif strength_value is not None and strength == "soft_label":
-                target = (1 + math.tanh(strength_scale * strength_value / 2)) / 2
-            elif strength_value is not None:
-                share *= strength_scale * max(strength_value, 0.0)
-            rows.append((offset + i, offset + j, share, margin, target, is_tie))
+        pairs = _pairs_of_group(group, with_ties=ties == "half")
+        if unit == "pair":
+            units = len(pairs)
+        else:
+            units = len({i for i, _ in pairs})
+        if weight == "pair":
+            num_units += units
+        elif pairs:
+            num_units += 1
+        for i, j in pairs:
+            is_tie = group[i] == group[j]
+            pair_weight = 1.0 if weight == "pair" else 1 / units
+            margin = 0.0
+            target = 0.5 if is_tie else 1.0
+            value = None
+            if strengths is not None and not is_tie:
+                value = _strength(strengths[g], i, j)
+            if value is not None:
+                if strength == "margin":
+                    margin = strength_scale * max(value, 0.0)
+                elif strength == "weight":
+                    pair_weight *= strength_scale * max(value, 0.0)
+                else:  # the sigmoid of the log-odds
+                    target = (1 + math.tanh(strength_scale * value / 2)) / 2
+            better.append(offset + i)
+            worse.append(offset + j)
+            weights.append(pair_weight)
+            margins.append(margin)
+            targets.append(target)
+            tied.append(is_tie)
         offset += len(group)
-    better, worse, shares, margins, targets, tied = zip(*rows, strict=True) if rows else ((),) * 6
     return Pairs(
-        torch.tensor(better, dtype=torch.long),
-        torch.tensor(worse, dtype=torch.long),
-        torch.tensor(shares, dtype=torch.float32),
-        torch.tensor(margins, dtype=torch.float32),
-        torch.tensor(targets, dtype=torch.float32),
-        torch.tensor(tied, dtype=torch.bool),
-        num_units,
+        better_P=torch.tensor(better, dtype=torch.long),
+        worse_P=torch.tensor(worse, dtype=torch.long),
+        weight_P=torch.tensor(weights, dtype=torch.float32),
+        margin_P=torch.tensor(margins, dtype=torch.float32),
+        target_P=torch.tensor(targets, dtype=torch.float32),
+        tied_P=torch.tensor(tied, dtype=torch.bool),
+        num_units=num_units,
         num_ordered=len(tied) - sum(tied),
     )
 
 
+def _pairs_of_group(ranks: Sequence[int], *, with_ties: bool) -> list[tuple[int, int]]:
+    """The pairs of one group as places in it, the better one first; a tied pair once."""
+    pairs = []
+    for i, rank in enumerate(ranks):
+        for j, other in enumerate(ranks):
+            is_tie = with_ties and rank == other and i < j
+            if rank < other or is_tie:
+                pairs.append((i, j))
+    return pairs
+
+
 def _strength(group_strength: float | Sequence[float | None] | None, better: int, worse: int) -> float | None:
-    """Of one pair; None for none."""
+    """The strength of one pair; None where nothing says it."""
     if group_strength is None or isinstance(group_strength, int | float):
         return group_strength
-    a, b = (group_strength[i] if i < len(group_strength) else None for i in (better, worse))
-    return None if a is None or b is None else max(a - b, 0.0)
+    if max(better, worse) >= len(group_strength):
+        return None
+    better_value = group_strength[better]
+    worse_value = group_strength[worse]
+    if better_value is None or worse_value is None:
+        return None
+    return max(better_value - worse_value, 0.0)  # 0 where the values contradict the ranks
 
 
 def bradley_terry(
@@ -140,7 +174,9 @@ def bradley_terry(
     (Bradley and Terry 1952; margin: Touvron et al. 2023, arXiv 2307.09288, eq. 2; smoothing: Wang et al. 2024, arXiv
     2401.06080; c: Eisenstein et al. 2023, arXiv 2312.09244). A tied pair has p = 1/2 and no margin.
     """
-    better_P, worse_P = scores_S.float()[pairs.better_P], scores_S.float()[pairs.worse_P]
+    scores_S = scores_S.float()
+    better_P = scores_S[pairs.better_P]
+    worse_P = scores_S[pairs.worse_P]
     excess_P = better_P - worse_P - pairs.margin_P
     wrong_P = (1 - pairs.target_P) * (1 - 2 * label_smoothing) + label_smoothing
     loss_P = (1 - wrong_P) * F.softplus(-excess_P) + wrong_P * F.softplus(excess_P)
@@ -162,7 +198,8 @@ def plackett_luce(scores_S: Tensor, pairs: Pairs) -> Tensor:
     scores_S = scores_S.float()
     excess_P = scores_S[pairs.worse_P] - scores_S[pairs.better_P]
     none_S = torch.zeros_like(scores_S)
-    largest_S = none_S.scatter_reduce(0, pairs.better_P, excess_P.detach(), "amax")  # of 0 and the excesses
+    # the largest of 0 and the excesses, taken out of the exponentials so that none overflows
+    largest_S = none_S.scatter_reduce(0, pairs.better_P, excess_P.detach(), "amax")
     rest_S = none_S.index_add(0, pairs.better_P, (excess_P - largest_S[pairs.better_P]).exp())
     loss_S = largest_S + (torch.exp(-largest_S) + rest_S).log()
     weight_S = none_S.scatter_reduce(0, pairs.better_P, pairs.weight_P, "amax")
@@ -182,12 +219,20 @@ class Targets(Movable):
 def graded(groups: Sequence[Sequence[Sequence[float]]], stds: Sequence[float]) -> Targets:
     """The grades of G groups whose values lie one group after another: for each completion H grades, NaN for none. Each
     group weighs 1, each of its K completions 1/K, each attribute 1/H of that. `stds`: the units of the attributes."""
-    rows = [row for group in groups for row in group]
-    shares_S = torch.tensor([1 / (len(group) * len(stds)) for group in groups for _ in group])
-    grades_SH = torch.tensor(rows, dtype=torch.float32).reshape(len(rows), len(stds))
+    num_attributes = len(stds)
+    rows: list[Sequence[float]] = []
+    shares: list[float] = []
+    num_units = 0
+    for group in groups:
+        rows += group
+        shares += [1 / (len(group) * num_attributes)] * len(group)
+        grades = itertools.chain.from_iterable(group)
+        if not all(map(math.isnan, grades)):
+            num_units += 1
+    grades_SH = torch.tensor(rows, dtype=torch.float32).reshape(len(rows), num_attributes)
     known_SH = ~grades_SH.isnan()
+    shares_S = torch.tensor(shares)
     weight_SH = known_SH * shares_S[:, None] / torch.tensor(stds).square()
-    num_units = sum(any(not math.isnan(grade) for row in group for grade in row) for group in groups)
     return Targets(torch.where(known_SH, grades_SH, 0.0), weight_SH, num_units)
 
 
@@ -234,17 +279,24 @@ class Heads:
 
     def labels(self, comparisons: Sequence[Comparison]) -> Labels:
         """The labels of comparisons whose values lie one comparison after another."""
-        strengths = [item.scores if item.strength is None else item.strength for item in comparisons]
-        pair_strengths = strengths if "strength" in self.pair_options else None
-        pairs = ranked_pairs([item.ranks for item in comparisons], strengths=pair_strengths, **self.pair_options)
+        ranks = [item.ranks for item in comparisons]
+        strengths = None
+        if "strength" in self.pair_options:
+            strengths = []
+            for item in comparisons:
+                strengths.append(item.scores if item.strength is None else item.strength)
+        pairs = ranked_pairs(ranks, strengths=strengths, **self.pair_options)
         if not self.attributes:
             return Labels(pairs)
-        return Labels(pairs, graded([item.grades for item in comparisons], self.stds[: len(self.attributes)]))
+        grades = [item.grades for item in comparisons]
+        return Labels(pairs, graded(grades, self.stds[: len(self.attributes)]))
 
     def combine(self, values_SH: Tensor) -> Tensor:
         """The scores (S,)."""
-        heads = zip(self.weights, values_SH.unbind(dim=1), strict=True)
-        return torch.stack([weight * values_S for weight, values_S in heads], dim=1).sum(dim=1)
+        weighted = []
+        for weight, values_S in zip(self.weights, values_SH.unbind(dim=1), strict=True):
+            weighted.append(weight * values_S)
+        return torch.stack(weighted, dim=1).sum(dim=1)
 
     def grades(self, values_SH: Tensor) -> Tensor:
         """The values that are compared with grades, one for each attribute."""
@@ -254,7 +306,8 @@ class Heads:
         """The sum of the loss of a training step, a float32 scalar; of estimates the mean over heads."""
         if not self.are_estimates:
             return self.score_loss(values_SH, labels)
-        return torch.stack([self._loss_of_scores(values_S, labels) for values_S in values_SH.unbind(dim=1)]).mean()
+        losses = [self._loss_of_scores(values_S, labels) for values_S in values_SH.unbind(dim=1)]
+        return torch.stack(losses).mean()
 
     def score_loss(self, values_SH: Tensor, labels: Labels) -> Tensor:
         """The sum of the loss of the score, or of the attributes' values; a float32 scalar."""
@@ -269,29 +322,39 @@ class Heads:
 
     def contract(self) -> list[HeadContract] | None:
         """The heads of the scoring contract; None: the model's own."""
+        heads = []
         if self.are_estimates:
-            weights = enumerate(self.weights)
-            return [HeadContract(name=f"LABEL_{h}", meaning=ESTIMATE_MEANING, weight=weight) for h, weight in weights]
+            for h, weight in enumerate(self.weights):
+                heads.append(HeadContract(name=f"LABEL_{h}", meaning=ESTIMATE_MEANING, weight=weight))
+            return heads
         if not self.attributes:
             return None
-        return [
-            HeadContract(name=name, meaning=f"the grade {name} of the training data", weight=weight)
-            for name, weight in zip(self.attributes, self.weights, strict=True)
-        ]
+        for name, weight in zip(self.attributes, self.weights, strict=True):
+            meaning = f"the grade {name} of the training data"
+            heads.append(HeadContract(name=name, meaning=meaning, weight=weight))
+        return heads
 
 
 def heads_of(config: RewardModelRunConfig, grades_NH: npt.NDArray[np.floating[Any]], num_heads: int) -> Heads:
     """The heads of a run, whose model has `num_heads`. `grades_NH`: those of the training data, for each of the run's
     labels."""
-    section, loss = config.policy.reward_model_cfg, config.rm.loss
-    names, num_estimates, chosen = section.labels, section.num_heads, section.attribute_weights
+    section = config.policy.reward_model_cfg
+    loss = config.rm.loss
+    names = section.labels
+    num_estimates = section.num_heads
     if names:
-        shares = [chosen.get(name, 0.0) if isinstance(chosen, dict) else 1 / len(names) for name in names]
+        weight_of = section.attribute_weights
+        if not isinstance(weight_of, dict):
+            weight_of = dict.fromkeys(names, 1 / len(names))
+        weights = tuple(weight_of.get(name, 0.0) / num_estimates for name in names)
         stds_H = np.nanstd(grades_NH, axis=0)
-        weights = tuple(share / num_estimates for share in shares) * num_estimates
-        stds = tuple(np.where(stds_H > 0, stds_H, 1.0).tolist()) * num_estimates
+        stds = tuple(np.where(stds_H > 0, stds_H, 1.0).tolist())
+        # every estimate has a head for each label
+        weights *= num_estimates
+        stds *= num_estimates
     else:
-        weights, stds = (1 / num_estimates,) * num_heads, (1.0,) * num_heads
+        weights = (1 / num_estimates,) * num_heads
+        stds = (1.0,) * num_heads
     pair_options: dict[str, Any] = {
         "ties": config.data.ties,
         "weight": loss.weight,
