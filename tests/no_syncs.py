@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import treeward
 
 OURS = f"{Path(treeward.__file__).parent}/"  # not any path with our name in it: a clone has it, and its .venv too
-ATTENTION = ("treeward/tree/attention.py", "treeward/tree/position_mask.py", "treeward/tree/slices.py")
+ATTENTION = ("treeward/tree/attention.py", "treeward/tree/position_mask.py")
 
 _READS = {"item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__", "__index__", "__array__"}
 _OPERATIONS = {

@@ -37,7 +37,7 @@ from treeward.config.loss import LOSSES
 from treeward.config.run import RewardModelRunConfig
 from treeward.data.encoding import Comparison
 from treeward.model.contract import ESTIMATE_MEANING, HeadContract
-from treeward.tree.movable import Movable
+from treeward.tree.batch import Movable
 
 Strength = Literal["margin", "soft_label", "weight"]
 """What the strength of a pair becomes; see `ranked_pairs`."""

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from treeward.data.rendering import Renderer
 from treeward.errors import ModelError
 from treeward.model.reward_model import RewardModel
-from treeward.tree import attention, position_mask, slices
+from treeward.tree import attention, position_mask
 from treeward.tree.batch import TreeBatch, TreeLayout
 from treeward.tree.position_mask import PositionMask
 
@@ -159,14 +159,14 @@ def test_an_ignored_soft_cap_or_sink_is_seen(
 
 
 def test_a_bug_in_the_backward_alone_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Forgetful(slices.SlicedAttention):
+    class Forgetful(attention.SlicedAttention):
         @staticmethod
         def backward(ctx: Any, *grads: torch.Tensor) -> Any:
             ctx.parts = ctx.parts[:-1]
             return attention_backward(ctx, *grads)
 
-    attention_backward = slices.SlicedAttention.backward
-    monkeypatch.setattr(slices, "SlicedAttention", Forgetful)
+    attention_backward = attention.SlicedAttention.backward
+    monkeypatch.setattr(attention, "SlicedAttention", Forgetful)
     model = RewardModel(tiny_model("llama"))
     with computed_by("slices", model, monkeypatch), pytest.raises(AssertionError, match="gradients"):
         assert_tree_equals_rows(model, forest())
@@ -223,7 +223,7 @@ def test_slices_equal_masked_attention(
     inputs = [x.requires_grad_() for x in (query, key, value)]
 
     outs = [
-        slices.SlicedAttention.apply(*inputs, positions.parts, 0.3),
+        attention.SlicedAttention.apply(*inputs, positions.parts, 0.3),
         attention.masked_attention(*inputs, positions, 0.3),
         attention.written_out(*inputs, dense_mask(positions), 0.3, None, None),
     ]

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from treeward.tree.batch import Batch, RowBatch, TreeBatch
-from treeward.tree.reads import Reads
+from treeward.tree.batch import Batch, Reads, RowBatch, TreeBatch
 
 
 def test_a_place_that_several_sequences_read_is_held_once() -> None:

@@ -1,12 +1,13 @@
 """Heads of reward models: what turns hidden states into values, where it reads a sequence, and what it makes of that.
 
-    head(hidden_ND)                    # values for each place, (N, H)
-    reads_of(head, token_ids)          # the positions at which the head reads this sequence
-    values_of_reads(head, values_RH)   # what it makes of the values at all reads
+    head(hidden_ND)             # values for each place, (N, H)
+    head.reads(token_ids)       # the positions at which the head reads this sequence
+    head.combine(values_RH)     # what it makes of the values at all reads, (S, H)
+    head.reads_each             # how many reads it makes of each sequence; None if that depends on the sequence
 
-A plain head reads the last token, and its values there are the sequence's. Another head has methods of its own: `reads`
-(ArmoRM's gate reads the end of the prompt too, a process reward model every step) and `combine` (the gate weighs the
-values at the last token). Heads of published models follow their authors' code, which `published.py` names.
+A plain head has none of these methods: it reads the last token, and its values there are the sequence's. ArmoRM's gate
+reads the end of the prompt too and weighs the values at the last token; a process reward model reads every step. Heads
+of published models follow their authors' code, which `published.py` names.
 
 Shapes: N places, R reads, S sequences, D hidden size, H values, Q quantiles.
 """
@@ -55,31 +56,6 @@ _ANSWER_BEGINS = {
     "gemma2": (107, 108, 106, 2516, 108),
 }
 """The end of the prompt and the header of the completion, in the tokens of Llama 3 and of Gemma 2."""
-
-
-def reads_of(head: nn.Module, ids: TokenIds) -> Sequence[int]:
-    """The positions at which a head reads a sequence, ascending. Raises `ModelError` if it finds none."""
-    if hasattr(head, "reads"):
-        reader: Any = head
-        positions: Sequence[int] = reader.reads(ids)
-        return positions
-    return (len(ids) - 1,)
-
-
-def reads_each(head: nn.Module) -> int | None:
-    """How many reads a head makes of each sequence; None if that depends on the sequence."""
-    number: int | None = getattr(head, "reads_each", 1)
-    return number
-
-
-def values_of_reads(head: nn.Module, values_RH: Tensor) -> Tensor:
-    """What a head makes of the values at its reads, one sequence after another: the values of each sequence (S, H), or
-    of each read if the head keeps them apart."""
-    if hasattr(head, "combine"):
-        gate: Any = head
-        combined: Tensor = gate.combine(values_RH)
-        return combined
-    return values_RH
 
 
 def mlp(sizes: Sequence[int], *between: Callable[[], nn.Module]) -> nn.Sequential:

@@ -25,10 +25,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from treeward.errors import ModelError
-from treeward.model.heads import reads_each, reads_of, values_of_reads
 from treeward.model.wrapped import Layout, WrappedModel
-from treeward.tree.batch import Batch, RowBatch, TreeBatch
-from treeward.tree.movable import Movable
+from treeward.tree.batch import Batch, Movable, RowBatch, TreeBatch
 from treeward.tree.plan import order_of_parts, plan_sequences, split_group
 from treeward.tree.prefix import MIN_PREFIX_TOKENS, Prefix, PrefixCache
 from treeward.tree.token_tree import TokenIds
@@ -356,6 +354,31 @@ class RewardModel(WrappedModel):
         # Not a matrix product: it may round two rows differently, and identical completions must tie exactly.
         values_SH = torch.stack([(hidden_SD * weight_D).sum(dim=-1) for weight_D in head.weight.float()], dim=1)
         return values_SH if head.bias is None else values_SH + head.bias.float()
+
+
+def reads_of(head: nn.Module, ids: TokenIds) -> Sequence[int]:
+    """The positions at which a head reads a sequence, ascending. Raises `ModelError` if it finds none."""
+    if hasattr(head, "reads"):
+        reader: Any = head
+        positions: Sequence[int] = reader.reads(ids)
+        return positions
+    return (len(ids) - 1,)
+
+
+def reads_each(head: nn.Module) -> int | None:
+    """How many reads a head makes of each sequence; None if that depends on the sequence."""
+    number: int | None = getattr(head, "reads_each", 1)
+    return number
+
+
+def values_of_reads(head: nn.Module, values_RH: Tensor) -> Tensor:
+    """What a head makes of the values at its reads, one sequence after another: the values of each sequence (S, H), or
+    of each read if the head keeps them apart."""
+    if hasattr(head, "combine"):
+        gate: Any = head
+        combined: Tensor = gate.combine(values_RH)
+        return combined
+    return values_RH
 
 
 def _alike(sequences: Sequence[TokenIds], num_known: Sequence[int], group: Sequence[int]) -> list[list[int]]:

@@ -24,8 +24,7 @@ from treeward.losses import Labels, ranked_pairs
 from treeward.model.reward_model import FeatureBatch
 from treeward.model.wrapped import Layout
 from treeward.training.setup import RewardModelSetup
-from treeward.tree.batch import Batch
-from treeward.tree.movable import Movable
+from treeward.tree.batch import Batch, Movable
 from treeward.tree.plan import plan_micro_batches, plan_padded, split_group
 
 _T = TypeVar("_T")

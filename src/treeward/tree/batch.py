@@ -6,24 +6,24 @@
 Every group becomes a `TokenTree`; groups that begin alike share one. `RowBatch` holds the same groups as padded rows.
 Which groups go together is planned in `plan.py`.
 
-Shapes: G groups, S sequences, T tokens of the row, L tokens of the longest sequence.
+Shapes: G groups, S sequences, T tokens of the row, L tokens of the longest sequence, N different places that are read,
+R reads of all sequences.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from treeward.tree.movable import Movable
 from treeward.tree.prefix import Exchange, Kept, Prefix
-from treeward.tree.reads import Reads
 from treeward.tree.token_tree import (
     Segment,
     TokenIds,
@@ -35,6 +35,60 @@ from treeward.tree.token_tree import (
 MIN_SHARED_BETWEEN_GROUPS = 32
 """Groups share a tree if they have at least this many leading tokens in common. Fewer (a BOS token, a role header)
 would save nothing and turn many small trees, which attention handles cheaply, into one large tree."""
+
+
+@dataclass(frozen=True, slots=True)
+class Movable:
+    """A dataclass of tensors, of other `Movable`s, and of values that stay on the host."""
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
+        """A copy on the device. With `non_blocking` the host does not wait for copies from page-locked memory."""
+        moved: Self = _each(self, lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return moved
+
+    def pin(self) -> Self:
+        """A copy in page-locked memory. Needs CUDA."""
+        pinned: Self = _each(self, Tensor.pin_memory)
+        return pinned
+
+
+def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, Movable):
+        changed = {item.name: _each(getattr(value, item.name), change) for item in fields(value)}
+        return replace(value, **changed)
+    if isinstance(value, tuple) and value and isinstance(value[0], Movable):
+        return tuple(_each(item, change) for item in value)
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Reads(Movable):
+    """The places at which a model's head reads the sequences of a batch, one or many for each sequence.
+
+        reads = Reads.of([[7], [3, 9], [9]])
+        reads.places_N                          # [3, 7, 9]: each place once
+        values_RH = values_NH[reads.index_R]    # for every read of every sequence, in order
+        values_RH.split(reads.counts)           # by sequence: 1, 2 and 1 reads
+
+    A reward model reads at the last token. A gate reads where the prompt ends too, and a process reward model after
+    every step. Sequences of a tree may be read at the same place, whose hidden state is computed and multiplied once.
+
+    `places_N`: where the hidden states lie in the batch, int64, ascending, each once. `index_R`: the index into them
+    of every read, sequence after sequence, int64. `counts`: the reads of each sequence."""
+
+    places_N: Tensor
+    index_R: Tensor
+    counts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, places: Sequence[Sequence[int]]) -> Reads:
+        """`places`: those of each sequence."""
+        counts = tuple(len(places_of_sequence) for places_of_sequence in places)
+        all_places = np.concatenate([np.asarray(row, dtype=np.int64) for row in places])
+        places_N, index_R = np.unique(all_places, return_inverse=True)
+        return cls(torch.from_numpy(places_N), torch.from_numpy(index_R), counts)
 
 
 @dataclass(frozen=True, slots=True)
