@@ -1,11 +1,13 @@
-"""`grpo`: the run of a policy. `treeward.training.loop` takes its steps, validates, saves, stops and resumes.
+"""`grpo`: the run of a policy. `treeward.training.loop` takes its steps, validates, saves, stops
+and resumes.
 
     outcome = grpo(load_grpo_config("grpo_rm_1B", []))
     outcome.model_folder      # a Hugging Face folder, None if the run was interrupted
     outcome.alarms            # of the watch
 
-A step samples G completions of each prompt, rewards them, compares each with the others of its group, and updates the
-policy. Prompts and samples follow from the step and the seed; everything else is in the checkpoint.
+A step samples G completions of each prompt, rewards them, compares each with the others of its
+group, and updates the policy. Prompts and samples follow from the step and the seed; everything
+else is in the checkpoint.
 """
 
 from __future__ import annotations
@@ -51,10 +53,11 @@ _SHOWN = ("reward", "gold_reward", "kl", "mean_gen_tokens_per_sample", "truncati
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOOutcome(Outcome):
-    """How a run ended. `total_steps`: of the whole run, or `step` where dynamic sampling drew all prompts earlier.
+    """How a run ended. `total_steps`: of the whole run, or `step` where dynamic sampling drew all
+    prompts earlier.
 
-    `validation`: the metrics of the exported policy, by their logged names. `stopped_by`: the alarm that ended the run.
-    `report`: its page, if anything was measured.
+    `validation`: the metrics of the exported policy, by their logged names. `stopped_by`: the alarm
+    that ended the run. `report`: its page, if anything was measured.
     """
 
     alarms: tuple[Alarm, ...]
@@ -63,7 +66,8 @@ class GRPOOutcome(Outcome):
 
 
 def grpo(config: GRPORunConfig, *, show_progress: bool = True) -> GRPOOutcome:
-    """Optimise a policy as configured, resuming where an earlier run of the same configuration stopped.
+    """Optimise a policy as configured, resuming where an earlier run of the same configuration
+    stopped.
 
     Raises a `TreewardError` for what the user can mend.
     """
@@ -81,10 +85,12 @@ def grpo(config: GRPORunConfig, *, show_progress: bool = True) -> GRPOOutcome:
 
 
 class GRPORun(Run):
-    """A `Run` of the loop: steps of sampling, rewarding and updating; validation on held-out prompts, and the watch.
+    """A `Run` of the loop: steps of sampling, rewarding and updating; validation on held-out
+    prompts, and the watch.
 
-    So far `prompts_drawn` prompts were drawn and the weights changed `version` times. `stopped_by`: the alarm that ends
-    the run. The main process alone watches, and writes samples, alarms and the report.
+    So far `prompts_drawn` prompts were drawn and the weights changed `version` times. `stopped_by`:
+    the alarm that ends the run. The main process alone watches, and writes samples, alarms and the
+    report.
     """
 
     def __init__(self, setup: GRPOSetup) -> None:
@@ -96,9 +102,12 @@ class GRPORun(Run):
             total_steps=setup.total_steps,
             validates=bool(setup.validation),
         )
-        self.setup, self.config = setup, setup.config
-        self.prompts_drawn = self.version = 0
-        # A validation with one completion a prompt cannot measure these; the watch gets the means since the last one.
+        self.setup = setup
+        self.config = setup.config
+        self.prompts_drawn = 0
+        self.version = 0
+        # A validation with one completion a prompt cannot measure these; the watch gets the means
+        # since the last one.
         self.since: dict[str, list[float]] = {}
         self.stopped_by: str | None = None
         self._samples: StepFile | None = None
@@ -107,25 +116,33 @@ class GRPORun(Run):
         self._warned_of_mismatch = False
 
     def begin(self, state: RunState, trackers: TrackerGroup) -> None:
-        """Also opens the file of samples, and stops for an alarm that has ended the run, unless it no longer stops."""
+        """Also opens the file of samples, and stops for an alarm that has ended the run, unless it
+        no longer stops."""
         if state.run:
-            self.prompts_drawn, self.version = state.run["prompts_drawn"], state.run["version"]
+            self.prompts_drawn = state.run["prompts_drawn"]
+            self.version = state.run["version"]
             self.since = state.run["since_validation"]
             self.stopped_by = state.run["stopped_by"]
             self.setup.watch.load_state_dict(state.run["watch"])
             self.setup.updater.skipped = SkippedSteps(**state.run.get("skipped_steps", {}))
-        # A validation that is repeated writes its samples again.
-        validated_at = -1 if state.validation_step is None else state.validation_step
-        written_to = validated_at if self.setup.validation else state.step
+        written_to = state.step
+        if self.setup.validation:
+            # A validation that is repeated writes its samples again.
+            written_to = -1 if state.validation_step is None else state.validation_step
         is_logged = trackers.resume_step is not None
         if processes.is_main():
-            self._samples = StepFile(self._log_dir / SAMPLES_FILE, resume_step=written_to if is_logged else None)
+            resume_step = written_to if is_logged else None
+            self._samples = StepFile(self._log_dir / SAMPLES_FILE, resume_step=resume_step)
             if not is_logged:
+                # Alarms of an earlier run in this folder are none of this one's.
                 set_aside(self._log_dir / ALARMS_FILE)
-        self._write_alarms()  # alarms after the last checkpoint of a killed run are raised again
+        # Alarms that a killed run raised after its last checkpoint leave the file; they are raised
+        # again.
+        self._write_alarms()
         if self.stopped_by is not None:
-            logger.info("The alarm %s has ended this run after step %d.", self.stopped_by, state.step)
-            if self.stopped_by not in self.config.grpo.watch.stop_on:
+            alarm = self.stopped_by
+            logger.info("The alarm %s has ended this run after step %d.", alarm, state.step)
+            if alarm not in self.config.grpo.watch.stop_on:
                 self.stopped_by = None
 
     def state(self) -> dict[str, Any]:
@@ -139,7 +156,8 @@ class GRPORun(Run):
         }
 
     def is_done(self, step: int) -> bool:
-        """Whether all steps are taken or all prompts drawn (dynamic sampling draws more a step), or an alarm stops."""
+        """Whether all steps are taken or all prompts drawn (dynamic sampling draws more a step), or
+        an alarm stops."""
         return self._is_through(step, self.prompts_drawn) or self.stopped_by is not None
 
     def _is_through(self, step: int, prompts_drawn: int) -> bool:
@@ -171,22 +189,26 @@ class GRPORun(Run):
         drawn = self.prompts_drawn + rollouts.prompts_drawn
         is_logged = number % self.config.grpo.log_period == 0 or self._is_through(number, drawn)
         update = setup.updater.update(evaluated, advantages_PG, used_PG, entropies=is_logged)
-        self.prompts_drawn, self.version = drawn, self.version + 1
+        self.prompts_drawn = drawn
+        self.version += 1
 
         self._keep_for_validation(rollouts, number)
         logged = dict(rollouts.metrics)
         if used_PG is not rollouts.used_PG:
-            logged["train/num_masked_seqs_by_logprob_error"] = float((rollouts.used_PG & ~used_PG).sum())
+            is_masked_PG = rollouts.used_PG & ~used_PG
+            logged["train/num_masked_seqs_by_logprob_error"] = float(is_masked_PG.sum())
         if penalty_PG is not None:
             logged["train/kl_penalty"] = float(penalty_PG.nanmean())
         logged |= self._logged(update, rollouts, advantages_PG[used_PG], used_PG)
         logged["train/lr"] = learning_rate
         logged["timing/train/policy_training"] = time.monotonic() - sampled
         logged["timing/train/weight_sync"] = synced - started
-        return StepMetrics(logged, _progress(logged), sum(group.num_row_tokens for group in rollouts.groups))
+        num_row_tokens = sum(group.num_row_tokens for group in rollouts.groups)
+        return StepMetrics(logged, _progress(logged), num_row_tokens)
 
     def _kl_penalty(self, evaluated: Evaluated) -> Tensor | None:
-        """What the KL to the reference costs each completion, (P, G); None unless `loss_fn.kl_in_reward`."""
+        """What the KL to the reference costs each completion, (P, G); None unless
+        `loss_fn.kl_in_reward`."""
         loss_fn = self.config.loss_fn
         if not loss_fn.kl_in_reward or evaluated.kl_PG is None:
             return None
@@ -197,16 +219,21 @@ class GRPORun(Run):
         most_error = self.config.grpo.seq_logprob_error_threshold
         if most_error is None or evaluated.error_PG is None:
             return used_PG
-        return used_PG & ~(evaluated.error_PG > most_error)  # an error that is not a number masks nothing
+        # An error that is not a number masks nothing: `>` is false of it.
+        is_mismatched_PG = evaluated.error_PG > most_error
+        return used_PG & ~is_mismatched_PG
 
     def _keep_for_validation(self, rollouts: Rollouts, number: int) -> None:
-        """What the next validation reads of this step, and without validations the samples for the report."""
+        """What the next validation reads of this step, and without validations the samples for the
+        report."""
         for name in ("groups_without_signal", "length_correlation"):
             value = rollouts.watched[name]
             if value is not None:
                 self.since.setdefault(name, []).append(value)
-        is_kept = number == 1 or number % (self.config.grpo.val_period or 1) == 0
-        if is_kept and not self.setup.validation:
+        if self.setup.validation:
+            return
+        period = self.config.grpo.val_period or 1
+        if number == 1 or number % period == 0:
             self._write_samples(number, rollouts.samples)
 
     def _logged(
@@ -217,15 +244,20 @@ class GRPORun(Run):
         self._warn_of_mismatch(means.get("token_mult_prob_error", 1.0))
         per_token = means.pop("kl", None)
         if per_token is not None and self.setup.updater.reference is not None:
-            # `kl` is per completion, as in validations.
+            # The name `kl` is of the sum over a completion, as in validations.
             lengths_PG = completion_lengths(rollouts.groups)
             mean_length = float(lengths_PG[used_PG & (lengths_PG > 0)].float().mean())
             means["kl_per_token"] = per_token
             means["kl"] = per_token * mean_length
-        has_advantages = len(advantages_N) > 0
-        return {f"train/{name}": value for name, value in means.items()} | {
-            "train/advantages_mean": float(advantages_N.mean()) if has_advantages else 0.0,
-            "train/advantages_std": float(advantages_N.std(unbiased=False)) if has_advantages else 0.0,
+        advantages_mean = 0.0
+        advantages_std = 0.0
+        if len(advantages_N) > 0:
+            advantages_mean = float(advantages_N.mean())
+            advantages_std = float(advantages_N.std(unbiased=False))
+        return {
+            **{f"train/{name}": value for name, value in means.items()},
+            "train/advantages_mean": advantages_mean,
+            "train/advantages_std": advantages_std,
             "train/skipped_steps": self.setup.updater.skipped.total,
             "train/prompts_drawn": self.prompts_drawn,
             "train/computed_tokens": update.computed_tokens,
@@ -234,13 +266,16 @@ class GRPORun(Run):
         }
 
     def _warn_of_mismatch(self, error: float) -> None:
-        if error > _MUCH_MISMATCH and not self._warned_of_mismatch and processes.is_main():
-            self._warned_of_mismatch = True
-            logger.warning(
-                "Completions are not sampled from the policy: the generator's probability of a token is off by a "
-                "factor of %.2f (train/token_mult_prob_error, 1 is equal). Sample with a server or engines that "
-                "compute as the trainer does, or with policy.attention=rows.", error,
-            )  # fmt: skip
+        """Say once, in the main process, that sampler and trainer compute differently."""
+        if error <= _MUCH_MISMATCH or self._warned_of_mismatch or not processes.is_main():
+            return
+        self._warned_of_mismatch = True
+        logger.warning(
+            "Completions are not sampled from the policy: the generator's probability of a token "
+            "is off by a factor of %.2f (train/token_mult_prob_error, 1 is equal). Sample with a "
+            "server or engines that compute as the trainer does, or with policy.attention=rows.",
+            error,
+        )
 
     def _sync_weights(self) -> None:
         """Give the generator the current weights."""
@@ -254,9 +289,14 @@ class GRPORun(Run):
         validation = validate(self.setup, should_stop=should_stop)
         if validation is None:
             return None
-        since = {name: statistics.fmean(values) for name, values in self.since.items()}
-        measured = {name: value for name, value in validation.watched.items() if value is not None}
-        alarms = processes.on_main(lambda: self.setup.watch.observe(step, **{**since, **measured}))
+        watched: dict[str, Any] = {}
+        for name, values in self.since.items():
+            watched[name] = statistics.fmean(values)
+        # What the validation has measured itself takes precedence over the steps before it.
+        for name, value in validation.watched.items():
+            if value is not None:
+                watched[name] = value
+        alarms = processes.on_main(lambda: self.setup.watch.observe(step, **watched))
         self.since = {}
         self._write_samples(step, validation.samples)
         for alarm in alarms:
@@ -265,9 +305,13 @@ class GRPORun(Run):
                 self.stopped_by = alarm.kind
                 logger.warning("The run ends here (grpo.watch.stop_on).")
         self._write_alarms()
-        values = ((name, validation.metrics.get(f"validation/{name}")) for name in _SHOWN)
-        shown = "  ".join(f"{name} {metric_text(name, value)}" for name, value in values if value is not None)
-        return Validation(validation.metrics, self.setup.watch.metrics(), (f"validation after step {step}: {shown}",))
+        shown = []
+        for name in _SHOWN:
+            value = validation.metrics.get(f"validation/{name}")
+            if value is not None:
+                shown.append(f"{name} {metric_text(name, value)}")
+        line = f"validation after step {step}: {'  '.join(shown)}"
+        return Validation(validation.metrics, self.setup.watch.metrics(), (line,))
 
     def _write_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         if self._samples is not None:
@@ -279,10 +323,16 @@ class GRPORun(Run):
             write_alarms(self._log_dir / ALARMS_FILE, self.setup.watch.alarms)
 
     def save_model(self, folder: Path) -> None:
-        """A policy with adapters is merged in `model`, and the adapters lie beside it as peft writes them."""
+        """A policy with adapters is merged in `model`, and the adapters lie beside it as peft
+        writes them."""
         setup = self.setup
         save_adapted(setup.policy, folder)
-        export_model(setup.policy, setup.tokenizer, folder / "model", chat_template=setup.renderer.chat_template)
+        export_model(
+            setup.policy,
+            setup.tokenizer,
+            folder / "model",
+            chat_template=setup.renderer.chat_template,
+        )
 
     def complete_export(self, folder: Path, state: RunState) -> None:
         judged = self.config.judged_by(self.config.data.train[0])
@@ -293,18 +343,29 @@ class GRPORun(Run):
         through = self._is_through(outcome.step, self.prompts_drawn)
         if through and outcome.step < self.total_steps:
             epochs = self.config.grpo.max_num_epochs
-            logger.info("Dynamic sampling has drawn the prompts of all %d epochs in %d steps.", epochs, outcome.step)
+            logger.info(
+                "Dynamic sampling has drawn the prompts of all %d epochs in %d steps.",
+                epochs,
+                outcome.step,
+            )
+        total_steps = outcome.step if through else self.total_steps
         ended = GRPOOutcome(
-            **{**vars(outcome), "total_steps": outcome.step if through else self.total_steps},
+            **{**vars(outcome), "total_steps": total_steps},
             alarms=tuple(self.setup.watch.alarms),
             stopped_by=self.stopped_by,
         )
-        return _with_report(ended, self.config) if processes.is_main() else ended
+        if not processes.is_main():
+            return ended
+        return _with_report(ended, self.config)
 
 
 def _progress(logged: Mapping[str, float]) -> dict[str, float]:
     """What the line of progress shows of the logged metrics."""
-    names = {"reward": "train/reward", "length": "train/mean_gen_tokens_per_sample", "kl": "train/kl"}
+    names = {
+        "reward": "train/reward",
+        "length": "train/mean_gen_tokens_per_sample",
+        "kl": "train/kl",
+    }
     return {name: logged[key] for name, key in names.items() if key in logged}
 
 
@@ -312,12 +373,15 @@ def _with_report(outcome: GRPOOutcome, config: GRPORunConfig) -> GRPOOutcome:
     log_dir = Path(config.logger.log_dir)
     if not read_metrics(log_dir / METRICS_FILE):
         return outcome  # stopped before anything was measured
-    where = Path(config.checkpointing.checkpoint_dir) if config.checkpointing.enabled else log_dir
+    where = log_dir
+    if config.checkpointing.enabled:
+        where = Path(config.checkpointing.checkpoint_dir)
     name = where.name or "run"
     try:
         run = RLRun.read(name, log_dir)
         report = write_rl_report([run], where / "report.html", title=f"{name}: policy optimisation")
     except (OSError, TreewardError) as error:
+        # The run has succeeded all the same: the exit code alone says what is missing.
         logger.error("The policy is saved, but its report cannot be written: %s", error)
         return replace(outcome, exit_code=outcome.exit_code or 1)
     return replace(outcome, report=report)
