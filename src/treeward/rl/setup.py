@@ -1,13 +1,16 @@
-"""`set_up_grpo`: from a configuration to everything that policy optimisation needs, checked, in one frozen `GRPOSetup`.
+"""`set_up_grpo`: from a configuration to everything that policy optimisation needs, checked, in one
+frozen `GRPOSetup`.
 
-The cheap checks (names, files, rows, environments) come before the slow work, so that mistakes are reported early.
+The cheap checks (names, files, rows, environments) come before the slow work, so that mistakes are
+reported early.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -59,15 +62,42 @@ logger = logging.getLogger(__name__)
 
 _CHECKED_PROMPTS = 8
 _NOT_OF_THE_RUN = {
-    *("max_num_epochs", "max_num_steps", "val_period", "val_start_at", "val_at_start", "val_at_end"),
-    *("watch", "log_period", "gold_environment", "max_failed_share"),
+    "max_num_epochs",
+    "max_num_steps",
+    "val_period",
+    "val_start_at",
+    "val_at_start",
+    "val_at_end",
+    "watch",
+    "log_period",
+    "gold_environment",
+    "max_failed_share",
 }
-"""Keys of `grpo` that a resumed run may change: neither weights nor the comparability of validations depend on them."""
+"""Keys of `grpo` that a resumed run may change: neither weights nor the comparability of
+validations depend on them."""
 _NOT_OF_THE_REWARD = {
-    *("resources", "batch_size", "batch_tokens", "dtensor_cfg", "cpu_offload"),
-    *("activation_checkpointing", "dynamic_batching", "sequence_packing", "megatron_cfg", "max_retries"),
-    *("worker_timeout_seconds", "timeout_seconds"),
-    *("workers", "num_workers", "max_concurrency", "base_url", "api_key_env", "served_model", "token_env"),
+    # where it is computed
+    "resources",
+    "dtensor_cfg",
+    "cpu_offload",
+    "megatron_cfg",
+    "base_url",
+    "api_key_env",
+    "served_model",
+    "token_env",
+    # how fast
+    "batch_size",
+    "batch_tokens",
+    "activation_checkpointing",
+    "dynamic_batching",
+    "sequence_packing",
+    "workers",
+    "num_workers",
+    "max_concurrency",
+    # how patiently
+    "max_retries",
+    "worker_timeout_seconds",
+    "timeout_seconds",
 }
 """Keys of our environments that change where and how fast a reward is computed, not its value."""
 
@@ -76,8 +106,9 @@ _NOT_OF_THE_REWARD = {
 class GRPOSetup:
     """A run that is ready for its first step.
 
-    The run ends after `total_steps` steps or `prompt_limit` drawn prompts, which dynamic sampling reaches earlier.
-    `validation`: the prompts of every validation; `validation_sets`: the set of each. Each process has such a setup.
+    The run ends after `total_steps` steps or `prompt_limit` drawn prompts, which dynamic sampling
+    reaches earlier. `validation`: the prompts of every validation; `validation_sets`: the set of
+    each. Each process has such a setup.
     """
 
     config: GRPORunConfig
@@ -103,8 +134,13 @@ class GRPOSetup:
         self.rewards.shutdown()
 
 
-def set_up_grpo(config: GRPORunConfig, checkpoint: Checkpoint | None = None, show_progress: bool = False) -> GRPOSetup:
-    """Build everything a run needs; policy and tokenizer are those of the checkpoint, where there is one.
+def set_up_grpo(
+    config: GRPORunConfig,
+    checkpoint: Checkpoint | None = None,
+    show_progress: bool = False,
+) -> GRPOSetup:
+    """Build everything a run needs; policy and tokenizer are those of the checkpoint, where there
+    is one.
 
     Raises a `TreewardError` for anything that the user can mend.
     """
@@ -112,49 +148,46 @@ def set_up_grpo(config: GRPORunConfig, checkpoint: Checkpoint | None = None, sho
     open_set = partial(_open_set, config)
     training_sets = [open_set(dataset) for dataset in config.data.train]
     validation_sets = [open_set(dataset) for dataset in config.data.validation]
-    texts = (str(m.get("content", "")) for dataset in training_sets for prompt in dataset for m in prompt.messages)
-    tokenizer = find_tokenizer(config.policy, texts, checkpoint)
+    tokenizer = find_tokenizer(config.policy, _texts_of(training_sets), checkpoint)
     renderer = Renderer(tokenizer, **config.policy.tokenizer.rendering)
-    encode = partial(encode_prompts, renderer=renderer, max_length=config.max_prompt_length, progress=show_progress)
+    encode = partial(
+        encode_prompts,
+        renderer=renderer,
+        max_length=config.max_prompt_length,
+        progress=show_progress,
+    )
     prompts = encode(training_sets)
     if config.grpo.num_prompts_per_step % prompts.together:
-        raise config.error("grpo.num_prompts_per_step", "an even number: a comparison gives two questions")
-    held_out = encode(validation_sets) if validation_sets else None
+        need = "an even number: a comparison gives two questions"
+        raise config.error("grpo.num_prompts_per_step", need)
+    held_out = None
+    every_prompt = list(prompts.prompts)
+    if validation_sets:
+        held_out = encode(validation_sets)
+        every_prompt += held_out.prompts
     _log_prompts(prompts, held_out)
     identity = processes.on_main(lambda: _identity(config, renderer, prompts, held_out))
     if checkpoint is not None:
         check_identity(checkpoint.path, identity)
     with contextlib.ExitStack() as opened:
         _start_ray(config)
-        every_prompt = [*prompts.prompts, *(() if held_out is None else held_out.prompts)]
         rewards = processes.together(lambda: make_environment_runner(config, every_prompt))
         opened.callback(rewards.shutdown)
         processes.on_main(partial(_compare_lengths, config))
         policy = _make_policy(config, tokenizer, checkpoint, mesh, prompts)
-        seed, shuffle = config.grpo.seed, config.data.shuffle
-        drawn: Any = {"together": prompts.together, "what": "prompt"}
-        order = EpochOrder(prompts.sizes, weights=prompts.weights, seed=seed, shuffle=shuffle, **drawn)
+        order = EpochOrder(
+            prompts.sizes,
+            weights=prompts.weights,
+            seed=config.grpo.seed,
+            shuffle=config.data.shuffle,
+            together=prompts.together,
+            what="prompt",
+        )
         prompt_limit = order.rows_per_epoch * config.grpo.max_num_epochs
         # If the epochs leave too few prompts for the last step, it draws from the next epoch.
-        steps_in_data = -(-prompt_limit // config.grpo.num_prompts_per_step)
+        steps_in_data = math.ceil(prompt_limit / config.grpo.num_prompts_per_step)
         total_steps = planned_steps(config.grpo, steps_in_data, "grpo")
-        on_host = steps_on_host(config.policy, mesh)
-        optimizer = build_optimizer(policy, config.policy.optimizer, cpu_offload=on_host)
-        updates = total_steps * config.grpo.updates_per_batch * config.updates_per_pass
-        scheduler = build_scheduler(optimizer, config.policy.scheduler, total_steps=updates)
-        updater = PolicyUpdater(
-            policy,
-            optimizer,
-            reference=_load_reference(config, tokenizer, policy, mesh),
-            loss=config.loss_fn,
-            micro_batch_tokens=config.policy.micro_batch_tokens,
-            max_grad_norm=config.policy.max_grad_norm,
-            temperature=config.policy.generation.temperature,
-            prompts_per_update=config.prompts_per_update,
-            updates_per_batch=config.grpo.updates_per_batch,
-            on_step=partial(advance, scheduler),
-            mesh=mesh,
-        )
+        updater, scheduler = _make_updater(config, tokenizer, policy, mesh, total_steps)
         generator = _make_generator(config, policy, tokenizer, renderer, mesh)
         opened.callback(generator.close)
         validation, set_names = _chosen_for_validation(config, held_out)
@@ -181,20 +214,41 @@ def set_up_grpo(config: GRPORunConfig, checkpoint: Checkpoint | None = None, sho
     return run
 
 
+def _texts_of(sets: Sequence[PromptSet]) -> Iterator[str]:
+    """The texts of all messages, for a tokenizer that is trained on them; read only then."""
+    for prompts in sets:
+        for prompt in prompts:
+            for message in prompt.messages:
+                yield str(message.get("content", ""))
+
+
 def _compare_lengths(config: GRPORunConfig) -> None:
-    """Warn of reward models that have learnt from shorter conversations than the policy's may become."""
+    """Warn of reward models that have learnt from shorter conversations than the policy's may
+    become."""
     longest = config.policy.max_total_sequence_length
     for name, section in config.reward_models.items():
-        contracts = [] if section.url else [read_contract(model) for model in section.models]
-        limits = [contract.rendering.trained_length or longest for contract in contracts if contract is not None]
-        if min(limits, default=longest) < longest:
-            logger.warning("env.%s was trained on conversations of at most %d tokens, and those of the policy may have "
-                           "%d (policy.max_total_sequence_length): trust the rewards of longer ones less.",
-                           name, min(limits), longest)  # fmt: skip
+        if section.url:
+            continue  # the contract lies at the server
+        limits = []
+        for model in section.models:
+            contract = read_contract(model)
+            if contract is not None and contract.rendering.trained_length:
+                limits.append(contract.rendering.trained_length)
+        shortest = min(limits, default=longest)
+        if shortest < longest:
+            logger.warning(
+                "env.%s was trained on conversations of at most %d tokens, and those of the policy "
+                "may have %d (policy.max_total_sequence_length): trust the rewards of longer ones "
+                "less.",
+                name,
+                shortest,
+                longest,
+            )
 
 
 def _start_ray(config: GRPORunConfig) -> None:
-    """Ray, where engines or reward models have GPUs by it. Raises `ConfigError` for engines without a GPU."""
+    """Ray, where engines or reward models have GPUs by it. Raises `ConfigError` for engines without
+    a GPU."""
     generation = config.policy.generation
     if generation.starts_engines:
         check_gpus()
@@ -212,7 +266,10 @@ def _open_set(config: GRPORunConfig, dataset: PromptSetConfig) -> PromptSet:
 
 
 def _load_policy(
-    config: GRPORunConfig, tokenizer: PreTrainedTokenizerBase, checkpoint: Checkpoint | None, mesh: Mesh
+    config: GRPORunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    checkpoint: Checkpoint | None,
+    mesh: Mesh,
 ) -> PolicyModel:
     build = partial(build_policy, seed=config.grpo.seed)
     load = partial(load_policy, config_overrides=config.policy.hf_config_overrides)
@@ -232,13 +289,53 @@ def _make_policy(
 
     def check() -> None:
         check_positions(policy, config.policy.max_total_sequence_length)
-        is_exact = mesh.devices is None or config.policy.precision == "float32"
-        float32: dict[str, Any] = {"saved": torch.float32, "computed": torch.float32, "device": None}
-        check_policy(policy, first, exact=None if is_exact else plain_copy(policy, mesh, **float32))
+        exact = None
+        if mesh.devices is not None and config.policy.precision != "float32":
+            # The check widens whole weights where they are; shards are compared with a copy.
+            exact = plain_copy(
+                policy,
+                mesh,
+                saved=torch.float32,
+                computed=torch.float32,
+                device=None,
+            )
+        check_policy(policy, first, exact=exact)
 
     adaptation = partial(adapt, policy, config.policy, seed=config.grpo.seed, checkpoint=checkpoint)
     make_ready(policy, config.policy, mesh, role="policy", adaptation=adaptation, check=check)
     return policy
+
+
+def _make_updater(
+    config: GRPORunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    policy: PolicyModel,
+    mesh: Mesh,
+    total_steps: int,
+) -> tuple[PolicyUpdater, LRScheduler]:
+    """The updater with its optimiser and reference, and the schedule that its updates advance."""
+    on_host = steps_on_host(config.policy, mesh)
+    optimizer = build_optimizer(policy, config.policy.optimizer, cpu_offload=on_host)
+    updates_per_step = config.grpo.updates_per_batch * config.updates_per_pass
+    scheduler = build_scheduler(
+        optimizer,
+        config.policy.scheduler,
+        total_steps=total_steps * updates_per_step,
+    )
+    updater = PolicyUpdater(
+        policy,
+        optimizer,
+        reference=_load_reference(config, tokenizer, policy, mesh),
+        loss=config.loss_fn,
+        micro_batch_tokens=config.policy.micro_batch_tokens,
+        max_grad_norm=config.policy.max_grad_norm,
+        temperature=config.policy.generation.temperature,
+        prompts_per_update=config.prompts_per_update,
+        updates_per_batch=config.grpo.updates_per_batch,
+        on_step=partial(advance, scheduler),
+        mesh=mesh,
+    )
+    return updater, scheduler
 
 
 def _load_reference(
@@ -255,15 +352,23 @@ def _load_reference(
 
 
 def _make_generator(
-    config: GRPORunConfig, policy: PolicyModel, tokenizer: PreTrainedTokenizerBase, renderer: Renderer, mesh: Mesh
+    config: GRPORunConfig,
+    policy: PolicyModel,
+    tokenizer: PreTrainedTokenizerBase,
+    renderer: Renderer,
+    mesh: Mesh,
 ) -> Generator:
+    """A server where `url` is set; else engines of vLLM, or the processes of the run themselves."""
     section = config.policy.generation
     changes = {
         "model": section.model or config.policy.model_name,
         "weight_folder": section.weight_folder or f"{config.checkpointing.checkpoint_dir}/weights",
     }
-    served = VllmGenerator if section.starts_engines else LocalGenerator
-    kind: type[Generator] = served if section.url is None else HttpGenerator
+    kind: type[Generator] = LocalGenerator
+    if section.url is not None:
+        kind = HttpGenerator
+    elif section.starts_engines:
+        kind = VllmGenerator
     return kind(
         policy,
         tokenizer,
@@ -282,13 +387,18 @@ def _chosen_for_validation(
     """The validation prompts, spread evenly over all sets, and the set of each."""
     if held_out is None:
         return [], []
+    # Prompts that belong together, as the two questions about a comparison, are chosen together.
     size = held_out.together
-    number = min(len(held_out), config.grpo.most_val_prompts or len(held_out)) // size
-    firsts = np.linspace(0, len(held_out) // size - 1, max(number, 1)).round().astype(int) * size
+    most_prompts = config.grpo.most_val_prompts or len(held_out)
+    num_units = min(len(held_out), most_prompts) // size
+    last_unit = len(held_out) // size - 1
+    units = np.linspace(0, last_unit, max(num_units, 1)).round().astype(int)
+    firsts = units * size
     indices = (firsts[:, None] + np.arange(size)).flatten().tolist()
-    names = np.repeat([dataset.name or "default" for dataset in config.data.validation], held_out.sizes).tolist()
+    names = [dataset.name or "default" for dataset in config.data.validation]
+    set_of_prompt = np.repeat(names, held_out.sizes).tolist()
     chosen = [(held_out.prompts[i], held_out.token_ids[i].tolist()) for i in indices]
-    return chosen, [names[i] for i in indices]
+    return chosen, [set_of_prompt[i] for i in indices]
 
 
 def _log_prompts(prompts: EncodedPrompts, held_out: EncodedPrompts | None) -> None:
@@ -297,23 +407,49 @@ def _log_prompts(prompts: EncodedPrompts, held_out: EncodedPrompts | None) -> No
         return
     logger.info("Prompts to validate on: %s.", prompts_summary(held_out.counts))
     training_ids = {ids.tobytes() for ids in prompts.token_ids}
-    if shared := sum(ids.tobytes() in training_ids for ids in held_out.token_ids):
+    num_shared = sum(ids.tobytes() in training_ids for ids in held_out.token_ids)
+    if num_shared:
         logger.warning(
-            "%d of %d validation prompts are also training prompts: their rewards say little about new prompts.",
-            shared, len(held_out),
-        )  # fmt: skip
+            "%d of %d validation prompts are also training prompts: they say little of new ones.",
+            num_shared,
+            len(held_out),
+        )
 
 
 def _identity(
-    config: GRPORunConfig, renderer: Renderer, prompts: EncodedPrompts, held_out: EncodedPrompts | None
+    config: GRPORunConfig,
+    renderer: Renderer,
+    prompts: EncodedPrompts,
+    held_out: EncodedPrompts | None,
 ) -> dict[str, Any]:
-    """The settings and hashes that a resumed run must share with the run that it continues, by readable names.
+    """The settings and hashes that a resumed run must share with the run that it continues, by
+    readable names.
 
-    They cover everything that the weights depend on, including the weights of the first policy and of reward models.
+    They cover everything that the weights depend on, including the weights of the first policy and
+    of reward models.
     """
     policy = config.policy
-    sampled_by = {"temperature", "top_p", "top_k", "stop_token_ids", "stop_strings", "max_new_tokens"}
-    trained_by = {"train_global_batch_size", "max_total_sequence_length", "precision", "max_grad_norm"}
+    sampling_keys = {
+        "temperature",
+        "top_p",
+        "top_k",
+        "stop_token_ids",
+        "stop_strings",
+        "max_new_tokens",
+    }
+    training_keys = {
+        "train_global_batch_size",
+        "max_total_sequence_length",
+        "precision",
+        "max_grad_norm",
+        "optimizer",
+        "scheduler",
+        "hf_config_overrides",
+    }
+    environments = {}
+    for name, section in config.env.items():
+        if is_enabled(section):
+            environments[name] = _section(name, section)
     return {
         "the policy": with_weights(policy.model_name) or policy.architecture,
         "the tokenizer or template": short_hash(renderer.fingerprint),
@@ -322,29 +458,36 @@ def _identity(
         "data": {"shuffle": config.data.shuffle, "environment": config.default_environment},
         "grpo": config.grpo.model_dump(mode="json", exclude=_NOT_OF_THE_RUN),
         "loss_fn": config.loss_fn.model_dump(mode="json"),
-        "env": {name: _section(name, section) for name, section in config.env.items() if is_enabled(section)},
+        "env": environments,
         "policy": {
-            **policy.model_dump(mode="json", include={*trained_by, "optimizer", "scheduler", "hf_config_overrides"}),
-            "generation": policy.generation.model_dump(mode="json", include=sampled_by),
+            **policy.model_dump(mode="json", include=training_keys),
+            "generation": policy.generation.model_dump(mode="json", include=sampling_keys),
             **identity_of_adapters(policy),
         },
     }
 
 
 def _section(name: str, section: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of an environment's section that rewards depend on, with hashes of its models' weights.
+    """The keys of an environment's section that rewards depend on, with hashes of its models'
+    weights.
 
-    Every key counts for a class of the user. Raises `RewardServerError` for a server that does not respond.
+    Every key counts for a class of the user. Raises `RewardServerError` for a server that does not
+    respond.
     """
     kind = str(section.get("type") or name)
-    left_out = set() if "." in kind else _NOT_OF_THE_REWARD
-    kept = {key: value for key, value in section.items() if key not in left_out}
+    is_of_user = "." in kind
+    kept = dict(section)
+    if not is_of_user:
+        kept = {key: value for key, value in section.items() if key not in _NOT_OF_THE_REWARD}
     if isinstance(kept.get("members"), Mapping):  # of a hybrid
         kept["members"] = {name: _section(name, member) for name, member in kept["members"].items()}
     if kind == "reward_model":
         keys = {key: value for key, value in section.items() if key not in ("type", "weight")}
         config = RewardModelEnvironmentConfig.model_validate(keys)
-        kept["models"] = [_at_server(config)] if config.url else list(map(with_weights, config.models))
+        if config.url:
+            kept["models"] = [_at_server(config)]
+        else:
+            kept["models"] = [with_weights(model) for model in config.models]
     elif isinstance(kept.get("model_name"), str):
         kept["model_name"] = with_weights(kept["model_name"])
     return kept
