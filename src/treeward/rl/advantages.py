@@ -1,11 +1,12 @@
-"""From rewards to advantages: how much better a completion is than expected, from the completions beside it.
+"""From rewards to advantages: how much better a completion is than expected, from the completions
+beside it.
 
     rewards_PG = shaped_rewards(config, groups, rewards_PG)     # scaled, less penalties of length
-    advantages(rewards_PG, GRPOConfig())                        # (P, G): (r - mean) / (std + floor) in each group
+    advantages(rewards_PG, GRPOConfig())                        # (P, G), compared in each group
     used_completions(groups, rewards_PG, config.grpo)           # which of them are learnt from
 
-A missing reward is NaN: it enters no mean and no std, and its completion's advantage is 0. Penalties are subtracted,
-never multiplied: a factor below 1 would raise a negative reward.
+A missing reward is NaN: it enters no mean and no std, and its completion's advantage is 0.
+Penalties are subtracted, never multiplied: a factor below 1 would raise a negative reward.
 
 Shapes: P prompts, G completions to each.
 """
@@ -25,22 +26,30 @@ STD_FLOOR = 1e-6
 """Added to a standard deviation before the division."""
 
 
-def shaped_rewards(config: GRPORunConfig, groups: Sequence[CompletionGroup], rewards_PG: Tensor) -> Tensor:
+def shaped_rewards(
+    config: GRPORunConfig,
+    groups: Sequence[CompletionGroup],
+    rewards_PG: Tensor,
+) -> Tensor:
     """Rewards scaled, less what the length of a completion costs, (P, G); NaN stays NaN.
 
-    - `reward_scaling`: clipped to [source_min, source_max], and that mapped linearly to [target_min, target_max].
-    - `reward_shaping`: less penalty * max(0, length - (max - buffer)) / buffer, DAPO's soft overlong punishment (Yu et
-      al. 2025, arXiv 2503.14476, eq. 13), which grows on beyond `max` as NeMo RL's does. `max` is
-      `max_response_length`, or the room that the prompt leaves in `max_total_sequence_length`, if that is less.
+    - `reward_scaling`: clipped to [source_min, source_max], and that mapped linearly to
+      [target_min, target_max].
+    - `reward_shaping`: less penalty * max(0, length - (max - buffer)) / buffer, DAPO's soft
+      overlong punishment (Yu et al. 2025, arXiv 2503.14476, eq. 13), which grows on beyond `max` as
+      NeMo RL's does. `max` is `max_response_length`, or the room that the prompt leaves in
+      `max_total_sequence_length`, if that is less.
     """
     grpo = config.grpo
-    scaling, shaping = grpo.reward_scaling, grpo.reward_shaping
+    scaling = grpo.reward_scaling
+    shaping = grpo.reward_shaping
     if scaling.enabled:
         clipped = rewards_PG.clamp(scaling.source_min, scaling.source_max)
         share = (clipped - scaling.source_min) / (scaling.source_max - scaling.source_min)
         rewards_PG = scaling.target_min + share * (scaling.target_max - scaling.target_min)
     if shaping.enabled:
-        room_P1 = config.policy.max_total_sequence_length - torch.tensor([[len(group.prompt_ids)] for group in groups])
+        prompt_lengths_P1 = torch.tensor([[len(group.prompt_ids)] for group in groups])
+        room_P1 = config.policy.max_total_sequence_length - prompt_lengths_P1
         longest_P1 = room_P1.clamp_max(config.max_response_length)
         buffer_P1 = longest_P1.clamp_max(shaping.overlong_buffer_length)
         share = (completion_lengths(groups) - (longest_P1 - buffer_P1)) / buffer_P1
@@ -51,29 +60,33 @@ def shaped_rewards(config: GRPORunConfig, groups: Sequence[CompletionGroup], rew
 def advantages(rewards_PG: Tensor, config: GRPOConfig) -> Tensor:
     """The advantage of each completion, float32 (P, G); 0 where it has no reward (NaN).
 
-    With n rewards r_i in a group, mean and std those of the group, std with n - 1 in its denominator, and
-    a floor of 1e-6 (`STD_FLOOR`):
+    With n rewards r_i in a group, mean and std those of the group, std with n - 1 in its
+    denominator, and a floor of 1e-6 (`STD_FLOOR`):
 
-    - grpo: (r_i - mean) / (std + floor) (Shao et al. 2024, arXiv 2402.03300). Without `normalize_rewards` it is not
-      divided: Dr. GRPO (Liu et al. 2025, arXiv 2503.20783).
-    - leave_one_out: r_i - sum_{j != i} r_j / (n - 1) = (r_i - mean) n / (n - 1): RLOO (Kool et al. 2019; Ahmadian et
-      al. 2024, arXiv 2402.14740). With `use_leave_one_out_baseline` and `normalize_rewards` it is divided by the std of
-      all n. (NeMo RL takes the std of the others: it differs from completion to completion, and is 0 for the only
-      completion that is better than the rest.)
-    - reinforce_plus_plus: d_i / (std_batch + floor), with d_i = r_i - mean and std_batch = sqrt(sum d^2 / (N - 1)) over
-      the N rewards of the batch, so that a group of nearly equal rewards is not blown up: REINFORCE++ with a baseline
-      (Hu et al. 2025, arXiv 2501.03262). Without `minus_baseline`, d_i = r_i - mean of the batch.
+    - grpo: (r_i - mean) / (std + floor) (Shao et al. 2024, arXiv 2402.03300). Without
+      `normalize_rewards` it is not divided: Dr. GRPO (Liu et al. 2025, arXiv 2503.20783).
+    - leave_one_out: r_i - sum_{j != i} r_j / (n - 1) = (r_i - mean) n / (n - 1): RLOO (Kool et al.
+      2019; Ahmadian et al. 2024, arXiv 2402.14740). With `use_leave_one_out_baseline` and
+      `normalize_rewards` it is divided by the std of all n. (NeMo RL takes the std of the others:
+      it differs from completion to completion, and is 0 for the only completion that is better than
+      the rest.)
+    - reinforce_plus_plus: d_i / (std_batch + floor), with d_i = r_i - mean and std_batch = sqrt(sum
+      d^2 / (N - 1)) over the N rewards of the batch, so that a group of nearly equal rewards is not
+      blown up: REINFORCE++ with a baseline (Hu et al. 2025, arXiv 2501.03262). Without
+      `minus_baseline`, d_i = r_i - mean of the batch.
 
-    Where the rewards that are compared (of the group; of the batch without `minus_baseline`) are all equal, every
-    advantage is exactly 0, whatever the floor. At last advantages are cut to [`advantage_clip_low`,
-    `advantage_clip_high`].
+    Where the rewards that are compared (of the group; of the batch without `minus_baseline`) are
+    all equal, every advantage is exactly 0, whatever the floor. At last advantages are cut to
+    [`advantage_clip_low`, `advantage_clip_high`].
     """
-    return _unclipped(rewards_PG, config).clamp(*_limits(config)).float()
-
-
-def _limits(config: GRPOConfig) -> tuple[float, float]:
-    low, high = config.advantage_clip_low, config.advantage_clip_high
-    return (-torch.inf if low is None else low), (torch.inf if high is None else high)
+    low = config.advantage_clip_low
+    high = config.advantage_clip_high
+    return (
+        _unclipped(rewards_PG, config)
+        .clamp_min(-torch.inf if low is None else low)
+        .clamp_max(torch.inf if high is None else high)
+        .float()
+    )
 
 
 def _unclipped(rewards_PG: Tensor, config: GRPOConfig) -> Tensor:
@@ -82,14 +95,18 @@ def _unclipped(rewards_PG: Tensor, config: GRPOConfig) -> Tensor:
     count_P1 = rewards.isfinite().sum(dim=1, keepdim=True)
     estimator = config.adv_estimator.name
     if estimator == "reinforce_plus_plus":
-        centres_batch = not config.adv_estimator.minus_baseline
-        centred = _centred(rewards.reshape(1, -1) if centres_batch else rewards).reshape(rewards.shape)
+        if config.adv_estimator.minus_baseline:
+            centred = _centred(rewards)
+        else:
+            # The whole batch as one group.
+            centred = _centred(rewards.reshape(1, -1)).reshape(rewards.shape)
         std = (centred.square().sum() / (count_P1.sum() - 1).clamp_min(1)).sqrt()
         return centred / (std + STD_FLOOR)
     centred = _centred(rewards)
     others_P1 = (count_P1 - 1).clamp_min(1)
-    leaves_one_out = estimator == "leave_one_out" or config.use_leave_one_out_baseline
-    result = centred * count_P1 / others_P1 if leaves_one_out else centred
+    result = centred
+    if estimator == "leave_one_out" or config.use_leave_one_out_baseline:
+        result = centred * count_P1 / others_P1
     if config.normalize_rewards:
         std_P1 = (centred.square().sum(dim=1, keepdim=True) / others_P1).sqrt()
         result = result / (std_P1 + STD_FLOOR)
@@ -99,26 +116,32 @@ def _unclipped(rewards_PG: Tensor, config: GRPOConfig) -> Tensor:
 def informative_groups(rewards_PG: Tensor) -> Tensor:
     """Which groups have two rewards that differ, bool (P,): the others teach nothing."""
     has_reward_PG = rewards_PG.isfinite()
-    if not has_reward_PG.shape[1]:
-        return has_reward_PG.any(dim=1)
+    if has_reward_PG.shape[1] == 0:
+        return has_reward_PG.any(dim=1)  # amax refuses groups without completions
     high = rewards_PG.masked_fill(~has_reward_PG, -torch.inf).amax(dim=1)
     low = rewards_PG.masked_fill(~has_reward_PG, torch.inf).amin(dim=1)
     return (has_reward_PG.sum(dim=1) > 1) & (high > low)
 
 
-def used_completions(groups: Sequence[CompletionGroup], rewards_PG: Tensor, config: GRPOConfig) -> Tensor:
+def used_completions(
+    groups: Sequence[CompletionGroup],
+    rewards_PG: Tensor,
+    config: GRPOConfig,
+) -> Tensor:
     """Which completions to learn from, bool (P, G): those with a reward and at least one token.
 
-    `overlong_filtering` also leaves out truncated completions, whose rewards still count in the baseline of their
-    group (Yu et al. 2025, arXiv 2503.14476, section 3.4).
+    `overlong_filtering` also leaves out truncated completions, whose rewards still count in the
+    baseline of their group (Yu et al. 2025, arXiv 2503.14476, section 3.4).
     """
     used = rewards_PG.isfinite() & (completion_lengths(groups) > 0)
-    return used & ~truncated_completions(groups) if config.overlong_filtering else used
+    if config.overlong_filtering:
+        used &= ~truncated_completions(groups)
+    return used
 
 
 def _centred(rewards_PG: Tensor) -> Tensor:
-    """Rewards less the mean of their row; 0 for missing rewards. Rows of equal rewards give exactly 0: the rounding of
-    their mean, divided by a tiny std, would become 1.
+    """Rewards less the mean of their row; 0 for missing rewards. Rows of equal rewards give exactly
+    0: the rounding of their mean, divided by a tiny std, would become 1.
     """
     mean_P1 = rewards_PG.nanmean(dim=1, keepdim=True)
     differ_P1 = informative_groups(rewards_PG)[:, None]
@@ -126,7 +149,8 @@ def _centred(rewards_PG: Tensor) -> Tensor:
 
 
 def length_correlation(rewards_PG: Tensor, lengths_PG: Tensor) -> float | None:
-    """How reward and length go together within groups: Pearson's correlation of both less their group's means.
+    """How reward and length go together within groups: Pearson's correlation of both less their
+    group's means.
 
     Completions whose reward is not finite are left out. None where nothing varies within any group.
     """
@@ -136,6 +160,9 @@ def length_correlation(rewards_PG: Tensor, lengths_PG: Tensor) -> float | None:
         known_PG = values_PG.double().where(is_rewarded_PG, torch.nan)
         return (known_PG - known_PG.nanmean(dim=1, keepdim=True)).nan_to_num()
 
-    r_PG, n_PG = centred(rewards_PG), centred(lengths_PG)
+    r_PG = centred(rewards_PG)
+    n_PG = centred(lengths_PG)
     spread = float((r_PG**2).sum().sqrt() * (n_PG**2).sum().sqrt())
-    return None if spread == 0.0 else float((r_PG * n_PG).sum()) / spread
+    if spread == 0.0:
+        return None
+    return float((r_PG * n_PG).sum()) / spread

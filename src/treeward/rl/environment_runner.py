@@ -1,14 +1,16 @@
-"""`EnvironmentRunner`: from groups of completions to their rewards, by the environment of each prompt.
+"""`EnvironmentRunner`: from groups of completions to their rewards, by the environment of each
+prompt.
 
-    runner = make_environment_runner(config, prompts)    # the environments that config and prompts name
-    rewards = runner.reward(groups)                      # rewards_PG, raw_PG, by_environment, failures
-    runner.gold(groups)                                  # (P, G), for watching; never trained on
+    runner = make_environment_runner(config, prompts)    # those that config and prompts name
+    rewards = runner.reward(groups)                      # rewards_PG, raw_PG, failures, ...
+    runner.gold(groups)                                  # (P, G), to watch; never trained on
 
-`info["environment"]` of a prompt names its environment. Environments run side by side; each gets raw messages and, as
-`env_infos`, copies of the prompt's `info` with `truncated`.
+`info["environment"]` of a prompt names its environment. Environments run side by side; each gets
+raw messages and, as `env_infos`, copies of the prompt's `info` with `truncated`.
 
-A completion without a reward is NaN and listed with the reason; it is never a number that trains. An environment that
-raises gives no rewards in this step; one that is wrong itself (`ConfigError`, `ModelError`) stops the run.
+A completion without a reward is NaN and listed with the reason; it is never a number that trains.
+An environment that raises gives no rewards in this step; one that is wrong itself (`ConfigError`,
+`ModelError`) stops the run.
 
 The main process alone has the environments and calls the runner.
 
@@ -24,6 +26,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +34,7 @@ from torch import Tensor
 from treeward import processes
 from treeward.config.grpo import GRPOConfig
 from treeward.config.grpo_run import GRPORunConfig
+from treeward.data.conversation import Conversation
 from treeward.data.prompt_sets import Prompt
 from treeward.environments.interface import Environment
 from treeward.environments.registry import make_environments
@@ -49,8 +53,9 @@ _LARGEST = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True, slots=True)
 class GroupRewards:
-    """`rewards_PG`: float32, NaN for none. `raw_PG`: before the environments' shaping, NaN if unknown.
-    `by_environment`: rewards by the name of their metrics. `failures`: (reason, place) of each missing reward.
+    """`rewards_PG`: float32, NaN for none. `raw_PG`: before the environments' shaping, NaN if
+    unknown. `by_environment`: rewards by the name of their metrics. `failures`: (reason, place) of
+    each missing reward.
     """
 
     rewards_PG: Tensor
@@ -66,9 +71,14 @@ class EnvironmentRunner:
     """
 
     def __init__(
-        self, environments: Mapping[str, Environment], default: str | None, *, gold: Environment | None = None
+        self,
+        environments: Mapping[str, Environment],
+        default: str | None,
+        *,
+        gold: Environment | None = None,
     ) -> None:
-        self.environments, self._default = dict(environments), default
+        self.environments = dict(environments)
+        self._default = default
         if gold is not None:
             self.environments[_GOLD] = gold
 
@@ -78,9 +88,13 @@ class EnvironmentRunner:
         Raises `ConfigError` or `ModelError` for an environment that is wrong itself.
         """
         shape = batch_shape(groups)
-        names = [str(group.prompt.info.get(CHOICE) or self._default) for group in groups for _ in group.completions]
-        assert self.environments.keys() >= set(names), "`make_environment_runner` makes all that prompts name"
+        names: list[str] = []
+        for group in groups:
+            name = str(group.prompt.info.get(CHOICE) or self._default)
+            assert name in self.environments, "`make_environment_runner` makes all that are named"
+            names += [name] * len(group.completions)
         rewards_by_name = self._ask(names, groups)
+        # Each environment has kept the order of its completions.
         in_order = {name: iter(rewards) for name, rewards in rewards_by_name.items()}
         rewards = [next(in_order[name]) for name in names]
         failures = []
@@ -91,17 +105,37 @@ class EnvironmentRunner:
                 failures.append((f"{names[i]}: {reward.error}", where))
         if failures:
             summary = failure_summary(failures)
-            logger.warning("%d of %d completions have no reward: %s", len(failures), len(rewards), summary)
-        total, raw = [reward.value for reward in rewards], [_finite(Reward(reward.raw)).value for reward in rewards]
-        labelled_rewards = {self.environments[name].name: rewards for name, rewards in rewards_by_name.items()}
-        return GroupRewards(_tensor(total).reshape(shape), _tensor(raw).reshape(shape), labelled_rewards, failures)
+            logger.warning(
+                "%d of %d completions have no reward: %s",
+                len(failures),
+                len(rewards),
+                summary,
+            )
+        values = [reward.value for reward in rewards]
+        raw_values = [_finite(Reward(reward.raw)).value for reward in rewards]
+        by_environment: dict[str, list[Reward]] = {}
+        for name, own_rewards in rewards_by_name.items():
+            by_environment[self.environments[name].name] = own_rewards
+        return GroupRewards(
+            rewards_PG=_tensor(values).reshape(shape),
+            raw_PG=_tensor(raw_values).reshape(shape),
+            by_environment=by_environment,
+            failures=failures,
+        )
 
     def gold(self, groups: Sequence[CompletionGroup]) -> Tensor:
-        """Rewards of the gold environment, float32 (P, G), NaN for none. Raises as `reward` does."""
+        """Rewards of the gold environment, float32 (P, G), NaN for none. Raises as `reward`
+        does."""
         shape = batch_shape(groups)
         rewards = self._ask([_GOLD] * math.prod(shape), groups).get(_GOLD, [])
-        if missing := [reward.error for reward in rewards if reward.value is None]:
-            logger.warning("%d of %d completions have no gold reward: %s", len(missing), len(rewards), missing[0])
+        errors = [reward.error for reward in rewards if reward.value is None]
+        if errors:
+            logger.warning(
+                "%d of %d completions have no gold reward: %s",
+                len(errors),
+                len(rewards),
+                errors[0],
+            )
         return _tensor([reward.value for reward in rewards]).reshape(shape)
 
     def shutdown(self) -> None:
@@ -109,19 +143,28 @@ class EnvironmentRunner:
         for environment in self.environments.values():
             environment.shutdown()
 
-    def _ask(self, names: Sequence[str], groups: Sequence[CompletionGroup]) -> dict[str, list[Reward]]:
-        """The rewards of each environment. `names`: the environment of each completion, through all groups."""
-        samples = [
-            (conversation, {**group.prompt.info, "truncated": completion.truncated})
-            for group in groups
-            for conversation, completion in zip(group.conversations, group.completions, strict=True)
-        ]
+    def _ask(
+        self,
+        names: Sequence[str],
+        groups: Sequence[CompletionGroup],
+    ) -> dict[str, list[Reward]]:
+        """The rewards of each environment. `names`: the environment of each completion, through all
+        groups."""
+        conversations: list[Conversation] = []
+        infos: list[dict[str, Any]] = []
+        for group in groups:
+            conversations += group.conversations
+            for completion in group.completions:
+                infos.append({**group.prompt.info, "truncated": completion.truncated})
 
         def ask(name: str) -> list[Reward]:
+            chosen = [i for i, choice in enumerate(names) if choice == name]
             # Copies, which an environment may change.
-            chosen = copy.deepcopy([sample for sample, choice in zip(samples, names, strict=True) if choice == name])
+            own_conversations, own_infos = copy.deepcopy(
+                ([conversations[i] for i in chosen], [infos[i] for i in chosen]),
+            )
             try:
-                rewards = self.environments[name].rewards([chat for chat, _ in chosen], [info for _, info in chosen])
+                rewards = self.environments[name].rewards(own_conversations, own_infos)
             except (ConfigError, ModelError):
                 raise
             except Exception as error:
@@ -141,37 +184,48 @@ class EnvironmentRunner:
 def make_environment_runner(config: GRPORunConfig, prompts: Sequence[Prompt]) -> EnvironmentRunner:
     """The runner of a run, with the environments of `env` that the configuration or a prompt names.
 
-    The main process makes them. Raises `DataError` for a prompt that cannot be rewarded, and passes on the errors of an
-    environment's constructor, after it has shut the others down.
+    The main process makes them. Raises `DataError` for a prompt that cannot be rewarded, and passes
+    on the errors of an environment's constructor, after it has shut the others down.
     """
-    grpo, default = config.grpo, config.default_environment
-    chosen = (_choice(prompt, default, grpo) for prompt in prompts)
-    used = dict.fromkeys([*filter(None, [default]), *config.named_environments, *chosen])
-    gold = grpo.gold_environment
-    sections = {name: config.env[name] for name in (*used, gold) if name is not None}
-    environments = make_environments(sections) if processes.is_main() else {}
-    return EnvironmentRunner(
-        {name: environment for name, environment in environments.items() if name in used},
-        default,
-        gold=None if gold is None else environments.get(gold),
-    )
+    default = config.default_environment
+    used: list[str] = [default] if default else []
+    used += config.named_environments
+    used += [_choice(prompt, default, config.grpo) for prompt in prompts]
+    sections = {name: config.env[name] for name in used}
+    gold = config.grpo.gold_environment
+    if gold is not None:
+        sections[gold] = config.env[gold]
+    environments = {}
+    if processes.is_main():
+        environments = make_environments(sections)
+    gold_environment = None
+    if gold is not None:
+        gold_environment = environments.get(gold)
+    used_environments = {}
+    for name, environment in environments.items():
+        if name in used:
+            used_environments[name] = environment
+    return EnvironmentRunner(used_environments, default, gold=gold_environment)
 
 
 def environment_metrics(draws: Sequence[GroupRewards]) -> dict[str, float]:
-    """`reward_metrics` of each environment over all draws, and the means `<name>/component/<component>`."""
+    """`reward_metrics` of each environment over all draws, and the means
+    `<name>/component/<component>`."""
     by_environment: dict[str, list[Reward]] = defaultdict(list)
     for draw in draws:
         for label, rewards in draw.by_environment.items():
             by_environment[label] += rewards
     metrics: dict[str, float] = {}
     for label, rewards in by_environment.items():
-        metrics |= reward_metrics(label, _tensor([reward.value for reward in rewards]))
+        values_N = _tensor([reward.value for reward in rewards])
+        metrics |= reward_metrics(label, values_N)
         components: dict[str, list[float]] = defaultdict(list)
         for reward in rewards:
             for name, value in reward.components.items():
                 if math.isfinite(value):
                     components[name].append(value)
-        metrics |= {f"{label}/component/{name}": sum(values) / len(values) for name, values in components.items()}
+        for name, values in components.items():
+            metrics[f"{label}/component/{name}"] = sum(values) / len(values)
     return metrics
 
 
@@ -181,7 +235,10 @@ def failure_summary(failures: Sequence[tuple[str, str]]) -> str:
     for reason, place in failures:
         first.setdefault(reason, place)
     counts = Counter(reason for reason, _ in failures)
-    return "; ".join(f"{count} x {reason} ({first[reason]})" for reason, count in counts.most_common(3))
+    parts = []
+    for reason, count in counts.most_common(3):
+        parts.append(f"{count} x {reason} ({first[reason]})")
+    return "; ".join(parts)
 
 
 def _choice(prompt: Prompt, default: str | None, grpo: GRPOConfig) -> str:
@@ -190,7 +247,7 @@ def _choice(prompt: Prompt, default: str | None, grpo: GRPOConfig) -> str:
     if chosen is None:
         summary = "the prompt chooses no environment, and there is no default (env_name of its set)"
     elif chosen == grpo.gold_environment:
-        summary = "a prompt is rewarded by grpo.gold_environment, which then could not show over-optimisation"
+        summary = "a prompt is rewarded by grpo.gold_environment: it could show no over-optimisation"
     else:
         return chosen
     raise DataError(summary, where=prompt.where, field=CHOICE, got=chosen)
@@ -199,11 +256,17 @@ def _choice(prompt: Prompt, default: str | None, grpo: GRPOConfig) -> str:
 def _finite(reward: Reward) -> Reward:
     """The reward; its value is None where it is no finite float32."""
     value = reward.value
-    if value is None or not abs(value) <= _LARGEST:
-        reason = "no reward" if value is None else f"the reward is {value}"
-        return replace(reward, value=None, error=reward.error or reason)
-    return reward
+    if value is None:
+        reason = "no reward"
+    elif not abs(value) <= _LARGEST:  # true of NaN too
+        reason = f"the reward is {value}"
+    else:
+        return reward
+    return replace(reward, value=None, error=reward.error or reason)
 
 
 def _tensor(values: Sequence[float | None]) -> Tensor:
-    return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float32)
+    numbers = []
+    for value in values:
+        numbers.append(math.nan if value is None else value)
+    return torch.tensor(numbers, dtype=torch.float32)

@@ -1,10 +1,13 @@
-"""`policy_loss`: the clipped surrogate of policy optimisation with a KL penalty, as sums that are divided once.
+"""`policy_loss`: the clipped surrogate of policy optimisation with a KL penalty, as sums that are
+divided once.
 
-    total, sums = policy_loss(log_probs_SL, old_SL, reference_SL, advantages_S, mask_SL, PolicyLossConfig())
+    config = PolicyLossConfig()
+    total, sums = policy_loss(log_probs_SL, old_SL, reference_SL, advantages_S, mask_SL, config)
     (total / denominator).backward()
 
-Sums travel and denominators are global: a micro-batch's own mean would give the tokens of a short micro-batch more
-weight than those of a long one. So a batch can be cut into micro-batches anywhere between completions.
+Sums travel and denominators are global: a micro-batch's own mean would give the tokens of a short
+micro-batch more weight than those of a long one. So a batch can be cut into micro-batches anywhere
+between completions.
 
 Shapes: S completions, L tokens of the longest one.
 """
@@ -38,9 +41,10 @@ Sum = float | Tensor
 class UpdateMetrics:
     """Sums over tokens, of micro-batches and of updates, without gradients; `means` divides them.
 
-    They stay on the device until `read`. `kl_sum`: KL to the reference (k3); `old_kl_sum`: to the old policy (k3).
-    `clipped`: tokens with a clipped ratio. `correction_sum`: weights against the generator's mismatch, 1 each if
-    unused. `tokens`: counted once per update. `entropy_tokens`: tokens with a measured entropy. `mismatch_sum`: exp
+    They stay on the device until `read`. `kl_sum`: KL to the reference (k3); `old_kl_sum`: to the
+    old policy (k3). `clipped`: tokens with a clipped ratio. `correction_sum`: weights against the
+    generator's mismatch, 1 each if unused. `tokens`: counted once per update. `entropy_tokens`:
+    tokens with a measured entropy. `mismatch_sum`: exp
     |trainer's less generator's log-probability| of `mismatch_tokens`, before the first update.
     """
 
@@ -61,45 +65,58 @@ class UpdateMetrics:
     row_tokens: int = 0
 
     def __add__(self, other: UpdateMetrics) -> UpdateMetrics:
-        return UpdateMetrics(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+        totals = {}
+        for field in fields(self):
+            totals[field.name] = getattr(self, field.name) + getattr(other, field.name)
+        return UpdateMetrics(**totals)
 
     def read(self) -> UpdateMetrics:
         """The sums as numbers; waits for the device once."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        held = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-        if not held:
+        tensors: dict[str, Tensor] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor):
+                tensors[field.name] = value.double()
+        if not tensors:
             return self
-        numbers = torch.stack([value.double() for value in held.values()]).tolist()
-        return replace(self, **dict(zip(held, numbers, strict=True)))
+        numbers = torch.stack(list(tensors.values())).tolist()
+        return replace(self, **dict(zip(tensors, numbers, strict=True)))
 
     def over(self, group: ProcessGroup | None) -> UpdateMetrics:
         """The sums over the processes of `group` (None: all), as numbers."""
         if processes.size() == 1:
             return self.read()
         local = asdict(self.read())
-        totals = processes.summed(torch.tensor(list(local.values()), dtype=torch.float64), group).tolist()
-        return UpdateMetrics(**{name: type(local[name])(total) for name, total in zip(local, totals, strict=True)})
+        local_N = torch.tensor(list(local.values()), dtype=torch.float64)
+        totals = {}
+        for name, total in zip(local, processes.summed(local_N, group).tolist(), strict=True):
+            totals[name] = type(local[name])(total)  # counts stay integers
+        return UpdateMetrics(**totals)
 
     def means(self) -> dict[str, float]:
         """The means by their logged names, without missing values."""
         sums = self.read()
+        updates = sums.updates if sums.tokens else 0
         quotients = {
-            "policy_loss": (sums.policy_sum, sums.tokens), "kl": (sums.kl_sum, sums.tokens),
-            "old_kl": (sums.old_kl_sum, sums.tokens), "clip_fraction": (sums.clipped, sums.tokens),
+            "policy_loss": (sums.policy_sum, sums.tokens),
+            "kl": (sums.kl_sum, sums.tokens),
+            "old_kl": (sums.old_kl_sum, sums.tokens),
+            "clip_fraction": (sums.clipped, sums.tokens),
             "entropy": (sums.entropy_sum, sums.entropy_tokens),
             "sampling_importance_ratio": (sums.correction_sum, sums.tokens),
-            "loss": (sums.loss_sum, sums.updates if sums.tokens else 0),
-            "grad_norm": (sums.grad_norm_sum, sums.updates if sums.tokens else 0),
+            "loss": (sums.loss_sum, updates),
+            "grad_norm": (sums.grad_norm_sum, updates),
             "token_mult_prob_error": (sums.mismatch_sum, sums.mismatch_tokens),
-        }  # fmt: skip
+        }
         return {name: float(total / count) for name, (total, count) in quotients.items() if count}
 
 
 def kl_estimate(log_probs: Tensor, reference: Tensor, estimator: KLEstimator) -> Tensor:
-    """An estimate of KL(policy || reference) from tokens that the policy sampled, per token, with gradients.
+    """An estimate of KL(policy || reference) from tokens that the policy sampled, per token, with
+    gradients.
 
-    With x = log pi - log ref: k1 = x, unbiased, may be negative; k2 = x^2 / 2, biased; k3 = exp(-x) - 1 + x, unbiased,
-    never negative. Schulman 2020, "Approximating KL divergence".
+    With x = log pi - log ref: k1 = x, unbiased, may be negative; k2 = x^2 / 2, biased; k3 = exp(-x)
+    - 1 + x, unbiased, never negative. Schulman 2020, "Approximating KL divergence".
     """
     return _estimate(log_probs - reference, estimator)
 
@@ -114,35 +131,48 @@ def _estimate(x: Tensor, estimator: KLEstimator) -> Tensor:
             return torch.expm1(-x) + x
 
 
-def kl_penalty(log_probs: Tensor, reference: Tensor, generated: Tensor | None, config: PolicyLossConfig) -> Tensor:
-    """The penalty on KL(policy || reference) of each token, without its coefficient, with gradients.
+def kl_penalty(
+    log_probs: Tensor,
+    reference: Tensor,
+    generated: Tensor | None,
+    config: PolicyLossConfig,
+) -> Tensor:
+    """The penalty on KL(policy || reference) of each token, without its coefficient, with
+    gradients.
 
-    An estimate that is averaged over sampled tokens has two gradients: that of the estimate, and that of the
-    probability with which the token was sampled. The second one is left out by a plain estimate, so that k1 has an
-    expected gradient of 0, k2 that of KL(policy || reference) and k3 that of KL(reference || policy) (Tang and Munos
-    2025, arXiv 2506.09477): `k2_unweighted` and `k3_unweighted`. Here k1, k2 and k3 are multiplied by a weight that
-    brings the second one back, as in NeMo RL since June 2026:
+    An estimate that is averaged over sampled tokens has two gradients: that of the estimate, and
+    that of the probability with which the token was sampled. The second one is left out by a plain
+    estimate, so that k1 has an expected gradient of 0, k2 that of KL(policy || reference) and k3
+    that of KL(reference || policy) (Tang and Munos 2025, arXiv 2506.09477): `k2_unweighted` and
+    `k3_unweighted`. Here k1, k2 and k3 are multiplied by a weight that brings the second one back,
+    as in NeMo RL since June 2026:
 
-    - exp(log pi - stopped log pi), which is 1 and has the gradient of log pi. The gradient of k3 is then x grad log pi.
-    - with `use_on_policy_kl_approximation` exp(log pi - log gen), whatever policy has sampled the token.
+    - exp(log pi - stopped log pi), which is 1 and has the gradient of log pi. The gradient of k3 is
+      then x grad log pi.
+    - with `use_on_policy_kl_approximation` exp(log pi - log gen), whatever policy has sampled the
+      token.
 
-    x is limited to `kl_input_clamp_value`, beyond which nothing has a gradient, and the weighted estimate to
-    `kl_output_clamp_value`. A weight that is not finite counts as 0.
+    x is limited to `kl_input_clamp_value`, beyond which nothing has a gradient, and the weighted
+    estimate to `kl_output_clamp_value`. A weight that is not finite counts as 0.
     """
     x = log_probs - reference
-    limit = config.kl_input_clamp_value
-    limited = x if limit is None else x.clamp(-limit, limit)
+    limited = x
+    if config.kl_input_clamp_value is not None:
+        limited = x.clamp(-config.kl_input_clamp_value, config.kl_input_clamp_value)
     estimator = ESTIMATORS[config.reference_policy_kl_type]
     estimate = _estimate(limited, estimator)
-    if estimator == config.reference_policy_kl_type:
+    is_weighted = config.reference_policy_kl_type in ("k1", "k2", "k3")
+    if is_weighted:
         if config.use_on_policy_kl_approximation:
             assert generated is not None
             weight = _weights(log_probs - generated)
         else:
             weight = torch.exp(log_probs - log_probs.detach())
-        estimate = torch.where(x == limited, weight, weight.detach()) * estimate
-    limit = config.kl_output_clamp_value
-    return estimate if limit is None else estimate.clamp(-limit, limit)
+        is_free = x == limited
+        estimate = torch.where(is_free, weight, weight.detach()) * estimate
+    if config.kl_output_clamp_value is not None:
+        estimate = estimate.clamp(-config.kl_output_clamp_value, config.kl_output_clamp_value)
+    return estimate
 
 
 def policy_loss(
@@ -155,33 +185,42 @@ def policy_loss(
     *,
     generated_SL: Tensor | None = None,
 ) -> tuple[Tensor, UpdateMetrics]:
-    """sum_t w_t [-c_t min(rho_t A, clip(rho_t) A) + beta KL_t], with rho_t = pi / pi_old of each token.
+    """sum_t w_t [-c_t min(rho_t A, clip(rho_t) A) + beta KL_t], with rho_t = pi / pi_old of each
+    token.
 
-    Returns this sum, to be divided by the denominator of the whole batch, and the sums to report. With
-    `token_level_loss` w_t is 1, and the denominator is the number of tokens; otherwise 1 / (tokens of the completion),
-    and the number of completions with any. c_t is 1 unless the generator's log-probabilities gen_t are asked for:
+    Returns this sum, to be divided by the denominator of the whole batch, and the sums to report.
+    With `token_level_loss` w_t is 1, and the denominator is the number of tokens; otherwise 1 /
+    (tokens of the completion), and the number of completions with any. c_t is 1 unless the
+    generator's log-probabilities gen_t are asked for:
 
-    - clip is to [1 - `ratio_clip_min`, 1 + `ratio_clip_max`] (asymmetric: Yu et al. 2025, arXiv 2503.14476). With
-      `ratio_clip_c` c and A < 0 the policy term is at most -c A (Ye et al. 2020, arXiv 1912.09729).
-    - `sequence_level_importance_ratios`: rho_t = exp(mean over the completion's tokens of log pi - log pi_old) for each
-      of its tokens (GSPO, Zheng et al. 2025, arXiv 2507.18071, eq. 7).
+    - clip is to [1 - `ratio_clip_min`, 1 + `ratio_clip_max`] (asymmetric: Yu et al. 2025, arXiv
+      2503.14476). With `ratio_clip_c` c and A < 0 the policy term is at most -c A (Ye et al. 2020,
+      arXiv 1912.09729).
+    - `sequence_level_importance_ratios`: rho_t = exp(mean over the completion's tokens of log pi -
+      log pi_old) for each of its tokens (GSPO, Zheng et al. 2025, arXiv 2507.18071, eq. 7).
     - `force_on_policy_ratio`: rho_t = exp(log pi - stopped log pi), which is 1, without any clip.
-    - `use_importance_sampling_correction`: c_t = exp(old_t - gen_t), with sequence-level ratios exp(sum over the
-      completion of old_t - gen_t). It does not weight the penalty. With `truncated_importance_sampling_type`
-      - tis (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"): c_t is cut to
-        [`truncated_importance_sampling_ratio_min`, `truncated_importance_sampling_ratio`];
+    - `use_importance_sampling_correction`: c_t = exp(old_t - gen_t), with sequence-level ratios
+      exp(sum over the completion of old_t - gen_t). It does not weight the penalty. With
+      `truncated_importance_sampling_type`
+      - tis (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
+        training"): c_t is cut to [`truncated_importance_sampling_ratio_min`,
+        `truncated_importance_sampling_ratio`];
       - icepop: c_t is 0 outside these limits;
-      - seq-mask-tis: c_t is 0 for every token of a completion with exp(mean of old_t - gen_t) outside these limits.
+      - seq-mask-tis: c_t is 0 for every token of a completion with exp(mean of old_t - gen_t)
+        outside these limits.
     - KL_t: see `kl_penalty`.
 
-    As in NeMo RL's `ClippedPGLossFn`, a weight that is not finite counts as 0. `old_SL`, `reference_SL`,
-    `generated_SL`: float (S, L) without gradients; `reference_SL` None where there is no penalty, `generated_SL` where
-    it is not needed. Masked tokens may hold anything.
+    As in NeMo RL's `ClippedPGLossFn`, a weight that is not finite counts as 0. `old_SL`,
+    `reference_SL`, `generated_SL`: float (S, L) without gradients; `reference_SL` None where there
+    is no penalty, `generated_SL` where it is not needed. Masked tokens may hold anything.
     """
     mask = mask_SL.bool()
     # Masked before the arithmetic: an infinite value there would be NaN in the gradient.
-    log_probs, old = torch.where(mask, log_probs_SL, 0.0), torch.where(mask, old_SL, 0.0)
-    generated = None if generated_SL is None else torch.where(mask, generated_SL, 0.0).to(log_probs)
+    log_probs = torch.where(mask, log_probs_SL, 0.0)
+    old = torch.where(mask, old_SL, 0.0)
+    generated = None
+    if generated_SL is not None:
+        generated = torch.where(mask, generated_SL, 0.0).to(log_probs)
     weights = mask.float()
     if not config.token_level_loss:
         weights = weights / weights.sum(dim=1, keepdim=True).clamp_min(1)
@@ -196,10 +235,14 @@ def policy_loss(
     )
     if reference_SL is not None:
         reference = torch.where(mask, reference_SL, 0.0)
-        if beta := 0.0 if config.kl_in_reward else config.reference_policy_kl_penalty:
+        beta = config.reference_policy_kl_penalty
+        if beta and not config.kl_in_reward:
             terms = terms + beta * kl_penalty(log_probs, reference, generated, config)
-        sums.kl_sum = (kl_estimate(log_probs.detach(), reference, "k3") * mask).sum(dtype=torch.float64)
-    sums.old_kl_sum = (kl_estimate(old, log_probs.detach(), "k3") * mask).sum(dtype=torch.float64)
+        kl_SL = kl_estimate(log_probs.detach(), reference, "k3") * mask
+        sums.kl_sum = kl_SL.sum(dtype=torch.float64)
+    # The old policy has sampled the tokens, so this is KL(old || policy).
+    old_kl_SL = kl_estimate(old, log_probs.detach(), "k3") * mask
+    sums.old_kl_sum = old_kl_SL.sum(dtype=torch.float64)
     return (terms * weights).sum(), sums
 
 
@@ -220,12 +263,18 @@ def _gain(
     gain = torch.minimum(free, bounded)
     clipped = free > gain
     if config.ratio_clip_c is not None:
-        gain = torch.where(advantages_S1 < 0, torch.maximum(gain, config.ratio_clip_c * advantages_S1), gain)
+        lowest = config.ratio_clip_c * advantages_S1
+        gain = torch.where(advantages_S1 < 0, torch.maximum(gain, lowest), gain)
     return gain, clipped
 
 
 @torch.no_grad()
-def _correction(old: Tensor, generated: Tensor | None, mask: Tensor, config: PolicyLossConfig) -> Tensor:
+def _correction(
+    old: Tensor,
+    generated: Tensor | None,
+    mask: Tensor,
+    config: PolicyLossConfig,
+) -> Tensor:
     """The weight of each token against sampling by the generator's numerics (S, L)."""
     if not config.use_importance_sampling_correction:
         return torch.ones_like(old)
@@ -242,7 +291,8 @@ def _correction(old: Tensor, generated: Tensor | None, mask: Tensor, config: Pol
         case "icepop":
             is_kept = (low <= weights) & (weights <= high)
         case "seq-mask-tis":
-            mean_S1 = difference.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp_min(1)
+            length_S1 = mask.sum(dim=1, keepdim=True).clamp_min(1)
+            mean_S1 = difference.sum(dim=1, keepdim=True) / length_S1
             ratio_S1 = _weights(mean_S1)
             is_kept = (low <= ratio_S1) & (ratio_S1 <= high)
         case _:
