@@ -81,12 +81,12 @@ def advantages(rewards_PG: Tensor, config: GRPOConfig) -> Tensor:
     """
     low = config.advantage_clip_low
     high = config.advantage_clip_high
-    return (
-        _unclipped(rewards_PG, config)
-        .clamp_min(-torch.inf if low is None else low)
-        .clamp_max(torch.inf if high is None else high)
-        .float()
-    )
+    advantages_PG = _unclipped(rewards_PG, config)
+    if low is not None:
+        advantages_PG = advantages_PG.clamp_min(low)
+    if high is not None:
+        advantages_PG = advantages_PG.clamp_max(high)
+    return advantages_PG.float()
 
 
 def _unclipped(rewards_PG: Tensor, config: GRPOConfig) -> Tensor:

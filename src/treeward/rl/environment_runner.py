@@ -159,12 +159,12 @@ class EnvironmentRunner:
 
         def ask(name: str) -> list[Reward]:
             chosen = [i for i, choice in enumerate(names) if choice == name]
+            own_conversations = [conversations[i] for i in chosen]
+            own_infos = [infos[i] for i in chosen]
             # Copies, which an environment may change.
-            own_conversations, own_infos = copy.deepcopy(
-                ([conversations[i] for i in chosen], [infos[i] for i in chosen]),
-            )
+            copies = copy.deepcopy((own_conversations, own_infos))
             try:
-                rewards = self.environments[name].rewards(own_conversations, own_infos)
+                rewards = self.environments[name].rewards(*copies)
             except (ConfigError, ModelError):
                 raise
             except Exception as error:
@@ -247,7 +247,7 @@ def _choice(prompt: Prompt, default: str | None, grpo: GRPOConfig) -> str:
     if chosen is None:
         summary = "the prompt chooses no environment, and there is no default (env_name of its set)"
     elif chosen == grpo.gold_environment:
-        summary = "a prompt is rewarded by grpo.gold_environment: it could show no over-optimisation"
+        summary = "a prompt is rewarded by grpo.gold_environment: it can show no over-optimisation"
     else:
         return chosen
     raise DataError(summary, where=prompt.where, field=CHOICE, got=chosen)

@@ -72,12 +72,14 @@ def grpo(config: GRPORunConfig, *, show_progress: bool = True) -> GRPOOutcome:
     Raises a `TreewardError` for what the user can mend.
     """
     check_packages(config)
-    metric = config.ranking_metric
+    ranked_by = None
+    if config.ranking_metric is not None:
+        ranked_by = f"validation/{config.ranking_metric}"
     outcome = start(
         config,
         config.grpo,
         lambda checkpoint, shown: GRPORun(set_up_grpo(config, checkpoint, shown)),
-        ranked_by=None if metric is None else f"validation/{metric}",
+        ranked_by=ranked_by,
         show_progress=show_progress,
     )
     assert isinstance(outcome, GRPOOutcome)

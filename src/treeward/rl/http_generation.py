@@ -1,19 +1,21 @@
 """`HttpGenerator`: completions sampled by a server of vLLM or of SGLang.
 
-    section = GenerationConfig(backend="vllm", url="http://localhost:8000", model="policy", weight_folder="/dev/shm/w")
+    server = {"url": "http://localhost:8000", "model": "policy", "weight_folder": "/dev/shm/w"}
+    section = GenerationConfig(backend="vllm", **server)
     generator = HttpGenerator(policy, tokenizer, section, end_ids)
     generator.load_weights(policy, 0)
     groups = generator.generate(prompts, prompt_ids, num_completions=8, seed=1)
 
-Prompts and completions travel as token ids: the trainer learns from the tokens that were sampled. A server that fails,
-or whose response does not fit the request, is a `GenerationError` within `timeout_seconds`.
+Prompts and completions travel as token ids: the trainer learns from the tokens that were sampled. A
+server that fails, or whose response does not fit the request, is a `GenerationError` within
+`timeout_seconds`.
 
-- vLLM: `/v1/completions` with `return_token_ids` (0.10.2 and later). The seed of a completion is the request's plus its
-  index. Log-probabilities are those of the raw logits at temperature 1, or with `--logprobs-mode processed_logprobs`
-  those after temperature, top-k and top-p.
-- SGLang: `/generate` with `input_ids`, one for each completion with its own seed, which the server heeds with
-  `--enable-deterministic-inference`. Log-probabilities are at the temperature, before top-k and top-p, unless
-  `SGLANG_RETURN_ORIGINAL_LOGPROB` is set.
+- vLLM: `/v1/completions` with `return_token_ids` (0.10.2 and later). The seed of a completion is
+  the request's plus its index. Log-probabilities are those of the raw logits at temperature 1, or
+  with `--logprobs-mode processed_logprobs` those after temperature, top-k and top-p.
+- SGLang: `/generate` with `input_ids`, one for each completion with its own seed, which the server
+  heeds with `--enable-deterministic-inference`. Log-probabilities are at the temperature, before
+  top-k and top-p, unless `SGLANG_RETURN_ORIGINAL_LOGPROB` is set.
 """
 
 from __future__ import annotations
@@ -40,21 +42,24 @@ if TYPE_CHECKING:
 class HttpGenerator(ServedGenerator):
     """See `Generator`.
 
-    New weights are written to `weight_folder/version-N`, with `chat_template`, and the server loads them: SGLang by
-    `/update_weights_from_disk`; vLLM by the worker's `reload_weights(weights_path=...)` through `/collective_rpc`,
-    which needs VLLM_SERVER_DEV_MODE=1 in the server's environment. The folder belongs to one run and keeps the version
-    that the server has.
+    New weights are written to `weight_folder/version-N`, with `chat_template`, and the server loads
+    them: SGLang by `/update_weights_from_disk`; vLLM by the worker's
+    `reload_weights(weights_path=...)` through `/collective_rpc`, which needs VLLM_SERVER_DEV_MODE=1
+    in the server's environment. The folder belongs to one run and keeps the version that the server
+    has.
 
-    After each change of the weights the log-probabilities of short completions are compared with the policy's own. That
-    finds another model, and weights that were not loaded, in whole or in part; one small step is less than the rounding
-    of bfloat16.
+    After each change of the weights the log-probabilities of short completions are compared with
+    the policy's own. That finds another model, and weights that were not loaded, in whole or in
+    part; one small step is less than the rounding of bfloat16.
     """
 
     def __post_init__(self) -> None:
         check_openai()
         super().__post_init__()
         server = self.config
-        assert server.url is not None and server.backend != "hf" and server.weight_folder is not None
+        assert server.url is not None
+        assert server.weight_folder is not None
+        assert server.backend != "hf"
         self._url = server.url.rstrip("/").removesuffix("/v1")
         self._key = key_from(server.api_key_env, field="api_key_env")
         self._folder = Path(server.weight_folder).resolve()
@@ -66,9 +71,12 @@ class HttpGenerator(ServedGenerator):
         return run_async(self._all(requests, sampling, log_probs))
 
     def load_weights(self, policy: PolicyModel, version: int) -> None:
-        """Give the server the weights and compare. Raises `GenerationError` where it has others afterwards."""
-        self.version, target = version, self._folder / f"version-{version}"
-        processes.on_main(lambda: self._clear_weights(keep=self._weights))  # those of a run that was killed
+        """Give the server the weights and compare. Raises `GenerationError` where it has others
+        afterwards."""
+        self.version = version
+        target = self._folder / f"version-{version}"
+        # A run that was killed has left its weights.
+        processes.on_main(lambda: self._clear_weights(keep=self._weights))
         export_model(policy, self.tokenizer, target, chat_template=self.chat_template)
         processes.on_main(lambda: run_async(self._announce(target, version)))
         self._weights = target
@@ -88,21 +96,32 @@ class HttpGenerator(ServedGenerator):
     async def _announce(self, folder: Path, version: int) -> None:
         description = f"the weights of version {version} in {folder} to be loaded"
         unseen = (
-            f"the server does not see the folder, or its log says what else is wrong: let it see {folder} under this "
-            "path (policy.generation.weight_folder), then give the same command again"
+            f"the server does not see the folder, or its log says what else is wrong: let it see "
+            f"{folder} under this path (policy.generation.weight_folder), then give the same "
+            "command again"
         )
         fixes: dict[int | None, str] = {400: unseen, 500: unseen}
         if self.config.backend == "sglang":
-            body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
-            requests: dict[str, dict[str, Any]] = {"/update_weights_from_disk": body}
+            requests: dict[str, dict[str, Any]] = {
+                "/update_weights_from_disk": {
+                    "model_path": str(folder),
+                    "weight_version": str(version),
+                    "flush_cache": True,
+                },
+            }
         else:
-            fixes[404] = "start vLLM with VLLM_SERVER_DEV_MODE=1, in a version whose reload_weights takes weights_path"
-            # The cache was computed with the old weights, for running requests too.
+            version_needed = "a version whose reload_weights takes weights_path"
+            fixes[404] = f"start vLLM with VLLM_SERVER_DEV_MODE=1, in {version_needed}"
             requests = {
-                "/collective_rpc": {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}},
+                "/collective_rpc": {
+                    "method": "reload_weights",
+                    "kwargs": {"weights_path": str(folder)},
+                },
+                # The cache was computed with the old weights, for running requests too.
                 "/reset_prefix_cache?reset_running_requests=true": {},
             }
-        # A load that failed is not repeated: it leaves vLLM without weights, and the next completion ends its engine.
+        # A load that failed is not repeated: it leaves vLLM without weights, and the next
+        # completion ends its engine.
         async with self._client(max_retries=0) as client:
             for path, body in requests.items():
                 reply = await self._post(client, path, body, description, fixes)
@@ -110,8 +129,12 @@ class HttpGenerator(ServedGenerator):
                     raise self._wrong(path, f"{reply!s:.300}", description)
 
     def _client(self, max_retries: int) -> AsyncOpenAI:
-        seconds = self.config.timeout_seconds
-        return openai_client(self._url, api_key=self._key, timeout_seconds=seconds, max_retries=max_retries)
+        return openai_client(
+            self._url,
+            api_key=self._key,
+            timeout_seconds=self.config.timeout_seconds,
+            max_retries=max_retries,
+        )
 
     async def _all(
         self, requests: Sequence[CompletionRequest], sampling: GenerationConfig, log_probs: bool
@@ -121,15 +144,16 @@ class HttpGenerator(ServedGenerator):
 
             async def one(request: CompletionRequest) -> list[Served]:
                 async with slots:
-                    path, body = _request_of(request, sampling, self.reader.end_ids, log_probs=log_probs)
-                    return self._read(
-                        await self._post(client, path, body, request.description, {}), path, request, log_probs
-                    )
+                    end_ids = self.reader.end_ids
+                    path, body = _request_of(request, sampling, end_ids, log_probs=log_probs)
+                    reply = await self._post(client, path, body, request.description, {})
+                    return self._read(reply, path, request, log_probs)
 
             try:
                 async with asyncio.TaskGroup() as group:
                     tasks = [group.create_task(one(request)) for request in requests]
             except BaseExceptionGroup as errors:
+                # The first failure has cancelled the other requests.
                 raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
 
@@ -145,32 +169,50 @@ class HttpGenerator(ServedGenerator):
         try:
             return await post(client, path, body, total_seconds=seconds)
         except ServerError as error:
-            need = f"an answer of {self.config.backend} in {seconds:g} s (policy.generation.timeout_seconds)"
+            need = error.need
+            if need is None and error.status is None:
+                limit = f"{seconds:g} s (policy.generation.timeout_seconds)"
+                need = f"an answer of {self.config.backend} in {limit}"
+            otherwise = "check policy.generation.url, model and backend, and the server's log"
             raise GenerationError(
                 f"the generator has failed: {error.summary}",
                 where=error.where,
                 got=f"{error.got}; asked for {description}",
-                need=error.need or (need if error.status is None else None),
-                fix=fixes.get(error.status, "check policy.generation.url, model and backend, and the server's log"),
+                need=need,
+                fix=fixes.get(error.status, otherwise),
             ) from error
 
-    def _read(self, reply: Any, path: str, request: CompletionRequest, log_probs: bool) -> list[Served]:
-        """The completions, in the order of the request. Raises `GenerationError` for any other response."""
+    def _read(
+        self,
+        reply: Any,
+        path: str,
+        request: CompletionRequest,
+        log_probs: bool,
+    ) -> list[Served]:
+        """The completions, in the order of the request. Raises `GenerationError` for any other
+        response."""
         try:
             if self.config.backend == "sglang":
-                completions = [_of_sglang(part, log_probs) for part in (reply if isinstance(reply, list) else [reply])]
+                # SGLang answers a request for one completion without a list.
+                parts = reply if isinstance(reply, list) else [reply]
+                completions = [_of_sglang(part, log_probs) for part in parts]
             else:
                 choices = sorted(reply["choices"], key=lambda choice: int(choice["index"]))
-                if (indices := [choice["index"] for choice in choices]) != list(range(len(choices))):
+                indices = [choice["index"] for choice in choices]
+                if indices != list(range(len(choices))):
                     raise ValueError(f"choices with the indices {indices}")
-                if any(choice.get("prompt_token_ids") not in (None, request.prompt_ids) for choice in choices):
-                    raise ValueError("completions of another prompt than was sent: prompt_token_ids differ")
+                for choice in choices:
+                    if choice.get("prompt_token_ids") not in (None, request.prompt_ids):
+                        raise ValueError(
+                            "completions of another prompt than was sent: prompt_token_ids differ",
+                        )
                 completions = [_of_completions(choice, log_probs) for choice in choices]
             if any(completion["token_ids"] is None for completion in completions):
                 raise ValueError("text without token ids (vLLM gives them from 0.10.2 on)")
             return self.checked(completions, request, log_probs=log_probs)
         except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise self._wrong(path, f"{type(error).__name__}: {error}", request.description) from None
+            got = f"{type(error).__name__}: {error}"
+            raise self._wrong(path, got, request.description) from None
 
     def _wrong(self, path: str, got: str, description: str) -> GenerationError:
         return GenerationError(
@@ -183,25 +225,45 @@ class HttpGenerator(ServedGenerator):
 
 
 def _request_of(
-    request: CompletionRequest, config: GenerationConfig, end_ids: Collection[int], *, log_probs: bool
+    request: CompletionRequest,
+    config: GenerationConfig,
+    end_ids: Collection[int],
+    *,
+    log_probs: bool,
 ) -> tuple[str, dict[str, Any]]:
-    """The path and the JSON of the request. It sets every parameter that has a default in a server."""
-    common: dict[str, Any] = {"temperature": config.temperature, "top_p": config.top_p}
+    """The path and the JSON of the request. It sets every parameter that has a default in a
+    server."""
+    sampling: dict[str, Any] = {
+        "temperature": config.temperature,
+        "top_p": config.top_p,
+        "top_k": config.top_k or -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "stop_token_ids": sorted(end_ids),
+        "skip_special_tokens": False,
+    }
     if config.stop_strings:
-        common["stop"] = list(config.stop_strings)
-    extended: dict[str, Any] = {"top_k": config.top_k or -1, "min_p": 0.0, "repetition_penalty": 1.0}
-    extended |= {"stop_token_ids": sorted(end_ids), "skip_special_tokens": False}
+        sampling["stop"] = list(config.stop_strings)
     if config.backend == "sglang":
-        sampling = {"max_new_tokens": request.most, **common, **extended}
+        sampling["max_new_tokens"] = request.most
         seeds = range(request.seed, request.seed + request.num_completions)
         return "/generate", {
             "input_ids": [request.prompt_ids] * request.num_completions,
             "sampling_params": [{**sampling, "sampling_seed": seed} for seed in seeds],
             "return_logprob": log_probs,
         }
-    body = {"model": config.model, "prompt": request.prompt_ids, "max_tokens": request.most, **common}
-    body |= {"n": request.num_completions, "seed": request.seed, **extended, "return_token_ids": True}
-    return "/v1/completions", body | ({"logprobs": 1} if log_probs else {})
+    body = {
+        "model": config.model,
+        "prompt": request.prompt_ids,
+        "max_tokens": request.most,
+        "n": request.num_completions,
+        "seed": request.seed,
+        "return_token_ids": True,
+        **sampling,
+    }
+    if log_probs:
+        body["logprobs"] = 1
+    return "/v1/completions", body
 
 
 def _of_completions(choice: Mapping[str, Any], log_probs: bool) -> dict[str, Any]:
@@ -212,12 +274,15 @@ def _of_completions(choice: Mapping[str, Any], log_probs: bool) -> dict[str, Any
 
 
 def _of_sglang(part: Mapping[str, Any], log_probs: bool) -> dict[str, Any]:
-    meta, ids = part["meta_info"], part.get("output_ids")
+    meta = part["meta_info"]
+    ids = part.get("output_ids")
     completion = {"token_ids": ids, "finish_reason": meta["finish_reason"]["type"]}
     if log_probs:
         entries = meta["output_token_logprobs"]
-        completion |= {"log_probs": [entry[0] for entry in entries], "token_ids": [entry[1] for entry in entries]}
+        sampled_ids = [entry[1] for entry in entries]
+        completion["log_probs"] = [entry[0] for entry in entries]
         # A token that is trimmed from output_ids, such as a stop token, was sampled nevertheless.
-        if ids is not None and ids != completion["token_ids"][: len(ids)]:
+        completion["token_ids"] = sampled_ids
+        if ids is not None and ids != sampled_ids[: len(ids)]:
             raise ValueError("output_ids are others than those of output_token_logprobs")
     return completion

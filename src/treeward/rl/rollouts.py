@@ -103,9 +103,11 @@ def collect(run: GRPOSetup, *, step: int, drawn: int) -> Rollouts:
     while len(draws) < most_draws and int(informative_groups(rewards_PG).sum()) < wanted:
         started = time.monotonic()
         indices = run.order.take(drawn + len(draws) * count, count)
+        prompts = [run.prompts.prompts[i] for i in indices]
+        prompt_ids = [run.prompts.token_ids[i].tolist() for i in indices]
         batch = run.generator.generate(
-            [run.prompts.prompts[i] for i in indices],
-            [run.prompts.token_ids[i].tolist() for i in indices],
+            prompts,
+            prompt_ids,
             num_completions=grpo.num_generations_per_prompt,
             seed=sampling_seed(grpo.seed, step, len(draws)),
         )
@@ -236,9 +238,11 @@ def validate(
         if should_stop():
             return None
         chosen = run.validation[start : start + _VALIDATION_BATCH]
+        prompts = [prompt for prompt, _ in chosen]
+        prompt_ids = [token_ids for _, token_ids in chosen]
         batch = run.generator.generate(
-            [prompt for prompt, _ in chosen],
-            [token_ids for _, token_ids in chosen],
+            prompts,
+            prompt_ids,
             num_completions=grpo.num_val_generations,
             seed=sampling_seed(grpo.seed, 0, number, validation=True),
         )
