@@ -1,10 +1,11 @@
-"""`StepBatches`: the batches of a step of a reward-model run; a thread prepares the next step's during the current one.
+"""`StepBatches`: the batches of a step of a reward-model run; a thread prepares the next step's
+during the current one.
 
     prefetcher = Prefetcher(BatchPreparer(setup).step, num_steps=100)
     batches = prefetcher.get(1)         # and a thread begins with step 2
 
-Their memory is page-locked, so that the host never waits within a step. The data of a step follow from its number, so
-there is no state to save.
+Their memory is page-locked, so that the host never waits within a step. The data of a step follow
+from its number, so there is no state to save.
 
 Shapes: S completions of a micro-batch.
 """
@@ -30,13 +31,15 @@ from treeward.tree.plan import plan_micro_batches, plan_padded, split_group
 _T = TypeVar("_T")
 
 _MOST_FEATURES = 4096
-"""The limit of a micro-batch of features, in completions: 64 MB of float32 at a hidden size of 4096."""
+"""The limit of a micro-batch of features, in completions: 64 MB of float32 at a hidden size of
+4096."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch(Movable):
-    """Comparisons of one forward and backward pass: `batches`, several where one comparison exceeds the token budget.
-    `order_S`: where the score of each sequence is among those of the batches (`tree.plan.order_of_parts`)."""
+    """Comparisons of one forward and backward pass: `batches`, several where one comparison exceeds
+    the token budget. `order_S`: where the score of each sequence is among those of the batches
+    (`tree.plan.order_of_parts`)."""
 
     batches: tuple[Batch | FeatureBatch, ...]
     order_S: Tensor | None
@@ -45,8 +48,8 @@ class MicroBatch(Movable):
 
 @dataclass(frozen=True, slots=True)
 class StepBatches:
-    """This process's part of a step, whose loss is a mean over `num_units`: the `micro_batches`, and the
-    tokens of their comparisons as plain rows."""
+    """This process's part of a step, whose loss is a mean over `num_units`: the `micro_batches`,
+    and the tokens of their comparisons as plain rows."""
 
     num_units: int
     micro_batches: tuple[MicroBatch, ...]
@@ -54,52 +57,82 @@ class StepBatches:
 
     @property
     def num_computed_tokens(self) -> int:
-        return sum(batch.num_computed_tokens for micro_batch in self.micro_batches for batch in micro_batch.batches)
+        total = 0
+        for micro_batch in self.micro_batches:
+            total += sum(batch.num_computed_tokens for batch in micro_batch.batches)
+        return total
 
 
 class RankBatch(NamedTuple):
-    """A micro-batch of this process, and its comparisons by their index among the planned ones, perhaps none."""
+    """A micro-batch of this process, and its comparisons by their index among the planned ones,
+    perhaps none."""
 
     comparisons: dict[int, Comparison]
     micro_batch: MicroBatch
 
 
 class BatchPreparer:
-    """Makes the batches of a run in the host's memory, statelessly. Every process makes the same plan of a whole step,
-    from sizes alone, and reads and packs its own share: as many micro-batches and forward passes as the others."""
+    """Makes the batches of a run in the host's memory, statelessly. Every process makes the same
+    plan of a whole step, from sizes alone, and reads and packs its own share: as many micro-batches
+    and forward passes as the others."""
 
     def __init__(self, setup: RewardModelSetup) -> None:
-        self.setup, self.config, self.model, self.mesh = setup, setup.config, setup.model, setup.mesh
-        self.heads, self.max_tokens = setup.heads, setup.config.policy.micro_batch_tokens
+        self.setup = setup
+        self.config = setup.config
+        self.model = setup.model
+        self.mesh = setup.mesh
+        self.heads = setup.heads
+        self.max_tokens = setup.config.policy.micro_batch_tokens
 
     def step(self, number: int) -> StepBatches:
         """The batches of the step of this number, counted from 1."""
-        size, sets = self.config.policy.train_global_batch_size, list(self.setup.training_sets.values())
+        size = self.config.policy.train_global_batch_size
+        sets = list(self.setup.training_sets.values())
         rows = [(sets[which], row) for which, row in self.setup.order.batch(number - 1, size)]
-        shares = list(self.shares(rows))
+        micro_batches: list[MicroBatch] = []
+        num_row_tokens = 0
+        for share in self.shares(rows):
+            micro_batches.append(share.micro_batch)
+            num_row_tokens += sum(item.num_tokens for item in share.comparisons.values())
         num_units = len(rows)
         if self.config.rm.loss.weight == "pair":
             ranks = [dataset.ranks(row) for dataset, row in rows]
             num_units = ranked_pairs(ranks, **self.heads.pair_options).num_units
-        return StepBatches(
-            num_units,
-            tuple(share.micro_batch for share in shares),
-            num_row_tokens=sum(item.num_tokens for share in shares for item in share.comparisons.values()),
-        )
+        return StepBatches(num_units, tuple(micro_batches), num_row_tokens=num_row_tokens)
 
-    def shares(self, rows: Sequence[tuple[EncodedDataset, int]], *, validation: bool = False) -> Iterator[RankBatch]:
-        """This process's micro-batches of rows of data sets, which are the same on all processes."""
-        plan, num_ranks = self.plan(rows, validation=validation), self.mesh.data_size
+    def shares(
+        self,
+        rows: Sequence[tuple[EncodedDataset, int]],
+        *,
+        validation: bool = False,
+    ) -> Iterator[RankBatch]:
+        """This process's micro-batches of rows of data sets, which are the same on all
+        processes."""
+        plan = self.plan(rows, validation=validation)
+        num_ranks = self.mesh.data_size
         for start in range(0, len(plan), num_ranks):
             rank_batches = plan[start : start + num_ranks]
-            chosen = rank_batches[self.mesh.data_rank]
-            rank_comparisons = {i: dataset[row] for i in chosen for dataset, row in [rows[i]]}
-            num_passes = max(self._num_passes([rows[i] for i in batch]) for batch in rank_batches)
-            features = self._features([rows[i] for i in rank_comparisons])
-            packed = self.micro_batch(list(rank_comparisons.values()), num_passes=num_passes, features=features)
+            rank_comparisons: dict[int, Comparison] = {}
+            for i in rank_batches[self.mesh.data_rank]:
+                dataset, row = rows[i]
+                rank_comparisons[i] = dataset[row]
+            # Processes exchange something in every pass, so that all need as many.
+            num_passes = 0
+            for batch in rank_batches:
+                num_passes = max(num_passes, self._num_passes([rows[i] for i in batch]))
+            packed = self.micro_batch(
+                list(rank_comparisons.values()),
+                num_passes=num_passes,
+                features=self._features([rows[i] for i in rank_comparisons]),
+            )
             yield RankBatch(rank_comparisons, packed)
 
-    def plan(self, rows: Sequence[tuple[EncodedDataset, int]], *, validation: bool = False) -> list[list[int]]:
+    def plan(
+        self,
+        rows: Sequence[tuple[EncodedDataset, int]],
+        *,
+        validation: bool = False,
+    ) -> list[list[int]]:
         """Which comparisons share a forward pass; see `plan_passes`."""
         max_groups = self.config.policy.train_micro_batch_size
         if validation:
@@ -123,8 +156,9 @@ class BatchPreparer:
         num_passes: int = 1,
         features: FeatureBatch | None = None,
     ) -> MicroBatch:
-        """The comparisons packed; page-locked where the model is on a GPU. A process with fewer forward passes than
-        `num_passes` computes a token and ignores its score. `features`: the head's inputs, instead of tokens."""
+        """The comparisons packed; page-locked where the model is on a GPU. A process with fewer
+        forward passes than `num_passes` computes a token and ignores its score. `features`: the
+        head's inputs, instead of tokens."""
         batches: list[Batch | FeatureBatch] = []
         order_S: Tensor | None = None
         if features is not None:
@@ -134,26 +168,36 @@ class BatchPreparer:
             parts, order_S = self.model.pack_parts(groups, max_tokens=self.max_tokens)
             batches.extend(parts)
         if len(batches) < num_passes:
-            num_sequences = sum(len(comparison.ranks) for comparison in comparisons)
-            order_S = torch.arange(num_sequences) if order_S is None else order_S
+            if order_S is None:
+                # It leaves out the scores of the tokens that follow.
+                num_sequences = sum(len(comparison.ranks) for comparison in comparisons)
+                order_S = torch.arange(num_sequences)
             batches += [self.model.pack_one_token()] * (num_passes - len(batches))
         packed = MicroBatch(tuple(batches), order_S, self.heads.labels(comparisons))
-        return packed.pin() if self.model.device.type == "cuda" else packed
+        if self.model.device.type == "cuda":
+            packed = packed.pin()
+        return packed
 
     def _features(self, rows: Sequence[tuple[EncodedDataset, int]]) -> FeatureBatch | None:
-        """The head's inputs for rows of data sets, perhaps none; None if the backbone computes them."""
+        """The head's inputs for rows of data sets, perhaps none; None if the backbone computes
+        them."""
         if not self.setup.features:
             return None
+        if not rows:
+            return FeatureBatch(torch.empty(0, *self.model.feature_shape))
         states = [self.setup.features[dataset.path](row) for dataset, row in rows]
-        return FeatureBatch(torch.cat(states or [torch.empty(0, *self.model.feature_shape)]))
+        return FeatureBatch(torch.cat(states))
 
     def _num_passes(self, rows: Sequence[tuple[EncodedDataset, int]]) -> int:
-        """The forward passes of a micro-batch: one, unless a single comparison exceeds the budget."""
-        most, share = self.max_tokens, self.model.layout == "tree"
+        """The forward passes of a micro-batch: one, unless a single comparison exceeds the
+        budget."""
+        most = self.max_tokens
+        share = self.model.layout == "tree"
         if self.mesh.data_size == 1 or most is None or len(rows) != 1 or self.setup.features:
             return 1
         dataset, row = rows[0]
-        if (dataset.tree_tokens[row] if share else dataset.shapes[row].prod()) <= most:
+        num_tokens = dataset.tree_tokens[row] if share else dataset.shapes[row].prod()
+        if num_tokens <= most:
             return 1
         return len(split_group(dataset[row].token_ids, max_tokens=most, share=share))
 
@@ -182,17 +226,24 @@ def plan_passes(
 
 
 class Prefetcher(Generic[_T]):
-    """Calls `make(number)` one step ahead, up to `num_steps`; an error is raised by the `get` of its number."""
+    """Calls `make(number)` one step ahead, up to `num_steps`; an error is raised by the `get` of
+    its number."""
 
     def __init__(self, make: Callable[[int], _T], *, num_steps: int) -> None:
-        self._make, self._num_steps = make, num_steps
+        self._make = make
+        self._num_steps = num_steps
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="treeward-prefetch")
         self._next: tuple[int, Future[_T]] | None = None
 
     def get(self, number: int) -> _T:
         """The result of `make` for this number; a thread then makes the next."""
-        prepared, self._next = self._next, None
-        made = prepared[1].result() if prepared is not None and prepared[0] == number else self._make(number)
+        prepared = self._next
+        # Forgotten before its error is raised: another `get` makes it again.
+        self._next = None
+        if prepared is not None and prepared[0] == number:
+            made = prepared[1].result()
+        else:
+            made = self._make(number)
         if number < self._num_steps:
             self._next = (number + 1, self._thread.submit(self._make, number + 1))
         return made

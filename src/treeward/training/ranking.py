@@ -1,7 +1,9 @@
-"""What a person should know of the metric that ranks checkpoints, before checkpoints are pruned by it.
+"""What a person should know of the metric that ranks checkpoints, before checkpoints are pruned by
+it.
 
-warn_of_unranked(store, "eval/rm/loss", config.checkpointing)      # those of earlier sessions have no such value
-warn_of_rare_metric(config.checkpointing, schedule, total_steps)   # few of the coming ones will have it
+warn_of_unranked(store, "eval/rm/loss", config.checkpointing)      # those of earlier sessions have
+no such value warn_of_rare_metric(config.checkpointing, schedule, total_steps)   # few of the coming
+ones will have it
 """
 
 from __future__ import annotations
@@ -20,19 +22,22 @@ logger = logging.getLogger(__name__)
 
 
 def warn_of_unranked(store: CheckpointStore, metric: str, config: CheckpointingConfig) -> None:
-    """Warn of checkpoints that will be pruned first, because they have no value of the metric's logged name."""
+    """Warn of checkpoints that will be pruned first, because they have no value of the metric's
+    logged name."""
     if config.keep_top_k is None:
         return
-    unranked = [
-        str(checkpoint.step)
-        for checkpoint in store.all()
-        if stored_metric(checkpoint.path, metric) is None and not _is_of_a_signal(checkpoint.path)
-    ]
+    unranked: list[str] = []
+    for checkpoint in store.all():
+        has_metric = stored_metric(checkpoint.path, metric) is not None
+        if not has_metric and not _is_of_a_signal(checkpoint.path):
+            unranked.append(str(checkpoint.step))
     if unranked:
         logger.warning(
-            "Checkpoints without %s are pruned first (step %s): to keep one, copy it elsewhere, or set "
-            "checkpointing.keep_top_k=null.", config.metric_name, ", ".join(unranked),
-        )  # fmt: skip
+            "Checkpoints without %s are pruned first (step %s): to keep one, copy it elsewhere, or "
+            "set checkpointing.keep_top_k=null.",
+            config.metric_name,
+            ", ".join(unranked),
+        )
 
 
 def _is_of_a_signal(folder: Path) -> bool:
@@ -43,7 +48,11 @@ def _is_of_a_signal(folder: Path) -> bool:
         return False
 
 
-def warn_of_rare_metric(config: CheckpointingConfig, schedule: RMConfig | GRPOConfig, total_steps: int) -> None:
+def warn_of_rare_metric(
+    config: CheckpointingConfig,
+    schedule: RMConfig | GRPOConfig,
+    total_steps: int,
+) -> None:
     """Warn if fewer checkpoints of the run will be validated than saved: the others rank last."""
     saved = _steps(config.save_period, total_steps) | {total_steps}
     validated = _steps(schedule.val_period, total_steps)
@@ -54,9 +63,15 @@ def warn_of_rare_metric(config: CheckpointingConfig, schedule: RMConfig | GRPOCo
         logger.warning(
             "%d of the %d checkpoints of this run will have a %s, and the others rank last: "
             "checkpointing.save_period is %s and val_period %s.",
-            num_ranked, len(saved), config.metric_name, config.save_period, schedule.val_period,
-        )  # fmt: skip
+            num_ranked,
+            len(saved),
+            config.metric_name,
+            config.save_period,
+            schedule.val_period,
+        )
 
 
 def _steps(period: int | None, total_steps: int) -> set[int]:
-    return set(range(period, total_steps + 1, period)) if period else set()
+    if not period:
+        return set()
+    return set(range(period, total_steps + 1, period))

@@ -2,7 +2,7 @@
 
     result = run.validate_set("held_out")                        # SetValidation of one set
     pooled([result, of_another_set])                             # metrics over all of them
-    learnt(result.metrics(), 200, losses)                        # a sentence: is it better than chance?
+    learnt(result.metrics(), 200, losses)       # a sentence: is it better than chance?
 
 Shapes: H attributes; 6 sums of `GradeSums`.
 """
@@ -30,8 +30,8 @@ _PARTED = 0.1  # between the loss of held-out data and that of training, in nats
 
 @dataclass(frozen=True, slots=True)
 class SetValidation:
-    """The measurements of one set: sums over its pairs, the scores of each comparison in the order of the set, and the
-    sums of `GradeSums` over the grades of `attributes`."""
+    """The measurements of one set: sums over its pairs, the scores of each comparison in the order
+    of the set, and the sums of `GradeSums` over the grades of `attributes`."""
 
     sums: RewardMetrics
     scored: tuple[ScoredExample, ...]
@@ -39,12 +39,14 @@ class SetValidation:
     attributes: tuple[str, ...] = ()
 
     def metrics(self) -> dict[str, Metric]:
-        """The metrics by name; without a value a metric's note says why. The interval of the accuracy is that of
-        `treeward eval`."""
+        """The metrics by name; without a value a metric's note says why. The interval of the
+        accuracy is that of `treeward eval`."""
         metrics = pooled([self])
         pairs = collect_pairs(self.scored)
         if pairs:
-            interval = accuracy_metric([pair.outcome for pair in pairs], "", [pair.prompt for pair in pairs])
+            outcomes = [pair.outcome for pair in pairs]
+            prompts = [pair.prompt for pair in pairs]
+            interval = accuracy_metric(outcomes, "", prompts)
             metrics["accuracy"] = replace(metrics["accuracy"], low=interval.low, high=interval.high)
         return metrics
 
@@ -53,20 +55,27 @@ def pooled(sets: Sequence[SetValidation]) -> dict[str, Metric]:
     """The metrics over the comparisons of all sets."""
     sums = sum((result.sums for result in sets), RewardMetrics())
     missing = "There is no pair of a better and a worse completion."
-    metrics = {
-        name: Metric(name, value, count=sums.num_pairs, note=missing if math.isnan(value) else None)
-        for name, value in sums.means().items()
-    }
-    metrics |= gate_metrics([example for result in sets for example in result.scored])
-    if grades := [result.grades_6H for result in sets if result.grades_6H is not None]:
+    metrics: dict[str, Metric] = {}
+    for name, value in sums.means().items():
+        note = missing if math.isnan(value) else None
+        metrics[name] = Metric(name, value, count=sums.num_pairs, note=note)
+    examples: list[ScoredExample] = []
+    for result in sets:
+        examples += result.scored
+    metrics |= gate_metrics(examples)
+    grades = [result.grades_6H for result in sets if result.grades_6H is not None]
+    if grades:
         grades_6H = torch.stack(grades).sum(dim=0)
-        means, count = grade_metrics(grades_6H, sets[0].attributes), int(grades_6H[0].sum())
-        metrics |= {name: Metric(name, value, count=count) for name, value in means.items() if math.isfinite(value)}
+        count = int(grades_6H[0].sum())
+        for name, value in grade_metrics(grades_6H, sets[0].attributes).items():
+            if math.isfinite(value):
+                metrics[name] = Metric(name, value, count=count)
     return metrics
 
 
 def metric_values(metrics: dict[str, Metric]) -> dict[str, float]:
-    """The metrics that have a value, as numbers; the ends of an interval are called `accuracy_low`, `accuracy_high`."""
+    """The metrics that have a value, as numbers; the ends of an interval are called `accuracy_low`,
+    `accuracy_high`."""
     values = dict[str, float]()
     for name, metric in metrics.items():
         ends = {name: metric.value, f"{name}_low": metric.low, f"{name}_high": metric.high}
@@ -75,11 +84,13 @@ def metric_values(metrics: dict[str, Metric]) -> dict[str, float]:
 
 
 def learnt(means: Mapping[str, float], size: int, training_losses: Sequence[float]) -> str | None:
-    """One sentence on a validation set of `size` comparisons: whether its accuracy is chance, and its loss far above
-    the latest quarter of the training losses. `means`: as `values_of` gives them. None without an accuracy and its
-    interval."""
-    accuracy, loss = means.get("accuracy", math.nan), means.get("loss", math.nan)
-    low, high = means.get("accuracy_low"), means.get("accuracy_high")
+    """One sentence on a validation set of `size` comparisons: whether its accuracy is chance, and
+    its loss far above the latest quarter of the training losses. `means`: as `values_of` gives
+    them. None without an accuracy and its interval."""
+    accuracy = means.get("accuracy", math.nan)
+    loss = means.get("loss", math.nan)
+    low = means.get("accuracy_low")
+    high = means.get("accuracy_high")
     if not math.isfinite(accuracy) or low is None or high is None:
         return None
     shown, lowest, highest = (format_number(value, "percent") for value in (accuracy, low, high))
@@ -92,10 +103,12 @@ def learnt(means: Mapping[str, float], size: int, training_losses: Sequence[floa
         sentence += f": {size:,} comparisons cannot tell it from chance, 50%"
     if not training_losses:
         return f"{sentence}."
-    trained = fmean(training_losses[-max(len(training_losses) // 4, _FEWEST_STEPS) :])
+    num_latest = max(len(training_losses) // 4, _FEWEST_STEPS)
+    trained = fmean(training_losses[-num_latest:])
     has_parted = loss - trained > _PARTED
     verb = "has parted" if has_parted else "has not parted"
-    sentence += f"; the loss, {format_number(loss)}, {verb} from that of training, {format_number(trained)}"
+    held_out = format_number(loss)
+    sentence += f"; the loss, {held_out}, {verb} from that of training, {format_number(trained)}"
     if has_parted:
         sentence += ": more data or fewer epochs may help"
     return f"{sentence}."
