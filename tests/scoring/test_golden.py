@@ -18,7 +18,8 @@ from treeward.model.contract import CONTRACT_FILE, read_contract, text_sha256
 from treeward.model.loading import load_classifier
 from treeward.model.reward_model import RewardModel
 from treeward.model.stored import StoredModel, sha256_of
-from treeward.scoring.golden import GOLDEN_CONVERSATIONS, hash_all, sign_exported, sign_folder, tokenizer_sha256
+from treeward.scoring.golden import hash_all, sign_exported, sign_folder, tokenizer_sha256
+from treeward.scoring.golden_conversations import GOLDEN_CONVERSATIONS
 from treeward.scoring.scorer import Scorer
 from treeward.scoring.verification import verify
 from treeward.tree import attention

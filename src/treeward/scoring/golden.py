@@ -1,10 +1,10 @@
 """`sign_folder`: score the golden conversations and write the scoring contract into a model folder.
 
-    sign_folder(Path("results/rm/final"))                                     # load, score, write the contract
-    sign_exported(folder, model=run.model, renderer=run.renderer)             # a model that was just exported there
+    sign_folder(Path("results/rm/final"))                          # load, score, write it
+    sign_exported(folder, model=run.model, renderer=run.renderer)  # a model just exported there
 
-Each golden conversation holds something that goes wrong somewhere. Their scores are computed in float32 from the
-weights as they are saved, along with the scores that known mistakes would give.
+The scores of the golden conversations are computed in float32 from the weights as they are saved,
+along with the scores that known mistakes would give.
 
 Shapes: S golden conversations, H heads.
 """
@@ -17,15 +17,13 @@ import json
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from treeward import processes
-from treeward.data.conversation import Conversation, Message
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, DataError, ModelError
 from treeward.model.contract import (
@@ -51,62 +49,10 @@ from treeward.model.reward_model import RewardModel, check_finite, stored_heads
 from treeward.model.stored import StoredModel, architecture_of, dtype_of, sha256_of
 from treeward.parallel.mesh import Mesh
 from treeward.parallel.sharding import plain_copy
+from treeward.scoring.golden_conversations import GOLDEN_CONVERSATIONS
 from treeward.version import VERSION
 
 logger = logging.getLogger(__name__)
-
-
-def _chat(*texts: str, system: str | None = None) -> Conversation:
-    """Messages of user and assistant in turn."""
-    roles = ("user", "assistant")
-    messages: list[Message] = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
-    return Conversation(messages if system is None else [{"role": "system", "content": system}, *messages])
-
-
-_CALL = {"id": "tide00001", "type": "function", "function": {"name": "next_tide", "arguments": {"port": "Brest"}}}
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "next_tide",
-        "description": "When the next high water is.",
-        "parameters": {"type": "object", "properties": {"port": {"type": "string"}}, "required": ["port"]},
-    },
-}
-
-
-_TIDES = """\
-Tides come from the way the pull of the Moon, and less so of the Sun, changes across the Earth. On the side that faces \
-the Moon the water is drawn a little more strongly than the ground below it; on the far side a little less. So there \
-are two bulges, and the Earth turns beneath them once a day, which is why most coasts see two high waters in about \
-twenty-five hours: the extra hour is the distance that the Moon has gone on in the meantime.
-
-1. At new and full moon the Sun helps, and the range is large (spring tide).
-2. At half moon it pulls across, and the range is small (neap tide)."""
-
-GOLDEN_CONVERSATIONS: Mapping[str, Conversation] = {
-    "question": _chat("Which river flows through Prague?", "The Vltava flows through Prague."),
-    "same question, another completion": _chat("Which river flows through Prague?", "I would rather not say."),
-    "greeting": _chat("Hi", "Hello!"),
-    "system message": _chat("Where is my parcel?", "I'll look it up.", system="You work for a post office. Be brief."),
-    "several turns": _chat(
-        "Name a prime above 90.", "97.", "And the next one?", "101.", "Are you sure?", "Yes: 99 is 9 times 11."
-    ),
-    "beyond ASCII": _chat("Übersetze „наука“ – 谢谢! 🙏🏽", "„Wissenschaft“ – e\u0301tude, علم, विज्ञान 👩‍🔬"),
-    "code": _chat("Sum a list.", "```python\ndef total(xs):\n\tn = 0\n\tfor x in xs:\n\t    n += x\n\treturn n\n```"),
-    "white space at the end": _chat("Tell me a colour. ", "Blue  \n\n"),
-    "one character": _chat("Is that so?", "."),
-    "long completion": _chat("Why are there two tides a day?", _TIDES),
-    "tools": Conversation(
-        [
-            {"role": "user", "content": "When is high water in Brest?"},
-            {"role": "assistant", "content": "", "tool_calls": [_CALL]},
-            {"role": "tool", "tool_call_id": "tide00001", "name": "next_tide", "content": "14:20"},
-            {"role": "assistant", "content": "At 14:20."},
-        ],
-        tools=[_TOOL],
-    ),
-}
-"""Conversations by what is special about them."""
 
 HASH_DIGITS = 12
 """Digits that a contract keeps of the hash of a tensor."""
@@ -122,19 +68,21 @@ def sign_folder(
     device: torch.device | str = "cpu",
     trust_remote_code: bool = False,
 ) -> ScoringContract:
-    """Make the contract of a model folder, which is loaded in float32 onto `device`, write it there, and return it.
+    """Load a model folder in float32 onto `device`, write its contract there, and return it.
 
-    `like`: a contract whose rendering, read position and heads hold for this model too; None: the tokenizer's
-    own template, the model's own limit, and the position at which plain transformers reads. `head_weights`: those of
-    `weighted_heads`; None: as in `like`. Raises `ConfigError` for several labels without weights, `ModelError` for
-    a model that gives no finite score.
+    `like`: a contract whose rendering, read position and heads hold for this model too; None: the
+    tokenizer's own template, the model's own limit, and the position at which plain transformers
+    reads. `head_weights`: those of `weighted_heads`; None: as in `like`. Raises `ConfigError` for
+    several labels without weights, `ModelError` for a model that gives no finite score.
     """
     stored = StoredModel(folder)
-    if not stored.tensors:  # which raises for a folder of adapters, and for one without a model
+    # `tensors` itself raises for a folder of adapters, and for one without a model.
+    if not stored.tensors:
         raise ModelError("the files of weights are empty", where=str(folder))
     tokenizer = load_tokenizer(str(folder), trust_remote_code=trust_remote_code)
     has_template = bool(tokenizer.chat_template)
-    pads_alike = stored.pad_token_id == tokenizer.pad_token_id  # loading may change the tokenizer's
+    # Asked before the model is loaded: loading may change the tokenizer's padding.
+    pads_alike = stored.pad_token_id == tokenizer.pad_token_id
     model = load_classifier(
         folder,
         tokenizer=tokenizer,
@@ -143,7 +91,12 @@ def sign_folder(
         trust_remote_code=trust_remote_code,
         keep_padding=keeps_padding(like),
     ).model
-    renderer = Renderer(tokenizer, **(like.rendering.settings if like else {}))
+    rendering: dict[str, Any] = {}
+    trained_length = None
+    if like is not None:
+        rendering = like.rendering.settings
+        trained_length = like.rendering.trained_length
+    renderer = Renderer(tokenizer, **rendering)
     if head_weights is not None:
         heads = weighted_heads(_labels(model), head_weights)
     elif like is not None and len(like.heads) == model.num_heads:
@@ -158,7 +111,7 @@ def sign_folder(
         is_loaded=True,
         pads_alike=pads_alike,
         has_template=has_template,
-        trained_length=like.rendering.trained_length if like else None,
+        trained_length=trained_length,
     )
 
 
@@ -177,48 +130,49 @@ def sign_exported(
 ) -> ScoringContract:
     """`sign_folder` of a model that was exported with `renderer`; every process of `mesh` calls it.
 
-    The golden scores are of the weights in memory. Of a checkpoint only the head is hashed, as all tensors take about a
-    second per GB, and weights that give no finite score are signed with a warning. `heads`: None for a model whose
-    score is its only value, or their sum. `is_loaded`: the model was loaded from the folder. `pads_alike`: config.json
-    and tokenizer have one padding token; None: they are compared. `has_template`: the folder has a chat template.
+    The golden scores are of the weights in memory. Of a checkpoint only the head is hashed, because
+    all tensors take about a second per GB, and weights that give no finite score are signed with a
+    warning. `heads`: None for a model whose score is its only value, or their sum. `is_loaded`: the
+    model was loaded from the folder. `pads_alike`: config.json and tokenizer have one padding
+    token; None: they are compared. `has_template`: the folder has a chat template.
     """
     stored = StoredModel(folder)
     stored.config = processes.on_main(lambda: stored.config)
-    heads, tokenizer = list(heads or _default_heads(model)), renderer.tokenizer
+    heads = list(heads or _default_heads(model))
     if pads_alike is None:
-        pads_alike = stored.pad_token_id == tokenizer.pad_token_id
-    saved = partial(_as_saved, model, None if is_loaded else DTYPES[stored.config_dtype or "float32"], mesh)
-    with saved(computed=torch.float32) as exact:
+        pads_alike = stored.pad_token_id == renderer.tokenizer.pad_token_id
+    saved_dtype = None
+    if not is_loaded:
+        saved_dtype = DTYPES[stored.config_dtype or "float32"]
+    with _as_saved(model, saved_dtype, mesh, computed=torch.float32) as exact:
         golden = _golden(exact, renderer, heads, may_be_broken=is_checkpoint)
-    rows = [example.token_ids for example in golden]
-    with saved(computed=torch.bfloat16) as rounded:
-        scores = [combined_heads(values, heads) for values in rounded.score_tokens(rows).tolist()]
+    token_ids = [example.token_ids for example in golden]
+    with _as_saved(model, saved_dtype, mesh, computed=torch.bfloat16) as rounded:
+        rounded_SH = rounded.score_tokens(token_ids).tolist()
+    rounded_scores = [combined_heads(values, heads) for values in rounded_SH]
 
     def sign() -> ScoringContract:
         backbone, head = stored.split(stored_heads(model.hf))
-        dtype, pad = dtype_of(backbone), stored.pad_token_id
-        is_read_alike = model.read_position != "last token" or all(row[-1] != pad for row in rows)
-        is_plain = pads_alike and is_read_alike and bool(rows) and not getattr(model.hf, "made_by_treeward", False)
-        begins_with_bos = bool(rows) and all(row[0] == tokenizer.bos_token_id for row in rows)
+        weights_dtype = dtype_of(backbone)
         contract = ScoringContract(
             treeward_version=VERSION,
-            rendering=RenderingContract(
-                chat_template_sha256=text_sha256(renderer.chat_template),
-                chat_template=renderer.chat_template,
-                template_in_folder=has_template,
-                chat_template_kwargs=renderer.chat_template_kwargs,
-                max_length=renderer.max_length if renderer.truncation == "truncate_left" else None,
-                trained_length=trained_length or renderer.max_length,
-                truncation=renderer.truncation,
-                frame="cls_sep" if renderer.kind == "encoder" else "bos" if begins_with_bos else "none",
-                num_bos=renderer.num_bos,
-                bos_token_id=tokenizer.bos_token_id,
-                eos_token_id=tokenizer.eos_token_id,
-                pad_token_id=pad,
-                tokenizer_sha256=tokenizer_sha256(tokenizer),
+            rendering=_rendering_contract(
+                renderer,
+                token_ids,
+                pad_token_id=stored.pad_token_id,
+                has_template=has_template,
+                trained_length=trained_length,
             ),
-            read=ReadContract(position=model.read_position, plain_transformers=is_plain, token=renderer.read_token),
-            dtypes=DtypeContract(weights=dtype, head=dtype_of(head), config=stored.config_dtype or dtype),
+            read=ReadContract(
+                position=model.read_position,
+                plain_transformers=pads_alike and _is_read_alike(model, stored, token_ids),
+                token=renderer.read_token,
+            ),
+            dtypes=DtypeContract(
+                weights=weights_dtype,
+                head=dtype_of(head),
+                config=stored.config_dtype or weights_dtype,
+            ),
             heads=heads,
             problem_type=stored.config.get("problem_type"),
             weights=WeightsContract(
@@ -228,59 +182,130 @@ def sign_exported(
                 shapes_sha256=stored.shapes_sha256,
                 head_sha256=sha256_of(head),
                 config=architecture_of(stored.config),
-                **({} if is_checkpoint else _hashes(stored)),
             ),
             golden=golden,
-            tolerance=_tolerance(golden, scores),
+            tolerance=_tolerance(golden, rounded_scores),
             readme_sha256=readme_sha256(folder),
         )
+        if not is_checkpoint:
+            contract = _with_hashes(contract, stored)
         write_contract(contract, folder)
         return contract
 
     return processes.on_main(sign)
 
 
+def _rendering_contract(
+    renderer: Renderer,
+    token_ids: Sequence[Sequence[int]],
+    *,
+    pad_token_id: int | None,
+    has_template: bool,
+    trained_length: int | None,
+) -> RenderingContract:
+    """How conversations become tokens. `token_ids`: those of the golden conversations."""
+    tokenizer = renderer.tokenizer
+    bos = tokenizer.bos_token_id
+    frame: Literal["none", "bos", "cls_sep"] = "none"
+    if renderer.kind == "encoder":
+        frame = "cls_sep"
+    elif token_ids and all(row[0] == bos for row in token_ids):
+        frame = "bos"
+    # A limit that drops conversations is no part of a score; one that cuts them is.
+    max_length = None
+    if renderer.truncation == "truncate_left":
+        max_length = renderer.max_length
+    return RenderingContract(
+        chat_template_sha256=text_sha256(renderer.chat_template),
+        chat_template=renderer.chat_template,
+        template_in_folder=has_template,
+        chat_template_kwargs=renderer.chat_template_kwargs,
+        max_length=max_length,
+        trained_length=trained_length or renderer.max_length,
+        truncation=renderer.truncation,
+        frame=frame,
+        num_bos=renderer.num_bos,
+        bos_token_id=bos,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=pad_token_id,
+        tokenizer_sha256=tokenizer_sha256(tokenizer),
+    )
+
+
+def _is_read_alike(
+    model: RewardModel,
+    stored: StoredModel,
+    token_ids: Sequence[Sequence[int]],
+) -> bool:
+    """Whether plain transformers reads the golden conversations where treeward does."""
+    if not token_ids:
+        return False  # there is nothing to tell it by
+    if getattr(model.hf, "made_by_treeward", False):
+        return False  # transformers has no class for such a model
+    if model.read_position != "last token":
+        return True
+    # transformers reads before the padding, and takes an end that is the padding token for it.
+    return all(row[-1] != stored.pad_token_id for row in token_ids)
+
+
 def hash_all(folder: Path, renderer: Renderer, max_positions: int | None) -> None:
-    """Add the hashes of all tensors to a contract that was signed as a checkpoint's. Raises `ModelError` where that
-    left out golden conversations without a finite score."""
+    """Add the hashes of all tensors to a contract that was signed as a checkpoint's.
+
+    Raises `ModelError` where that left out golden conversations without a finite score.
+    """
     contract = read_contract(folder)
     assert contract is not None
-    broken = _rendered(renderer, max_positions).keys() - {example.name for example in contract.golden}
+    signed = {example.name for example in contract.golden}
+    broken = _rendered(renderer, max_positions).keys() - signed
     if broken:
-        summary, fix = "the model gives no finite score to golden conversations", "export an earlier checkpoint"
-        raise ModelError(summary, where=str(folder), got=", ".join(sorted(broken)), fix=fix)
-    weights = contract.weights.model_copy(update=_hashes(StoredModel(folder)))
-    changes = {"weights": weights, "readme_sha256": readme_sha256(folder)}
-    write_contract(contract.model_copy(update=changes), folder)
+        raise ModelError(
+            "the model gives no finite score to golden conversations",
+            where=str(folder),
+            got=", ".join(sorted(broken)),
+            fix="export an earlier checkpoint",
+        )
+    contract = _with_hashes(contract, StoredModel(folder))
+    # README.md may have been written since.
+    contract = contract.model_copy(update={"readme_sha256": readme_sha256(folder)})
+    write_contract(contract, folder)
 
 
-def _hashes(stored: StoredModel) -> dict[str, Any]:
-    """The fields of a `WeightsContract` that need the bytes of all tensors."""
+def _with_hashes(contract: ScoringContract, stored: StoredModel) -> ScoringContract:
+    """The contract with the fields of its weights that need the bytes of all tensors."""
     hashes = {tensor.name: sha256_of([tensor]) for tensor in stored.tensors}
-    return {
+    fields = {
         "sha256": text_sha256(json.dumps(sorted(hashes.items()))),
         "tensors": {name: digest[:HASH_DIGITS] for name, digest in hashes.items()},
     }
+    weights = contract.weights.model_copy(update=fields)
+    return contract.model_copy(update={"weights": weights})
 
 
 @contextlib.contextmanager
 def _as_saved(
-    model: RewardModel, saved: torch.dtype | None, mesh: Mesh = _ALONE, computed: torch.dtype = torch.float32
+    model: RewardModel,
+    saved: torch.dtype | None,
+    mesh: Mesh = _ALONE,
+    computed: torch.dtype = torch.float32,
 ) -> Iterator[RewardModel]:
-    """The model that a folder with the weights of `model` in the dtype `saved` holds, to be scored with exactly.
+    """The model that a folder holds which has the weights of `model` in the dtype `saved`.
 
-    It is the model itself where that computes the same (`saved` is None: it was loaded from there), and else a copy
-    with merged adapters and rounded weights, sharded as the model is.
+    It is the model itself where that computes the same (`saved` is None: it was loaded from there),
+    and else a copy with merged adapters and rounded weights, sharded as the model is.
     """
     is_sharded = mesh.devices is not None
     dtypes = {parameter.dtype for parameter in model.weights()}
-    if saved is None or not (is_sharded or has_adapters(model) or dtypes != {saved}):
+    is_changed = is_sharded or has_adapters(model) or dtypes != {saved}
+    if saved is None or not is_changed:
         with exact_scoring(model), model.computing_in(computed):
             yield model
         return
-    num_bytes = 7 * model.hf.num_parameters()  # in float32, and for the tolerance in bfloat16 too
-    device = model.device if has_room(model.device, num_bytes) else torch.device("cpu")
-    copied = plain_copy(model, mesh, saved=saved, computed=computed, device=None if is_sharded else device)
+    device = None  # a sharded copy lies where the model's parts do
+    if not is_sharded:
+        # 4 bytes a number in float32, 2 in bfloat16 for the tolerance, and some room.
+        num_bytes = 7 * model.hf.num_parameters()
+        device = model.device if has_room(model.device, num_bytes) else torch.device("cpu")
+    copied = plain_copy(model, mesh, saved=saved, computed=computed, device=device)
     with exact_scoring(copied):
         yield copied
     del copied
@@ -289,13 +314,19 @@ def _as_saved(
 
 @contextlib.contextmanager
 def exact_scoring(model: RewardModel) -> Iterator[None]:
-    """Within it the model scores in the dtype of its weights, and float32 products are not rounded to TF32 or bfloat16,
-    whatever `policy.matmul_precision` is; afterwards it trains or scores as before."""
-    was_training, common = model.training, torch.get_float32_matmul_precision()
-    counters = model.num_computed_tokens, model.num_row_tokens
+    """Within it the model scores in the dtype of its weights, without rounding of products.
+
+    Float32 products are not rounded to TF32 or bfloat16, whatever `policy.matmul_precision` is.
+    Afterwards the model trains or scores as before.
+    """
+    was_training = model.training
+    num_computed_tokens = model.num_computed_tokens
+    num_row_tokens = model.num_row_tokens
+    common = torch.get_float32_matmul_precision()
     backends: Any = torch.backends
     products = (backends.cuda.matmul, backends.mkldnn.matmul, backends.cudnn.conv)
-    precisions = [product.fp32_precision for product in products]  # each may follow PyTorch's common setting
+    # Each product has a setting of its own, which may be to follow the common one.
+    precisions = [product.fp32_precision for product in products]
     model.eval()
     try:
         torch.set_float32_matmul_precision("highest")
@@ -306,30 +337,45 @@ def exact_scoring(model: RewardModel) -> Iterator[None]:
         for product, precision in zip(products, precisions, strict=True):
             product.fp32_precision = precision
         model.train(was_training)
-        model.num_computed_tokens, model.num_row_tokens = counters
+        model.num_computed_tokens = num_computed_tokens
+        model.num_row_tokens = num_row_tokens
 
 
-def weighted_heads(labels: Sequence[str], weights: Mapping[str, float] | Sequence[float]) -> list[HeadContract]:
-    """The heads of a model with `labels`: a weight for each in order, or by name, where those not named have none.
+def weighted_heads(
+    labels: Sequence[str],
+    weights: Mapping[str, float] | Sequence[float],
+) -> list[HeadContract]:
+    """The heads of a model with `labels`.
 
-    Raises `ConfigError` for weights of other labels, for another number of them, and for weights that are all zero.
+    `weights`: one for each label in order, or by name, where labels that are not named have none.
+    Raises `ConfigError` for weights of other labels, for another number of them, and for weights
+    that are all zero.
     """
+    got: Any
     if isinstance(weights, Mapping):
-        fits = all(list(labels).count(name) == 1 for name in weights)  # a name may be that of two heads
+        got = dict(weights)
+        # A name that two heads have says nothing about either.
+        fits = all(list(labels).count(name) == 1 for name in weights)
         values = [weights.get(label, 0.0) for label in labels]
     else:
-        fits, values = len(weights) == len(labels), list(weights)
+        values = list(weights)
+        got = values
+        fits = len(values) == len(labels)
     if not fits or not any(values) or not all(map(math.isfinite, values)):
+        names = ", ".join(labels)
         raise ConfigError(
             "the weights of the heads do not fit the model",
             field="head_weights",
-            got=dict(weights) if isinstance(weights, Mapping) else values,
-            need=f"a finite number for each of the labels {', '.join(labels)}, not all of them zero",
+            got=got,
+            need=f"a finite number for each of the labels {names}, not all of them zero",
         )
     if len(labels) == 1:
         return [HeadContract(weight=values[0])]
-    meaning = "the attribute of this name"
-    return [HeadContract(name=label, meaning=meaning, weight=x) for label, x in zip(labels, values, strict=True)]
+    heads = []
+    for label, weight in zip(labels, values, strict=True):
+        meaning = "the attribute of this name"
+        heads.append(HeadContract(name=label, meaning=meaning, weight=weight))
+    return heads
 
 
 def combined_heads(values: Sequence[float], heads: Sequence[HeadContract]) -> float:
@@ -339,84 +385,126 @@ def combined_heads(values: Sequence[float], heads: Sequence[HeadContract]) -> fl
 
 def _labels(model: RewardModel) -> list[str]:
     config: Any = model.hf.config
-    return list(model.score_parts) or [str(config.id2label.get(i, f"head {i}")) for i in range(model.num_heads)]
+    if model.score_parts:
+        return list(model.score_parts)
+    return [str(config.id2label.get(i, f"head {i}")) for i in range(model.num_heads)]
 
 
 def _default_heads(model: RewardModel) -> list[HeadContract]:
     if model.score_parts:
-        return [HeadContract(name=name, meaning="its share of the score") for name in model.score_parts]
+        meaning = "its share of the score"
+        return [HeadContract(name=name, meaning=meaning) for name in model.score_parts]
     if model.num_heads > 1:
+        command = "treeward verify MODEL --write --head-weights NAME=1,..."
         raise ConfigError(
             "the model has several labels, and nothing says how they make one score",
             got=", ".join(_labels(model)),
-            fix="treeward verify MODEL --write --head-weights NAME=1,... writes a contract that does",
+            fix=f"{command} writes a contract that does",
         )
     return [HeadContract()]
 
 
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 of the vocabulary, the merges and the special tokens; other rules of ids (normalisation, splitting) show
-    in the golden conversations. It does not depend on how a version of `tokenizers` writes its files."""
+    """SHA-256 of the vocabulary, the merges and the special tokens.
+
+    Other rules of ids (normalisation, splitting) show in the golden conversations. The hash does
+    not depend on how a version of `tokenizers` writes its files.
+    """
     merges: list[list[str]] = []
-    scores: Any = None
+    scores: list[Any] | None = None
     if tokenizer.is_fast:
         model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
-        merges = [pair.split(" ") if isinstance(pair, str) else list(pair) for pair in model.get("merges") or []]
-        scores = model["vocab"] if isinstance(model.get("vocab"), list) else None
-    names = ("bos_token", "eos_token", "unk_token", "cls_token", "sep_token", "mask_token")
-    special = {name: str(value) for name in names if (value := getattr(tokenizer, name, None)) is not None}
-    vocabulary = {token: i for token, i in tokenizer.get_vocab().items() if token != PAD_TOKEN}  # loading may add it
+        for pair in model.get("merges") or []:
+            # Older versions write "a b" for a pair, newer ones ["a", "b"].
+            merges.append(pair.split(" ") if isinstance(pair, str) else list(pair))
+        if isinstance(model.get("vocab"), list):  # a unigram model: tokens with log-probabilities
+            scores = model["vocab"]
+    special: dict[str, str] = {}
+    for kind in ("bos_token", "eos_token", "unk_token", "cls_token", "sep_token", "mask_token"):
+        token = getattr(tokenizer, kind, None)
+        if token is not None:
+            special[kind] = str(token)
+    vocabulary = dict(tokenizer.get_vocab())
+    vocabulary.pop(PAD_TOKEN, None)  # loading a model may add it
     parts = {"vocabulary": vocabulary, "merges": merges, "scores": scores, "special": special}
     return text_sha256(json.dumps(parts, sort_keys=True))
 
 
 def _tolerance(golden: Sequence[GoldenExample], rounded: Sequence[float]) -> ToleranceContract:
-    """By how much scores of this model may differ, measured by how much they differ in bfloat16 (`rounded`).
+    """How far scores of this model may be off, by how far they are off in bfloat16 (`rounded`).
 
-    bfloat16 keeps 8 bits of a number and float32 24, so rounding is 2^16 times coarser, and a model amplifies both
-    alike; 2^8 of it are left to other orders of summation, and to other conversations than these ten.
+    bfloat16 keeps 8 bits of a number and float32 24, so rounding is 2^16 times coarser, and a model
+    amplifies both alike; 2^8 of it are left to other orders of summation, and to other
+    conversations than these ten.
     """
     off = [abs(score - example.score) for score, example in zip(rounded, golden, strict=True)]
     worst = max(filter(math.isfinite, off), default=0.0)
     largest = max((abs(example.score) for example in golden), default=1.0)
-    float32 = max(worst / 256, 1e-5 * largest, 1e-7)
-    return ToleranceContract(float32=float32, bfloat16=max(8 * worst, 2**-6 * largest, 1e-5))
+    # The floors are for scores that happen to round well: a share of the largest, and a number.
+    return ToleranceContract(
+        float32=max(worst / 256, 1e-5 * largest, 1e-7),
+        bfloat16=max(8 * worst, 2**-6 * largest, 1e-5),
+    )
 
 
 def _golden(
-    model: RewardModel, renderer: Renderer, heads: Sequence[HeadContract], may_be_broken: bool
+    model: RewardModel,
+    renderer: Renderer,
+    heads: Sequence[HeadContract],
+    may_be_broken: bool,
 ) -> list[GoldenExample]:
     """The golden conversations that the template and the limits allow, with their scores."""
     rendered = _rendered(renderer, model.max_positions)
     if not rendered:
-        logger.warning("The chat template or the limit of %s tokens refuses every golden conversation: the scoring "
-                       "contract has none, so scores cannot be replayed.", renderer.max_length)  # fmt: skip
-    bos = None if model.layout == "encoder" else model.hf.config.get_text_config().bos_token_id
-    mistaken = [dict(_mistaken(ids, bos, model, renderer.adds_bos)) for ids in rendered.values()]
+        logger.warning(
+            "The chat template or the limit of %s tokens refuses every golden conversation: "
+            "the scoring contract has none, so scores cannot be replayed.",
+            renderer.max_length,
+        )
+    bos = None
+    if model.layout != "encoder":
+        bos = model.hf.config.get_text_config().bos_token_id
     right_SH: list[list[float]] = model.score_tokens(list(rendered.values())).tolist()
-    padding, model.padding_token = model.padding_token, None  # a mistake reads whatever comes last
-    wrong = iter(model.score_tokens([ids for rows in mistaken for ids in rows.values()]).tolist())
-    model.padding_token = padding
+    mistaken_ids: list[dict[Mistake, list[int]]] = []
+    wrong_rows: list[list[int]] = []
+    for ids in rendered.values():
+        by_mistake = dict(_mistaken(ids, bos, model, renderer.adds_bos))
+        mistaken_ids.append(by_mistake)
+        wrong_rows += by_mistake.values()
+    # Whoever makes a mistake reads whatever comes last, so nothing is padding for these.
+    padding_token = model.padding_token
+    model.padding_token = None
+    wrong_values = iter(model.score_tokens(wrong_rows).tolist())
+    model.padding_token = padding_token
     examples = []
-    for (name, ids), rows, values in zip(rendered.items(), mistaken, right_SH, strict=True):
-        mistakes = {mistake: combined_heads(next(wrong), heads) for mistake in rows}
+    for name, by_mistake, values in zip(rendered, mistaken_ids, right_SH, strict=True):
+        ids = rendered[name]
+        mistakes: dict[Mistake, float] = {}
+        for mistake in by_mistake:
+            score = combined_heads(next(wrong_values), heads)
+            if math.isfinite(score):
+                mistakes[mistake] = score
         if may_be_broken and not all(map(math.isfinite, values)):
             continue
         check_finite(values, f"the golden conversation {name!r}", len(ids))
+        conversation = GOLDEN_CONVERSATIONS[name]
         examples.append(
             GoldenExample(
                 name=name,
-                messages=[dict(message) for message in GOLDEN_CONVERSATIONS[name]],
-                chat_template_kwargs=GOLDEN_CONVERSATIONS[name].template_kwargs,
+                messages=list(map(dict, conversation)),
+                chat_template_kwargs=conversation.template_kwargs,
                 token_ids=ids,
                 score=combined_heads(values, heads),
                 heads=values,
-                mistakes={mistake: score for mistake, score in mistakes.items() if math.isfinite(score)},
+                mistakes=mistakes,
             )
         )
     if len(examples) < len(rendered):
-        logger.warning("The model gives no finite score to %d of %d golden conversations: its weights are broken.",
-                       len(rendered) - len(examples), len(rendered))  # fmt: skip
+        logger.warning(
+            "The model gives no finite score to %d of %d golden conversations: its weights are broken.",
+            len(rendered) - len(examples),
+            len(rendered),
+        )
     return examples
 
 
@@ -424,23 +512,39 @@ def _rendered(renderer: Renderer, max_positions: int | None) -> dict[str, list[i
     """The tokens of the golden conversations that the template and the limits allow."""
     rendered: dict[str, list[int]] = {}
     for name, conversation in GOLDEN_CONVERSATIONS.items():
-        if any(not renderer.reads(variable) for variable in conversation.template_kwargs):
+        # A template that does not read the tools would make another conversation of it.
+        if not all(map(renderer.reads, conversation.template_kwargs)):
             continue
-        with contextlib.suppress(DataError):  # the template refuses it
+        try:
             fitted = renderer.fit(conversation)
-            if fitted is not None and (max_positions is None or len(fitted.token_ids) <= max_positions):
-                rendered[name] = [int(token) for token in fitted.token_ids]
+        except DataError:  # the template refuses it
+            continue
+        if fitted is None:
+            continue
+        if max_positions is None or len(fitted.token_ids) <= max_positions:
+            rendered[name] = list(map(int, fitted.token_ids))
     return rendered
 
 
 def _mistaken(
-    ids: list[int], bos: int | None, model: RewardModel, adds_bos: bool
+    ids: list[int],
+    bos: int | None,
+    model: RewardModel,
+    adds_bos: bool,
 ) -> Iterator[tuple[Mistake, list[int]]]:
+    """The mistakes that can be made with a golden conversation, and the tokens that each reads."""
     if model.layout == "encoder" or len(ids) < 3:
-        return
+        return  # an encoder has no end to miss, and of two tokens nothing is left
     end = list(model.until_padding(ids))
-    yield ("read_before_end", ids[:-1]) if end == ids else ("read_at_padding", ids)
-    if bos is not None and end[0] == bos:
+    if end == ids:
+        yield "read_before_end", ids[:-1]
+    else:
+        yield "read_at_padding", ids
+    if bos is None:
+        return
+    begins_with_bos = end[0] == bos
+    if begins_with_bos:
         yield "no_bos", end[1:]
-    if bos is not None and (adds_bos or end[0] == bos) and (model.max_positions or math.inf) > len(end):
+    has_position_left = len(end) < (model.max_positions or math.inf)
+    if has_position_left and (adds_bos or begins_with_bos):
         yield "two_bos", [bos, *end]
