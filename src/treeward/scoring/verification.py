@@ -1,10 +1,11 @@
-"""`verify`: does this folder, on this machine, still make the scores that its scoring contract says?
+"""`verify`: does this folder, on this machine, still make the scores of its scoring contract?
 
     verification = verify("results/rm/final", device="cuda")
-    verification.equal, verification.first_difference      # True, None; or the part that differs first, with the remedy
+    verification.equal               # True
+    verification.first_difference    # None; or the part that differs first, with the remedy
 
-Everything between messages and a score is compared in the order in which it acts. A wrong part makes later ones look
-wrong too, so the first is the cause.
+Everything between messages and a score is compared in the order in which it acts. A wrong part
+makes later ones look wrong too, so the first is the cause.
 
 Shapes: S golden conversations, H heads.
 """
@@ -66,31 +67,32 @@ def verify(
 ) -> Verification:
     """Replay the contract of a model in a folder or on the hub.
 
-    `device`: None is a GPU where there is one. `dtype`: of the backbone; other than in float32 scores are compared to
-    the contract's tolerance for bfloat16. What is wrong with the model is in the result; `ModelError` is raised where
-    there is no model at all.
+    `device`: None is a GPU where there is one. `dtype`: of the backbone; unless it is float32,
+    scores are compared to the contract's tolerance for bfloat16. What is wrong with the model is in
+    the result; `ModelError` is raised where there is no model at all.
     """
     folder = _local_folder(name, trust_remote_code)
     computed: Dtype = "float32" if dtype == torch.float32 else "bfloat16"
     checks: list[Check] = []
     scores: list[float] = []
     contract: ScoringContract | None = None
-    part: Part = "contract"
+    part: Part = "contract"  # the one at fault where something raises
     try:
         contract = read_contract(folder)
         if contract is None:
+            command = f"treeward verify {name} --write"
             raise ModelError(
                 "there is no scoring contract",
                 got=f"no {CONTRACT_FILE}",
-                fix=f"copy it from the export, or, if the folder is as it should be: treeward verify {name} --write",
+                fix=f"copy it from the export, or, if the folder is as it should be: {command}",
             )
-        checks.append(
-            compare_rows(part, (), f"version {contract.version}, written by treeward {contract.treeward_version}")
-        )
+        about = f"version {contract.version}, written by treeward {contract.treeward_version}"
+        checks.append(compare_rows(part, (), about))
         part = "files"
         stored = StoredModel(folder)
         about = f"{len(stored.tensors)} tensors, {stored.num_parameters:,} numbers"
         if contract.readme_sha256 not in (None, readme_sha256(folder)):
+            # No fault: a README is edited by people.
             about += "; README.md is not the one that was signed, which no score depends on"
         tokenizer = load_tokenizer(str(folder), trust_remote_code=trust_remote_code)
         checks.append(compare_rows(part, _files(contract, stored), about))
@@ -104,35 +106,49 @@ def verify(
         checks.append(compare_rows(part, _tokens(contract, renderer), about))
         about = f"{contract.read.position}, {contract.read.token or 'whatever it is'}"
         checks.append(compare_rows("read position", _padding(contract, stored, tokenizer), about))
-        summary = "config.json has other programs apply another function to the score"
         row = DiagnosisRow(
-            "problem_type", contract.problem_type, stored.config.get("problem_type"), summary, _RESTORE_CONFIG
+            "problem_type",
+            contract.problem_type,
+            stored.config.get("problem_type"),
+            "config.json has other programs apply another function to the score",
+            _RESTORE_CONFIG,
         )
         checks.append(compare_rows("activation", [row], "none"))
         part = "weights"
         model = _load(contract, stored, tokenizer, choose_device(device), dtype, trust_remote_code)
+        token_ids = [example.token_ids for example in contract.golden]
         with exact_scoring(model):
-            values_SH = model.score_tokens([example.token_ids for example in contract.golden]).tolist()
+            values_SH = model.score_tokens(token_ids).tolist()
         scores = [combined_heads(values, contract.heads) for values in values_SH]
-        heads, dtypes = stored_heads(model.hf), contract.dtypes
+        heads = stored_heads(model.hf)
+        dtypes = contract.dtypes
         about = f"weights in {dtypes.weights}, head in {dtypes.head}, loaded in {dtypes.config}"
         checks.append(compare_rows("precision", _precision(contract, stored, heads), about))
-        checks.append(_weights(contract, stored, heads, diagnose(contract, scores, dtype=computed)))
-    except TreewardError as error:  # without this part the later ones cannot be compared
+        verdict = diagnose(contract, scores, dtype=computed)
+        checks.append(_weights(contract, stored, heads, verdict))
+    except TreewardError as error:
+        # Without this part the later ones cannot be compared.
         checks.append(failed(part, error))
     return verification(str(name), contract, checks, scores, dtype=computed)
 
 
 def _local_folder(name: str | Path, trust_remote_code: bool) -> Path:
-    """The folder of a model; one on the hub is downloaded. Raises `ModelError` where there is none."""
+    """The folder of a model; one on the hub is downloaded.
+
+    Raises `ModelError` where there is none.
+    """
     folder = Path(name).expanduser()
-    if (folder / "model" / "config.json").is_file() and not (folder / "config.json").is_file():
-        raise ModelError("the model is inside this folder", where=str(name), fix=f"use {name}/model")
+    is_model = (folder / "config.json").is_file()
+    if not is_model and (folder / "model" / "config.json").is_file():
+        summary = "the model is inside this folder"
+        raise ModelError(summary, where=str(name), fix=f"use {name}/model")
     if folder.is_dir():
         return folder
     check_local(str(name))
+    patterns = list(_PATTERNS)
+    if trust_remote_code:
+        patterns.append("*.py")
     try:
-        patterns = [*_PATTERNS, *(["*.py"] if trust_remote_code else [])]
         return Path(snapshot_download(str(name), allow_patterns=patterns))
     except (OSError, ValueError, HTTP_ERROR) as error:
         raise ModelError(
@@ -144,67 +160,141 @@ def _local_folder(name: str | Path, trust_remote_code: bool) -> Path:
 
 
 def _files(contract: ScoringContract, stored: StoredModel) -> Iterator[DiagnosisRow]:
-    # Compared in the file: a limit or a window may change no conversation as short as the golden ones.
-    observed, expected = architecture_of(stored.config), contract.weights.config
+    # Compared in the file: a limit or a window may change no conversation that is as short as the
+    # golden ones.
+    observed = architecture_of(stored.config)
+    expected = contract.weights.config
     for key in sorted(observed.keys() | expected.keys()):
         summary = f"config.json is of another architecture, by {key}"
         yield DiagnosisRow(key, expected.get(key), observed.get(key), summary, _RESTORE_CONFIG)
 
 
 def _template(contract: ScoringContract, renderer: Renderer) -> Iterator[DiagnosisRow]:
-    raw, expected = renderer.tokenizer.chat_template, contract.rendering.chat_template
+    raw = renderer.tokenizer.chat_template
     if contract.rendering.template_in_folder:
-        summary = "the chat template is gone: treeward falls back to its own, other programs have none"
-        yield DiagnosisRow("", "a chat template", "a chat template" if raw else "none", summary, _RESTORE_TEMPLATE)
+        yield DiagnosisRow(
+            "",
+            "a chat template",
+            "a chat template" if raw else "none",
+            "the chat template is gone: treeward falls back to its own, other programs have none",
+            _RESTORE_TEMPLATE,
+        )
+    expected = contract.rendering.chat_template
     # What the renderer adds to a template (a fixed date, a BOS) is in that of an export already.
-    texts = [raw if isinstance(raw, str) else "", renderer.chat_template]
-    observed_lines = (expected if expected in texts else texts[0] or texts[1]).split("\n")
+    template = raw if isinstance(raw, str) else ""
+    if expected in (template, renderer.chat_template):
+        observed = expected
+    else:
+        observed = template or renderer.chat_template
+    observed_lines = observed.split("\n")
     expected_lines = expected.split("\n")
     i = _first_difference(observed_lines, expected_lines)
-    observed, wanted = (
-        json.dumps(lines[i]) if i < len(lines) else "(the text has ended)" for lines in (observed_lines, expected_lines)
+    yield DiagnosisRow(
+        f"line {i + 1}:",
+        _line_of_template(expected_lines, i),
+        _line_of_template(observed_lines, i),
+        "the chat template was changed",
+        _RESTORE_TEMPLATE,
     )
-    yield DiagnosisRow(f"line {i + 1}:", wanted, observed, "the chat template was changed", _RESTORE_TEMPLATE)
+
+
+def _line_of_template(lines: Sequence[str], i: int) -> str:
+    if i == len(lines):
+        return "(the text has ended)"
+    return json.dumps(lines[i])  # which shows white space
 
 
 def _tokens(contract: ScoringContract, renderer: Renderer) -> Iterator[DiagnosisRow]:
     tokenizer = renderer.tokenizer
-    expected, observed = contract.rendering.tokenizer_sha256[:12], tokenizer_sha256(tokenizer)[:12]
-    summary = "another tokenizer: vocabulary, merges or special tokens"
-    yield DiagnosisRow("sha256", expected, observed, summary, _RESTORE_TOKENIZER)
+    yield DiagnosisRow(
+        "sha256",
+        contract.rendering.tokenizer_sha256[:12],
+        tokenizer_sha256(tokenizer)[:12],
+        "another tokenizer: vocabulary, merges or special tokens",
+        _RESTORE_TOKENIZER,
+    )
     for example in contract.golden:
         fitted = renderer.fit(example.conversation)
-        ids = [] if fitted is None else list(fitted.token_ids)  # none: it is too long
+        ids: list[int] = []  # where it is too long
+        if fitted is not None:
+            ids = list(fitted.token_ids)
         i = _first_difference(ids, example.token_ids)
-        observed, expected = (
-            f"{tokens[i : i + 4]} at {i}, {tokenizer.decode(tokens[i : i + 4])!r}"
-            for tokens in (ids, example.token_ids)
+        yield DiagnosisRow(
+            "",
+            _tokens_at(i, example.token_ids, tokenizer),
+            _tokens_at(i, ids, tokenizer),
+            f"the conversation {example.name!r} becomes other tokens",
+            _RESTORE_TOKENIZER,
         )
-        summary = f"the conversation {example.name!r} becomes other tokens"
-        yield DiagnosisRow("", expected, observed, summary, _RESTORE_TOKENIZER)
+
+
+def _tokens_at(i: int, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    """The next four tokens, which are enough to recognise the place, and their text."""
+    shown = list(ids[i : i + 4])
+    return f"{shown} at {i}, {tokenizer.decode(shown)!r}"
 
 
 def _padding(
-    contract: ScoringContract, stored: StoredModel, tokenizer: PreTrainedTokenizerBase
+    contract: ScoringContract,
+    stored: StoredModel,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> Iterator[DiagnosisRow]:
-    expected, is_plain = contract.rendering.pad_token_id, contract.read.plain_transformers
-    for file, observed, matters in (
-        ("config.json", stored.pad_token_id, is_plain or keeps_padding(contract)),
-        ("tokenizer_config.json", tokenizer.pad_token_id, is_plain),
-    ):
-        if matters:
-            summary = f"{file} pads with another token: transformers may read the score elsewhere"
-            yield DiagnosisRow("pad_token_id", expected, observed, summary, restore(file))
+    """The padding tokens that a score depends on.
+
+    Plain transformers finds the end of a row by the one of config.json, and pads with the
+    tokenizer's. A model that reads before the padding does so by config.json in treeward too.
+    """
+    expected = contract.rendering.pad_token_id
+    is_plain = contract.read.plain_transformers
+    summary = "{} pads with another token: transformers may read the score elsewhere"
+    if is_plain or keeps_padding(contract):
+        yield DiagnosisRow(
+            "pad_token_id",
+            expected,
+            stored.pad_token_id,
+            summary.format("config.json"),
+            restore("config.json"),
+        )
+    if is_plain:
+        yield DiagnosisRow(
+            "pad_token_id",
+            expected,
+            tokenizer.pad_token_id,
+            summary.format("tokenizer_config.json"),
+            restore("tokenizer_config.json"),
+        )
 
 
-def _precision(contract: ScoringContract, stored: StoredModel, heads: Sequence[str]) -> Iterator[DiagnosisRow]:
-    expected, (backbone, head) = contract.dtypes, stored.split(heads)
+def _precision(
+    contract: ScoringContract,
+    stored: StoredModel,
+    heads: Sequence[str],
+) -> Iterator[DiagnosisRow]:
+    backbone, head = stored.split(heads)
+    expected = contract.dtypes
     summary = "the {}'s weights are stored in another number format"
-    yield DiagnosisRow("format", expected.weights, dtype_of(backbone), summary.format("backbone"), _RESTORE_WEIGHTS)
-    yield DiagnosisRow("format", expected.head, dtype_of(head), summary.format("head"), _RESTORE_WEIGHTS)
-    if (dtype := stored.config_dtype) is not None:
-        summary = "config.json has transformers load the weights in another number format"
-        yield DiagnosisRow("dtype", expected.config, dtype, summary, _RESTORE_CONFIG)
+    yield DiagnosisRow(
+        "format",
+        expected.weights,
+        dtype_of(backbone),
+        summary.format("backbone"),
+        _RESTORE_WEIGHTS,
+    )
+    yield DiagnosisRow(
+        "format",
+        expected.head,
+        dtype_of(head),
+        summary.format("head"),
+        _RESTORE_WEIGHTS,
+    )
+    if stored.config_dtype is not None:
+        yield DiagnosisRow(
+            "dtype",
+            expected.config,
+            stored.config_dtype,
+            "config.json has transformers load the weights in another number format",
+            _RESTORE_CONFIG,
+        )
 
 
 def _load(
@@ -217,10 +307,11 @@ def _load(
 ) -> RewardModel:
     expected = contract.weights
     if stored.shapes_sha256 != expected.shapes_sha256:
+        need = f"{expected.num_tensors} tensors, {expected.num_parameters:,} numbers"
         raise ModelError(
             "these are tensors of other names or shapes",
             got=f"{len(stored.tensors)} tensors, {stored.num_parameters:,} numbers",
-            need=f"{expected.num_tensors} tensors, {expected.num_parameters:,} numbers of {expected.architecture}",
+            need=f"{need} of {expected.architecture}",
             fix=_RESTORE_WEIGHTS,
         )
     return load_classifier(
@@ -234,31 +325,56 @@ def _load(
     ).model
 
 
-def _weights(contract: ScoringContract, stored: StoredModel, heads: Sequence[str], verdict: Check) -> Check:
-    """The check of the bytes of all tensors that were hashed at signing, or of the head alone. `verdict`: what the
-    scores say."""
-    expected, (_, head) = contract.weights, stored.split(heads)
+def _weights(
+    contract: ScoringContract,
+    stored: StoredModel,
+    heads: Sequence[str],
+    verdict: Check,
+) -> Check:
+    """The check of the bytes of the weights, beside `verdict`, which is what the scores say.
+
+    The bytes are those of all tensors if they were hashed at signing, and else of the head alone.
+    """
+    expected = contract.weights
+    changed = []
     if expected.tensors:
         hashed = f"the bytes of {len(stored.tensors)} tensors"
-        digests = {tensor.name: sha256_of([tensor])[:HASH_DIGITS] for tensor in stored.tensors}
-        changed = [name for name, digest in digests.items() if digest != expected.tensors.get(name)]
+        for tensor in stored.tensors:
+            digest = sha256_of([tensor])[:HASH_DIGITS]
+            if digest != expected.tensors.get(tensor.name):
+                changed.append(tensor.name)
     else:
         hashed = "the bytes of the head"
-        changed = [] if sha256_of(head) == expected.head_sha256 else [tensor.name for tensor in head]
+        _, head = stored.split(heads)
+        # One hash for the head: any of its tensors may be the one that was changed.
+        if sha256_of(head) != expected.head_sha256:
+            changed = [tensor.name for tensor in head]
     if changed:
-        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-        summary = f"{len(changed)} of {len(stored.tensors)} tensors are others: {', '.join(changed[:3])}{more}"
+        names = ", ".join(changed[:3])
+        summary = f"{len(changed)} of {len(stored.tensors)} tensors are others: {names}"
+        if len(changed) > 3:
+            summary += f" and {len(changed) - 3} more"
         if verdict.part == "precision":
-            return replace(verdict, summary=f"{verdict.summary}; {summary}", fix=_RESTORE_WEIGHTS)
+            # Weights that were rounded: both are true, and what the scores say is the cause.
+            summary = f"{verdict.summary}; {summary}"
+            return replace(verdict, summary=summary, fix=_RESTORE_WEIGHTS)
         if verdict.state == "differs":
             return replace(verdict, part="weights", summary=summary, fix=_RESTORE_WEIGHTS)
-        summary += "; the golden scores are still equal" if contract.golden else ""
-        got, need = f"other bytes in {changed[0]}", "the tensors that were signed"
-        return Check("weights", "differs", summary, got, need, _RESTORE_WEIGHTS)
+        if contract.golden:
+            summary += "; the golden scores are still equal"
+        return Check(
+            "weights",
+            "differs",
+            summary,
+            got=f"other bytes in {changed[0]}",
+            need="the tensors that were signed",
+            fix=_RESTORE_WEIGHTS,
+        )
     if verdict.state == "equal":
         return replace(verdict, summary=f"{hashed} are equal; {verdict.summary}")
-    # Where not every tensor was hashed, other weights can make scores that look scaled or turned round.
-    if verdict.part == "weights" or (verdict.part == "activation" and not expected.tensors):
+    # Where not every tensor was hashed, other weights can make scores that look scaled or negated.
+    is_guess = verdict.part == "activation" and not expected.tensors
+    if verdict.part == "weights" or is_guess:
         summary = f"the scores are others, though {hashed} are equal"
         fix = "restore the folder; if it is whole, compare the versions of torch and transformers"
         return replace(verdict, part="weights", summary=summary, fix=fix)
@@ -266,6 +382,12 @@ def _weights(contract: ScoringContract, stored: StoredModel, heads: Sequence[str
 
 
 def _first_difference(observed: Sequence[Any], expected: Sequence[Any]) -> int:
-    """The first place at which two sequences differ; the end of the shorter one where it begins the other."""
-    pairs = enumerate(zip(observed, expected, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(observed), len(expected)))
+    """The first place at which two sequences differ.
+
+    It is the end of the shorter one where that is how the longer one begins.
+    """
+    length = min(len(observed), len(expected))
+    for i in range(length):
+        if observed[i] != expected[i]:
+            return i
+    return length
