@@ -1,10 +1,10 @@
-"""`calibrate`: a reward model's normalisation, length curve and temperature, fitted once on comparisons.
+"""`calibrate`: a reward model's normalisation, length curve and temperature, fitted on comparisons.
 
     calibration = calibrate(Scorer.load("results/rm/final"), preferences, name="validation.jsonl")
     calibration.normalization.mean, calibration.length_curve.values, calibration.temperature.value
 
-Use comparisons that the model was not trained on: on these it is too confident, and the temperature comes out too low.
-A constant that cannot be fitted is None, and the log says why.
+Use comparisons that the model was not trained on: on these it is too confident, and the temperature
+comes out too low. A constant that cannot be fitted is None, and the log says why.
 
 Shapes: N completions with a score, P pairs of a better and a worse one of a comparison.
 """
@@ -50,12 +50,16 @@ _COMPARISONS_AT_ONCE = 128
 _SMOOTHING = 2 / 3  # Cleveland's: the part of the points that a local regression sees
 _FEWEST_NEIGHBOURS = 10
 _ROBUST_ROUNDS = 3
-_EXACT_UP_TO = 1000  # points; above that, local regressions are skipped within a hundredth of the range
+_EXACT_UP_TO = 1000
+"""Points; with more of them, local regressions are skipped within a hundredth of the range."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """A completion with its score; `group`: the number of its comparison; `length`: in characters."""
+    """A completion with its score.
+
+    `group`: the number of its comparison. `length`: in characters.
+    """
 
     group: int
     rank: int
@@ -63,53 +67,70 @@ class _Scored:
     length: int
 
 
-def calibrate(scorer: PreparedScorer, preferences: Iterable[Preference], *, name: str) -> RewardCalibration:
+def calibrate(
+    scorer: PreparedScorer,
+    preferences: Iterable[Preference],
+    *,
+    name: str,
+) -> RewardCalibration:
     """Score every completion of every comparison, and fit the constants.
 
-    `name`: of the data, kept as the provenance. Completions without a score are counted and left out. Raises
-    `DataError` for fewer than two comparisons with two scored completions, or where all scores are the same.
+    `name`: of the data, kept as the provenance. Completions without a score are counted and left
+    out. Raises `DataError` for fewer than two comparisons with two scored completions, or where all
+    scores are the same.
     """
     scored: list[_Scored] = []
     errors: list[str] = []
-    num_comparisons, digest = 0, hashlib.sha256()
+    num_comparisons = 0
+    digest = hashlib.sha256()
     remaining = iter(preferences)
     while chunk := list(islice(remaining, _COMPARISONS_AT_ONCE)):
-        completions = []
+        places = []
+        conversations = []
         for preference in chunk:
             row = preference_to_dict(preference)
             digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
-            completions += [
-                (num_comparisons, completion.rank, preference.conversation(completion))
-                for completion in preference.completions
-            ]
+            for completion in preference.completions:
+                places.append((num_comparisons, completion.rank))
+                conversations.append(preference.conversation(completion))
             num_comparisons += 1
-        results = scorer.score([chat for *_, chat in completions], on_error="mask")
-        for result, (group, rank, chat) in zip(results, completions, strict=True):
+        results = scorer.score(conversations, on_error="mask")
+        for result, place, conversation in zip(results, places, conversations, strict=True):
             if result.score is None:
                 errors.append(result.error or "there is no score")
                 continue
-            scored.append(_Scored(group, rank, result.score, len(last_text(chat))))
+            group, rank = place
+            scored.append(_Scored(group, rank, result.score, len(last_text(conversation))))
     _check(scored, errors, num_comparisons, name)
     logger.info("Fitting the constants to %d scores.", len(scored))
     scores = np.array([completion.score for completion in scored], dtype=np.float64)
     lengths = np.array([completion.length for completion in scored], dtype=np.float64)
-    groups = groupby(range(len(scored)), key=lambda i: scored[i].group)
-    pairs = [pair for _, group in groups for pair in permutations(group, 2)]
-    ordered = [(i, j) for i, j in pairs if scored[i].rank < scored[j].rank]
-    better, worse = [i for i, _ in ordered], [j for _, j in ordered]
+    # The completions of a comparison stand side by side. A pair of one rank has no order.
+    better: list[int] = []
+    worse: list[int] = []
+    for _, group_members in groupby(range(len(scored)), key=lambda i: scored[i].group):
+        for i, j in permutations(group_members, 2):
+            if scored[i].rank < scored[j].rank:
+                better.append(i)
+                worse.append(j)
     curve = fit_length_curve(scores, lengths)
     if curve is not None:
+        # Without the part that length explains, scores have another spread.
         residuals = scores - np.interp(lengths, curve.lengths, curve.values)
         residual_temperature = fit_temperature(
-            residuals[better] - residuals[worse], name=f"{name}, beside the length curve"
+            residuals[better] - residuals[worse],
+            name=f"{name}, beside the length curve",
         )
         curve = curve.model_copy(update={"residual_temperature": residual_temperature})
+    provenance_name = name
+    if PurePath(name).is_absolute():
+        provenance_name = PurePath(name).name  # a contract is published: no paths of this machine
     return RewardCalibration(
         normalization=NormalizationConstants(mean=float(scores.mean()), std=float(scores.std())),
         length_curve=curve,
         temperature=fit_temperature(scores[better] - scores[worse], name=name),
         provenance=CalibrationProvenance(
-            data=PurePath(name).name if PurePath(name).is_absolute() else name,
+            data=provenance_name,
             fingerprint=digest.hexdigest(),
             num_comparisons=num_comparisons,
             num_conversations=len(scored),
@@ -121,29 +142,43 @@ def calibrate(scorer: PreparedScorer, preferences: Iterable[Preference], *, name
 
 
 def fit_length_curve(scores: Floats, lengths: Floats) -> LengthCurve | None:
-    """The score that length alone predicts, from scores (N,) and lengths (N,); None where length explains every
-    score, or where most have one length.
+    """The score that length alone predicts, from scores (N,) and lengths (N,).
 
-    LOWESS: at each length a straight line, fitted to the nearest two thirds of the points by least squares, weighted by
-    nearness and, in three further rounds, against outliers. Cleveland 1979; to calibrate rewards: Huang et al. 2024
-    (arXiv 2409.17407). Kept at no more than 64 lengths, quantiles of those that occur.
+    None where length explains every score, or where most have one length.
+
+    LOWESS: at each length a straight line, fitted to the nearest two thirds of the points by least
+    squares, weighted by nearness and, in three further rounds, against outliers. Cleveland 1979; to
+    calibrate rewards: Huang et al. 2024 (arXiv 2409.17407). Kept at no more than 64 lengths,
+    quantiles of those that occur.
     """
-    from statsmodels.nonparametric.smoothers_lowess import lowess  # here: it imports pandas, which takes seconds
+    # Here, because it imports pandas, which takes seconds.
+    from statsmodels.nonparametric.smoothers_lowess import lowess
 
     fitted = np.full(len(scores), scores.mean())
     if lengths.min() < lengths.max():
-        # A hundredth of the range would be coarse for most points if a few are very long.
-        low, high = np.quantile(lengths, [0.025, 0.975])
-        delta = float(high - low) / 100 if len(scores) > _EXACT_UP_TO else 0.0
-        part = min(1.0, max(_SMOOTHING, _FEWEST_NEIGHBOURS / len(scores)))
-        fitted = lowess(scores, lengths, frac=part, it=_ROBUST_ROUNDS, delta=delta, return_sorted=False)  # NaN: fails
+        delta = 0.0
+        if len(scores) > _EXACT_UP_TO:
+            # Of most lengths: the whole range would be coarse for them if a few are very long.
+            low, high = np.quantile(lengths, [0.025, 0.975])
+            delta = float(high - low) / 100
+        # NaN where it fails, as where most points have one length.
+        fitted = lowess(
+            scores,
+            lengths,
+            frac=min(1.0, max(_SMOOTHING, _FEWEST_NEIGHBOURS / len(scores))),
+            it=_ROBUST_ROUNDS,
+            delta=delta,
+            return_sorted=False,
+        )
     knots = np.unique(np.quantile(lengths, np.linspace(0, 1, MAX_KNOTS), method="nearest"))
     order = np.argsort(lengths, kind="stable")
     values = np.interp(knots, lengths[order], fitted[order])
     residuals = scores - np.interp(lengths, knots, values)
-    if not residuals.std() > 1e-6 * scores.std():  # NaN too
+    # Written so that NaN is no spread either.
+    if not residuals.std() > 1e-6 * scores.std():
         logger.warning(
-            "no length curve: length alone explains every one of the %d scores, or most have one length.", len(scores)
+            "no length curve: length alone explains every one of the %d scores, or most have one length.",
+            len(scores),
         )
         return None
     return LengthCurve(
@@ -154,30 +189,41 @@ def fit_length_curve(scores: Floats, lengths: Floats) -> LengthCurve | None:
     )
 
 
-def fit_temperature(differences: Floats, *, name: str | None = None) -> CalibratedTemperature | None:
-    """The T that minimises `preference_nll` of ordered pairs, from their differences s_better - s_worse (P,).
+def fit_temperature(
+    differences: Floats,
+    *,
+    name: str | None = None,
+) -> CalibratedTemperature | None:
+    """The T that minimises `preference_nll` of ordered pairs.
 
-    Temperature scaling: Guo et al. 2017 (arXiv 1706.04599). The loss is convex in b = 1/T, with slope
-    -mean(d sigma(-b d)), and its minimum is where the slope is 0. If the mean difference is not positive, no finite T
-    minimises it: None, with a warning. If no pair is in the wrong order, no T above 0 does: the targets are then
-    (P + 1)/(P + 2) instead of 1 (Platt 1999), with a warning. `name`: of the data, for the log.
+    `differences`: s_better - s_worse of each pair (P,). `name`: of the data, for the log.
+
+    Temperature scaling: Guo et al. 2017 (arXiv 1706.04599). The loss is convex in b = 1/T, with
+    slope -mean(d sigma(-b d)), and its minimum is where the slope is 0. If the mean difference is
+    not positive, no finite T minimises it: None, with a warning. If no pair is in the wrong order,
+    no T above 0 does: the targets are then (P + 1)/(P + 2) instead of 1 (Platt 1999), with a
+    warning.
     """
     num_pairs = len(differences)
-    where, target = name or "calibration", 1.0
+    where = name or "calibration"
+    target = 1.0
     if num_pairs == 0 or differences.mean() <= 0:
         reason = "no temperature: the better completion does not score higher on average"
         logger.warning("%s: %s, over %d ordered pairs.", where, reason, num_pairs)
         return None
     if differences.min() >= 0:
-        reason = "the temperature is a cautious guess: no pair is in the wrong order, so any lower one fits better"
+        guess = "the temperature is a cautious guess"
+        reason = f"{guess}: no pair is in the wrong order, so any lower one fits better"
         logger.warning("%s: %s, over %d ordered pairs.", where, reason, num_pairs)
         target = (num_pairs + 1) / (num_pairs + 2)
 
     def slope(log_b: float) -> float:
         scaled = differences * math.exp(log_b)
-        return float(np.mean(differences * (np.exp(-np.logaddexp(0.0, -scaled)) - target)))
+        sigmoid = np.exp(-np.logaddexp(0.0, -scaled))  # without overflow
+        return float(np.mean(differences * (sigmoid - target)))
 
-    # The slope rises with b, from below 0 at b = 0 to above 0. In units of the mean difference the root is near 1.
+    # The slope rises with b, from below 0 at b = 0 to above 0. In units of the mean difference the
+    # root is near 1.
     unit = -math.log(float(np.abs(differences).mean()))
     temperature = math.exp(-brentq(slope, unit - 40, unit + 40, xtol=1e-12))
     return CalibratedTemperature(
@@ -189,24 +235,34 @@ def fit_temperature(differences: Floats, *, name: str | None = None) -> Calibrat
 
 
 def preference_nll(differences: Floats, temperature: float) -> float:
-    """mean log(1 + exp(-(s_i - s_j) / T)), in nats: of ordered pairs (P,), i better than j; ties are none.
+    """mean log(1 + exp(-(s_i - s_j) / T)), in nats, over ordered pairs (P,): i better than j.
 
     The negative log-likelihood of the model of Bradley and Terry 1952.
     """
     return float(np.mean(np.logaddexp(0.0, -differences / temperature)))
 
 
-def _check(scored: Sequence[_Scored], errors: Sequence[str], num_comparisons: int, name: str) -> None:
-    num_usable = sum(number > 1 for number in Counter(completion.group for completion in scored).values())
+def _check(
+    scored: Sequence[_Scored],
+    errors: Sequence[str],
+    num_comparisons: int,
+    name: str,
+) -> None:
+    """Raise `DataError` where there is too little to fit constants to; log what was left out."""
+    sizes = Counter(completion.group for completion in scored)
+    num_usable = sum(size > 1 for size in sizes.values())
     if num_usable < 2:
-        reason = f"; the first failure: {errors[0]}" if errors else ""
-        raise DataError(
-            "there are too few comparisons to calibrate on",
-            where=name,
-            got=f"{num_usable} with two scored completions, of {num_comparisons} comparisons{reason}",
-        )
+        got = f"{num_usable} with two scored completions, of {num_comparisons} comparisons"
+        if errors:
+            got += f"; the first failure: {errors[0]}"
+        raise DataError("there are too few comparisons to calibrate on", where=name, got=got)
     if len({completion.score for completion in scored}) == 1:
-        raise DataError("all completions have the same score, so there is nothing to calibrate", where=name)
+        summary = "all completions have the same score, so there is nothing to calibrate"
+        raise DataError(summary, where=name)
     if errors:
-        logger.warning("%d of %d completions have no score and are left out; the first: %s.",
-                       len(errors), len(errors) + len(scored), errors[0])  # fmt: skip
+        logger.warning(
+            "%d of %d completions have no score and are left out; the first: %s.",
+            len(errors),
+            len(errors) + len(scored),
+            errors[0],
+        )

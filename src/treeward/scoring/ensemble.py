@@ -5,18 +5,20 @@
     score = scorer.score([conversation])[0]
     score.score, score.members        # the combined score, and the score of each member
 
-Each member renders and scores with its own tokenizer, template and weights. Their scores are z-scored first with fixed
-constants: no score depends on the rest of the call. A conversation that one member cannot score has no score.
+Each member renders and scores with its own tokenizer, template and weights. Their scores are
+z-scored first with fixed constants: no score depends on the rest of the call. A conversation that
+one member cannot score has no score.
 
 Shapes: S conversations, M members.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -37,27 +39,34 @@ def combine(
     uncertainty_coefficient: float = 0.5,
     constants: tuple[ArrayLike, ArrayLike] | None = None,
 ) -> NDArray[np.float64]:
-    """One score for each conversation from those of its members, float64 (S,); each row depends on itself alone.
+    """One score for each conversation from those of its members, float64 (S,).
 
-    `constants`: the mean and the standard deviation of each member (M,); its scores are z-scored with them first.
+    Each row depends on itself alone. `constants`: the mean and the standard deviation of each
+    member (M,); its scores are z-scored with them first.
 
-    mean: R = 1/M sum_m r_m. worst: R = min_m r_m. uncertainty: R = mean_m r_m - lambda Var_m r_m, where lambda is
-    `uncertainty_coefficient` and Var = 1/M sum_m (r_m - mean)^2, of the population. Coste et al. 2023 (arXiv
-    2310.02743, their mean, worst-case and uncertainty-weighted optimisation).
+    mean: R = 1/M sum_m r_m. worst: R = min_m r_m. uncertainty: R = mean_m r_m - lambda Var_m r_m,
+    where lambda is `uncertainty_coefficient` and Var = 1/M sum_m (r_m - mean)^2, of the population.
+    Coste et al. 2023 (arXiv 2310.02743, their mean, worst-case and uncertainty-weighted
+    optimisation).
     """
-    values = np.asarray(values_SM, dtype=np.float64, order="C")
-    assert values.ndim == 2 and values.shape[1] > 0, f"got shape {values.shape}, need (conversations, members)"
+    # One layout in memory, because the order of a sum depends on it.
+    scores_SM = np.asarray(values_SM, dtype=np.float64, order="C")
+    has_members = scores_SM.ndim == 2 and scores_SM.shape[1] > 0
+    assert has_members, f"got shape {scores_SM.shape}, need (conversations, members)"
     if constants is not None:
-        means_M, stds_M = (np.asarray(values_M, dtype=np.float64) for values_M in constants)
-        values = (values - means_M) / stds_M
+        means, stds = constants
+        means_M = np.asarray(means, dtype=np.float64)
+        stds_M = np.asarray(stds, dtype=np.float64)
+        scores_SM = (scores_SM - means_M) / stds_M
     if method == "worst":
-        worst_S: NDArray[np.float64] = values.min(axis=1)
+        worst_S: NDArray[np.float64] = scores_SM.min(axis=1)
         return worst_S
-    means_S: NDArray[np.float64] = values.mean(axis=1)
-    return means_S if method == "mean" else means_S - uncertainty_coefficient * values.var(axis=1)
+    means_S: NDArray[np.float64] = scores_SM.mean(axis=1)
+    if method == "mean":
+        return means_S
+    variances_S: NDArray[np.float64] = scores_SM.var(axis=1)
+    return means_S - uncertainty_coefficient * variances_S
 
-
-_T = TypeVar("_T")
 
 _Constants = tuple[tuple[float, ...], tuple[float, ...]]
 """The mean and the standard deviation of each member."""
@@ -66,23 +75,32 @@ _Constants = tuple[tuple[float, ...], tuple[float, ...]]
 class EnsembleScorer(PreparedScorer):
     """Scores conversations with several models, and combines the scores.
 
-    `Score.members` holds the members' own scores, before standardisation. `num_tokens` is that of the first member.
-    `names`: of the members, for errors. Raises `ConfigError` for members that lack constants to be standardized by.
+    `Score.members` holds the members' own scores, before standardisation. `num_tokens` is that of
+    the first member. `names`: of the members, for errors. Raises `ConfigError` for members that
+    lack constants to be standardized by.
     """
 
     def __init__(
-        self, members: Sequence[Scorer], config: EnsembleConfig | None = None, *, names: Sequence[str] | None = None
+        self,
+        members: Sequence[Scorer],
+        config: EnsembleConfig | None = None,
+        *,
+        names: Sequence[str] | None = None,
     ) -> None:
         self.members = tuple(members)
         self.config = config or EnsembleConfig()
-        self.names = tuple(names) if names is not None else tuple(f"model {i + 1}" for i in range(len(self.members)))
-        assert len(self.names) == len(self.members), f"{len(self.names)} names for {len(self.members)} members"
-        self._constants = _constants(self.config, [member.contract for member in self.members], self.names)
+        num_members = len(self.members)
+        if names is None:
+            names = [f"model {i + 1}" for i in range(num_members)]
+        self.names = tuple(names)
+        assert len(self.names) == num_members, f"{len(self.names)} names for {num_members} members"
+        contracts = [member.contract for member in self.members]
+        self._constants = _constants(self.config, contracts, self.names)
         self.renderer = self.members[0].renderer
 
     @property
     def contract(self) -> ScoringContract | None:
-        """None: an ensemble's scores are not on the scale that any member's contract was calibrated for."""
+        """None: no member's contract was calibrated for the scale of an ensemble's scores."""
         return None
 
     def prepare(
@@ -92,44 +110,60 @@ class EnsembleScorer(PreparedScorer):
         where: Sequence[str] | None = None,
         on_error: OnError = "raise",
     ) -> list[Prepared]:
-        by_member = self._each(lambda _, member: member.prepare(conversations, where=where, on_error=on_error))
-        return [_of_members(members) for members in zip(*by_member, strict=True)]
+        by_member = []
+        for m, member in enumerate(self.members):
+            with self._named(m):
+                by_member.append(member.prepare(conversations, where=where, on_error=on_error))
+        return list(map(_of_members, zip(*by_member, strict=True)))
 
     def prepare_texts(self, texts: Sequence[str | Sequence[int]]) -> list[Prepared]:
         if len({member.renderer.fingerprint for member in self.members}) > 1:
-            error = "the models of this ensemble render conversations in different ways: send messages, not text"
+            reason = "the models of this ensemble render conversations in different ways"
+            error = f"{reason}: send messages, not text"
             return [Prepared(f"text {i}", None, error=error) for i in range(len(texts))]
         by_member = [member.prepare_texts(texts) for member in self.members]
-        return [_of_members(members) for members in zip(*by_member, strict=True)]
+        return list(map(_of_members, zip(*by_member, strict=True)))
 
-    def score_prepared(self, prepared: Sequence[Prepared], *, on_error: OnError = "raise") -> list[Score]:
-        by_member = self._each(
-            lambda m, scorer: scorer.score_prepared(
-                [conversation.members[m] for conversation in prepared], on_error=on_error
-            )
-        )
-        return [self._combined(scores) for scores in zip(*by_member, strict=True)]
+    def score_prepared(
+        self,
+        prepared: Sequence[Prepared],
+        *,
+        on_error: OnError = "raise",
+    ) -> list[Score]:
+        by_member = []
+        for m, member in enumerate(self.members):
+            prepared_m = [conversation.members[m] for conversation in prepared]
+            with self._named(m):
+                by_member.append(member.score_prepared(prepared_m, on_error=on_error))
+        return list(map(self._combined, zip(*by_member, strict=True)))
 
     def _combined(self, scores: Sequence[Score]) -> Score:
-        """One conversation's score from those by the members; the first member without one gives the error."""
-        joined = replace(scores[0], heads=(), steps=(), truncated=any(score.truncated for score in scores))
+        """One conversation's score from those by the members.
+
+        The first member without a score gives the error.
+        """
+        is_truncated = any(score.truncated for score in scores)
+        joined = replace(scores[0], heads=(), steps=(), truncated=is_truncated)
+        members = []
         for m, score in enumerate(scores):
             if score.score is None:
                 return replace(joined, score=None, error=f"{self._label(m)}: {score.error}")
-        members = tuple(score.score for score in scores if score.score is not None)
-        coefficient, constants = self.config.uncertainty_coefficient, self._constants
-        [score_S] = combine([members], self.config.method, uncertainty_coefficient=coefficient, constants=constants)
-        return replace(joined, score=float(score_S), members=members)
+            members.append(score.score)
+        [combined] = combine(
+            [members],
+            self.config.method,
+            uncertainty_coefficient=self.config.uncertainty_coefficient,
+            constants=self._constants,
+        )
+        return replace(joined, score=float(combined), members=tuple(members))
 
-    def _each(self, ask: Callable[[int, Scorer], list[_T]]) -> list[list[_T]]:
-        """What every member gives; its errors name it."""
-        by_member = []
-        for m, member in enumerate(self.members):
-            try:
-                by_member.append(ask(m, member))
-            except TreewardError as error:
-                raise error.but(summary=f"{error.summary} ({self._label(m)})") from error
-        return by_member
+    @contextlib.contextmanager
+    def _named(self, m: int) -> Iterator[None]:
+        """Errors within it name the member."""
+        try:
+            yield
+        except TreewardError as error:
+            raise error.but(summary=f"{error.summary} ({self._label(m)})") from error
 
     def _label(self, m: int) -> str:
         return f"member {m + 1} of {len(self.members)}, {self.names[m]}"
@@ -142,23 +176,37 @@ def _of_members(members: tuple[Prepared, ...]) -> Prepared:
 
 
 def _constants(
-    config: EnsembleConfig, contracts: Sequence[ScoringContract | None], names: Sequence[str]
+    config: EnsembleConfig,
+    contracts: Sequence[ScoringContract | None],
+    names: Sequence[str],
 ) -> _Constants | None:
     """The constants that standardize the members; None without standardisation."""
     if not names:
         raise ConfigError("an ensemble has no members", need="at least one model")
     if not config.standardize:
         return None
-    calibrations = [contract.calibration for contract in contracts if contract and contract.calibration]
-    data = {calibration.provenance.fingerprint for calibration in calibrations if calibration.provenance}
-    constants = [calibration.normalization for calibration in calibrations if calibration.normalization]
-    if len(constants) == len(names) and len(data) <= 1:
-        return tuple(member.mean for member in constants), tuple(member.std for member in constants)
+    means = []
+    stds = []
+    fingerprints = set()
+    for contract in contracts:
+        if contract is None or contract.calibration is None:
+            continue
+        provenance = contract.calibration.provenance
+        if provenance is not None:
+            fingerprints.add(provenance.fingerprint)
+        constants = contract.calibration.normalization
+        if constants is not None:
+            means.append(constants.mean)
+            stds.append(constants.std)
+    # Constants of different data are not on one scale.
+    if len(means) == len(names) and len(fingerprints) <= 1:
+        return tuple(means), tuple(stds)
+    num_data = len(fingerprints)
     raise ConfigError(
         "the members cannot be standardized",
         where=names[0],
         field="standardize",
-        got=f"{len(constants)} of {len(names)} models with a calibration, on {len(data)} data sets",
+        got=f"{len(means)} of {len(names)} models with a calibration, on {num_data} data sets",
         fix="treeward calibrate MODEL --data FILE for each; or set standardize=false",
     )
 
@@ -166,17 +214,26 @@ def _constants(
 def load_scorer(config: ScoringConfig, **capacity: Any) -> PreparedScorer:
     """The reward model of a section, or its ensemble of them.
 
-    A model that is named twice is loaded once. `capacity`: arguments of `Scorer.load`, whose errors it raises too.
+    A model that is named twice is loaded once. `capacity`: arguments of `Scorer.load`, whose errors
+    it raises too.
     """
-    judges = [name for name in config.models if (Path(name) / JUDGE_FILE).is_file()]
-    if judges:
-        fix = f"ask it as an environment: {{type: judge, model: {judges[0]}, use_logprobs: true}}"
-        raise ConfigError("this model is a judge and no reward model", where=judges[0], fix=fix)
+    names = config.models
+    for name in names:
+        if (Path(name) / JUDGE_FILE).is_file():
+            environment = f"{{type: judge, model: {name}, use_logprobs: true}}"
+            raise ConfigError(
+                "this model is a judge and no reward model",
+                where=name,
+                fix=f"ask it as an environment: {environment}",
+            )
     if config.ensemble is None:
         return Scorer.load(config, **capacity)
-    names = config.models
-    if all(Path(name).is_dir() for name in names):  # before any weights are loaded
+    if all(Path(name).is_dir() for name in names):
+        # Raises for missing constants before any weights are loaded.
         _constants(config.ensemble, [read_contract(name) for name in names], names)
-    sections = {name: config.model_copy(update={"models": (name,)}) for name in names}
-    loaded = {name: Scorer.load(section, **capacity) for name, section in sections.items()}
+    loaded: dict[str, Scorer] = {}
+    for name in names:
+        if name not in loaded:
+            section = config.model_copy(update={"models": (name,)})
+            loaded[name] = Scorer.load(section, **capacity)
     return EnsembleScorer([loaded[name] for name in names], config.ensemble, names=names)
