@@ -10,8 +10,9 @@ from __future__ import annotations
 import functools
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ROWS_AT_ONCE = 256
+# The columns that a scoring writes, and those that it writes with a shaper too.
 _OURS = ("score", "scores", "spread", "spreads", "step_probabilities", "error", "truncated")
 _OF_SHAPER = ("reward", "rewards")
 
@@ -85,9 +87,9 @@ def chunk_start(row: int) -> int:
 
 
 def num_scored(path: Path, rows: Iterable[Row]) -> int:
-    """How many rows at the beginning of the file at `path` are these rows with their scores; 0 where it is not there.
+    """How many rows at the beginning of the file at `path` are these rows with their scores.
 
-    A line that is twice in the file, is missing or is damaged ends the count.
+    0 where there is no file. A line that is twice in it, is missing or is damaged ends the count.
     """
     if not path.exists():
         return 0
@@ -98,7 +100,9 @@ def num_scored(path: Path, rows: Iterable[Row]) -> int:
                 kept = json.loads(line)
             except ValueError:
                 break
-            if not isinstance(kept, dict) or _text_without_scores(kept) != _text_without_scores(row.values):
+            if not isinstance(kept, dict):
+                break
+            if _text_without_scores(kept) != _text_without_scores(row.values):
                 break
             number += 1
     return number
@@ -107,41 +111,56 @@ def num_scored(path: Path, rows: Iterable[Row]) -> int:
 def _text_without_scores(values: Mapping[str, Any]) -> str:
     # Values go through JSON twice, because dates become text, and keys that are numbers too.
     read_back = json.loads(as_line(values))
-    return as_line({key: value for key, value in read_back.items() if key not in (*_OURS, *_OF_SHAPER)})
+    for key in (*_OURS, *_OF_SHAPER):
+        read_back.pop(key, None)
+    return as_line(read_back)
 
 
 def _request(row: Row, config: DatasetConfig | None) -> Request:
-    values = row.values if config is None else named_columns(row.values, config, row.where)
+    values = row.values
+    if config is not None:
+        values = named_columns(values, config, row.where)
     return Request(row, conversations_of(values, row.where), is_single(values, row.where))
 
 
 def _describe_first(request: Request, config: DatasetConfig | None) -> None:
-    row, values = request.row, request.row.values
-    if config is None:
-        read = {*scored_columns(values, row.where), *_OURS}
-    else:
-        read = {*scored_columns(named_columns(values, config, row.where), row.where), *_OURS}
+    """Log what of the columns is not read, and whether the rows have no prompt."""
+    row = request.row
+    values = row.values
+    if config is not None:
+        values = named_columns(values, config, row.where)
+    read = {*scored_columns(values, row.where), *_OURS}
+    if config is not None:
         # A named column stands in for the usual one, which is then not read.
-        names = {"prompt": config.prompt_key, "chosen": config.chosen_key, "rejected": config.rejected_key}
+        names = {
+            "prompt": config.prompt_key,
+            "chosen": config.chosen_key,
+            "rejected": config.rejected_key,
+        }
         for usual, name in names.items():
             if name is not None and name != usual:
-                read = read - {usual} | {name}
-    if unread := unread_columns(values, read):
+                read.discard(usual)
+                read.add(name)
+    unread = unread_columns(row.values, read)
+    if unread:
         logger.info("These columns are not read, and written as they are: %s.", ", ".join(unread))
     if not check_prompted(request.conversations[0], None, row.where):
         logger.warning("The rows have no prompt (columns: %s).", ", ".join(map(str, row.values)))
 
 
 Load = Callable[[], "tuple[PreparedScorer, Shaper | None, Mapping[str, Any]]"]
-"""The scorer, the shaper of its scores, and the identity of its rows: what they depend on besides the data."""
+"""The scorer, the shaper of its scores, and the identity of its rows.
+
+The identity is what they depend on besides the data.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredChunk:
     """The rows of a chunk in order; those without some score have an "error" each.
 
-    `error`: that of the chunk, or of a model that cannot be loaded, and then `identity` is None. `tokens`: those that
-    were computed, and those of plain rows.
+    `error`: that of the chunk, or of a model that cannot be loaded, and then `identity` is None.
+    `tokens`: those that were computed, and those of plain rows.
     """
 
     rows: list[dict[str, Any]]
@@ -153,8 +172,8 @@ class ScoredChunk:
 class ChunkScorer:
     """Scores chunks of rows, each by itself: a chunk has the same scores in any process.
 
-    `load` is called for the first chunk. With a shaper there is a `reward`, or there are `rewards`, too. A conversation
-    that cannot be scored has the score None, and its row an `error`.
+    `load` is called for the first chunk. With a shaper there is a `reward`, or there are `rewards`,
+    too. A conversation that cannot be scored has the score None, and its row an `error`.
     """
 
     def __init__(self, load: Load) -> None:
@@ -163,47 +182,70 @@ class ChunkScorer:
 
     def score(self, chunk: Chunk) -> ScoredChunk:
         """Its scored rows."""
-        from treeward.scoring.shaping import rewards_of  # noqa: PLC0415 - torch, without which rows are read
+        # Here, because rows are read without torch, which this imports.
+        from treeward.scoring.shaping import rewards_of  # noqa: PLC0415
 
         try:
             scorer, shaper, identity = self._load()
         except TreewardError as error:
             return ScoredChunk([], error)
-        ours = _OURS if shaper is None else (*_OURS, *_OF_SHAPER)
-        taken = sorted({key for request in chunk.requests for key in ours if key in request.row.values})
+        ours = set(_OURS)
+        if shaper is not None:
+            ours.update(_OF_SHAPER)
+        taken: set[str] = set()
+        conversations: list[Conversation] = []
+        where: list[str] = []
+        for request in chunk.requests:
+            taken |= ours & request.row.values.keys()
+            conversations += request.conversations
+            where += [request.row.where] * len(request.conversations)
         if taken and not self._warned:
-            logger.warning("The rows already have %s, which this scoring replaces.", ", ".join(taken))
+            columns = ", ".join(sorted(taken))
+            logger.warning("The rows already have %s, which this scoring replaces.", columns)
             self._warned = True
-        conversations = [conversation for request in chunk.requests for conversation in request.conversations]
-        where = [request.row.where for request in chunk.requests for _ in request.conversations]
-        computed, plain = scorer.num_computed_tokens, scorer.num_row_tokens
+        computed_before = scorer.num_computed_tokens
+        plain_before = scorer.num_row_tokens
         scores = scorer.score(conversations, where=where, on_error="mask")
         rewards = iter(rewards_of(scores, conversations, shaper))
-        rows = [
-            _with_scores(request, [next(rewards) for _ in request.conversations], ours) for request in chunk.requests
-        ]
-        tokens = scorer.num_computed_tokens - computed, scorer.num_row_tokens - plain
-        return ScoredChunk(rows, chunk.error, identity, tokens)
+        rows = []
+        for request in chunk.requests:
+            rewarded = list(islice(rewards, len(request.conversations)))
+            rows.append(_with_scores(request, rewarded, ours))
+        num_computed = scorer.num_computed_tokens - computed_before
+        num_plain = scorer.num_row_tokens - plain_before
+        return ScoredChunk(rows, chunk.error, identity, (num_computed, num_plain))
 
 
-def _with_scores(request: Request, rewarded: Sequence[Reward], ours: Sequence[str]) -> dict[str, Any]:
+def _with_scores(
+    request: Request,
+    rewarded: Sequence[Reward],
+    ours: Collection[str],
+) -> dict[str, Any]:
+    """The row with the columns of a scoring; `rewarded`: for each of its conversations."""
     # Values of an earlier scoring would be taken for this one's.
     result = {key: value for key, value in request.row.values.items() if key not in ours}
-    single = request.is_single
-    columns = {"score": [reward.raw for reward in rewarded], "reward": [reward.value for reward in rewarded]}
+
+    def write(key: str, numbers: Sequence[object]) -> None:
+        if request.is_single:
+            result[key] = numbers[0]
+        else:
+            result[f"{key}s"] = numbers
+
+    write("score", [reward.raw for reward in rewarded])
+    if "reward" in ours:
+        write("reward", [reward.value for reward in rewarded])
     spreads = [reward.score.spread for reward in rewarded]
     if any(spread is not None for spread in spreads):
-        columns["spread"] = spreads
-    for key, numbers in columns.items():
-        if key in ours:
-            result |= {key: numbers[0]} if single else {f"{key}s": numbers}
-    if any(reward.score.steps for reward in rewarded):
-        steps = [reward.score.steps for reward in rewarded]
-        result["step_probabilities"] = steps[0] if single else steps
+        write("spread", spreads)
+    steps = [reward.score.steps for reward in rewarded]
+    if any(steps):
+        # The one column whose name is the same for one conversation and for several.
+        result["step_probabilities"] = steps[0] if request.is_single else steps
     errors = {i: reward.error for i, reward in enumerate(rewarded) if reward.error is not None}
-    if errors:
-        alone = len(rewarded) == 1
-        result["error"] = errors[0] if alone else "; ".join(f"[{i}] {error}" for i, error in errors.items())
+    if errors and len(rewarded) == 1:
+        result["error"] = errors[0]
+    elif errors:
+        result["error"] = "; ".join(f"[{i}] {error}" for i, error in errors.items())
     if any(reward.score.truncated for reward in rewarded):
         result["truncated"] = True
     return result
