@@ -1,10 +1,11 @@
 """`LocalJudge`: verdicts by a causal language model in this process.
 
-    judge = LocalJudge(JudgeEnvironmentConfig(model="Qwen/Qwen3-0.6B", use_logprobs=True, mode="pairwise"))
-    judge.ask(questions)
+    section = {"model": "Qwen/Qwen3-0.6B", "use_logprobs": True, "mode": "pairwise"}
+    LocalJudge(JudgeEnvironmentConfig(**section)).ask(questions)
 
-With `use_logprobs` the model writes nothing: the value is the expectation over the probabilities of each label as the
-whole message, computed on one tree for several questions. Otherwise it writes its message.
+With `use_logprobs` the model writes nothing: the value is the expectation over the probabilities of
+each label as the whole message, computed on one tree for several questions. Otherwise it writes its
+message.
 
 Shapes: S messages, L tokens of the longest.
 """
@@ -12,6 +13,7 @@ Shapes: S messages, L tokens of the longest.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,11 +48,18 @@ class LocalJudge:
     def __init__(self, config: JudgeEnvironmentConfig) -> None:
         self.config = config
         self.cost = Cost()
-        dtype, device = getattr(torch, config.dtype), choose_device(config.device)
-        loaded = load_policy(config.model, dtype=dtype, device=device)
-        self.policy, self.tokenizer = loaded.model, loaded.tokenizer
-        limit, variables = self.policy.max_positions, config.chat_template_kwargs
-        self.renderer = Renderer(self.tokenizer, chat_template_kwargs=variables, max_length=limit)
+        loaded = load_policy(
+            config.model,
+            dtype=getattr(torch, config.dtype),
+            device=choose_device(config.device),
+        )
+        self.policy = loaded.model
+        self.tokenizer = loaded.tokenizer
+        self.renderer = Renderer(
+            self.tokenizer,
+            chat_template_kwargs=config.chat_template_kwargs,
+            max_length=self.policy.max_positions,
+        )
         self._max_tokens = config.max_tokens or 1024
 
     @torch.no_grad()
@@ -59,19 +68,36 @@ class LocalJudge:
         prompts = list(map(self._prompt, questions))
         readable = [prompt for prompt in prompts if isinstance(prompt, str)]
         self.cost += Cost(num_requests=len(readable))
-        verdicts = iter(self._expected(readable) if self.config.use_logprobs else self._written(readable))
-        return [next(verdicts) if isinstance(prompt, str) else NoVerdict(prompt.summary) for prompt in prompts]
+        if self.config.use_logprobs:
+            answered = iter(self._expected(readable))
+        else:
+            answered = iter(self._written(readable))
+        verdicts = []
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                verdicts.append(next(answered))
+            else:
+                verdicts.append(NoVerdict(prompt.summary))
+        return verdicts
 
     def _prompt(self, messages: Sequence[Message]) -> str | DataError:
         """The rendered prompt, or the reason why the model cannot read it."""
         try:
-            text = self.renderer.render(messages, where="the judge's prompt", generation_prompt=True)
+            text = self.renderer.render(
+                messages,
+                where="the judge's prompt",
+                generation_prompt=True,
+            )
         except DataError as error:
             return error
+        [token_ids] = self.renderer.encode_texts([text])
         room = _ROOM_FOR_A_LABEL if self.config.use_logprobs else self._max_tokens
-        length, limit = len(self.renderer.encode_texts([text])[0]) + room, self.renderer.max_length
+        length = len(token_ids) + room
+        limit = self.renderer.max_length
         if limit is not None and length > limit:
-            return DataError(f"the judge's prompt and message have {length} tokens, and {limit} are read")
+            return DataError(
+                f"the judge's prompt and message have {length} tokens, and {limit} are read",
+            )
         return text
 
     def _expected(self, prompts: Sequence[str]) -> list[Verdict | NoVerdict]:
@@ -82,64 +108,104 @@ class LocalJudge:
         num_tokens = 0
         for prompt in prompts:
             rows = self.renderer.encode_texts([prompt + line for line in lines])
-            again = 0 if self.policy.layout == "rows" else _shared_length(rows)
-            cost = sum(len(row) - again for row in rows) + again
+            cost = sum(map(len, rows))
+            if self.policy.layout != "rows":
+                # A tree has the common beginning once.
+                cost -= (len(rows) - 1) * _shared_length(rows)
             if together and num_tokens + cost > DEFAULT_BATCH_TOKENS:
                 verdicts += self._expected_of(together)
-                together, num_tokens = [], 0
+                together = []
+                num_tokens = 0
             together.append(rows)
             num_tokens += cost
-        return verdicts + (self._expected_of(together) if together else [])
+        if together:
+            verdicts += self._expected_of(together)
+        return verdicts
 
     def _expected_of(self, groups: Sequence[Sequence[TokenIds]]) -> list[Verdict | NoVerdict]:
         """The same for the rows of each question, in one forward pass."""
-        values = labels(self.config)
-        shared = [length for group in groups for length in [_shared_length(group)] * len(values)]
-        # One tree: all questions share the judge's instructions, and the two orders of a pair its conversation too.
-        result = self.policy.log_probs([[row for group in groups for row in group]], [shared])
+        names = list(labels(self.config))
+        values = list(labels(self.config).values())
+        all_rows: list[TokenIds] = []
+        prompt_lengths: list[int] = []
+        for rows in groups:
+            all_rows += rows
+            # What all rows of a question begin with is its prompt, and the rest is the label.
+            prompt_lengths += [_shared_length(rows)] * len(rows)
+        # One tree: all questions share the judge's instructions, and the two orders of a pair its
+        # conversation too.
+        result = self.policy.log_probs([all_rows], [prompt_lengths])
         self.cost += Cost(num_prompt_tokens=result.num_computed_tokens)
+        log_probs_S = result.values_SL.double().sum(dim=-1).cpu()
         verdicts: list[Verdict | NoVerdict] = []
-        for log_probs in result.values_SL.double().sum(dim=-1).cpu().view(-1, len(values)):
+        for log_probs in log_probs_S.view(-1, len(values)):
             if not bool(log_probs.isfinite().all()):
                 verdicts.append(NoVerdict("the judge's log-probabilities are not finite"))
                 continue
             weights = log_probs.softmax(dim=-1).tolist()
-            mean = math.fsum(weight * value for weight, value in zip(weights, values.values(), strict=True))
+            mean = math.fsum(map(operator.mul, weights, values))
+            # Rounding can make the total more than 1.
             mass = math.exp(min(0.0, float(log_probs.logsumexp(-1))))
-            verdicts.append(Verdict(mean, list(values)[int(np.argmax(weights))], mass=mass))
+            label = names[int(np.argmax(weights))]
+            verdicts.append(Verdict(mean, label, mass=mass))
         return verdicts
 
     def _written(self, prompts: Sequence[str]) -> list[Verdict | NoVerdict]:
         """The verdicts in the model's messages."""
-        batches = [prompts[start : start + _MESSAGES_AT_ONCE] for start in range(0, len(prompts), _MESSAGES_AT_ONCE)]
-        return [read_answer(answer, self.config) for batch in batches for answer in self._messages(batch)]
+        verdicts = []
+        for start in range(0, len(prompts), _MESSAGES_AT_ONCE):
+            for answer in self._messages(prompts[start : start + _MESSAGES_AT_ONCE]):
+                verdicts.append(read_answer(answer, self.config))
+        return verdicts
 
     def _messages(self, prompts: Sequence[str]) -> list[Answer]:
         """The model's messages."""
         rows = self.renderer.encode_texts(prompts)
         longest = max(map(len, rows))
-        pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
-        tokens = torch.tensor([[pad] * (longest - len(row)) + row for row in rows], device=self.policy.device)
-        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=self.policy.device)
-        temperature = 1.0 if self.config.temperature is None else self.config.temperature
-        sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+        pad = self.tokenizer.pad_token_id
+        if pad is None:
+            pad = 0  # the mask hides it
+        tokens = torch.full((len(rows), longest), pad)
+        mask = torch.zeros_like(tokens)
+        for i, row in enumerate(rows):
+            # At the left: every message begins at the same place.
+            tokens[i, longest - len(row) :] = torch.tensor(row)
+            mask[i, longest - len(row) :] = 1
+        temperature = self.config.temperature
+        if temperature is None:
+            temperature = 1.0
+        sampling: dict[str, Any] = {"do_sample": False}
+        if temperature:
+            sampling = {"do_sample": True, "temperature": temperature}
         hf: Any = self.policy.hf
-        written = hf.generate(
-            tokens, attention_mask=mask, max_new_tokens=self._max_tokens, pad_token_id=pad, **sampling
-        )[:, longest:]
-        ends = hf.generation_config.eos_token_id
-        end_ids = {self.tokenizer.eos_token_id, *([ends] if isinstance(ends, int) else ends or ())}
+        sequences = hf.generate(
+            tokens.to(self.policy.device),
+            attention_mask=mask.to(self.policy.device),
+            max_new_tokens=self._max_tokens,
+            pad_token_id=pad,
+            **sampling,
+        )
+        ends = {self.tokenizer.eos_token_id}
+        model_ends = hf.generation_config.eos_token_id  # one, several or none
+        if isinstance(model_ends, int):
+            ends.add(model_ends)
+        else:
+            ends.update(model_ends or ())
         answers = []
-        for row in written.tolist():
-            at = next((i for i, token in enumerate(row) if token in end_ids), None)
-            text = str(self.tokenizer.decode(row[:at], skip_special_tokens=True))
-            answers.append(Answer(text, is_cut=at is None))
-            self.cost += Cost(num_completion_tokens=len(row) if at is None else at + 1)
-        self.cost += Cost(num_prompt_tokens=int(mask.sum()))
+        for row in sequences[:, longest:].tolist():
+            end = 0
+            while end < len(row) and row[end] not in ends:
+                end += 1
+            text = str(self.tokenizer.decode(row[:end], skip_special_tokens=True))
+            is_cut = end == len(row)
+            answers.append(Answer(text, is_cut=is_cut))
+            num_written = end if is_cut else end + 1
+            self.cost += Cost(num_completion_tokens=num_written)
+        self.cost += Cost(num_prompt_tokens=sum(map(len, rows)))
         return answers
 
 
 def _shared_length(rows: Sequence[TokenIds]) -> int:
-    """Tokens that all rows begin with."""
+    """How many tokens all rows begin with."""
     first = np.asarray(rows[0])
     return min(common_prefix_length(first, np.asarray(row)) for row in rows[1:])

@@ -1,8 +1,8 @@
-"""`Score`: a score of one conversation, or the reason why there is none; and `Reward`, a number made of a score.
+"""`Score`: a score of one conversation, or why there is none; `Reward`: a number made of a score.
 
 score = scorer.score([conversation], on_error="mask")[0]
 score.score, score.error        # a float and None, or None and why there is no score
-completion_text(conversation)   # what a rule or a judge reads; None unless it ends with a text of the assistant
+completion_text(conversation)   # what a rule or a judge reads; None if no assistant's text ends it
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from treeward.data.conversation import AnyConversation, Message
@@ -19,22 +19,23 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _EQUAL = 1e-4
-"""A difference of scores, as a share of the largest one (at least of 1), below which it is rounding or says nothing:
-the log-odds of a preference would be as small."""
+"""A difference of scores that is rounding or says nothing: the log-odds of a preference would be as
+small. It is a share of the largest score, or of 1 where that is smaller."""
 
 OnError = Literal["raise", "mask"]
-"""A conversation that cannot be scored makes the call raise, or its score is None with the reason."""
+"""A conversation that cannot be scored: the call raises, or its score is None with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
     """The score of one conversation.
 
-    `score`: float32, or None where there is none; `error` then says why. `num_tokens`: as it was scored, or its full
-    length; 0 where it could not be rendered. `truncated`: some of its context was cut to make it fit. `heads`: the
-    value of each head, in the model's order, and `head_names` their names; `members`: the score of each model of an
-    ensemble. `spread`: where the heads are estimates of one score, their standard deviation (of the population), in
-    units of the score. `steps`: of a process reward model, the probability that each step is right. `judgement`: what a
+    `score`: float32, or None where there is none; `error` then says why. `num_tokens`: as it was
+    scored, or its full length; 0 where it could not be rendered. `truncated`: some of its context
+    was cut to make it fit. `heads`: the value of each head, in the model's order, and `head_names`
+    their names; `members`: the score of each model of an ensemble. `spread`: where the heads are
+    estimates of one score, their standard deviation (of the population), in units of the score.
+    `steps`: of a process reward model, the probability that each step is right. `judgement`: what a
     judge wrote.
     """
 
@@ -51,24 +52,31 @@ class Score:
 
     @property
     def parts(self) -> dict[str, float]:
-        """The scores of members, the values of several heads and their spread, by name, as `member_0`,
-        `head_helpfulness` and `spread`; heads whose names are not distinct are numbered."""
+        """The scores of members, the values of several heads and their spread, by name.
+
+        The names are as `member_0`, `head_helpfulness` and `spread`. Heads whose names are not
+        distinct are numbered.
+        """
         parts = {f"member_{i}": value for i, value in enumerate(self.members)}
         if len(self.heads) > 1:
             labels = self.head_names or tuple(map(str, range(len(self.heads))))
+            # Names of metrics: no spaces or slashes, and of transformers' `LABEL_0` the number.
             keys = [re.sub(r"\W+", "_", label.removeprefix("LABEL_")) for label in labels]
             if len(set(keys)) < len(keys):  # as those of "a b" and "a-b"
                 keys = list(map(str, range(len(keys))))
-            parts |= {f"head_{key}": value for key, value in zip(keys, self.heads, strict=True)}
-        return parts if self.spread is None else parts | {"spread": self.spread}
+            for key, value in zip(keys, self.heads, strict=True):
+                parts[f"head_{key}"] = value
+        if self.spread is not None:
+            parts["spread"] = self.spread
+        return parts
 
 
 @dataclass(frozen=True, slots=True)
 class Reward:
     """The reward of one conversation: a finite number, or None and `error` says why.
 
-    `score`: the score that the reward was made of; without a reward model it has at most a judgement. `components`:
-    finite numbers by name, the parts of the reward.
+    `score`: the score that the reward was made of; without a reward model it has at most a
+    judgement. `components`: finite numbers by name, the parts of the reward.
     """
 
     value: float | None
@@ -79,15 +87,22 @@ class Reward:
     @property
     def raw(self) -> float | None:
         """The reward before shaping: the score, or the value itself where there is no score."""
-        return self.value if self.score.score is None else self.score.score
+        if self.score.score is None:
+            return self.value
+        return self.score.score
 
 
 def reward_metrics(name: str, rewards: Tensor) -> dict[str, float]:
-    """Metrics of rewards (B,), NaN for none: `<name>/num_samples` and `num_failed`; over the others `mean_reward`,
-    `std_reward` (of the population), `min_reward`, `max_reward`.
+    """Metrics of rewards (B,), NaN for none, by names as `<name>/num_samples`.
+
+    They are `num_samples` and `num_failed`, and over the rewards that there are `mean_reward`,
+    `std_reward` (of the population), `min_reward` and `max_reward`.
     """
     valid = rewards[rewards.isfinite()]
-    metrics = {"num_samples": float(len(rewards)), "num_failed": float(len(rewards) - len(valid))}
+    metrics = {
+        "num_samples": float(len(rewards)),
+        "num_failed": float(len(rewards) - len(valid)),
+    }
     if len(valid):
         metrics |= {
             "mean_reward": float(valid.mean()),
@@ -100,7 +115,9 @@ def reward_metrics(name: str, rewards: Tensor) -> dict[str, float]:
 
 def plain(value: Any) -> Any:
     """A value of an `env_info` with arrays and tensors as lists and numbers."""
-    return value.tolist() if hasattr(value, "tolist") else value
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return value
 
 
 class ConversationScorer(Protocol):
@@ -117,14 +134,16 @@ class ConversationScorer(Protocol):
 
 @runtime_checkable
 class GroupScorer(Protocol):
-    """Scores that may depend on the other completions of a prompt, as a judge's that compares them."""
+    """Scores that may depend on the other completions of a prompt, as those of a judge."""
 
     def score_groups(
-        self, groups: Sequence[Sequence[AnyConversation]], infos: Sequence[Mapping[str, Any]]
+        self,
+        groups: Sequence[Sequence[AnyConversation]],
+        infos: Sequence[Mapping[str, Any]],
     ) -> list[list[Score]]:
-        """A list of scores for each group, the completions of one prompt; a score without a value has its `error`.
+        """A list of scores for each group, the completions of one prompt.
 
-        `infos`: the data's columns for each group.
+        A score without a value has its `error`. `infos`: the data's columns for each group.
         """
 
     def usage(self) -> dict[str, float]:
@@ -141,7 +160,12 @@ class Cost:
     seconds: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        return Cost(
+            self.num_requests + other.num_requests,
+            self.num_prompt_tokens + other.num_prompt_tokens,
+            self.num_completion_tokens + other.num_completion_tokens,
+            self.seconds + other.seconds,
+        )
 
 
 NO_COMPLETION = "the conversation does not end with a text of the assistant"
@@ -161,17 +185,26 @@ def message_text(message: Mapping[str, Any]) -> str | None:
         return content
     if not isinstance(content, Sequence) or isinstance(content, bytes):
         return None
-    parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
-    texts = [part for part in parts if isinstance(part, str)]
-    return "".join(texts) if texts and len(texts) == len(parts) else None
+    if not content:
+        return None
+    texts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if not isinstance(text, str):  # an image, say: without it the text says something else
+            return None
+        texts.append(text)
+    return "".join(texts)
 
 
 def transcript(messages: Sequence[Message], tools: Any = None) -> str:
-    """`role: text` of each message, with an empty line between them; before them the `tools`, if there are any.
+    """`role: text` of each message, with an empty line between them.
 
-    Tools, and the calls of a message, are JSON on a line.
+    Before them stand the `tools`, if there are any. Tools, and the calls of a message, are JSON on
+    a line.
     """
-    parts = [f"tools: {_json(tools)}"] if tools else []
+    parts = []
+    if tools:
+        parts.append(f"tools: {_json(tools)}")
     for message in messages:
         text = f"{message.get('role')}: {message_text(message) or ''}"
         if message.get("tool_calls"):
@@ -185,14 +218,17 @@ def _json(value: Any) -> str:
 
 
 def prompt_text(messages: Sequence[Message]) -> str:
-    """The messages before a completion as one text: the user's single message, or a transcript."""
+    """The messages before a completion as one text: the user's only message, or a transcript."""
     if len(messages) == 1 and messages[0].get("role") == "user":
         return message_text(messages[0]) or ""
     return transcript(messages)
 
 
 def are_equal(scores: Sequence[float | None]) -> bool:
-    """Whether three scores or more are equal to rounding, as those of a collapsed model, which tell nothing apart."""
+    """Whether three scores or more are equal to rounding.
+
+    A collapsed model gives such scores, which tell nothing apart.
+    """
     numbers = [score for score in scores if score is not None]
     if len(numbers) < 3:
         return False

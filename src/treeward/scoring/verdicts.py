@@ -1,13 +1,14 @@
 """A judge's questions and verdicts: templates, prompts, parsing.
 
-    question = make_question(config, "user: 2 + 2?", ["5", "4"])              # "5" stands at place A
-    read_answer(Answer("Wrong. [[B]]"), config).value                         # 0.0, for place A
+    question = make_question(config, "user: 2 + 2?", ["5", "4"])    # "5" stands at place A
+    read_answer(Answer("Wrong. [[B]]"), config).value               # 0.0, for place A
 
-A completion may imitate a verdict. So the texts stand between tags with an unpredictable number (a digest of all texts
-of the question), only the judge's message is parsed, and its last verdict counts.
+A completion may imitate a verdict. So the texts stand between tags with an unpredictable number (a
+digest of all texts of the question), only the judge's message is parsed, and its last verdict
+counts.
 
-The label of a verdict is `A`, `B` or `C` (a tie); `A=B` or `A!=B`; or a rating, whose value is an expectation if the
-judge gives log-probabilities.
+The label of a verdict is `A`, `B` or `C` (a tie); `A=B` or `A!=B`; or a rating, whose value is an
+expectation if the judge gives log-probabilities.
 """
 
 from __future__ import annotations
@@ -90,7 +91,10 @@ class TokenChoice(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """A message of a judge. `is_cut`: at the limit of tokens. `tokens`: if the judge gives log-probabilities."""
+    """A message of a judge.
+
+    `is_cut`: at the limit of tokens. `tokens`: if the judge gives log-probabilities.
+    """
 
     text: str
     is_cut: bool = False
@@ -101,8 +105,8 @@ class Answer(NamedTuple):
 class Verdict:
     """`value`: a rating, or from 0 to 1 the outcome of place A or whether both are equivalent.
 
-    `label`: as the judge wrote it. `mass`: the total probability of all labels, if the value is an expectation. `text`:
-    the judge's message.
+    `label`: as the judge wrote it. `mass`: the total probability of all labels, if the value is an
+    expectation. `text`: the judge's message.
     """
 
     value: float
@@ -113,28 +117,50 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class NoVerdict:
-    """Why there is no verdict. `text`: the judge's message; None where it wrote none. `is_temporary`: asked again,
-    there may be one."""
+    """Why there is no verdict.
+
+    `text`: the judge's message; None where it wrote none. `is_temporary`: asked again, there may be
+    a verdict.
+    """
 
     reason: str
     text: str | None = None
     is_temporary: bool = False
 
 
-def make_question(config: JudgePromptConfig, conversation: str, texts: Sequence[str]) -> tuple[Message, ...]:
+def make_question(
+    config: JudgePromptConfig,
+    conversation: str,
+    texts: Sequence[str],
+) -> tuple[Message, ...]:
     """The messages to a judge. `texts`: the completions at places A and B, or the one to rate."""
-    # Sorted: both orders of two texts have one number, and so a common beginning, which is computed once.
-    digest = hashlib.sha256("\0".join([conversation, *sorted(texts)]).encode("utf-8", "surrogatepass"))
-    nonce = str(int.from_bytes(digest.digest()[:8]))
-    names = ["completion"] if config.mode == "rating" else ["completion_a", "completion_b"]
-    parts = zip(["conversation", *names], [conversation, *texts], strict=True)
-    values = {name: f"<{name} {nonce}>\n{text}\n</{name} {nonce}>" for name, text in parts}
+    # Sorted: both orders of two texts have one number, and so a common beginning, which is computed
+    # once.
+    material = "\0".join([conversation, *sorted(texts)])
+    digest = hashlib.sha256(material.encode("utf-8", "surrogatepass")).digest()
+    number = int.from_bytes(digest[:8])
     if config.mode == "rating":
-        values |= {"lowest": f"{config.lowest_rating:g}", "highest": f"{config.highest_rating:g}"}
-        values["example"] = str(math.floor((config.lowest_rating + config.highest_rating) / 2))
+        names = ["conversation", "completion"]
+    else:
+        names = ["conversation", "completion_a", "completion_b"]
+    values = {}
+    for name, text in zip(names, [conversation, *texts], strict=True):
+        values[name] = f"<{name} {number}>\n{text}\n</{name} {number}>"
+    if config.mode == "rating":
+        values["lowest"] = f"{config.lowest_rating:g}"
+        values["highest"] = f"{config.highest_rating:g}"
+        middle = (config.lowest_rating + config.highest_rating) / 2
+        values["example"] = str(math.floor(middle))
+
+    def fill(placeholder: re.Match[str]) -> str:
+        return values.get(placeholder[1], placeholder[0])
+
     # In one pass: a placeholder in a completion is part of the completion.
-    text = _PLACEHOLDER.sub(lambda match: values.get(match[1], match[0]), config.template or TEMPLATES[config.mode])
-    return {"role": "system", "content": config.system_prompt or SYSTEM_PROMPT}, {"role": "user", "content": text}
+    question = _PLACEHOLDER.sub(fill, config.template or TEMPLATES[config.mode])
+    return (
+        {"role": "system", "content": config.system_prompt or SYSTEM_PROMPT},
+        {"role": "user", "content": question},
+    )
 
 
 def read_answer(answer: Answer, config: JudgePromptConfig) -> Verdict | NoVerdict:
@@ -147,41 +173,60 @@ def read_answer(answer: Answer, config: JudgePromptConfig) -> Verdict | NoVerdic
     match = _last(answer.text, config)
     if match is None:
         return NoVerdict("the judge gave no verdict", answer.text)
-    value = float(match[1]) if config.mode == "rating" else _OUTCOMES[match[1]]
-    if config.mode == "rating" and not config.lowest_rating <= value <= config.highest_rating:
-        return NoVerdict("the judge gave no verdict", answer.text)
-    expected = _expected(answer.tokens, config) or Verdict(value, match[1])
-    return replace(expected, text=answer.text)
+    if config.mode == "rating":
+        value = float(match[1])
+        if not config.lowest_rating <= value <= config.highest_rating:
+            return NoVerdict("the judge gave no verdict", answer.text)
+    else:
+        value = _OUTCOMES[match[1]]
+    verdict = _expected(answer.tokens, config) or Verdict(value, match[1])
+    return replace(verdict, text=answer.text)
 
 
 def _expected(tokens: Sequence[TokenChoice], config: JudgePromptConfig) -> Verdict | None:
-    """The verdict in tokens with log-probabilities: its expected value over the alternatives of its label.
+    """The verdict in tokens with log-probabilities.
 
-    None without a label of one character, and without log-probabilities.
+    Its value is the expectation over the alternatives of its label. None without a label of one
+    character, and without log-probabilities.
     """
-    match, known = _last("".join(token.text for token in tokens), config), labels(config)
-    if match is None or match[1] not in known:
+    match = _last("".join(token.text for token in tokens), config)
+    values = labels(config)
+    if match is None or match[1] not in values:
         return None
     end = 0
     for token in tokens:
-        start, end = end, end + len(token.text)
+        start = end
+        end += len(token.text)
         if end > match.start(1):
             break
     # The text before the label in its token, as `[[` in `[[7`, must stand in every alternative too.
-    form = re.compile(re.escape(token.text[: match.start(1) - start]) + r"(\w)(\]\]?\s?.*)?", re.DOTALL)
-    alternatives = ((form.fullmatch(other), log_prob) for other, log_prob in token.log_probs.items())
-    weights = [(other[1], math.exp(log_prob)) for other, log_prob in alternatives if other and other[1] in known]
-    mass = sum(weight for _, weight in weights)
-    return (
-        Verdict(sum(known[label] * weight for label, weight in weights) / mass, match[1], mass=mass) if mass else None
-    )
+    before = re.escape(token.text[: match.start(1) - start])
+    form = re.compile(before + r"(\w)(\]\]?\s?.*)?", re.DOTALL)
+    weights = []
+    weighted_values = []
+    for text, log_prob in token.log_probs.items():
+        alternative = form.fullmatch(text)
+        if alternative is not None and alternative[1] in values:
+            weight = math.exp(log_prob)
+            weights.append(weight)
+            weighted_values.append(values[alternative[1]] * weight)
+    mass = sum(weights)
+    if not mass:
+        return None
+    return Verdict(sum(weighted_values) / mass, match[1], mass=mass)
 
 
 def labels(config: JudgePromptConfig) -> dict[str, float]:
-    """The values of the labels that a judge may write: outcomes, or the whole numbers of the scale."""
-    if config.mode != "rating":
-        return {label: value for label, value in _OUTCOMES.items() if (len(label) == 1) == (config.mode == "pairwise")}
-    return {str(i): float(i) for i in range(math.ceil(config.lowest_rating), math.floor(config.highest_rating) + 1)}
+    """The values of the labels that a judge may write.
+
+    They are outcomes, or the whole numbers of the scale.
+    """
+    if config.mode == "rating":
+        lowest = math.ceil(config.lowest_rating)
+        highest = math.floor(config.highest_rating)
+        return {str(i): float(i) for i in range(lowest, highest + 1)}
+    names = ("A", "B", "C") if config.mode == "pairwise" else ("A=B", "A!=B")
+    return {name: _OUTCOMES[name] for name in names}
 
 
 def share_of_scale(rating: float, config: JudgePromptConfig) -> float:
@@ -191,8 +236,14 @@ def share_of_scale(rating: float, config: JudgePromptConfig) -> float:
 
 def verdict_line(label: str, config: JudgePromptConfig) -> str:
     """A label as the last line of a judge's message."""
-    return f"Rating: [[{label}]]" if config.mode == "rating" else f"[[{label}]]"
+    if config.mode == "rating":
+        return f"Rating: [[{label}]]"
+    return f"[[{label}]]"
 
 
 def _last(text: str, config: JudgePromptConfig) -> re.Match[str] | None:
-    return next(iter([*_VERDICTS[config.mode].finditer(text)][-1:]), None)
+    """The last verdict in a text."""
+    last = None
+    for match in _VERDICTS[config.mode].finditer(text):
+        last = match
+    return last
