@@ -1,4 +1,7 @@
-"""`scorer_identity`: what scores depend on besides the conversation, so that kept rows of another are not mixed in."""
+"""`scorer_identity`: what scores depend on besides the conversation.
+
+Rows that were kept from an earlier run are used again only if they have the same identity.
+"""
 
 from __future__ import annotations
 
@@ -13,33 +16,45 @@ from treeward.scoring.shaping import RewardScorer
 def scorer_identity(scorer: ConversationScorer, name: str) -> dict[str, Any]:
     """What the scores of a scorer depend on besides the conversation, by name; JSON.
 
-    `name`: of the model; with the sum of the weights it stands for a model that has no scoring contract, and alone for
-    a scorer that is not one of treeward's. The members of an ensemble have names of their own.
+    `name`: of the model; with the sum of the weights it stands for a model that has no scoring
+    contract, and alone for a scorer that is not one of treeward's. The members of an ensemble have
+    names of their own.
     """
     if isinstance(scorer, RewardScorer):
         section = scorer.shaper.config
-        constants = _calibration(scorer.scorer) if section.uses_calibration else None
-        shaping = section.model_dump(mode="json", exclude_defaults=True)
-        return scorer_identity(scorer.scorer, name) | {"shaping": shaping, "constants": constants}
+        identity = scorer_identity(scorer.scorer, name)
+        identity["shaping"] = section.model_dump(mode="json", exclude_defaults=True)
+        identity["constants"] = None
+        if section.uses_calibration:
+            identity["constants"] = _calibration(scorer.scorer)
+        return identity
     if isinstance(scorer, EnsembleScorer):
+        members = []
+        for member, member_name in zip(scorer.members, scorer.names, strict=True):
+            members.append(scorer_identity(member, member_name))
         return {
-            "members": [scorer_identity(*pair) for pair in zip(scorer.members, scorer.names, strict=True)],
+            "members": members,
             "ensemble": scorer.config.model_dump(mode="json"),
             "calibrations": [_calibration(member) for member in scorer.members],
         }
     if not isinstance(scorer, Scorer):
         return {"model": name}
-    renderer, model = scorer.renderer, scorer.contract and scorer.contract.scores_sha256
-    if model is None:
-        total = sum(float(weight.detach().double().abs().sum()) for weight in scorer.model.parameters())
+    if scorer.contract is not None:
+        model = scorer.contract.scores_sha256
+    else:
+        weights = scorer.model.parameters()
+        total = sum(float(weight.detach().double().abs().sum()) for weight in weights)
         model = f"{name}, sum {total:.9g}"
+    head_weights: object = scorer.head_weights
+    if scorer.steps is not None:
+        head_weights = scorer.steps.how
     return {
         "model": model,
-        "truncation": renderer.truncation,
-        "max_length": renderer.max_length,
+        "truncation": scorer.renderer.truncation,
+        "max_length": scorer.renderer.max_length,
         "dtype": str(scorer.model.hf.dtype).removeprefix("torch."),
-        "head_weights": scorer.head_weights if scorer.steps is None else scorer.steps.how,
-        "rendering": renderer.fingerprint,
+        "head_weights": head_weights,
+        "rendering": scorer.renderer.fingerprint,
     }
 
 

@@ -1,11 +1,11 @@
 """`Steps`: process reward models, which say of each step of a completion how probably it is right.
 
     steps = Steps("<extra_0>", "min")
-    steps.marked([*context, completion], "row 3")    # blank lines part its steps, each of which ends with the token
-    steps.score(log_odds)    # of the model's values at the marks: the score of the completion, and the probabilities
+    steps.marked([*context, completion], "row 3")    # the token is written after each step
+    steps.score(log_odds)    # the model's values at the tokens: a score, and the probabilities
 
-The score is the product of the probabilities, as in best of n of Qwen2.5-Math-PRM (Zhang et al. 2025, arXiv
-2501.07301), or the least of them.
+The score is the product of the probabilities, as in best of n of Qwen2.5-Math-PRM (Zhang et al.
+2025, arXiv 2501.07301), or the least of them.
 """
 
 from __future__ import annotations
@@ -25,32 +25,61 @@ _BLANK_LINE = re.compile(r"\n\s*\n")
 
 
 class Steps:
-    """The steps of a model that reads each at `token`. `how`: what makes a score of them, "product" (None) or "min".
-    Raises `ModelError` for anything else."""
+    """The steps of a model that reads each at `token`.
+
+    `how`: what makes a score of them, "product" (None) or "min". Raises `ModelError` for anything
+    else.
+    """
 
     def __init__(self, token: str, how: HeadWeights | None) -> None:
         if how not in (None, "product", "min"):
-            summary, need = "the steps of a process reward model have no weights", "product, or min"
-            raise ModelError(summary, field="head_weights", got=how, need=need)
+            raise ModelError(
+                "the steps of a process reward model have no weights",
+                field="head_weights",
+                got=how,
+                need="product, or min",
+            )
         self.token = token
         self.how = how or "product"
 
     def marked(self, messages: AnyConversation, name: str) -> Conversation:
-        """The messages with a mark after each step of the completion, and nowhere else: its own marks part its steps,
-        or else blank lines. What stands after its last mark is a step too: no text goes unread. Raises `DataError` for
-        a message that is not text."""
-        texts = [message_text(message) for message in messages]
-        if None in texts:
-            got = messages[texts.index(None)]
-            raise DataError("steps are read in text only", where=name, field="messages", got=got, need="a text")
-        *context, completion = map(str, texts)
-        parts = completion.split(self.token) if self.token in completion else _BLANK_LINE.split(completion.strip())
-        marked = "".join(f"{part}{self.token}" for part in parts if part.strip())
-        contents = [*(text.replace(self.token, "") for text in context), marked]
-        marked_messages = [{**message, "content": content} for message, content in zip(messages, contents, strict=True)]
+        """The messages with a mark after each step of the completion, and nowhere else.
+
+        The completion's own marks part its steps, or else blank lines. Text after its last mark is
+        a step too: no text goes unread. Raises `DataError` for a message that is not text.
+        """
+        marked_messages = []
+        for i, message in enumerate(messages):
+            text = message_text(message)
+            if text is None:
+                raise DataError(
+                    "steps are read in text only",
+                    where=name,
+                    field="messages",
+                    got=message,
+                    need="a text",
+                )
+            is_completion = i == len(messages) - 1
+            if is_completion:
+                text = self._with_marks(text)
+            else:
+                # A mark in the context would be read as a step.
+                text = text.replace(self.token, "")
+            marked_messages.append({**message, "content": text})
         return with_messages(messages, marked_messages)
+
+    def _with_marks(self, completion: str) -> str:
+        if self.token in completion:
+            parts = completion.split(self.token)
+        else:
+            parts = _BLANK_LINE.split(completion.strip())
+        return "".join(f"{part}{self.token}" for part in parts if part.strip())
 
     def score(self, log_odds: Sequence[float]) -> tuple[float, tuple[float, ...]]:
         """The score, and the probability of each step."""
         probabilities = tuple(torch.tensor(log_odds, dtype=torch.float64).sigmoid().tolist())
-        return min(probabilities) if self.how == "min" else math.prod(probabilities), probabilities
+        if self.how == "min":
+            score = min(probabilities)
+        else:
+            score = math.prod(probabilities)
+        return score, probabilities
