@@ -171,6 +171,7 @@ def fit_length_curve(scores: Floats, lengths: Floats) -> LengthCurve | None:
             return_sorted=False,
         )
     knots = np.unique(np.quantile(lengths, np.linspace(0, 1, MAX_KNOTS), method="nearest"))
+    # `np.interp` needs lengths that rise; stable, so that equal lengths keep their order.
     order = np.argsort(lengths, kind="stable")
     values = np.interp(knots, lengths[order], fitted[order])
     residuals = scores - np.interp(lengths, knots, values)

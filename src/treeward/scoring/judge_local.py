@@ -80,6 +80,7 @@ class LocalJudge:
                 verdicts.append(NoVerdict(prompt.summary))
         return verdicts
 
+    # A prompt that cannot be read costs its own verdict, and not those of the others.
     def _prompt(self, messages: Sequence[Message]) -> str | DataError:
         """The rendered prompt, or the reason why the model cannot read it."""
         try:
@@ -175,7 +176,7 @@ class LocalJudge:
         if temperature is None:
             temperature = 1.0
         sampling: dict[str, Any] = {"do_sample": False}
-        if temperature:
+        if temperature:  # 0 is the likeliest token each time
             sampling = {"do_sample": True, "temperature": temperature}
         hf: Any = self.policy.hf
         sequences = hf.generate(

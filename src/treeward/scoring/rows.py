@@ -65,6 +65,7 @@ def chunks_of(rows: Iterable[Row], config: DatasetConfig | None = None) -> Itera
     try:
         for row in rows:
             request = _request(row, config)
+            # The first row stands for the file: what it lacks is said once.
             if is_prompted is None:
                 _describe_first(request, config)
             is_prompted = check_prompted(request.conversations[0], is_prompted, row.where)
@@ -73,6 +74,7 @@ def chunks_of(rows: Iterable[Row], config: DatasetConfig | None = None) -> Itera
                 yield Chunk(chunk)
                 chunk = []
     except DataError as error:
+        # The rows before a bad one are scored and written: nothing is lost.
         yield Chunk(chunk, error)
     else:
         yield Chunk(chunk)
@@ -99,6 +101,7 @@ def num_scored(path: Path, rows: Iterable[Row]) -> int:
             try:
                 kept = json.loads(line)
             except ValueError:
+                # A run that was killed may leave half a line.
                 break
             if not isinstance(kept, dict):
                 break
