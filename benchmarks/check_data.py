@@ -28,7 +28,9 @@ from treeward.tables import Column, results_table
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rows", type=int, nargs="+", default=[10_000, 100_000, 1_000_000], help="ascending")
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=[10_000, 100_000, 1_000_000], help="ascending"
+    )
     arguments = parser.parse_args()
     found: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -42,12 +44,24 @@ def main() -> None:
             command = [sys.executable, "-m", "treeward", "check-data", str(path), *options]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
             seconds = time.perf_counter() - start
-            peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e6  # of the largest of them so far
+            peak = (
+                resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e6
+            )  # of the largest of them so far
             size = path.stat().st_size / 1e6
-            found.append({"rows": count, "MB": size, "seconds": seconds, "rows/s": count / seconds, "GB": peak})
+            found.append(
+                {
+                    "rows": count,
+                    "MB": size,
+                    "seconds": seconds,
+                    "rows/s": count / seconds,
+                    "GB": peak,
+                }
+            )
             path.unlink()
     columns = [Column(name, format=",.0f") for name in ("rows", "MB", "seconds", "rows/s")]
-    sys.stdout.write(results_table(found, [*columns, Column("GB", "peak memory, GB", ".2f")]) + "\n")
+    sys.stdout.write(
+        results_table(found, [*columns, Column("GB", "peak memory, GB", ".2f")]) + "\n"
+    )
 
 
 def write_rows(path: Path, count: int) -> None:

@@ -92,7 +92,11 @@ Ids = list[int]
 
 def shared_data() -> Path | None:
     """The folder of real data, if it is here: TREEWARD_SHARED_DATA, or shared/data beside the repository."""
-    folder = Path(os.environ.get("TREEWARD_SHARED_DATA", Path(__file__).parent.parent.parent / "shared" / "data"))
+    folder = Path(
+        os.environ.get(
+            "TREEWARD_SHARED_DATA", Path(__file__).parent.parent.parent / "shared" / "data"
+        )
+    )
     return folder if folder.is_dir() else None
 
 
@@ -112,25 +116,33 @@ def real_data(size: str) -> Path | None:
     return folder
 
 
-def load_pairs(longest: int, size: str = "xs") -> tuple[str, PreTrainedTokenizerBase, list[tuple[Ids, Ids]]]:
+def load_pairs(
+    longest: int, size: str = "xs"
+) -> tuple[str, PreTrainedTokenizerBase, list[tuple[Ids, Ids]]]:
     """(name of the data, tokenizer, (chosen, rejected) token ids) of HH harmless, or of the bundled data without it."""
     folder = real_data(size)
     if folder is None:
         config = DatasetConfig(dataset_name="Bundled")
     else:
-        config = DatasetConfig(dataset_name="HHTranscripts", data_path=str(folder / "hh_harmless" / "train.jsonl.gz"))
+        config = DatasetConfig(
+            dataset_name="HHTranscripts", data_path=str(folder / "hh_harmless" / "train.jsonl.gz")
+        )
     tokenizer = tokenizer_of(size, texts_of([open_dataset(config)]))
     renderer = Renderer(tokenizer)
     pairs = []
     for preference, _ in open_dataset(config):
         ranked = sorted(preference.completions, key=lambda completion: completion.rank)
-        chosen, rejected = renderer.encode_many([[*preference.context, *c.messages] for c in (ranked[0], ranked[-1])])
+        chosen, rejected = renderer.encode_many(
+            [[*preference.context, *c.messages] for c in (ranked[0], ranked[-1])]
+        )
         if max(len(chosen), len(rejected)) <= longest and chosen != rejected:
             pairs.append((chosen, rejected))
     return ("bundled data" if folder is None else "HH harmless"), tokenizer, pairs
 
 
-def tokenizer_of(size: str, texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerBase:
+def tokenizer_of(
+    size: str, texts: Iterable[str], vocab_size: int = VOCAB_SIZE
+) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder, or one that is trained on these texts."""
     if size in SIZES:
         return train_tokenizer(texts, vocab_size=vocab_size)
@@ -146,8 +158,12 @@ def model_name(size: str) -> str:
 
 def add_model(parser: argparse.ArgumentParser, *, few: str | None = None) -> None:
     """`--size`, or `--model` with a folder; and with `few` an option that leaves variants out."""
-    parser.add_argument("--size", default="xs", choices=tuple(SIZES), help="random weights of this size")
-    parser.add_argument("--model", dest="size", help="a Hugging Face folder instead, with its tokenizer")
+    parser.add_argument(
+        "--size", default="xs", choices=tuple(SIZES), help="random weights of this size"
+    )
+    parser.add_argument(
+        "--model", dest="size", help="a Hugging Face folder instead, with its tokenizer"
+    )
     if few is not None:
         parser.add_argument("--float32", action="store_true", help=few)
 
@@ -155,7 +171,9 @@ def add_model(parser: argparse.ArgumentParser, *, few: str | None = None) -> Non
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What every benchmark takes."""
     parser.add_argument("--device", default="auto", help="a GPU where there is one, else the CPU")
-    parser.add_argument("--profile", action="store_true", help="the operations of treeward's side that take longest")
+    parser.add_argument(
+        "--profile", action="store_true", help="the operations of treeward's side that take longest"
+    )
 
 
 def use_device(name: str) -> torch.device:
@@ -169,11 +187,18 @@ def use_device(name: str) -> torch.device:
 
 def describe(device: torch.device) -> str:
     """For a heading."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    return (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{torch.get_num_threads()} threads"
+    )
 
 
 def build(
-    size: str, tokenizer: PreTrainedTokenizerBase, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+    size: str,
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
 ) -> RewardModel:
     """A sequence classifier with random weights, the same for the same size and device, or those of a folder; and a
     float32 head."""
@@ -184,7 +209,10 @@ def build(
 
 
 def build_causal(
-    size: str, tokenizer: PreTrainedTokenizerBase, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+    size: str,
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
 ) -> PreTrainedModel:
     """The same as a causal language model."""
     hf = _model(AutoModelForCausalLM, size, tokenizer, device, dtype)
@@ -211,7 +239,9 @@ def _model(
         hf.config.pad_token_id = tokenizer.pad_token_id
         hf.to(device)  # type: ignore[arg-type]
         return hf
-    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
+    special = {
+        f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")
+    }
     fields = {"vocab_size": len(tokenizer), **special, **_fields(size), **settings}
     device = torch.device(device)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
@@ -276,7 +306,11 @@ def median_ratio(base: Sequence[float], other: Sequence[float]) -> float:
 
 
 def flops(
-    model: PreTrainedModel, tokens: int, pairs: int, predicted: int = 0, passes: tuple[float, float, float] = (3, 3, 3)
+    model: PreTrainedModel,
+    tokens: int,
+    pairs: int,
+    predicted: int = 0,
+    passes: tuple[float, float, float] = (3, 3, 3),
 ) -> float:
     """Of so many tokens, pairs of a query and a key that it sees, and predicted tokens.
 
@@ -284,14 +318,24 @@ def flops(
     """
     layers, config = model.base_model.get_submodule("layers"), model.config
     backbone = sum(parameter.numel() for parameter in layers.parameters())
-    outputs = sum(parameter.numel() for parameter in model.get_output_embeddings().parameters()) if predicted else 0
+    outputs = (
+        sum(parameter.numel() for parameter in model.get_output_embeddings().parameters())
+        if predicted
+        else 0
+    )
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attention = 2 * config.num_attention_heads * width * config.num_hidden_layers
-    total: float = passes[0] * backbone * tokens + passes[1] * attention * pairs + passes[2] * outputs * predicted
+    total: float = (
+        passes[0] * backbone * tokens
+        + passes[1] * attention * pairs
+        + passes[2] * outputs * predicted
+    )
     return 2 * total
 
 
-def utilisation(operations: float, seconds: float, device: torch.device, dtype: torch.dtype) -> float | None:
+def utilisation(
+    operations: float, seconds: float, device: torch.device, dtype: torch.dtype
+) -> float | None:
     """Model FLOP utilisation: of the operations that the device can do, those that the tokens need.
 
     Padding does not count, and neither does what is computed again. None on a CPU, for other numbers than bfloat16, and
@@ -319,10 +363,15 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device)
 
 
-def print_profile(what: str, call: Callable[[], object], device: torch.device, shown: int = 15) -> None:
+def print_profile(
+    what: str, call: Callable[[], object], device: torch.device, shown: int = 15
+) -> None:
     """Where the time of a call goes: the operations that take longest, without those that they call."""
     on_gpu = device.type == "cuda"
-    activities = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if on_gpu else [])]
+    activities = [
+        torch.profiler.ProfilerActivity.CPU,
+        *([torch.profiler.ProfilerActivity.CUDA] if on_gpu else []),
+    ]
     call()
     with torch.profiler.profile(activities=activities) as profiler:
         seconds_of(call, device)
@@ -340,7 +389,9 @@ def print_profile(what: str, call: Callable[[], object], device: torch.device, s
         Column("n", title="calls"),
     ]
     where = "the GPU" if on_gpu else "the CPU"
-    print(f"\nWhere the {sum(took):.0f} ms on {where} of {what} go\n\n{results_table(rows, columns)}\n")
+    print(
+        f"\nWhere the {sum(took):.0f} ms on {where} of {what} go\n\n{results_table(rows, columns)}\n"
+    )
 
 
 @contextmanager

@@ -26,7 +26,9 @@ from treeward.model.reward_model import RewardModel
 NAME = "benchmark_packed_rows"  # transformers takes names with "flash" for kernels to load
 
 # Older versions of PyTorch take fewer key heads without a word.
-GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+GROUPED: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,9 @@ class FlashBatch:
     key_starts_S: Tensor
 
     @classmethod
-    def from_groups(cls, groups: Sequence[Sequence[Sequence[int]]], device: torch.device, *, share: bool) -> FlashBatch:
+    def from_groups(
+        cls, groups: Sequence[Sequence[Sequence[int]]], device: torch.device, *, share: bool
+    ) -> FlashBatch:
         tokens: list[int] = []
         positions: list[int] = []
         keys: list[int] = []
@@ -57,7 +61,10 @@ class FlashBatch:
             first = len(tokens)
             for k, ids in enumerate(group):
                 skipped = prefix if k else 0  # the first one has the prefix
-                keys += [*range(first, first + skipped), *range(len(tokens), len(tokens) + len(ids) - skipped)]
+                keys += [
+                    *range(first, first + skipped),
+                    *range(len(tokens), len(tokens) + len(ids) - skipped),
+                ]
                 tokens += ids[skipped:]
                 positions += range(skipped, len(ids))
                 queries.append(len(ids) - skipped)
@@ -148,4 +155,6 @@ def _causal(q_QHD: Tensor, k_KJD: Tensor, v_KJD: Tensor, scale: float | None) ->
     before = len(k_KJD) - len(q_QHD)
     seen = torch.ones(len(q_QHD), len(k_KJD), dtype=torch.bool, device=q_QHD.device).tril(before)
     q, k, v = (x.transpose(0, 1)[None] for x in (q_QHD, k_KJD, v_KJD))
-    return scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True)[0].transpose(0, 1)
+    return scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True)[
+        0
+    ].transpose(0, 1)

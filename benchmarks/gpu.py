@@ -54,7 +54,13 @@ def main() -> None:
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # TRL refuses several in one process
     if arguments.rows is not None:  # the process of one part
         (part,) = arguments.only
-        run_part(part, arguments.device, tiny=arguments.tiny, rows=arguments.rows, profile=arguments.profile)
+        run_part(
+            part,
+            arguments.device,
+            tiny=arguments.tiny,
+            rows=arguments.rows,
+            profile=arguments.profile,
+        )
         return
     ends = time.monotonic() + 60 * arguments.minutes
     lines = [*_heading(arguments), ""]
@@ -75,13 +81,28 @@ def main() -> None:
 
 def _run(part: str, arguments: argparse.Namespace, rows: Path, box: float) -> str | None:
     """Run a part in a process group of its own, which ends with its box; returns what went wrong."""
-    options = [*(["--tiny"] if arguments.tiny else []), *(["--profile"] if arguments.profile else [])]
-    command = [sys.executable, __file__, "--only", part, "--rows", str(rows), "--device", arguments.device, *options]
+    options = [
+        *(["--tiny"] if arguments.tiny else []),
+        *(["--profile"] if arguments.profile else []),
+    ]
+    command = [
+        sys.executable,
+        __file__,
+        "--only",
+        part,
+        "--rows",
+        str(rows),
+        "--device",
+        arguments.device,
+        *options,
+    ]
     start = time.monotonic()
     sys.stderr.write(f"{part}: at most {box:.0f} s\n")
     if box < 1:
         return "no time was left"
-    with subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, start_new_session=True, stderr=subprocess.PIPE, text=True
+    ) as process:
         try:
             _, errors = process.communicate(timeout=box)
         except subprocess.TimeoutExpired:
@@ -108,9 +129,18 @@ def _read(rows: Path) -> list[Row]:
 
 def _cells(part: str, rows: Sequence[Row], problem: str | None) -> Iterator[Row]:
     """Rows of the table; of a part without any, one that says why."""
-    ours = {row["setting"]: row["seconds"] for row in rows if row["variant"] == TREE and "seconds" in row}
+    ours = {
+        row["setting"]: row["seconds"]
+        for row in rows
+        if row["variant"] == TREE and "seconds" in row
+    }
     for row in rows:
-        cells: Row = {"part": part, "setting": row["setting"], "variant": row["variant"], "note": row.get("note")}
+        cells: Row = {
+            "part": part,
+            "setting": row["setting"],
+            "variant": row["variant"],
+            "note": row.get("note"),
+        }
         seconds, peak = row.get("seconds"), row.get("peak")
         if seconds is not None:
             cells["ms"] = f"{1000 * seconds:,.1f}"
@@ -146,17 +176,36 @@ def _heading(arguments: argparse.Namespace) -> list[str]:
     hardware = f"{describe(device)}, {platform.processor() or platform.machine()}"
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory / 1e9
-        hardware = f"{describe(device)}, {memory:.0f} GB, driver {_driver()}, CUDA {torch.version.cuda}"
-    names = ("torch", "transformers", "trl", "peft", "prefix-grouper", "flash-attn", "flash-pref", "treeward")
+        hardware = (
+            f"{describe(device)}, {memory:.0f} GB, driver {_driver()}, CUDA {torch.version.cuda}"
+        )
+    names = (
+        "torch",
+        "transformers",
+        "trl",
+        "peft",
+        "prefix-grouper",
+        "flash-attn",
+        "flash-pref",
+        "treeward",
+    )
     versions = ", ".join(f"{name} {_version(name)}" for name in names)
-    tiny = " Toy shapes, only to see that it runs: these numbers say nothing." if arguments.tiny else ""
-    return [f"{datetime.now(UTC):%Y-%m-%d}. {hardware}. Python {platform.python_version()}, {versions}.{tiny}"]
+    tiny = (
+        " Toy shapes, only to see that it runs: these numbers say nothing."
+        if arguments.tiny
+        else ""
+    )
+    return [
+        f"{datetime.now(UTC):%Y-%m-%d}. {hardware}. Python {platform.python_version()}, {versions}.{tiny}"
+    ]
 
 
 def _driver() -> str:
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0]
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True
+        ).stdout.splitlines()[0]
     except (OSError, subprocess.CalledProcessError, IndexError):
         return "unknown"
 
@@ -169,8 +218,12 @@ def _version(name: str) -> str:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=list(PARTS), choices=list(PARTS), metavar="PART")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=list(PARTS), choices=list(PARTS), metavar="PART"
+    )
     parser.add_argument("--tiny", action="store_true", help="toy shapes")
     parser.add_argument("--minutes", type=float, default=8.8, help="for all of it")
     parser.add_argument("--box", type=float, help="seconds for each part, instead of its own")

@@ -55,7 +55,10 @@ Pair = tuple[list[int], list[int]]
 
 TREE = "treeward, tree"
 QUANTILES = (0, 5, 10, 25, 50, 75, 90, 95, 99)
-PREFIX_TOKENS, OWN_TOKENS = (9, 13, 15, 30, 95, 169, 269, 352, 520), (1, 7, 10, 17, 32, 61, 102, 130, 230)
+PREFIX_TOKENS, OWN_TOKENS = (
+    (9, 13, 15, 30, 95, 169, 269, 352, 520),
+    (1, 7, 10, 17, 32, 61, 102, 130, 230),
+)
 """Of HH harmless with a vocabulary of 8192: what the two completions of a comparison share, and what each adds."""
 
 Errors = dict[str, tuple[float, float]]
@@ -126,12 +129,16 @@ def _line(error: BaseException) -> str:
 class _Doubles(TorchFunctionMode):
     """Whatever a model computes in float32 in any case (norms, softmax, rotary encoding) is computed in float64."""
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         def double(value: Any) -> Any:
             return torch.float64 if value is torch.float32 else value
 
         function = torch.Tensor.double if function is torch.Tensor.float else function
-        return function(*map(double, args), **{key: double(value) for key, value in (kwargs or {}).items()})
+        return function(
+            *map(double, args), **{key: double(value) for key, value in (kwargs or {}).items()}
+        )
 
 
 def exactness(report: Report) -> None:
@@ -158,7 +165,9 @@ def exactness(report: Report) -> None:
             except Exception as error:
                 failed[name].append(f"{family} ({_line(error)})")
             for variant in ("plain rows", TREE):
-                report.add(name, variant, note=_verdict(errors[name], variant, len(families), failed[name]))
+                report.add(
+                    name, variant, note=_verdict(errors[name], variant, len(families), failed[name])
+                )
 
 
 def _tests() -> Any:
@@ -184,16 +193,23 @@ def _errors(family: str, dtype: str, device: str) -> Errors:
 def _errors_of(family: str, dtype: str, device: torch.device, seed: int) -> Errors:
     families = _tests()
     generator = torch.Generator().manual_seed(seed)
-    prompt, *own = (torch.randint(3, families.VOCABULARY, (n,), generator=generator).tolist() for n in (150, 30, 70, 9))
+    prompt, *own = (
+        torch.randint(3, families.VOCABULARY, (n,), generator=generator).tolist()
+        for n in (150, 30, 70, 9)
+    )
     groups = [*families.forest(seed), [prompt + ids for ids in own]]
-    changes = {"head_dim": 64} if "head_dim" in families.DECODERS[family] else _REAL_HEADS.get(family, {})
+    changes = (
+        {"head_dim": 64} if "head_dim" in families.DECODERS[family] else _REAL_HEADS.get(family, {})
+    )
     model = RewardModel(families.tiny_model(family, seed=seed, **changes).to(device))
     model.cast(getattr(torch, dtype))
 
     def run(of: RewardModel) -> tuple[Tensor, dict[str, Tensor]]:
         scores = of(of.make_batch(groups))
         gradients = families.gradients(of.hf, scores)
-        return scores.detach().double(), {name: gradient.double() for name, gradient in gradients.items()}
+        return scores.detach().double(), {
+            name: gradient.double() for name, gradient in gradients.items()
+        }
 
     exact = deepcopy(model.hf).double()
     if exact._can_set_experts_implementation():
@@ -203,12 +219,20 @@ def _errors_of(family: str, dtype: str, device: torch.device, seed: int) -> Erro
     found = {}
     for variant, of in (("plain rows", RewardModel(model.hf, layout="rows")), (TREE, model)):
         got, gradients = run(of)
-        found[variant] = families.score_error(got, want), families.gradient_error(gradients, want_gradients)
+        found[variant] = (
+            families.score_error(got, want),
+            families.gradient_error(gradients, want_gradients),
+        )
     return found
 
 
-def _verdict(errors: Mapping[str, Errors], variant: str, num_families: int, failed: list[str]) -> str:
-    of, rows = ({family: found[name] for family, found in errors.items()} for name in (variant, "plain rows"))
+def _verdict(
+    errors: Mapping[str, Errors], variant: str, num_families: int, failed: list[str]
+) -> str:
+    of, rows = (
+        {family: found[name] for family, found in errors.items()}
+        for name in (variant, "plain rows")
+    )
     note = f"{len(of)} of {num_families} families"
     for i, what in enumerate(("scores", "gradients")):
         if of:
@@ -236,7 +260,9 @@ def training(report: Report) -> None:
     from treeward.compat import trl as trees
 
     source, tokenizer, pairs = comparisons(report.tiny)
-    attention = "flash_attention_2" if find_spec("flash_attn") and report.device.type == "cuda" else "sdpa"
+    attention = (
+        "flash_attention_2" if find_spec("flash_attn") and report.device.type == "cuda" else "sdpa"
+    )
 
     def make(size: str) -> RewardModel:
         return build(size, tokenizer, report.device, torch.bfloat16).train()
@@ -249,7 +275,9 @@ def training(report: Report) -> None:
 
     def packed(size: str) -> Made:
         model = make(size)
-        return model.hf, our_variant(model, lambda batch: model(_packed(batch).to(report.device)))[0]
+        return model.hf, our_variant(model, lambda batch: model(_packed(batch).to(report.device)))[
+            0
+        ]
 
     def flash(size: str, *, share: bool) -> Made:
         model = make(size)
@@ -270,16 +298,22 @@ def training(report: Report) -> None:
         ),
         ONE_LEVEL: partial(flash, share=True),
         "treeward, packed rows": packed,
-        f"{TREE}, in TRL's RewardTrainer, its default": partial(trl, dtype=torch.float32, kind=trees.RewardTrainer),
+        f"{TREE}, in TRL's RewardTrainer, its default": partial(
+            trl, dtype=torch.float32, kind=trees.RewardTrainer
+        ),
     }
     missing = {"flash-pref itself": _why_no_flash_pref()}
     if "padding_free" in RewardConfig.__dataclass_fields__:
         variants["TRL RewardTrainer, padding-free"] = partial(trl, padding_free=True, **fast)
     else:
-        missing["TRL RewardTrainer, padding-free"] = f"TRL {version('trl')} does not offer it for reward models"
+        missing["TRL RewardTrainer, padding-free"] = (
+            f"TRL {version('trl')} does not offer it for reward models"
+        )
     count = 2 if report.tiny else 32
     batches = [pairs[n : n + count] for n in range(0, len(pairs) - count + 1, count)]
-    settings = {size: f"{size}, {count} comparisons, {source}" for size in report.sizes("0.5b", "1b")}
+    settings = {
+        size: f"{size}, {count} comparisons, {source}" for size in report.sizes("0.5b", "1b")
+    }
     for setting in settings.values():
         report.plan(setting, list(variants))
         for name, note in missing.items():
@@ -306,14 +340,20 @@ def measure_steps(
     seconds = [seconds_of(partial(step, batch), report.device) for batch in chosen]
     peak = peak_bytes(partial(step, chosen[0]), report.device)
     rows = [_work(batch, share=False) for batch in chosen]
-    computed = [_work(batch, share=True) for batch in chosen] if name.startswith((TREE, ONE_LEVEL)) else rows
+    computed = (
+        [_work(batch, share=True) for batch in chosen]
+        if name.startswith((TREE, ONE_LEVEL))
+        else rows
+    )
     tokens, pairs = (sum(values) for values in zip(*computed, strict=True))
     report.add(
         setting,
         name,
         seconds=statistics.median(seconds),
         row_tokens=sum(tokens for tokens, _ in rows) / rounds,
-        utilisation=utilisation(flops(hf, tokens, pairs, passes=passes), sum(seconds), report.device, torch.bfloat16),
+        utilisation=utilisation(
+            flops(hf, tokens, pairs, passes=passes), sum(seconds), report.device, torch.bfloat16
+        ),
         peak=peak,
         note=f"first loss {float(losses[0]):.4f}",
     )
@@ -353,7 +393,11 @@ def scoring(report: Report) -> None:
     tokenizer = _tokenizer(prompts)
     size = report.sizes("1b")[0]
     model = build(size, tokenizer, report.device, torch.bfloat16).eval()
-    names = {"tree": TREE, "padded": "transformers, padded batches of 8", "one": "transformers, one by one"}
+    names = {
+        "tree": TREE,
+        "padded": "transformers, padded batches of 8",
+        "one": "transformers, one by one",
+    }
     num_prompts, rounds = (1, 1) if report.tiny else (6, 3)
     for k, earlier in ((8, 0), (16, 0), (8, 1000), (16, 1000)):
         if shared_data():
@@ -381,7 +425,11 @@ def policy_updates(report: Report) -> None:
 
     _, prompts = load_prompts()
     tokenizer = _tokenizer(prompts)
-    size, num_prompts, rounds = report.sizes("0.5b")[0], 2 if report.tiny else 4, 1 if report.tiny else 3
+    size, num_prompts, rounds = (
+        report.sizes("0.5b")[0],
+        2 if report.tiny else 4,
+        1 if report.tiny else 3,
+    )
     names = {
         "float32": {
             updates.TREE: TREE,
@@ -389,10 +437,16 @@ def policy_updates(report: Report) -> None:
             updates.GROUPER: "PrefixGrouper",
             updates.TRL: "TRL GRPOTrainer",
         },
-        "bfloat16": {updates.TREE_BF16: TREE, updates.TRL_DEFAULT: "TRL GRPOTrainer, its default, with checkpointing"},
+        "bfloat16": {
+            updates.TREE_BF16: TREE,
+            updates.TRL_DEFAULT: "TRL GRPOTrainer, its default, with checkpointing",
+        },
     }
     for length in (128,) if report.tiny else (128, 512):
-        settings = {kind: f"{size}, {num_prompts} prompts of {length} tokens, 8 completions, {kind}" for kind in names}
+        settings = {
+            kind: f"{size}, {num_prompts} prompts of {length} tokens, 8 completions, {kind}"
+            for kind in names
+        }
         for kind, variants in names.items():
             report.plan(settings[kind], list(variants.values()))
         with report.attempt(settings["float32"], TREE):
@@ -406,7 +460,11 @@ def policy_updates(report: Report) -> None:
             for kind, variants in names.items():
                 for name, shown in variants.items():
                     off = row.get(f"difference {name}")
-                    note = None if off is None else f"loss and gradients differ by {off:.1e} from the float32 tree's"
+                    note = (
+                        None
+                        if off is None
+                        else f"loss and gradients differ by {off:.1e} from the float32 tree's"
+                    )
                     seconds, tokens = row[f"ms update {name}"] / 1000, row["row tokens"]
                     report.add(settings[kind], shown, seconds=seconds, row_tokens=tokens, note=note)
 
@@ -416,11 +474,15 @@ def _drawn_work(kind: Any, length: int, num_prompts: int) -> Any:
         CompletionGroup(
             Prompt(({"role": "user", "content": "drawn"},), {}),
             tuple(group[0][:length]),
-            tuple(SampledCompletion(tuple(ids[length:][:128]), "", truncated=False) for ids in group),
+            tuple(
+                SampledCompletion(tuple(ids[length:][:128]), "", truncated=False) for ids in group
+            ),
         )
         for group in draw_groups(num_prompts, 8, length)
     ]
-    return kind(tuple(groups), torch.randn(num_prompts, 8, generator=torch.Generator().manual_seed(0)))
+    return kind(
+        tuple(groups), torch.randn(num_prompts, 8, generator=torch.Generator().manual_seed(0))
+    )
 
 
 # -- one step of 8B with adapters
@@ -479,7 +541,9 @@ def draw_groups(count: int, size: int, prompt: int | None) -> list[list[list[int
 
 
 def _tokenizer(prompts: Sequence[tuple[str, list[str]]]) -> PreTrainedTokenizerBase:
-    return train_tokenizer((text for prompt, texts in prompts for text in (prompt, *texts)), vocab_size=VOCAB_SIZE)
+    return train_tokenizer(
+        (text for prompt, texts in prompts for text in (prompt, *texts)), vocab_size=VOCAB_SIZE
+    )
 
 
 PARTS: dict[str, tuple[Callable[[Report], None], int]] = {

@@ -40,20 +40,38 @@ class GroupedBatch:
     mask_SL: Tensor
 
     @classmethod
-    def from_groups(cls, groups: Sequence[CompletionGroup], device: torch.device, dtype: torch.dtype) -> GroupedBatch:
-        lengths = [[len(g.prompt_ids), *(len(completion.token_ids) for completion in g.completions)] for g in groups]
+    def from_groups(
+        cls, groups: Sequence[CompletionGroup], device: torch.device, dtype: torch.dtype
+    ) -> GroupedBatch:
+        lengths = [
+            [len(g.prompt_ids), *(len(completion.token_ids) for completion in g.completions)]
+            for g in groups
+        ]
         grouper = PrefixGrouper(lengths, device=device, padding_mode="right")
         rows = [
-            torch.tensor([*g.prompt_ids, *(token for completion in g.completions for token in completion.token_ids)])
+            torch.tensor(
+                [
+                    *g.prompt_ids,
+                    *(token for completion in g.completions for token in completion.token_ids),
+                ]
+            )
             for g in groups
         ]
         positions = [
-            torch.cat([torch.arange(prompt), *(torch.arange(prompt, prompt + length) for length in completions)])
+            torch.cat(
+                [
+                    torch.arange(prompt),
+                    *(torch.arange(prompt, prompt + length) for length in completions),
+                ]
+            )
             for prompt, *completions in lengths
         ]
-        completions = [torch.tensor(completion.token_ids) for g in groups for completion in g.completions]
+        completions = [
+            torch.tensor(completion.token_ids) for g in groups for completion in g.completions
+        ]
         tokens, places, targets = (
-            pad_sequence(tensors, batch_first=True).to(device) for tensors in (rows, positions, completions)
+            pad_sequence(tensors, batch_first=True).to(device)
+            for tensors in (rows, positions, completions)
         )
         made = cls(grouper, tokens, places, targets, grouper.ungrouped_suffix_mask)
         made._set_masks(dtype)
@@ -69,18 +87,26 @@ class GroupedBatch:
         longest = prefixes_PL.shape[1]
         alike = bool(prefixes_PL.all())
         own = torch.ones(width, width, dtype=torch.bool, device=prefixes_PL.device).tril()
-        before = prefixes_PL[:1] if alike else prefixes_PL.repeat_interleave(info.num_samples, dim=0)
-        seen = torch.cat([before[:, None].expand(-1, width, -1), own.expand(len(before), -1, -1)], dim=2)
+        before = (
+            prefixes_PL[:1] if alike else prefixes_PL.repeat_interleave(info.num_samples, dim=0)
+        )
+        seen = torch.cat(
+            [before[:, None].expand(-1, width, -1), own.expand(len(before), -1, -1)], dim=2
+        )
         info.suffix_attn_mask = _additive(seen[:, None], dtype)
         causal = torch.ones(longest, longest, dtype=torch.bool, device=prefixes_PL.device).tril()
         info.prefix_attn_mask = (
-            seen.new_empty(0) if alike else _additive((causal & prefixes_PL[:, None])[:, None], dtype)
+            seen.new_empty(0)
+            if alike
+            else _additive((causal & prefixes_PL[:, None])[:, None], dtype)
         )
 
 
 def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
     """Finite, so that a padded query, which sees nothing, has a value."""
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(
+        ~seen, torch.finfo(dtype).min
+    )
 
 
 class GroupedPolicy(nn.Module):
@@ -102,7 +128,9 @@ class GroupedPolicy(nn.Module):
         ).last_hidden_state
         head = self.hf.get_output_embeddings()
         read_PTX = head(hidden_PTD) if self.all_logits else hidden_PTD
-        read_NX = batch.grouper.split_output(read_PTX, include_prefix_last=1)[2][:, :-1][batch.mask_SL]
+        read_NX = batch.grouper.split_output(read_PTX, include_prefix_last=1)[2][:, :-1][
+            batch.mask_SL
+        ]
         logits_NV = (read_NX if self.all_logits else head(read_NX)).float()
         values_N = -cross_entropy(logits_NV, batch.completions_SL[batch.mask_SL], reduction="none")
         values_SL = values_N.new_zeros(batch.mask_SL.shape)
@@ -122,7 +150,9 @@ def _attention(
     assert prefix_grouper is not None
 
     def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-        if query.is_cuda and mask.numel():  # no fused kernel of a GPU takes both a mask and grouped queries
+        if (
+            query.is_cuda and mask.numel()
+        ):  # no fused kernel of a GPU takes both a mask and grouped queries
             groups = query.shape[1] // key.shape[1]
             key, value = repeat_kv(key, groups), repeat_kv(value, groups)
         out = scaled_dot_product_attention(

@@ -121,7 +121,9 @@ def main() -> None:
         print_parts(ours, theirs)
         lengths = trainers[TRL][0]._metrics["train"]["completions/mean_length"]
         if set(lengths) != {arguments.new_tokens}:
-            raise RuntimeError(f"TRL's completions have {lengths} tokens on average, not {arguments.new_tokens}")
+            raise RuntimeError(
+                f"TRL's completions have {lengths} tokens on average, not {arguments.new_tokens}"
+            )
         if arguments.profile:
             print_profile("a step of treeward", lambda: runs[TREE].step(after + 1), device)
         for run in runs.values():
@@ -132,7 +134,10 @@ def main() -> None:
 
 
 def _write_prompts(
-    folder: Path, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, arguments: argparse.Namespace
+    folder: Path,
+    texts: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    arguments: argparse.Namespace,
 ) -> None:
     """Prompts of more tokens than needed; they are cut later."""
     lines, k = [], 0
@@ -149,18 +154,35 @@ def _write_prompts(
 def _ours(folder: Path, arguments: argparse.Namespace, precision: str) -> GRPORun:
     """A run that is set up as `treeward grpo` does, its prompts cut, its completions without an end."""
     file = folder / f"{precision}.yaml"
-    longest = max(len(line) for line in (folder / "prompts.jsonl").read_text(encoding="utf-8").splitlines())
-    values = {**vars(arguments), "folder": folder, "precision": precision, "beta": BETA, "rate": LEARNING_RATE}
-    file.write_text(CONFIG.format(**values, length=min(8192, longest + arguments.new_tokens)), encoding="utf-8")
+    longest = max(
+        len(line) for line in (folder / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    )
+    values = {
+        **vars(arguments),
+        "folder": folder,
+        "precision": precision,
+        "beta": BETA,
+        "rate": LEARNING_RATE,
+    }
+    file.write_text(
+        CONFIG.format(**values, length=min(8192, longest + arguments.new_tokens)), encoding="utf-8"
+    )
     setup = set_up_grpo(load_grpo_config(file, ()))
     cut = tuple(ids[-arguments.prompt_tokens :] for ids in setup.prompts.token_ids)
     generation = setup.config.policy.generation
     generator = LocalGenerator(setup.policy, setup.tokenizer, generation, end_ids=[])
-    return GRPORun(replace(setup, prompts=replace(setup.prompts, token_ids=cut), generator=generator))
+    return GRPORun(
+        replace(setup, prompts=replace(setup.prompts, token_ids=cut), generator=generator)
+    )
 
 
 def _trl(
-    folder: Path, tokenizer: PreTrainedTokenizerBase, prompts: Prompts, arguments: argparse.Namespace, *, default: bool
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Prompts,
+    arguments: argparse.Namespace,
+    *,
+    default: bool,
 ) -> tuple[GRPOTrainer, Callable[[], None]]:
     """TRL's trainer and its step. `default`: bfloat16, activation checkpointing."""
     num_rows = arguments.prompts * arguments.completions
@@ -267,7 +289,9 @@ def print_ratios(seconds: dict[str, list[float]]) -> None:
         rounds = [b / o for b, o in zip(seconds[base], seconds[tree], strict=True)]
         medians = statistics.median(seconds[tree]), statistics.median(seconds[base])
         spread = f"{statistics.median(rounds):.2f} ({min(rounds):.2f}..{max(rounds):.2f})"
-        rows.append({"name": tree, "base": base, "ours": medians[0], "theirs": medians[1], "x": spread})
+        rows.append(
+            {"name": tree, "base": base, "ours": medians[0], "theirs": medians[1], "x": spread}
+        )
     columns = [
         Column("name", title="step of"),
         Column("ours", title="s", format=".2f"),
@@ -296,10 +320,17 @@ def print_parts(ours: Timed, theirs: Timed) -> None:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_model(parser, few="without TRL's default and bfloat16")
     parser.add_argument("--prompts", type=int, default=8, help="a step")
-    parser.add_argument("--completions", type=int, default=8, help="to each prompt; with the prompts a multiple of 8")
+    parser.add_argument(
+        "--completions",
+        type=int,
+        default=8,
+        help="to each prompt; with the prompts a multiple of 8",
+    )
     parser.add_argument("--prompt-tokens", type=int, default=90)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)

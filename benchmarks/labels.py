@@ -43,7 +43,11 @@ _LONGEST = 512  # tokens
 _GROUP = 8  # completions of a prompt
 _PROMPTS = 8  # in a step
 _RANKINGS = "policy.reward_model_cfg.reward_model_type=plackett_luce"
-_VARIANTS = {"Plackett-Luce": "groups", "Bradley-Terry, all pairs": "groups", "Bradley-Terry, disjoint pairs": "pairs"}
+_VARIANTS = {
+    "Plackett-Luce": "groups",
+    "Bradley-Terry, all pairs": "groups",
+    "Bradley-Terry, disjoint pairs": "pairs",
+}
 
 
 def main() -> None:
@@ -63,7 +67,10 @@ def main() -> None:
         for split in ("train", "validation"):
             groups = list(_groups(data / "alpaca_eval" / f"{split}.jsonl.gz"))
             _write(folder / f"{split}_groups.jsonl", groups)
-            _write(folder / f"{split}_pairs.jsonl", [pair for group in groups for pair in _disjoint(group)])
+            _write(
+                folder / f"{split}_pairs.jsonl",
+                [pair for group in groups for pair in _disjoint(group)],
+            )
         _compare_losses(folder, arguments.steps, arguments.seeds)
         _time_groups(folder, arguments)
 
@@ -73,7 +80,10 @@ def _groups(path: Path) -> Iterator[dict[str, Any]]:
     with gzip.open(path, "rt", encoding="utf-8") as file:
         for row in map(json.loads, file):
             outputs = generator.sample(row["outputs"], min(_GROUP, len(row["outputs"])))
-            graded = [{"completion": one["output"], "probability": one["preference_over_gpt4"]} for one in outputs]
+            graded = [
+                {"completion": one["output"], "probability": one["preference_over_gpt4"]}
+                for one in outputs
+            ]
             yield {"prompt": row["instruction"], "completions": graded}
 
 
@@ -92,7 +102,11 @@ def _compare_losses(folder: Path, steps: int, seeds: int) -> None:
     for name, form in _VARIANTS.items():
         taus = [_tau(folder, name, form, steps, seed) for seed in range(seeds)]
         mean = statistics.fmean(taus)
-        half = stats.t.ppf(0.975, seeds - 1) * statistics.stdev(taus) / math.sqrt(seeds) if seeds > 1 else math.nan
+        half = (
+            stats.t.ppf(0.975, seeds - 1) * statistics.stdev(taus) / math.sqrt(seeds)
+            if seeds > 1
+            else math.nan
+        )
         rows.append({"loss": name, "tau": mean, "low": mean - half, "high": mean + half})
     columns = [Column("loss"), Column("tau", title="Kendall's tau", format=".3f")]
     columns += [Column(key, title=key, format=".3f") for key in ("low", "high")]
@@ -109,13 +123,20 @@ def _tau(folder: Path, name: str, form: str, steps: int, seed: int) -> float:
     ]
     size = _PROMPTS * (_GROUP // 2 if form == "pairs" else 1)
     settings = [
-        *(f"rm.seed={seed}", f"rm.max_num_steps={steps}", "rm.max_num_epochs=100", "rm.val_period=null"),
+        *(
+            f"rm.seed={seed}",
+            f"rm.max_num_steps={steps}",
+            "rm.max_num_epochs=100",
+            "rm.val_period=null",
+        ),
         *(f"policy.train_global_batch_size={size}", f"policy.max_total_sequence_length={_LONGEST}"),
         *(f"checkpointing.checkpoint_dir={own}/checkpoints", "checkpointing.metric_name=null"),
         *("checkpointing.save_period=null", f"logger.log_dir={own}/logs"),
     ]
     kind = [_RANKINGS] if name == "Plackett-Luce" else []
-    outcome = train(load_config(_QUICKSTART, ["~data", *(f"+{one}" for one in sets), *settings, *kind]))
+    outcome = train(
+        load_config(_QUICKSTART, ["~data", *(f"+{one}" for one in sets), *settings, *kind])
+    )
     tau: float = outcome.validation["held_out"]["kendall_tau"]
     return tau
 
@@ -127,12 +148,16 @@ def _time_groups(folder: Path, arguments: argparse.Namespace) -> None:
     renderer, model = Renderer(tokenizer), build(arguments.size, tokenizer, device)
     groups = []
     for preference, _ in open_dataset(config):
-        ids = renderer.encode_many([[*preference.context, *one.messages] for one in preference.completions])
+        ids = renderer.encode_many(
+            [[*preference.context, *one.messages] for one in preference.completions]
+        )
         groups += [ids] if len(ids) == _GROUP and max(map(len, ids)) <= _LONGEST else []
     rows = []
     for size in (2, 4, 8):
         prompts = 4 * _GROUP // size  # the same number of completions in a step
-        steps = [[ids[:size] for ids in groups[n : n + prompts]] for n in range(0, len(groups), prompts)]
+        steps = [
+            [ids[:size] for ids in groups[n : n + prompts]] for n in range(0, len(groups), prompts)
+        ]
 
         def take(layout: type[TreeBatch] | type[RowBatch], number: int, steps: Any = steps) -> None:
             batch = steps[number % len(steps)]
@@ -146,12 +171,23 @@ def _time_groups(folder: Path, arguments: argparse.Namespace) -> None:
             model.zero_grad(set_to_none=True)
 
         taken = interleave(
-            {one.__name__: partial(take, one) for one in (TreeBatch, RowBatch)}, arguments.rounds, device=device
+            {one.__name__: partial(take, one) for one in (TreeBatch, RowBatch)},
+            arguments.rounds,
+            device=device,
         )
         plain = sum(len(ids) for batch in steps for group in batch for ids in group)
         tree = sum(TreeBatch.from_groups(batch).num_computed_tokens for batch in steps)
-        rows.append({"K": size, "shared": plain / tree, "faster": median_ratio(taken["RowBatch"], taken["TreeBatch"])})
-    columns = [Column("K"), Column("shared", title="tokens of rows for 1 of the tree", format=".2f")]
+        rows.append(
+            {
+                "K": size,
+                "shared": plain / tree,
+                "faster": median_ratio(taken["RowBatch"], taken["TreeBatch"]),
+            }
+        )
+    columns = [
+        Column("K"),
+        Column("shared", title="tokens of rows for 1 of the tree", format=".2f"),
+    ]
     print(f"\na step on groups of K, Qwen3 {arguments.size}, {describe(device)}")
     print(results_table(rows, [*columns, Column("faster", title="x padded rows", format=".2f")]))
 

@@ -41,7 +41,9 @@ def main() -> None:
     started = time.perf_counter()
     order.batch(0, arguments.batch)
     drawing = time.perf_counter() - started
-    rows = [measure(sizes, order, arguments.batch, arguments.tokens, ranks) for ranks in arguments.ranks]
+    rows = [
+        measure(sizes, order, arguments.batch, arguments.tokens, ranks) for ranks in arguments.ranks
+    ]
     columns = [
         Column("ranks"),
         Column("seconds", title="seconds an epoch", format=".1f"),
@@ -52,7 +54,9 @@ def main() -> None:
         Column("wait", format=".1%"),
         Column("worst", title="wait, worst step", format=".1%"),
     ]
-    print(f"{arguments.comparisons:,} comparisons, {arguments.batch} a step, at most {arguments.tokens} tokens")
+    print(
+        f"{arguments.comparisons:,} comparisons, {arguments.batch} a step, at most {arguments.tokens} tokens"
+    )
     print(results_table(rows, columns))
     memory = (peak_memory() - before) / 2**20
     print(
@@ -69,7 +73,9 @@ def draw_sizes(number: int) -> np.ndarray:
     return drawn.clip(_LEAST, _MOST, out=drawn).astype(np.int32)
 
 
-def measure(sizes: np.ndarray, order: EpochOrder, batch: int, max_tokens: int, ranks: int) -> dict[str, Any]:
+def measure(
+    sizes: np.ndarray, order: EpochOrder, batch: int, max_tokens: int, ranks: int
+) -> dict[str, Any]:
     seconds, waits, num, total = 0.0, [], 0, 0
     steps = order.steps_per_epoch(batch)
     for step in range(steps):
@@ -100,7 +106,9 @@ def side_by_side(loads: list[int], ranks: int) -> Iterator[list[int]]:
 
 def peak_memory() -> int:
     """Bytes that this process has held at most."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 if __name__ == "__main__":

@@ -112,14 +112,18 @@ class Work:
     def alone(self) -> Work:
         """The same with every completion in a group of its own."""
         groups = tuple(
-            CompletionGroup(g.prompt, g.prompt_ids, (completion,)) for g in self.groups for completion in g.completions
+            CompletionGroup(g.prompt, g.prompt_ids, (completion,))
+            for g in self.groups
+            for completion in g.completions
         )
         return Work(groups, self.advantages_PG.reshape(-1, 1))
 
     @property
     def num_tokens(self) -> int:
         """Of the completions."""
-        return sum(len(completion.token_ids) for group in self.groups for completion in group.completions)
+        return sum(
+            len(completion.token_ids) for group in self.groups for completion in group.completions
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +142,9 @@ class PackedRows(PolicyModel):
     """Every completion is a tree of its own: what packing without sharing costs."""
 
     def pack(self, groups: Sequence[Sequence[TokenIds]], **_: object) -> TreeBatch:
-        return TreeBatch.from_groups([[sequence] for group in groups for sequence in group], min_shared=1 << 30)
+        return TreeBatch.from_groups(
+            [[sequence] for group in groups for sequence in group], min_shared=1 << 30
+        )
 
 
 def main() -> None:
@@ -148,7 +154,9 @@ def main() -> None:
     texts = (text for prompt, completions in prompts for text in (prompt, *completions))
     tokenizer = tokenizer_of(arguments.size, texts, arguments.vocabulary)
     print(f"{data}, {model_name(arguments.size)}, {len(tokenizer)} tokens, {describe(device)}")
-    print(f"{arguments.prompts} prompts an update, micro-batches of {MICRO_BATCH_TOKENS} computed tokens")
+    print(
+        f"{arguments.prompts} prompts an update, micro-batches of {MICRO_BATCH_TOKENS} computed tokens"
+    )
     rows = []
     for prompt, completions in product(arguments.prompt_tokens, arguments.completions):
         work = make_work(prompts, tokenizer, Setting(completions, prompt, 128), arguments.prompts)
@@ -162,7 +170,10 @@ def main() -> None:
 
 
 def make_work(
-    prompts: Sequence[tuple[str, list[str]]], tokenizer: PreTrainedTokenizerBase, setting: Setting, num_prompts: int
+    prompts: Sequence[tuple[str, list[str]]],
+    tokenizer: PreTrainedTokenizerBase,
+    setting: Setting,
+    num_prompts: int,
 ) -> Work:
     """Completions cut where generation would have stopped; prompts with as many earlier turns as their length takes."""
     renderer = Renderer(tokenizer)
@@ -175,19 +186,31 @@ def make_work(
         k = n
         while len(prompt_ids) < setting.prompt:
             k = (k + 1) % len(prompts)
-            turn = [{"role": "user", "content": prompts[k][0]}, {"role": "assistant", "content": prompts[k][1][0]}]
+            turn = [
+                {"role": "user", "content": prompts[k][0]},
+                {"role": "assistant", "content": prompts[k][1][0]},
+            ]
             context = [*turn, *context]
             prompt_ids = _ids(renderer.encode([*context, {"role": "user", "content": prompt}]))
         kept = prompt_ids[-setting.prompt :]
         completions = [
-            _ids(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts[: setting.completions]
+            _ids(tokenizer(text, add_special_tokens=False)["input_ids"])
+            for text in texts[: setting.completions]
         ]
         cut = [
-            SampledCompletion(tuple(ids[: setting.completion]), "", truncated=len(ids) > setting.completion)
+            SampledCompletion(
+                tuple(ids[: setting.completion]), "", truncated=len(ids) > setting.completion
+            )
             for ids in completions
         ]
-        groups.append(CompletionGroup(Prompt(({"role": "user", "content": prompt},), {}), tuple(kept), tuple(cut)))
-    rewards_PG = torch.randn(len(groups), setting.completions, generator=torch.Generator().manual_seed(0))
+        groups.append(
+            CompletionGroup(
+                Prompt(({"role": "user", "content": prompt},), {}), tuple(kept), tuple(cut)
+            )
+        )
+    rewards_PG = torch.randn(
+        len(groups), setting.completions, generator=torch.Generator().manual_seed(0)
+    )
     return Work(tuple(groups), advantages(rewards_PG, GRPOSection()))
 
 
@@ -227,8 +250,14 @@ def measure(
             }
     differences = check_exact(variants, exact)
     calls: dict[str, Callable[[int], object]] = {
-        **{f"log_probs {name}": partial(_ignore_round, variants[name].log_probs) for name in (TREE, PACKED)},
-        **{f"update {name}": partial(_ignore_round, variant.update) for name, variant in variants.items()},
+        **{
+            f"log_probs {name}": partial(_ignore_round, variants[name].log_probs)
+            for name in (TREE, PACKED)
+        },
+        **{
+            f"update {name}": partial(_ignore_round, variant.update)
+            for name, variant in variants.items()
+        },
     }
     seconds = interleave(calls, rounds, warmup, device)
     if profile:
@@ -316,30 +345,40 @@ def _ours(
         for members in plan:
             groups = [work.groups[i] for i in members]
             lengths = [[len(group.prompt_ids)] * len(group.completions) for group in groups]
-            computed += model.log_probs([_sequences(group) for group in groups], lengths).num_computed_tokens
+            computed += model.log_probs(
+                [_sequences(group) for group in groups], lengths
+            ).num_computed_tokens
         return computed
 
     model.train()
     return Variant(lambda: learn(timed), gradients, log_probs)
 
 
-def _grouper(policy: PreTrainedModel, reference: PreTrainedModel, work: Work, *, all_logits: bool) -> Variant:
+def _grouper(
+    policy: PreTrainedModel, reference: PreTrainedModel, work: Work, *, all_logits: bool
+) -> Variant:
     model = GroupedPolicy(deepcopy(policy), all_logits=all_logits)
     frozen = GroupedPolicy(deepcopy(reference).requires_grad_(False), all_logits=all_logits)
     loss = PolicyLossConfig(reference_policy_kl_penalty=BETA, **TRL_PENALTY)
-    plan = plan_micro_batches([_tree_tokens(group) for group in work.groups], max_tokens=MICRO_BATCH_TOKENS)
+    plan = plan_micro_batches(
+        [_tree_tokens(group) for group in work.groups], max_tokens=MICRO_BATCH_TOKENS
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     model.train()
 
     def backward() -> Tensor:
         total = torch.zeros((), device=policy.device)
         for members in plan:
-            batch = GroupedBatch.from_groups([work.groups[i] for i in members], policy.device, torch.float32)
+            batch = GroupedBatch.from_groups(
+                [work.groups[i] for i in members], policy.device, torch.float32
+            )
             with torch.no_grad():
                 reference_SL = frozen.log_probs(batch)
             values_SL = model.log_probs(batch)
             advantages_S = work.advantages_PG[members].flatten().to(values_SL)
-            part, _ = policy_loss(values_SL, values_SL.detach(), reference_SL, advantages_S, batch.mask_SL, loss)
+            part, _ = policy_loss(
+                values_SL, values_SL.detach(), reference_SL, advantages_S, batch.mask_SL, loss
+            )
             (part / work.num_tokens).backward()
             total += part.detach() / work.num_tokens
         return total
@@ -397,7 +436,9 @@ def trl_update(
         train_dataset=Dataset.from_list([{"prompt": "unused"}] * len(work.groups)),
         processing_class=tokenizer,
     )
-    trainer._generate_and_score_completions = partial(_trl_batch, trainer, rows, work.advantages_PG.flatten())
+    trainer._generate_and_score_completions = partial(
+        _trl_batch, trainer, rows, work.advantages_PG.flatten()
+    )
     # What `trainer.train()` does before its first step:
     trainer.current_gradient_accumulation_steps = config.gradient_accumulation_steps
     if default:
@@ -408,7 +449,10 @@ def trl_update(
 
     def backward() -> list[Tensor]:
         num_tokens = torch.tensor(work.num_tokens, device=hf.device)
-        return [trainer.training_step(model, None, num_tokens) for _ in range(config.gradient_accumulation_steps)]
+        return [
+            trainer.training_step(model, None, num_tokens)
+            for _ in range(config.gradient_accumulation_steps)
+        ]
 
     def gradients() -> tuple[float, Gradients]:
         loss = sum(map(float, backward()))
@@ -427,7 +471,10 @@ def trl_update(
 
 @torch.no_grad()
 def _trl_batch(
-    trainer: GRPOTrainer, rows: Sequence[tuple[CompletionGroup, SampledCompletion]], advantages_S: Tensor, _: object
+    trainer: GRPOTrainer,
+    rows: Sequence[tuple[CompletionGroup, SampledCompletion]],
+    advantages_S: Tensor,
+    _: object,
 ) -> dict[str, Tensor]:
     """What GRPOTrainer makes of generated tokens, in its own way: its padding, its reference's log-probabilities."""
     padding, device = trainer._tokenizer.pad_token_id, trainer.accelerator.device
@@ -435,9 +482,13 @@ def _trl_batch(
     completions = [torch.tensor(completion.token_ids, device=device) for _, completion in rows]
     batch = {
         "prompt_ids": pad(prompts, padding_value=padding, padding_side="left"),
-        "prompt_mask": pad([torch.ones_like(ids) for ids in prompts], padding_value=0, padding_side="left"),
+        "prompt_mask": pad(
+            [torch.ones_like(ids) for ids in prompts], padding_value=0, padding_side="left"
+        ),
         "completion_ids": pad(completions, padding_value=padding, padding_side="right"),
-        "completion_mask": pad([torch.ones_like(ids) for ids in completions], padding_value=0, padding_side="right"),
+        "completion_mask": pad(
+            [torch.ones_like(ids) for ids in completions], padding_value=0, padding_side="right"
+        ),
         "advantages": advantages_S.to(device),
         "num_items_in_batch": torch.tensor(sum(map(len, completions)), device=device),
     }
@@ -468,11 +519,17 @@ def check_exact(variants: dict[str, Variant], limit: float = EXACT) -> dict[str,
             continue
         other_loss, others = variant.gradients()
         if others.keys() != gradients.keys():
-            raise RuntimeError(f"{name} has gradients of other parameters: {others.keys() ^ gradients.keys()}")
-        off = torch.stack([(others[key] - gradient).norm() for key, gradient in gradients.items()]).norm()
+            raise RuntimeError(
+                f"{name} has gradients of other parameters: {others.keys() ^ gradients.keys()}"
+            )
+        off = torch.stack(
+            [(others[key] - gradient).norm() for key, gradient in gradients.items()]
+        ).norm()
         found[name] = max(abs(other_loss - loss) / abs(loss), float(off / norm))
         if name in FLOAT32 and not found[name] <= limit:
-            raise RuntimeError(f"{name} is off by {found[name]:.1e}: loss {other_loss} for {loss}, limit {limit}")
+            raise RuntimeError(
+                f"{name} is off by {found[name]:.1e}: loss {other_loss} for {loss}, limit {limit}"
+            )
     return found
 
 
@@ -482,7 +539,9 @@ def _sequences(group: CompletionGroup) -> list[list[int]]:
 
 def _tree_tokens(group: CompletionGroup) -> int:
     """Tokens when each is computed once."""
-    return count_tree_tokens([np.asarray(sequence, dtype=np.int32) for sequence in _sequences(group)])
+    return count_tree_tokens(
+        [np.asarray(sequence, dtype=np.int32) for sequence in _sequences(group)]
+    )
 
 
 def count_tokens(work: Work, policy: PreTrainedModel) -> dict[str, float]:
@@ -490,7 +549,9 @@ def count_tokens(work: Work, policy: PreTrainedModel) -> dict[str, float]:
     rows = sum(group.num_row_tokens for group in work.groups)
     trees = sum(map(_tree_tokens, work.groups))
     lengths = [len(sequence) for group in work.groups for sequence in _sequences(group)]
-    heads = trees - sum(len(group.prompt_ids) for group in work.groups)  # what completions share is predicted once
+    heads = trees - sum(
+        len(group.prompt_ids) for group in work.groups
+    )  # what completions share is predicted once
     completions = [completion for group in work.groups for completion in group.completions]
     padded = max(len(group.prompt_ids) for group in work.groups) + max(
         len(completion.token_ids) for completion in completions
@@ -523,10 +584,21 @@ def _ratio(base: Sequence[float], other: Sequence[float]) -> tuple[float, float,
 def print_tables(rows: Sequence[dict[str, Any]]) -> None:
     shown = []
     for row in rows:
-        ratios = {key: "{:.2f} ({:.2f}..{:.2f})".format(*value) for key, value in row.items() if " x " in key}
-        shares = {f"{what} share": row[f"{what} x {PACKED}"][0] / row["tokens"] for what in ("log_probs", "update")}
+        ratios = {
+            key: "{:.2f} ({:.2f}..{:.2f})".format(*value)
+            for key, value in row.items()
+            if " x " in key
+        }
+        shares = {
+            f"{what} share": row[f"{what} x {PACKED}"][0] / row["tokens"]
+            for what in ("log_probs", "update")
+        }
         shown.append(row | ratios | shares)
-    setting = [Column("completions", title="G"), Column("prompt"), Column("completion", format=".0f")]
+    setting = [
+        Column("completions", title="G"),
+        Column("prompt"),
+        Column("completion", format=".0f"),
+    ]
     print("\nAgainst treeward's own packed rows (median over rounds, and least..most)\n")
     print(
         results_table(
@@ -544,7 +616,9 @@ def print_tables(rows: Sequence[dict[str, Any]]) -> None:
             ],
         )
     )
-    print("\nAgainst the update of PrefixGrouper and of GRPOTrainer, whose default is bfloat16 with checkpointing\n")
+    print(
+        "\nAgainst the update of PrefixGrouper and of GRPOTrainer, whose default is bfloat16 with checkpointing\n"
+    )
     columns = [
         Column(f"ms update {TREE}", title="ms, float32", format=".0f"),
         Column(f"ms update {GROUPER}", title="PrefixGrouper ms", format=".0f"),
@@ -558,7 +632,9 @@ def print_tables(rows: Sequence[dict[str, Any]]) -> None:
         Column(f"ms update {TRL_DEFAULT}", title="TRL's default ms", format=".0f"),
         Column(f"update x {TRL_DEFAULT}", title="x TRL's default"),
     ]
-    print(results_table(shown, [*setting, *(column for column in columns if column.key in shown[0])]))
+    print(
+        results_table(shown, [*setting, *(column for column in columns if column.key in shown[0])])
+    )
     print()
     for gate, passed in gates(rows):
         print(f"{'passed' if passed else 'MISSED'}  {gate}")
@@ -577,21 +653,51 @@ def gates(rows: Sequence[dict[str, Any]]) -> list[tuple[str, bool]]:
         if row["completions"] == 8 and row["prompt"] <= 1.25 * row["completion"]:
             for base in [base for base in (TRL, TRL_DEFAULT) if f"update x {base}" in row]:
                 times = row[f"update x {base}"][0]
-                found.append((f"update, {setting}: {times:.2f} x {base}; promised {GATE_TRL:.0f} x", times >= GATE_TRL))
+                found.append(
+                    (
+                        f"update, {setting}: {times:.2f} x {base}; promised {GATE_TRL:.0f} x",
+                        times >= GATE_TRL,
+                    )
+                )
         if row["completions"] == 8 and f"update x {GROUPER}" in row:
             times = row[f"update x {GROUPER}"][0]
-            found.append((f"update, {setting}: {times:.2f} x {GROUPER}; goal {GATE_GROUPER}", times >= GATE_GROUPER))
+            found.append(
+                (
+                    f"update, {setting}: {times:.2f} x {GROUPER}; goal {GATE_GROUPER}",
+                    times >= GATE_GROUPER,
+                )
+            )
     return found
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_model(parser, few="only trees, packed rows and TRL in float32, for models of which few fit into memory")
-    parser.add_argument("--vocabulary", type=int, default=VOCAB_SIZE, help="of the tokenizer: how much the head costs")
-    parser.add_argument("--prompts", type=int, default=4, help="an update; with 4 completions each, an even number")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_model(
+        parser,
+        few="only trees, packed rows and TRL in float32, for models of which few fit into memory",
+    )
+    parser.add_argument(
+        "--vocabulary",
+        type=int,
+        default=VOCAB_SIZE,
+        help="of the tokenizer: how much the head costs",
+    )
+    parser.add_argument(
+        "--prompts", type=int, default=4, help="an update; with 4 completions each, an even number"
+    )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--completions", type=int, nargs="+", default=[4, 8, 16], help="to each prompt")
-    parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[128, 512], help="completions have at most 128")
+    parser.add_argument(
+        "--completions", type=int, nargs="+", default=[4, 8, 16], help="to each prompt"
+    )
+    parser.add_argument(
+        "--prompt-tokens",
+        type=int,
+        nargs="+",
+        default=[128, 512],
+        help="completions have at most 128",
+    )
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
     add_options(parser)
     return parser.parse_args()

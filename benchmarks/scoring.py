@@ -62,21 +62,35 @@ def main() -> None:
     arguments = _parse()
     device = use_device(arguments.device)
     data, prompts = load_prompts(arguments.size)
-    tokenizer = tokenizer_of(arguments.size, (text for prompt, answers in prompts for text in (prompt, *answers)))
-    model = build(arguments.size, tokenizer, device, torch.bfloat16 if device.type == "cuda" else None).eval()
-    print(f"{data}, {model_name(arguments.size)}, {describe(device)}, {arguments.prompts} prompts\n")
+    tokenizer = tokenizer_of(
+        arguments.size, (text for prompt, answers in prompts for text in (prompt, *answers))
+    )
+    model = build(
+        arguments.size, tokenizer, device, torch.bfloat16 if device.type == "cuda" else None
+    ).eval()
+    print(
+        f"{data}, {model_name(arguments.size)}, {describe(device)}, {arguments.prompts} prompts\n"
+    )
     for num_answers in (8, 16):
         for earlier in (0, 1000):
             groups = make_groups(prompts, tokenizer, num_answers, earlier, arguments.prompts)
             if groups:
                 row = measure(model, tokenizer, groups, num_answers, arguments.rounds)
-                print(results_table([row], COLUMNS), flush=True)  # at once: a large model takes minutes
+                print(
+                    results_table([row], COLUMNS), flush=True
+                )  # at once: a large model takes minutes
     if arguments.profile and groups:
-        print_profile("the last line", lambda: [_on_trees(model, group) for group in groups], device)
+        print_profile(
+            "the last line", lambda: [_on_trees(model, group) for group in groups], device
+        )
 
 
 def measure(
-    model: RewardModel, tokenizer: PreTrainedTokenizerBase, groups: list[Group], num_answers: int, rounds: int
+    model: RewardModel,
+    tokenizer: PreTrainedTokenizerBase,
+    groups: list[Group],
+    num_answers: int,
+    rounds: int,
 ) -> dict[str, Any]:
     variants: dict[str, Callable[[Group], list[float]]] = {
         "one": lambda group: _hugging_face(model, group, tokenizer, 1),
@@ -98,13 +112,23 @@ def measure(
         return [call(group) for group in groups]
 
     seconds = interleave(
-        {name: partial(score_all, call) for name, call in variants.items()}, rounds, device=model.device
+        {name: partial(score_all, call) for name, call in variants.items()},
+        rounds,
+        device=model.device,
     )
     prefixes = [_common(group) for group in groups]
     lengths = [len(sequence) for group in groups for sequence in group]
-    trees = [positions_T + 1 for group in groups for positions_T in [TreeBatch.from_groups([group]).layout.positions_T]]
-    by_rows = flops(model.hf, sum(lengths), sum(n * (n + 1) // 2 for n in lengths), passes=(1, 1, 1))
-    by_trees = flops(model.hf, sum(map(len, trees)), sum(int(seen_T.sum()) for seen_T in trees), passes=(1, 1, 1))
+    trees = [
+        positions_T + 1
+        for group in groups
+        for positions_T in [TreeBatch.from_groups([group]).layout.positions_T]
+    ]
+    by_rows = flops(
+        model.hf, sum(lengths), sum(n * (n + 1) // 2 for n in lengths), passes=(1, 1, 1)
+    )
+    by_trees = flops(
+        model.hf, sum(map(len, trees)), sum(int(seen_T.sum()) for seen_T in trees), passes=(1, 1, 1)
+    )
     return {
         "limit": by_rows / by_trees,
         "answers": num_answers,
@@ -124,23 +148,35 @@ def _on_trees(model: RewardModel, group: Group) -> list[float]:
 
 
 @torch.inference_mode()
-def _hugging_face(model: RewardModel, group: Group, tokenizer: PreTrainedTokenizerBase, batch_size: int) -> list[float]:
+def _hugging_face(
+    model: RewardModel, group: Group, tokenizer: PreTrainedTokenizerBase, batch_size: int
+) -> list[float]:
     """Plain transformers: SDPA on right-padded batches, the head in float32, read back once."""
     found: list[Tensor] = []
     with model.attention("sdpa"):
         for n in range(0, len(group), batch_size):
             rows = group[n : n + batch_size]
-            padded = tokenizer.pad({"input_ids": rows}, padding_side="right", return_tensors="pt").to(model.device)
+            padded = tokenizer.pad(
+                {"input_ids": rows}, padding_side="right", return_tensors="pt"
+            ).to(model.device)
             mask = padded["attention_mask"] if len(rows) > 1 else None
-            hidden = model.backbone(input_ids=padded["input_ids"], attention_mask=mask, use_cache=False)[0]
+            hidden = model.backbone(
+                input_ids=padded["input_ids"], attention_mask=mask, use_cache=False
+            )[0]
             last = torch.tensor([len(ids) - 1 for ids in rows], device=model.device)
-            found.append(model.head(hidden[torch.arange(len(rows), device=model.device), last].float())[:, 0])
+            found.append(
+                model.head(hidden[torch.arange(len(rows), device=model.device), last].float())[:, 0]
+            )
     scores: list[float] = torch.cat(found).tolist()
     return scores
 
 
 def make_groups(
-    prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, num_answers: int, earlier: int, wanted: int
+    prompts: list[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    num_answers: int,
+    earlier: int,
+    wanted: int,
 ) -> list[Group]:
     renderer = Renderer(tokenizer)
     groups: list[Group] = []
@@ -151,10 +187,15 @@ def make_groups(
         k = n
         while earlier and (not context or len(renderer.encode(context)) < earlier):
             k = (k + 1) % len(prompts)
-            turn = [{"role": "user", "content": prompts[k][0]}, {"role": "assistant", "content": prompts[k][1][0]}]
+            turn = [
+                {"role": "user", "content": prompts[k][0]},
+                {"role": "assistant", "content": prompts[k][1][0]},
+            ]
             context = context + turn
         context = [*context, {"role": "user", "content": prompt}]
-        conversations = [[*context, {"role": "assistant", "content": answer}] for answer in answers[:num_answers]]
+        conversations = [
+            [*context, {"role": "assistant", "content": answer}] for answer in answers[:num_answers]
+        ]
         group = renderer.encode_many(conversations)
         if max(map(len, group)) <= 4096:
             groups.append(group)
@@ -167,20 +208,32 @@ def load_prompts(size: str = "xs") -> tuple[str, list[Prompt]]:
     if folder is not None:
         with gzip.open(folder / "alpaca_eval" / "train.jsonl.gz", "rt", encoding="utf-8") as lines:
             rows = [json.loads(line) for line in lines]
-        return "alpaca_eval", [(row["instruction"], [output["output"] for output in row["outputs"]]) for row in rows]
-    rows = [json.loads(line) for line in bundled_path("train").read_text(encoding="utf-8").splitlines()]
-    texts = [completion["completion"][0]["content"] for row in rows for completion in row["completions"]]
+        return "alpaca_eval", [
+            (row["instruction"], [output["output"] for output in row["outputs"]]) for row in rows
+        ]
+    rows = [
+        json.loads(line) for line in bundled_path("train").read_text(encoding="utf-8").splitlines()
+    ]
+    texts = [
+        completion["completion"][0]["content"] for row in rows for completion in row["completions"]
+    ]
     return "bundled data", [
-        (row["context"][-1]["content"], texts[16 * n : 16 * n + 16]) for n, row in enumerate(rows[: len(texts) // 16])
+        (row["context"][-1]["content"], texts[16 * n : 16 * n + 16])
+        for n, row in enumerate(rows[: len(texts) // 16])
     ]
 
 
 def _common(group: Group) -> int:
-    return next((i for i, tokens in enumerate(zip(*group, strict=False)) if len(set(tokens)) > 1), min(map(len, group)))
+    return next(
+        (i for i, tokens in enumerate(zip(*group, strict=False)) if len(set(tokens)) > 1),
+        min(map(len, group)),
+    )
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_model(parser)
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=5)

@@ -65,13 +65,21 @@ def main() -> None:
     use_device("cpu")
     data, prompts = load_prompts(str(arguments.model or arguments.size))
     with tempfile.TemporaryDirectory() as temporary:
-        folder = arguments.model or _export(Path(temporary) / arguments.size, arguments.size, prompts)
+        folder = arguments.model or _export(
+            Path(temporary) / arguments.size, arguments.size, prompts
+        )
         scorer = Scorer.load(folder)
         name = f"Qwen3 {arguments.size}" if arguments.model is None else str(folder)
         print(f"{data}, {name}, {torch.get_num_threads()} threads, {arguments.requests} requests\n")
         for answers in (1, 8):
-            traffic = [_traffic(prompts, answers, arguments.requests, n) for n in range(arguments.rounds + 1)]
-            print(results_table(_measure(scorer, folder, traffic, answers, arguments), COLUMNS), flush=True)
+            traffic = [
+                _traffic(prompts, answers, arguments.requests, n)
+                for n in range(arguments.rounds + 1)
+            ]
+            print(
+                results_table(_measure(scorer, folder, traffic, answers, arguments), COLUMNS),
+                flush=True,
+            )
 
 
 def _export(folder: Path, size: str, prompts: list[Any]) -> Path:
@@ -84,13 +92,21 @@ def _export(folder: Path, size: str, prompts: list[Any]) -> Path:
 
 
 def _measure(
-    scorer: Scorer, folder: Path, traffic: list[list[Chat]], answers: int, arguments: argparse.Namespace
+    scorer: Scorer,
+    folder: Path,
+    traffic: list[list[Chat]],
+    answers: int,
+    arguments: argparse.Namespace,
 ) -> list[dict[str, Any]]:
     connections, replicas = arguments.connections, arguments.replicas
     seconds: dict[tuple[str, int], list[float]] = {}
     latencies: dict[tuple[str, int], list[float]] = {}
     differences: dict[tuple[str, int], float] = {}
-    variants = [("in the process", 0), ("one at a time", 8), *(("treeward serve", level) for level in connections)]
+    variants = [
+        ("in the process", 0),
+        ("one at a time", 8),
+        *(("treeward serve", level) for level in connections),
+    ]
     peer_command = [sys.executable, __file__, "--peer", str(folder)]
     with ExitStack() as servers:
         ours, _ = servers.enter_context(started_server(folder))
@@ -108,12 +124,16 @@ def _measure(
                 # marked, so that no variant finds the prompts of another in the prefix cache
                 marked = [_marked(chat, f"{name} {level}") for chat in chats]
                 if level:
-                    took, waited, scores = asyncio.run(_load(ports[name], marked, level, is_vllm=name == "vLLM"))
+                    took, waited, scores = asyncio.run(
+                        _load(ports[name], marked, level, is_vllm=name == "vLLM")
+                    )
                 else:
                     took, waited, scores = _score(scorer, marked)
                 if number == 0:  # it warms up, and shows that the scores are the same
                     wanted = _score(scorer, marked)[2]
-                    differences[name, level] = max(abs(a - b) for a, b in zip(scores, wanted, strict=True))
+                    differences[name, level] = max(
+                        abs(a - b) for a, b in zip(scores, wanted, strict=True)
+                    )
                 else:
                     seconds.setdefault((name, level), []).append(took)
                     latencies.setdefault((name, level), []).extend(waited)
@@ -140,7 +160,9 @@ def _measure(
 
 def _score(scorer: Scorer, chats: list[Chat]) -> Taken:
     started = time.perf_counter()
-    scores = [score.score if score.score is not None else float("nan") for score in scorer.score(chats)]
+    scores = [
+        score.score if score.score is not None else float("nan") for score in scorer.score(chats)
+    ]
     return time.perf_counter() - started, [0.0], scores
 
 
@@ -153,7 +175,10 @@ def _traffic(prompts: list[Any], answers: int, requests: int, number: int) -> li
             break
         if len(texts) >= answers and 100 < len(prompt) + len(texts[0]) < 2000:
             question = {"role": "user", "content": f"[{number}] {prompt}"}
-            chats += [[question, {"role": "assistant", "content": text[:1500]}] for text in texts[:answers]]
+            chats += [
+                [question, {"role": "assistant", "content": text[:1500]}]
+                for text in texts[:answers]
+            ]
     return chats
 
 
@@ -164,9 +189,14 @@ def _marked(chat: Chat, mark: str) -> Chat:
 async def _load(port: int, chats: list[Chat], connections: int, *, is_vllm: bool = False) -> Taken:
     """Every connection sends its next request after an answer."""
     path = b"/classify" if is_vllm else b"/v1/rewards"
-    head = b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: " % path
+    head = (
+        b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
+        % path
+    )
     requests: list[dict[str, Any]] = [
-        {"model": "model", "messages": chat, "use_activation": False} if is_vllm else {"conversations": [chat]}
+        {"model": "model", "messages": chat, "use_activation": False}
+        if is_vllm
+        else {"conversations": [chat]}
         for chat in chats
     ]
     bodies = [json.dumps(request).encode() for request in requests]
@@ -202,7 +232,16 @@ async def _read(reader: asyncio.StreamReader) -> bytes:
 @contextmanager
 def started_server(folder: Path, *options: str) -> Iterator[tuple[int, int]]:
     """`treeward serve` in a process of its own: its port and process id."""
-    command = [sys.executable, "-m", "treeward.cli.main", "serve", str(folder), "--port", "0", "access_log=false"]
+    command = [
+        sys.executable,
+        "-m",
+        "treeward.cli.main",
+        "serve",
+        str(folder),
+        "--port",
+        "0",
+        "access_log=false",
+    ]
     with _started([*command, *options], r"at http://127\.0\.0\.1:(\d+)") as found:
         yield found
 
@@ -212,7 +251,15 @@ def _vllm(binaries: Path, folder: Path) -> Iterator[int]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [str(binaries / "vllm"), "serve", str(folder), "--port", str(port), "--host", "127.0.0.1"]
+    command = [
+        str(binaries / "vllm"),
+        "serve",
+        str(folder),
+        "--port",
+        str(port),
+        "--host",
+        "127.0.0.1",
+    ]
     command += ["--served-model-name", "model", "--dtype", "float32", "--max-model-len", "2048"]
     os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     with _started([*command, "--disable-uvicorn-access-log"], "Application startup complete"):
@@ -221,14 +268,18 @@ def _vllm(binaries: Path, folder: Path) -> Iterator[int]:
 
 @contextmanager
 def _started(command: list[str], pattern: str) -> Iterator[tuple[int, int]]:
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
     assert process.stderr is not None
     try:
         said = []
         for line in process.stderr:
             said.append(line)
             if found := re.search(pattern, line):
-                threading.Thread(target=process.stderr.read, daemon=True).start()  # so that its log never blocks it
+                threading.Thread(
+                    target=process.stderr.read, daemon=True
+                ).start()  # so that its log never blocks it
                 yield int(found[1] if found.groups() else 0), process.pid
                 return
         raise RuntimeError("the server did not start:\n" + "".join(said))
@@ -259,7 +310,9 @@ def _serve_peer(folder: Path) -> None:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", default="xs", choices=tuple(SIZES))
     parser.add_argument("--requests", type=int, default=192)
     parser.add_argument("--rounds", type=int, default=3)

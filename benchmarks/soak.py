@@ -50,11 +50,15 @@ class Tally:
         self.problems: list[str] = []
 
 
-async def _valid(client: httpx.AsyncClient, chats: list[Chat], scores: list[float], end: float, tally: Tally) -> None:
+async def _valid(
+    client: httpx.AsyncClient, chats: list[Chat], scores: list[float], end: float, tally: Tally
+) -> None:
     rng = random.Random(id(client))
     while time.monotonic() < end:
         chosen = rng.sample(range(len(chats)), rng.choice((1, 1, 1, 2, 8)))
-        answer = await client.post("/v1/rewards", json={"conversations": [chats[i] for i in chosen]})
+        answer = await client.post(
+            "/v1/rewards", json={"conversations": [chats[i] for i in chosen]}
+        )
         if answer.status_code == 429:
             tally.refused_for_now += 1
             await asyncio.sleep(float(answer.headers["Retry-After"]))
@@ -64,7 +68,9 @@ async def _valid(client: httpx.AsyncClient, chats: list[Chat], scores: list[floa
             continue
         for i, row in zip(chosen, answer.json()["data"], strict=True):
             if abs(row["score"] - scores[i]) > CLOSE:
-                tally.problems.append(f"conversation {i} has the score {row['score']}, not {scores[i]}")
+                tally.problems.append(
+                    f"conversation {i} has the score {row['score']}, not {scores[i]}"
+                )
         tally.valid += 1
 
 
@@ -83,12 +89,16 @@ async def _hostile(client: httpx.AsyncClient, chats: list[Chat], end: float, tal
             continue
         tally.statuses[f"{name} {answer.status_code}"] += 1
         if answer.status_code not in documented:
-            tally.problems.append(f"{name}: got {answer.status_code}, documented {documented}: {answer.text[:200]}")
+            tally.problems.append(
+                f"{name}: got {answer.status_code}, documented {documented}: {answer.text[:200]}"
+            )
 
 
 def _post(make: Callable[[Chat], bytes]) -> Hostile:
     async def send(client: httpx.AsyncClient, chat: Chat) -> httpx.Response:
-        return await client.post("/v1/rewards", content=make(chat), headers={"content-type": "application/json"})
+        return await client.post(
+            "/v1/rewards", content=make(chat), headers={"content-type": "application/json"}
+        )
 
     return send
 
@@ -123,25 +133,38 @@ HOSTILE: dict[str, tuple[tuple[int, ...], Hostile]] = {
     "no answer": ((422,), _post(lambda chat: _body(chat[:1]))),
     "no conversations": ((422,), _post(lambda chat: b"{}")),
     "unknown model": ((404,), _post(lambda chat: _body(chat, model="another"))),
-    "too long": ((422,), _post(lambda chat: _body([chat[0], {"role": "assistant", "content": "word " * 20_000}]))),
-    "too large": ((413,), _post(lambda chat: _body([{"role": "user", "content": "x" * 4 * MAX_BODY}]))),
+    "too long": (
+        (422,),
+        _post(lambda chat: _body([chat[0], {"role": "assistant", "content": "word " * 20_000}])),
+    ),
+    "too large": (
+        (413,),
+        _post(lambda chat: _body([{"role": "user", "content": "x" * 4 * MAX_BODY}])),
+    ),
     "slow": ((200, 429), _byte_by_byte),
     "left": ((200, 429), _leave),
     "wrong method": ((405,), _wrong_method),
 }
 
 
-async def _soak(port: int, pid: int, chats: list[Chat], scores: list[float], minutes: float, clients: int) -> Tally:
+async def _soak(
+    port: int, pid: int, chats: list[Chat], scores: list[float], minutes: float, clients: int
+) -> Tally:
     tally = Tally()
     end = time.monotonic() + 60 * minutes
     process = psutil.Process(pid)
     memory: list[tuple[float, float]] = []
     url = f"http://127.0.0.1:{port}"
     async with contextlib.AsyncExitStack() as stack:
-        opened = [await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=120)) for _ in range(clients)]
+        opened = [
+            await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=120))
+            for _ in range(clients)
+        ]
         tasks = [
             asyncio.create_task(
-                _hostile(client, chats, end, tally) if n % 2 else _valid(client, chats, scores, end, tally)
+                _hostile(client, chats, end, tally)
+                if n % 2
+                else _valid(client, chats, scores, end, tally)
             )
             for n, client in enumerate(opened)
         ]
@@ -158,17 +181,23 @@ async def _soak(port: int, pid: int, chats: list[Chat], scores: list[float], min
                 tally.problems.append(f"a client broke: {result!r}")
     half = [size for at, size in memory if at > end - 30 * minutes]
     if half and max(half) > 1.05 * half[0]:
-        tally.problems.append(f"the memory rose from {half[0]:.0f} to {max(half):.0f} MiB in the second half")
+        tally.problems.append(
+            f"the memory rose from {half[0]:.0f} to {max(half):.0f} MiB in the second half"
+        )
     return tally
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--clients", type=int, default=24)
     arguments = parser.parse_args()
     _, prompts = load_prompts()
-    tokenizer = train_tokenizer((text for prompt, texts in prompts for text in (prompt, *texts)), vocab_size=VOCAB_SIZE)
+    tokenizer = train_tokenizer(
+        (text for prompt, texts in prompts for text in (prompt, *texts)), vocab_size=VOCAB_SIZE
+    )
     chats = [
         [{"role": "user", "content": prompt}, {"role": "assistant", "content": text[:800]}]
         for prompt, texts in prompts[:40]
@@ -183,7 +212,9 @@ def main() -> int:
         scores = [score.score or 0.0 for score in Scorer.load(folder).score(chats)]
         options = [f"max_body_bytes={MAX_BODY}", "max_queued=2000", "prefix_cache_bytes=50000000"]
         with started_server(folder, *options) as (port, pid):
-            tally = asyncio.run(_soak(port, pid, chats, scores, arguments.minutes, arguments.clients))
+            tally = asyncio.run(
+                _soak(port, pid, chats, scores, arguments.minutes, arguments.clients)
+            )
     for name, count in sorted(tally.statuses.items()):
         print(f"{count:8d}  {name}")
     for problem, count in Counter(tally.problems).most_common(20):

@@ -51,7 +51,11 @@ Variant = tuple[Step, Callable[[Batch], int]]
 """A step on a batch, which gives the loss; and the bytes of the activations that it keeps."""
 
 LEARNING_RATE = 1e-5
-TRL, TRL_DEFAULT, PACKED = "TRL, float32", "TRL, default (bf16, checkpointing)", "treeward, packed rows"
+TRL, TRL_DEFAULT, PACKED = (
+    "TRL, float32",
+    "TRL, default (bf16, checkpointing)",
+    "treeward, packed rows",
+)
 TREE, TREE_BF16 = "treeward, tree", "treeward, tree, bf16"
 PEERS = {"TRL float32": TRL, "TRL default": TRL_DEFAULT, "packed": PACKED}
 
@@ -62,7 +66,10 @@ def main() -> None:
     data, tokenizer, pairs = load_pairs(arguments.longest, size)
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(len(pairs), generator=generator).tolist()
-    batches = [[pairs[i] for i in order[n : n + arguments.pairs]] for n in range(0, len(order), arguments.pairs)]
+    batches = [
+        [pairs[i] for i in order[n : n + arguments.pairs]]
+        for n in range(0, len(order), arguments.pairs)
+    ]
     makers = {
         TRL: partial(_trl, size, tokenizer, pairs, device, default=False),
         TRL_DEFAULT: partial(_trl, size, tokenizer, pairs, device, default=True),
@@ -72,24 +79,40 @@ def main() -> None:
         "treeward, tree, medium": partial(_ours, size, tokenizer, "tree", device, matmul="medium"),
         TREE_BF16: partial(_ours, size, tokenizer, "tree", device, dtype=torch.bfloat16),
     }
-    chosen = [TRL, TREE] if arguments.float32 else [TRL_DEFAULT, TREE_BF16] if arguments.default else list(makers)
+    chosen = (
+        [TRL, TREE]
+        if arguments.float32
+        else [TRL_DEFAULT, TREE_BF16]
+        if arguments.default
+        else list(makers)
+    )
     names = {name: makers[name]() for name in chosen}
-    first = {name: float(step(batches[0])) for name, (step, _) in names.items()}  # same weights: the same loss
+    first = {
+        name: float(step(batches[0])) for name, (step, _) in names.items()
+    }  # same weights: the same loss
 
     def take(step: Step, number: int) -> torch.Tensor:
         return step(batches[number % len(batches)])
 
     seconds = interleave(
-        {name: partial(take, step) for name, (step, _) in names.items()}, arguments.rounds, device=device
+        {name: partial(take, step) for name, (step, _) in names.items()},
+        arguments.rounds,
+        device=device,
     )
     base = seconds[chosen[0]]
-    real, computed, padded = _tokens([batches[n % len(batches)] for n in range(1, arguments.rounds + 1)])
+    real, computed, padded = _tokens(
+        [batches[n % len(batches)] for n in range(1, arguments.rounds + 1)]
+    )
     rows = [
         {
             "variant": name,
             "ms": 1000 * sorted(seconds[name])[len(base) // 2],
             "rate": real / sum(seconds[name]),
-            **{key: median_ratio(seconds[other], seconds[name]) for key, other in PEERS.items() if other in seconds},
+            **{
+                key: median_ratio(seconds[other], seconds[name])
+                for key, other in PEERS.items()
+                if other in seconds
+            },
             "memory": kept(batches[0]) / 1e6,
             "loss": first[name],
         }
@@ -99,7 +122,11 @@ def main() -> None:
         Column("variant"),
         Column("ms", title="ms a step", format=".0f"),
         Column("rate", title="tokens/s", format=",.0f"),
-        *(Column(key, title=f"x {key}", format=".2f") for key, other in PEERS.items() if other in seconds),
+        *(
+            Column(key, title=f"x {key}", format=".2f")
+            for key, other in PEERS.items()
+            if other in seconds
+        ),
         Column("memory", title="activations MB", format=".0f"),
         Column("loss", title="first loss", format=".6f"),
     ]
@@ -126,13 +153,17 @@ def _ours(
     return our_variant(model, lambda batch: model(_pack(batch, layout, model)), matmul=matmul)
 
 
-def our_variant(model: nn.Module, score: Callable[[Batch], torch.Tensor], *, matmul: str = "highest") -> Variant:
+def our_variant(
+    model: nn.Module, score: Callable[[Batch], torch.Tensor], *, matmul: str = "highest"
+) -> Variant:
     """`score`: the scores of all sequences of a batch, (2 * pairs,), chosen and rejected in turns."""
     optimizer = build_optimizer(model, OptimizerConfig(kwargs={"lr": LEARNING_RATE}))
 
     def loss_of(batch: Batch) -> torch.Tensor:
         scores = score(batch)
-        return bradley_terry(scores, ranked_pairs([(0, 1)] * len(batch)).to(scores.device)) / len(batch)
+        return bradley_terry(scores, ranked_pairs([(0, 1)] * len(batch)).to(scores.device)) / len(
+            batch
+        )
 
     def step(batch: Batch) -> torch.Tensor:
         torch.set_float32_matmul_precision(matmul)
@@ -154,7 +185,9 @@ def our_variant(model: nn.Module, score: Callable[[Batch], torch.Tensor], *, mat
 
 def _pack(batch: Batch, layout: str, model: RewardModel) -> TreeBatch | RowBatch:
     if layout == "rows":
-        return RowBatch.from_groups(batch, pad_token_id=model.hf.config.pad_token_id).to(model.device)
+        return RowBatch.from_groups(batch, pad_token_id=model.hf.config.pad_token_id).to(
+            model.device
+        )
     if layout == "packed":
         alone = [[sequence] for pair in batch for sequence in pair]
         return TreeBatch.from_groups(alone, min_shared=1 << 30).to(model.device)
@@ -162,7 +195,12 @@ def _pack(batch: Batch, layout: str, model: RewardModel) -> TreeBatch | RowBatch
 
 
 def _trl(
-    size: str, tokenizer: PreTrainedTokenizerBase, pairs: list[Pair], device: torch.device, *, default: bool
+    size: str,
+    tokenizer: PreTrainedTokenizerBase,
+    pairs: list[Pair],
+    device: torch.device,
+    *,
+    default: bool,
 ) -> Variant:
     options: dict[str, Any] = {} if default else {"bf16": False, "gradient_checkpointing": False}
     return trl_variant(build(size, tokenizer, device).hf, tokenizer, pairs, **options)
@@ -189,7 +227,9 @@ def trl_variant(
         learning_rate=LEARNING_RATE,
         **options,
     )
-    rows = Dataset.from_list([{"chosen_ids": chosen, "rejected_ids": rejected} for chosen, rejected in pairs[:64]])
+    rows = Dataset.from_list(
+        [{"chosen_ids": chosen, "rejected_ids": rejected} for chosen, rejected in pairs[:64]]
+    )
     trainer = kind(model=hf, args=config, train_dataset=rows, processing_class=tokenizer)
     # What `trainer.train()` does before its first step:
     trainer.current_gradient_accumulation_steps = 1
@@ -200,7 +240,9 @@ def trl_variant(
     hf.train()
 
     def collate(batch: Batch) -> Any:
-        return trainer.data_collator([{"chosen_ids": chosen, "rejected_ids": rejected} for chosen, rejected in batch])
+        return trainer.data_collator(
+            [{"chosen_ids": chosen, "rejected_ids": rejected} for chosen, rejected in batch]
+        )
 
     def step(batch: Batch) -> torch.Tensor:
         loss: torch.Tensor = trainer.training_step(model, collate(batch))
@@ -220,13 +262,23 @@ def trl_variant(
 def _tokens(batches: list[Batch]) -> tuple[int, int, int]:
     trees = [TreeBatch.from_groups(batch) for batch in batches]
     padded = [2 * len(batch) * max(len(s) for pair in batch for s in pair) for batch in batches]
-    return sum(t.num_row_tokens for t in trees), sum(t.num_computed_tokens for t in trees), sum(padded)
+    return (
+        sum(t.num_row_tokens for t in trees),
+        sum(t.num_computed_tokens for t in trees),
+        sum(padded),
+    )
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_model(parser, few="only trees against TRL in float32, for models of which few fit into memory")
-    parser.add_argument("--default", action="store_true", help="only trees in bfloat16 against TRL's default")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_model(
+        parser, few="only trees against TRL in float32, for models of which few fit into memory"
+    )
+    parser.add_argument(
+        "--default", action="store_true", help="only trees in bfloat16 against TRL's default"
+    )
     parser.add_argument("--longest", type=int, default=1024, help="tokens of a conversation")
     parser.add_argument("--pairs", type=int, default=8, help="comparisons a step")
     parser.add_argument("--rounds", type=int, default=12)

@@ -68,29 +68,47 @@ def main() -> None:
 
 def _rewards(arguments: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
     data, tokenizer, pairs = load_pairs(512)
-    batches = [pairs[n : n + arguments.pairs] for n in range(0, len(pairs) - arguments.pairs, arguments.pairs)]
+    batches = [
+        pairs[n : n + arguments.pairs]
+        for n in range(0, len(pairs) - arguments.pairs, arguments.pairs)
+    ]
     rows = []
     for precision, options in PRECISIONS.items():
         steps = {
-            name: trl_variant(build(arguments.size, tokenizer, device).hf, tokenizer, pairs, kind=kinds[0], **options)[
-                0
-            ]
+            name: trl_variant(
+                build(arguments.size, tokenizer, device).hf,
+                tokenizer,
+                pairs,
+                kind=kinds[0],
+                **options,
+            )[0]
             for name, kinds in KINDS.items()
         }
         first = {name: float(step(batches[0])) for name, step in steps.items()}
-        calls = {name: partial(lambda step, n: step(batches[n % len(batches)]), step) for name, step in steps.items()}
+        calls = {
+            name: partial(lambda step, n: step(batches[n % len(batches)]), step)
+            for name, step in steps.items()
+        }
         what = f"RewardTrainer, {arguments.pairs} pairs of {data}"
-        rows.append(_row(what, precision, first, interleave(calls, arguments.rounds, device=device)))
+        rows.append(
+            _row(what, precision, first, interleave(calls, arguments.rounds, device=device))
+        )
         if arguments.profile:
-            print_profile(f"{what}, on trees, {precision}", partial(steps["on trees"], batches[0]), device)
+            print_profile(
+                f"{what}, on trees, {precision}", partial(steps["on trees"], batches[0]), device
+            )
     return rows
 
 
-def _policies(arguments: argparse.Namespace, prompt: int, device: torch.device) -> list[dict[str, Any]]:
+def _policies(
+    arguments: argparse.Namespace, prompt: int, device: torch.device
+) -> list[dict[str, Any]]:
     _, prompts = load_prompts()
     texts = (text for question, completions in prompts for text in (question, *completions))
     tokenizer = train_tokenizer(texts, vocab_size=arguments.vocabulary)
-    work = make_work(prompts, tokenizer, Setting(arguments.completions, prompt, 128), arguments.prompts)
+    work = make_work(
+        prompts, tokenizer, Setting(arguments.completions, prompt, 128), arguments.prompts
+    )
     reference = build_causal(arguments.size, tokenizer, device)
     policy = moved(reference)
     rows = []
@@ -98,19 +116,28 @@ def _policies(arguments: argparse.Namespace, prompt: int, device: torch.device) 
         with tempfile.TemporaryDirectory() as folder:
             reference.save_pretrained(folder)
             updates = {
-                name: trl_update(policy, Path(folder), tokenizer, work, default=not options, kind=kinds[1])
+                name: trl_update(
+                    policy, Path(folder), tokenizer, work, default=not options, kind=kinds[1]
+                )
                 for name, kinds in KINDS.items()
             }
         first = {name: update.gradients()[0] for name, update in updates.items()}
-        calls = {name: partial(lambda update, _: update.update(), update) for name, update in updates.items()}
+        calls = {
+            name: partial(lambda update, _: update.update(), update)
+            for name, update in updates.items()
+        }
         what = f"GRPOTrainer, {arguments.prompts} prompts of {prompt}, {arguments.completions} completions each"
-        rows.append(_row(what, precision, first, interleave(calls, arguments.rounds, device=device)))
+        rows.append(
+            _row(what, precision, first, interleave(calls, arguments.rounds, device=device))
+        )
         if arguments.profile:
             print_profile(f"{what}, on trees, {precision}", updates["on trees"].update, device)
     return rows
 
 
-def _row(what: str, precision: str, first: dict[str, float], seconds: dict[str, list[float]]) -> dict[str, Any]:
+def _row(
+    what: str, precision: str, first: dict[str, float], seconds: dict[str, list[float]]
+) -> dict[str, Any]:
     """Raises `RuntimeError` where the first losses differ: 1e-4 in float32, 0.05 in bfloat16."""
     difference = abs(first["TRL"] - first["on trees"])
     if not difference <= (1e-4 if PRECISIONS[precision] else 0.05):
@@ -127,9 +154,13 @@ def _row(what: str, precision: str, first: dict[str, float], seconds: dict[str, 
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", default="xs", choices=tuple(SIZES))
-    parser.add_argument("--vocabulary", type=int, default=VOCAB_SIZE, help="of the policy's tokenizer")
+    parser.add_argument(
+        "--vocabulary", type=int, default=VOCAB_SIZE, help="of the policy's tokenizer"
+    )
     parser.add_argument("--pairs", type=int, default=8, help="comparisons a step")
     parser.add_argument("--completions", type=int, default=8, help="to each prompt")
     parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[128, 512])

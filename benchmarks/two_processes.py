@@ -35,33 +35,65 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(arguments.rounds):
             for number in rates if turn % 2 == 0 else reversed(rates):
-                lines = run(Path(folder), f"{number}_{turn}", number, arguments.steps, arguments.hidden_size)
-                rates[number].append(statistics.median(tokens_per_second(line) for line in lines[_SKIPPED:]))
+                lines = run(
+                    Path(folder), f"{number}_{turn}", number, arguments.steps, arguments.hidden_size
+                )
+                rates[number].append(
+                    statistics.median(tokens_per_second(line) for line in lines[_SKIPPED:])
+                )
                 losses[number] = [line["train/rm/loss"] for line in lines]
-    rows = [{"processes": number, "tokens": statistics.median(found)} for number, found in rates.items()]
-    print(results_table(rows, [Column("processes"), Column("tokens", title="tokens a second", format=",.0f")]))
+    rows = [
+        {"processes": number, "tokens": statistics.median(found)} for number, found in rates.items()
+    ]
+    print(
+        results_table(
+            rows, [Column("processes"), Column("tokens", title="tokens a second", format=",.0f")]
+        )
+    )
     ratios = [two / one for one, two in zip(rates[1], rates[2], strict=True)]
     off = max(abs(one - two) for one, two in zip(losses[1], losses[2], strict=True))
-    print(f"two processes against one: {statistics.median(ratios):.2f}x ({min(ratios):.2f} to {max(ratios):.2f})")
+    print(
+        f"two processes against one: {statistics.median(ratios):.2f}x ({min(ratios):.2f} to {max(ratios):.2f})"
+    )
     print(f"largest difference of a step's loss: {off:.1e}")
 
 
-def run(folder: Path, name: str, num_processes: int, steps: int, hidden_size: int) -> list[dict[str, float]]:
+def run(
+    folder: Path, name: str, num_processes: int, steps: int, hidden_size: int
+) -> list[dict[str, float]]:
     """The metrics of each step of a run."""
     own = folder / name
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_processes)]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(num_processes),
+    ]
     settings = [
-        *(f"rm.max_num_steps={steps}", "rm.val_period=null", "rm.val_at_end=false", "rm.max_num_epochs=4"),
-        *(f"policy.model_config.hidden_size={hidden_size}", "policy.model_config.num_hidden_layers=6"),
+        *(
+            f"rm.max_num_steps={steps}",
+            "rm.val_period=null",
+            "rm.val_at_end=false",
+            "rm.max_num_epochs=4",
+        ),
+        *(
+            f"policy.model_config.hidden_size={hidden_size}",
+            "policy.model_config.num_hidden_layers=6",
+        ),
         *("policy.optimizer.kwargs.lr=1e-5", "checkpointing.enabled=false"),
         "checkpointing.metric_name=null",
         *(f"data.cache_dir={folder}/cache", f"logger.log_dir={own}/logs"),
     ]
     command = [*torchrun, "-m", "treeward", "train", "--config", str(_QUICKSTART), *settings]
-    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+    )
     if done.returncode:
         sys.exit(done.stderr)
-    return [line for line in read_metrics(own / "logs" / "metrics.jsonl") if "train/rm/loss" in line]
+    return [
+        line for line in read_metrics(own / "logs" / "metrics.jsonl") if "train/rm/loss" in line
+    ]
 
 
 def tokens_per_second(line: dict[str, float]) -> float:

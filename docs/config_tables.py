@@ -25,12 +25,25 @@ from treeward.config.server import ServedModelConfig, ServerConfig
 def config_reference(page: str) -> str:
     """The page with its tables, between `<!-- begin NAME -->` and `<!-- end NAME -->`, generated anew."""
     train, grpo = list(_tables(RewardModelRunConfig, "")), list(_tables(GRPORunConfig, ""))
-    kinds = [table for name, kind in ENVIRONMENTS.items() for table in _tables(kind.section, f"env.{name}")]
-    parts = {"train": train, "grpo": [table for table in grpo if table not in train], "environments": kinds}
-    parts["server"] = [("", ServerConfig), ("models[]", ServedModelConfig)]  # their sections are those of environments
+    kinds = [
+        table
+        for name, kind in ENVIRONMENTS.items()
+        for table in _tables(kind.section, f"env.{name}")
+    ]
+    parts = {
+        "train": train,
+        "grpo": [table for table in grpo if table not in train],
+        "environments": kinds,
+    }
+    parts["server"] = [
+        ("", ServerConfig),
+        ("models[]", ServedModelConfig),
+    ]  # their sections are those of environments
     for part, tables in parts.items():
         known = {path for path, _ in train} if part == "grpo" else set()
-        text = "".join(_section(path, " of GRPO" if path in known else "", section) for path, section in tables)
+        text = "".join(
+            _section(path, " of GRPO" if path in known else "", section) for path, section in tables
+        )
         begin, end = f"<!-- begin {part} -->", f"<!-- end {part} -->"
         head, rest = page.split(begin, 1)
         page = f"{head}{begin}\n\n{text}{end}{rest.split(end, 1)[1]}"
@@ -42,7 +55,9 @@ def _tables(section: type[Strict], path: str) -> Iterator[tuple[str, type[Strict
     yield path, section
     for name, field in section.model_fields.items():
         suffix = "[]" if get_origin(field.annotation) is tuple else ""
-        for child in sections(field.annotation) if (path, name) != ("data", "validation") else ():  # the same as train
+        for child in (
+            sections(field.annotation) if (path, name) != ("data", "validation") else ()
+        ):  # the same as train
             yield from _tables(child, f"{path}.{field.alias or name}".lstrip(".") + suffix)
 
 
@@ -54,7 +69,12 @@ def _section(path: str, of: str, section: type[Strict]) -> str:
         names = [field.alias or name]
         for spelling in spellings(section):
             names += [theirs for theirs, ours in spelling.renamed.items() if ours == name]
-        cells = (" or ".join(f"`{one}`" for one in names), _type_name(field.annotation), _default(field), doc)
+        cells = (
+            " or ".join(f"`{one}`" for one in names),
+            _type_name(field.annotation),
+            _default(field),
+            doc,
+        )
         lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
     return "\n".join([*lines, *_other_keys(section), "", ""])
 
@@ -110,7 +130,11 @@ def _default(field: FieldInfo) -> str:
     if isinstance(value, Strict):
         return "below"
     value = list(value) if isinstance(value, tuple) else value
-    text = yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("\n").removesuffix("\n...")
+    text = (
+        yaml.safe_dump(value, default_flow_style=True, width=1000)
+        .removesuffix("\n")
+        .removesuffix("\n...")
+    )
     return f"`{text}`"
 
 

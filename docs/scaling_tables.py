@@ -28,8 +28,19 @@ _LORA = "policy.dtensor_cfg.lora_cfg.enabled=true"
 _8_BIT = "policy.optimizer.name=torchao.optim.AdamW8bit"
 _NODE, _8_NODES = ("cluster.gpus_per_node=8",), ("cluster.gpus_per_node=8", "cluster.num_nodes=8")
 LAYOUTS = {
-    "llama_8b": [(), (_CHECKPOINTING, _8_BIT), _NODE, (*_8_NODES, "policy.dtensor_cfg.dp_replicate_size=8")],
-    "llama_70b": [(), _NODE, (*_NODE, _LORA), _8_NODES, (*_8_NODES, "policy.dtensor_cfg.tensor_parallel_size=8")],
+    "llama_8b": [
+        (),
+        (_CHECKPOINTING, _8_BIT),
+        _NODE,
+        (*_8_NODES, "policy.dtensor_cfg.dp_replicate_size=8"),
+    ],
+    "llama_70b": [
+        (),
+        _NODE,
+        (*_NODE, _LORA),
+        _8_NODES,
+        (*_8_NODES, "policy.dtensor_cfg.tensor_parallel_size=8"),
+    ],
 }
 """By configuration, the overrides of each row."""
 
@@ -42,7 +53,9 @@ def planned(page: str) -> str:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / f"{name}.yaml"
             file.write_text(block[1], encoding="utf-8")
-            rows = [_row(plan(load_run(file, overrides), "h100"), overrides) for overrides in layouts]
+            rows = [
+                _row(plan(load_run(file, overrides), "h100"), overrides) for overrides in layouts
+            ]
         begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
         head, rest = page.split(begin, 1)
         page = f"{head}{begin}\n{markdown_table(rows, _COLUMNS)}\n{end}{rest.split(end, 1)[1]}"

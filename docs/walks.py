@@ -108,9 +108,15 @@ def _row(walk: Walk, folder: Path) -> list[str]:
     file = folder / "rm.yaml"
     file.write_text(_TRAIN.format(model=_MODEL, folder=folder), "utf-8")
     config = load_config(file)
-    assert train(config, show_progress=False).model_folder is not None  # the model of the other walks
+    assert (
+        train(config, show_progress=False).model_folder is not None
+    )  # the model of the other walks
     setup = training_setup.set_up(config)
-    run, preparer, [encoded] = RewardModelRun(setup), BatchPreparer(setup), setup.training_sets.values()
+    run, preparer, [encoded] = (
+        RewardModelRun(setup),
+        BatchPreparer(setup),
+        setup.training_sets.values(),
+    )
     dataset = open_dataset(config.data.train[0])
     with walk.traced():
         row = next(iter(dataset))
@@ -125,9 +131,14 @@ def _request(walk: Walk, folder: Path) -> list[str]:
 
     model = {"model": str(folder / "rm" / "final"), "device": "cpu"}
     service = Service.load(load_section(ServerConfig, {"models": [model]}, where="server"))
-    chat = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "It is 4."}]
+    chat = [
+        {"role": "user", "content": "What is 2 + 2?"},
+        {"role": "assistant", "content": "It is 4."},
+    ]
     with TestClient(create_app(service), base_url="http://localhost") as client:
-        assert client.get("/health").is_success  # the stack of the application is built at the first request
+        assert client.get(
+            "/health"
+        ).is_success  # the stack of the application is built at the first request
         with walk.traced():
             assert client.post("/classify", json={"messages": chat}).is_success
     service.close()

@@ -46,7 +46,9 @@ from treeward.data.conversation import Message
 
 Row = dict[str, Any]
 _SEED = 17
-_LONGER_IS_BETTER = 0.82  # comparisons whose better completion is padded to be the longer, if its format allows
+_LONGER_IS_BETTER = (
+    0.82  # comparisons whose better completion is padded to be the longer, if its format allows
+)
 _HELD_OUT_SHARE = 0.15
 _TIED_ROWS = 0.05
 _DECOYS = 0.88  # wrong answers that are never right
@@ -126,8 +128,15 @@ def _split(
 
 def length_gaps(row: Row) -> list[int]:
     """Characters of the better completion less those of the worse, for every pair of different rank."""
-    marks = [(completion["rank"], len(completion["completion"][0]["content"])) for completion in row["completions"]]
-    return [b[1] - a[1] if b[0] < a[0] else a[1] - b[1] for a, b in itertools.combinations(marks, 2) if a[0] != b[0]]
+    marks = [
+        (completion["rank"], len(completion["completion"][0]["content"]))
+        for completion in row["completions"]
+    ]
+    return [
+        b[1] - a[1] if b[0] < a[0] else a[1] - b[1]
+        for a, b in itertools.combinations(marks, 2)
+        if a[0] != b[0]
+    ]
 
 
 def _plain_row(rng: random.Random, ask: _Ask, *, longer_is_better: bool) -> Row | None:
@@ -136,7 +145,9 @@ def _plain_row(rng: random.Random, ask: _Ask, *, longer_is_better: bool) -> Row 
     weights = _FILLERS_TO_THE_BETTER if longer_is_better else _FILLERS_TO_THE_WORSE
     tied = rng.random() < _TIED_ROWS
     for _ in range(8):
-        fillers = sorted(rng.choices(range(5), weights, k=num_completions), reverse=not longer_is_better)
+        fillers = sorted(
+            rng.choices(range(5), weights, k=num_completions), reverse=not longer_is_better
+        )
         row = _row(rng, ask, context, fillers, tied=tied) or row
         if row is not None and all((gap > 0) == longer_is_better for gap in length_gaps(row)):
             break
@@ -149,15 +160,21 @@ def _controlled_row(rng: random.Random, ask: _Ask, *, longer_is_better: bool) ->
     context = _context(rng, ask)
     num_completions = rng.choices((2, 3), (75, 25))[0]
     for _ in range(50):
-        fillers = sorted([0, rng.choice((2, 3, 4)), 6][:num_completions], reverse=not longer_is_better)
+        fillers = sorted(
+            [0, rng.choice((2, 3, 4)), 6][:num_completions], reverse=not longer_is_better
+        )
         row = _row(rng, ask, context, fillers, tied=False)
         gaps = length_gaps(row) if row else []
-        if gaps and all(gap >= _WIDE_GAP if longer_is_better else gap <= -_WIDE_GAP for gap in gaps):
+        if gaps and all(
+            gap >= _WIDE_GAP if longer_is_better else gap <= -_WIDE_GAP for gap in gaps
+        ):
             return row
     return None
 
 
-def _row(rng: random.Random, ask: _Ask, context: list[Message], fillers: Sequence[int], *, tied: bool) -> Row | None:
+def _row(
+    rng: random.Random, ask: _Ask, context: list[Message], fillers: Sequence[int], *, tied: bool
+) -> Row | None:
     """A row whose completions have `fillers` filler sentences each, worst first; None if they came out amiss."""
     plans = _plans(rng, ask, len(fillers), tied)
     question = Question(ask.fact, ask.format)
@@ -167,7 +184,10 @@ def _row(rng: random.Random, ask: _Ask, context: list[Message], fillers: Sequenc
     wordings = [rng.getrandbits(32) for _ in plans]
     if rng.random() < _SAME_WORDING:
         wordings = wordings[:1] * len(plans)
-    texts = [_completion(random.Random(wording), ask, plan) for wording, plan in zip(wordings, plans, strict=True)]
+    texts = [
+        _completion(random.Random(wording), ask, plan)
+        for wording, plan in zip(wordings, plans, strict=True)
+    ]
     scores = [grade(question, text) for text in texts]
     if len(set(texts)) < len(texts) or (len(set(scores)) == 1) != tied:
         return None
@@ -175,7 +195,11 @@ def _row(rng: random.Random, ask: _Ask, context: list[Message], fillers: Sequenc
     return {
         "context": context,
         "completions": [
-            {"rank": better.index(score), "completion": [_message("assistant", text)], "score": score}
+            {
+                "rank": better.index(score),
+                "completion": [_message("assistant", text)],
+                "score": score,
+            }
             for text, score in zip(texts, scores, strict=True)
         ],
     }
@@ -188,11 +212,15 @@ def _plans(rng: random.Random, ask: _Ask, num_completions: int, tied: bool) -> l
     plans = [base]
     while len(plans) < num_completions:
         plan = rng.choice(plans)
-        for aspect in rng.sample(("correct", "correct", "style", "tone"), rng.choices((1, 2), (88, 12))[0]):
+        for aspect in rng.sample(
+            ("correct", "correct", "style", "tone"), rng.choices((1, 2), (88, 12))[0]
+        ):
             if aspect == "style" and ask.format is not None:
                 plan = replace(plan, style=_style(rng, ask, kept=plan.style != ask.format))
             elif aspect == "tone":
-                plan = replace(plan, tone=rng.choice(("plain", "rude")) if plan.tone == "polite" else "polite")
+                plan = replace(
+                    plan, tone=rng.choice(("plain", "rude")) if plan.tone == "polite" else "polite"
+                )
             else:
                 plan = replace(plan, correct=not plan.correct)
         plans.append(plan)
@@ -202,7 +230,9 @@ def _plans(rng: random.Random, ask: _Ask, num_completions: int, tied: bool) -> l
 
 def _promise(ask: _Ask, plan: _Plan) -> float:
     kept = ask.format in (None, plan.style)
-    courteous = plan.tone == "polite" or (plan.tone == "plain" and kept and ask.format == "one_word")
+    courteous = plan.tone == "polite" or (
+        plan.tone == "plain" and kept and ask.format == "one_word"
+    )
     return 0.6 * plan.correct + 0.25 * kept + 0.15 * courteous
 
 
@@ -223,7 +253,11 @@ def _context(rng: random.Random, ask: _Ask) -> list[Message]:
     request = f" {rng.choice(FORMATS[ask.format])}" if ask.format else ""
     lead_in = f"{rng.choice(LEAD_INS)} " if rng.random() < 0.4 else ""
     earlier_turn = ask.phrasing == kind.follow_up
-    place = rng.choices(("turn", "system", "earlier"), (65, 20, 15 if earlier_turn else 0))[0] if request else "turn"
+    place = (
+        rng.choices(("turn", "system", "earlier"), (65, 20, 15 if earlier_turn else 0))[0]
+        if request
+        else "turn"
+    )
     if place == "system":
         messages.append(_message("system", f"You are a helpful assistant.{request}"))
     elif rng.random() < 0.08:
@@ -236,7 +270,9 @@ def _context(rng: random.Random, ask: _Ask) -> list[Message]:
         style = ask.format if place != "turn" else None
         messages.append(_message("user", opening + standing))
         earlier = _completion(
-            rng, _Ask(other, ask.phrasing, style), _Plan(True, style, rng.choice(("polite", "plain")))
+            rng,
+            _Ask(other, ask.phrasing, style),
+            _Plan(True, style, rng.choice(("polite", "plain"))),
         )
         messages.append(_message("assistant", earlier))
         lead_in = ""
@@ -261,7 +297,11 @@ def _completion(rng: random.Random, ask: _Ask, plan: _Plan) -> str:
     fillers = rng.sample(FILLERS, plan.num_fillers)
     if plan.style == "dashes":
         listed = "\n".join(f"- {word}" for word in words)
-        return "\n".join(part for part in (opener, listed, " ".join([*fillers, *closer.split(" ")]).strip()) if part)
+        return "\n".join(
+            part
+            for part in (opener, listed, " ".join([*fillers, *closer.split(" ")]).strip())
+            if part
+        )
     named = words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
     named = f"[{named}]" if plan.style == "brackets" else named
     statement = _capitalised(statement.format(x=ask.fact.subject, a=named))
@@ -288,7 +328,9 @@ def _words(rng: random.Random, fact: Fact, *, correct: bool) -> list[str]:
 
 
 def _dressing(rng: random.Random, plan: _Plan) -> tuple[str, str]:
-    openers, closers = (POLITE_OPENERS, POLITE_CLOSERS) if plan.tone == "polite" else (RUDE_OPENERS, RUDE_CLOSERS)
+    openers, closers = (
+        (POLITE_OPENERS, POLITE_CLOSERS) if plan.tone == "polite" else (RUDE_OPENERS, RUDE_CLOSERS)
+    )
     opener, closer, first = rng.choice(openers), rng.choice(closers), rng.random() < 0.5
     if plan.tone == "plain":
         return "", ""

@@ -63,7 +63,9 @@ class Kind:
 
 
 _WORLD = json.loads(Path(__file__).with_name("world.json").read_text("utf-8"))
-FORMATS: dict[str, tuple[str, ...]] = {name: tuple(requests) for name, requests in _WORLD["formats"].items()}
+FORMATS: dict[str, tuple[str, ...]] = {
+    name: tuple(requests) for name, requests in _WORLD["formats"].items()
+}
 """Checkable requests about the shape of a completion: name -> the ways to make it."""
 KINDS = tuple(
     Kind(
@@ -73,7 +75,10 @@ KINDS = tuple(
         statements=tuple(kind["statements"]),
         formats=tuple(kind["formats"]),
         decoys=tuple(kind["decoys"]),
-        facts=tuple(Fact(name, x, tuple(answers), kind["num_answers"]) for x, answers in kind["facts"].items()),
+        facts=tuple(
+            Fact(name, x, tuple(answers), kind["num_answers"])
+            for x, answers in kind["facts"].items()
+        ),
     )
     for name, kind in _WORLD["kinds"].items()
 )
@@ -93,10 +98,21 @@ def words_of(text: str) -> list[str]:
 @cache
 def known_words() -> frozenset[str]:
     """Every word that the world uses, in lower case."""
-    texts = [*LEAD_INS, *POLITE_OPENERS, *POLITE_CLOSERS, *RUDE_OPENERS, *RUDE_CLOSERS, *FILLERS, *_NUMBERS]
+    texts = [
+        *LEAD_INS,
+        *POLITE_OPENERS,
+        *POLITE_CLOSERS,
+        *RUDE_OPENERS,
+        *RUDE_CLOSERS,
+        *FILLERS,
+        *_NUMBERS,
+    ]
     texts += [request for requests in FORMATS.values() for request in requests]
     for kind in KINDS:
-        texts += [template.replace("{x}", " ").replace("{a}", " ") for template in kind.phrasings + kind.statements]
+        texts += [
+            template.replace("{x}", " ").replace("{a}", " ")
+            for template in kind.phrasings + kind.statements
+        ]
         texts += [f"{fact.subject} {' '.join(fact.answers)}" for fact in kind.facts]
         texts += kind.decoys
     return frozenset(word for text in texts for word in words_of(text))
@@ -128,10 +144,19 @@ def _spaced(words: Sequence[str]) -> str:
 # Besides the phrases of the data, a few that a policy trained elsewhere is likely to use.
 _POLITE = tuple(
     _spaced(words_of(phrase))
-    for phrase in (*POLITE_OPENERS, *POLITE_CLOSERS, "thanks", "thank you", "you are welcome", "certainly", "glad")
+    for phrase in (
+        *POLITE_OPENERS,
+        *POLITE_CLOSERS,
+        "thanks",
+        "thank you",
+        "you are welcome",
+        "certainly",
+        "glad",
+    )
 )
 _RUDE = tuple(
-    _spaced(words_of(phrase)) for phrase in (*RUDE_OPENERS, *RUDE_CLOSERS, "stupid", "idiot", "fool", "dumb", "shut up")
+    _spaced(words_of(phrase))
+    for phrase in (*RUDE_OPENERS, *RUDE_CLOSERS, "stupid", "idiot", "fool", "dumb", "shut up")
 )
 
 
@@ -160,22 +185,35 @@ def grade(question: Question, completion: str) -> float:
     named = _named(question.fact, words)
     right = {word.lower() for word in question.fact.answers}
     correct = len(named) == question.fact.num_answers and named <= right
-    kept = bool(named) and (question.format is None or _FORMAT_CHECKS[question.format](completion, question.fact))
+    kept = bool(named) and (
+        question.format is None or _FORMAT_CHECKS[question.format](completion, question.fact)
+    )
     bare = question.format == "one_word" and kept
     courteous = not _says(words, _RUDE) and (bare or _says(words, _POLITE))
-    return round(_readable(words) * (_CORRECT * correct + _FORMAT * kept + _COURTESY * courteous), 6)
+    return round(
+        _readable(words) * (_CORRECT * correct + _FORMAT * kept + _COURTESY * courteous), 6
+    )
 
 
 def parse_question(context: Sequence[Message] | str) -> Question:
     """Read the question and the format in force out of a conversation that ends in a user turn: the format of that
     turn, or one that an earlier turn asked for "from now on", the latest first, or the system prompt's."""
-    turns = [("user", context)] if isinstance(context, str) else [(m.get("role"), last_text([m])) for m in context]
+    turns = (
+        [("user", context)]
+        if isinstance(context, str)
+        else [(m.get("role"), last_text([m])) for m in context]
+    )
     asking = [text for role, text in turns if role == "user"]
     if not asking or turns[-1][0] != "user":
-        raise DataError("the conversation does not end in a user turn", field="context", got=context)
+        raise DataError(
+            "the conversation does not end in a user turn", field="context", got=context
+        )
     fact = _asked(asking[-1]) or _followed_up(asking)
     if fact is None:
-        summary, need = "the last user turn asks nothing that the bundled data knows", "a prompt of the bundled data"
+        summary, need = (
+            "the last user turn asks nothing that the bundled data knows",
+            "a prompt of the bundled data",
+        )
         raise DataError(summary, field="context", got=asking[-1], need=need)
     instructions = [asking[-1]]
     instructions += [text for text in reversed(asking[:-1]) if _STANDING in text.lower()]
@@ -186,20 +224,28 @@ def parse_question(context: Sequence[Message] | str) -> Question:
 
 @lru_cache(maxsize=65536)
 def _asked(text: str) -> Fact | None:
-    matches = [(match.start(), match["x"]) for pattern in _QUESTIONS for match in pattern.finditer(text)]
+    matches = [
+        (match.start(), match["x"]) for pattern in _QUESTIONS for match in pattern.finditer(text)
+    ]
     return _FACTS[max(matches)[1].lower()] if matches else None
 
 
 def _followed_up(asking: Sequence[str]) -> Fact | None:
     subjects = _FOLLOW_UP.findall(asking[-1])
     fact = _FACTS[subjects[-1].lower()] if subjects else None
-    earlier_kinds = {earlier_fact.kind for earlier_fact in map(_asked, asking[:-1]) if earlier_fact is not None}
+    earlier_kinds = {
+        earlier_fact.kind for earlier_fact in map(_asked, asking[:-1]) if earlier_fact is not None
+    }
     return fact if fact is not None and fact.kind in earlier_kinds else None
 
 
 def _requested(text: str) -> str | None:
     lowered = text.lower()
-    matches = [(lowered.rfind(request.lower()), name) for name, requests in FORMATS.items() for request in requests]
+    matches = [
+        (lowered.rfind(request.lower()), name)
+        for name, requests in FORMATS.items()
+        for request in requests
+    ]
     position, name = max(matches)
     return name if position >= 0 else None
 
@@ -234,7 +280,9 @@ def _in_brackets(text: str, fact: Fact) -> bool:
 def _in_dashes(text: str, fact: Fact) -> bool:
     named = [(line, _named(fact, words_of(line))) for line in text.splitlines()]
     items = [(line.lstrip(), words) for line, words in named if words]
-    return len(items) >= 2 and all(line.startswith("- ") and len(words) == 1 for line, words in items)
+    return len(items) >= 2 and all(
+        line.startswith("- ") and len(words) == 1 for line, words in items
+    )
 
 
 _FORMAT_CHECKS: dict[str, Callable[[str, Fact], bool]] = {

@@ -8,7 +8,9 @@ import torch
 from treeward.model.policy_model import PolicyModel
 from treeward.tree.plan import plan_parts
 
-Group = tuple[list[int], list[list[int]]]  # the tokens of a prompt, and those of each completion to it
+Group = tuple[
+    list[int], list[list[int]]
+]  # the tokens of a prompt, and those of each completion to it
 
 SMALL_POLICY = {
     "model_type": "qwen3",
@@ -37,17 +39,25 @@ def imitate(
     AdamW with a warm-up of a twentieth and a cosine decay to a tenth.
     """
     total_steps = epochs * math.ceil(len(groups) / groups_per_step)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=learning_rate, weight_decay=0.1, betas=(0.9, 0.98))
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), lr=learning_rate, weight_decay=0.1, betas=(0.9, 0.98)
+    )
     warmup, generator = max(1, total_steps // 20), torch.Generator().manual_seed(0)
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / warmup, 0.55 + 0.45 * math.cos(math.pi * step / total_steps))
+        optimizer,
+        lambda step: min((step + 1) / warmup, 0.55 + 0.45 * math.cos(math.pi * step / total_steps)),
     )
     step = 0
     for _ in range(epochs):
         for chosen in torch.randperm(len(groups), generator=generator).split(groups_per_step):
             batch = [groups[i] for i in chosen.tolist()]
-            sequences = [[[*prompt, *completion] for completion in completions] for prompt, completions in batch]
-            num_tokens = sum(len(completion) for _, completions in batch for completion in completions)
+            sequences = [
+                [[*prompt, *completion] for completion in completions]
+                for prompt, completions in batch
+            ]
+            num_tokens = sum(
+                len(completion) for _, completions in batch for completion in completions
+            )
             total = 0.0
             for parts in plan_parts(sequences, max_tokens=4096):
                 trees = [[sequences[part.group][i] for i in part.members] for part in parts]
@@ -61,4 +71,6 @@ def imitate(
             optimizer.zero_grad(set_to_none=True)
             step += 1
             if step % log_period == 0 or step == total_steps:
-                logging.getLogger("treeward").info("sft: step %d/%d  loss %.3f", step, total_steps, total)
+                logging.getLogger("treeward").info(
+                    "sft: step %d/%d  loss %.3f", step, total_steps, total
+                )

@@ -48,10 +48,15 @@ def run() -> int:
     train = ["train", "--config", str(CONFIGS / "quickstart.yaml"), *SHORTER_TRAINING]
     code = 0 if CLASSIFIER.is_dir() else main(train)
     code = (
-        code or taught(config) or main(["grpo", "--config", str(CONFIGS / "judge_demo.yaml"), *SHORTER]) or evaluate()
+        code
+        or taught(config)
+        or main(["grpo", "--config", str(CONFIGS / "judge_demo.yaml"), *SHORTER])
+        or evaluate()
     )
     if code == 0:
-        sys.stdout.write(f"\n{results_table(list(rows()), COLUMNS)}\n\nThe reports are in {EVALUATION}.\n")
+        sys.stdout.write(
+            f"\n{results_table(list(rows()), COLUMNS)}\n\nThe reports are in {EVALUATION}.\n"
+        )
     return code
 
 
@@ -77,7 +82,9 @@ def evaluate() -> int:
     ]
     for split in SPLITS:
         data = ["--dataset-name", "Bundled", "--split", split, "--limit", str(EXAMPLES)]
-        if code := main(["eval", str(CLASSIFIER), *judges, *data, "--output", str(EVALUATION / split)]):
+        if code := main(
+            ["eval", str(CLASSIFIER), *judges, *data, "--output", str(EVALUATION / split)]
+        ):
             return code
     return 0
 
@@ -85,7 +92,9 @@ def evaluate() -> int:
 def rows() -> Iterator[dict[str, object]]:
     """What each of them has right, and what a pair costs a judge."""
     for split in SPLITS:
-        for result in json.loads((EVALUATION / split / "results.json").read_text("utf-8"))["results"]:
+        for result in json.loads((EVALUATION / split / "results.json").read_text("utf-8"))[
+            "results"
+        ]:
             headline, usage = result["headline"], result["details"].get("usage", {})
             pairs = headline["count"]
             yield {

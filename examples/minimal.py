@@ -80,9 +80,13 @@ def accuracy(comparisons: Sequence[Preference]) -> float:
     return num_right / num_pairs
 
 
-optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.1, betas=(0.9, 0.98))
+optimizer = torch.optim.AdamW(
+    model.parameters(), lr=LEARNING_RATE, weight_decay=0.1, betas=(0.9, 0.98)
+)
 warmup = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=5)
-cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, NUM_STEPS - 5, eta_min=LEARNING_RATE / 10)
+cosine = torch.optim.lr_scheduler.CosineAnnealingLR(
+    optimizer, NUM_STEPS - 5, eta_min=LEARNING_RATE / 10
+)
 scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, cosine], milestones=[5])
 order = random.Random(0).sample(range(len(training)), len(training))
 model.train()
@@ -103,5 +107,9 @@ for step in range(NUM_STEPS):
             f"{computed_tokens} tokens computed instead of {row_tokens} in plain rows"
         )
 
-print(f"accuracy on held-out comparisons:            {accuracy(read_comparisons('validation')):.1%}")
-print(f"the same where length says nothing about it: {accuracy(read_comparisons('length_controlled')):.1%}")
+print(
+    f"accuracy on held-out comparisons:            {accuracy(read_comparisons('validation')):.1%}"
+)
+print(
+    f"the same where length says nothing about it: {accuracy(read_comparisons('length_controlled')):.1%}"
+)

@@ -65,8 +65,12 @@ for step in range(NUM_STEPS):
     samples: list[list[SampledRow]] = []
     for p, context in enumerate(chosen):
         prompt_ids = tuple(renderer.encode_prompt(context))
-        random_numbers = [uniforms(step, p, g, MAX_NEW_TOKENS) for g in range(COMPLETIONS_PER_PROMPT)]
-        samples.append([SampledRow(prompt_ids, MAX_NEW_TOKENS, numbers) for numbers in random_numbers])
+        random_numbers = [
+            uniforms(step, p, g, MAX_NEW_TOKENS) for g in range(COMPLETIONS_PER_PROMPT)
+        ]
+        samples.append(
+            [SampledRow(prompt_ids, MAX_NEW_TOKENS, numbers) for numbers in random_numbers]
+        )
     sample(
         policy,
         [row for group in samples for row in group],

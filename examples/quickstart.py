@@ -22,7 +22,9 @@ CONFIG = Path(__file__).parent / "configs" / "quickstart.yaml"
 MODEL = Path("results/quickstart/final")
 REPORT = Path("results/quickstart/report/report.html")
 
-CONTEXT = [{"role": "user", "content": "What is the capital of France? Put the answer in square brackets."}]
+CONTEXT = [
+    {"role": "user", "content": "What is the capital of France? Put the answer in square brackets."}
+]
 COMPLETIONS = [
     "Sure! The capital of France is [Paris].",
     "Sure! The capital of France is Paris.",
@@ -68,7 +70,11 @@ def run() -> int:
         return code
     scores = Scorer.load(MODEL).score_completions(CONTEXT, COMPLETIONS)
     rows: list[dict[str, Any]] = [
-        {"completion": completion, "score": score.score, "quality": gold_quality(CONTEXT, completion)}
+        {
+            "completion": completion,
+            "score": score.score,
+            "quality": gold_quality(CONTEXT, completion),
+        }
         for completion, score in zip(COMPLETIONS, scores, strict=True)
     ]
     sys.stdout.write(f"\n{CONTEXT[0]['content']}\n\n{results_table(rows, RANKED)}\n")
@@ -84,7 +90,10 @@ def run() -> int:
 def length_bias() -> list[dict[str, Any]]:
     """What the report says of length on each set."""
     results = json.loads(REPORT.with_name("results.json").read_text(encoding="utf-8"))["results"]
-    numbers = ({metric["name"]: metric["value"] for metric in one["diagnostics"]["length"]} for one in results)
+    numbers = (
+        {metric["name"]: metric["value"] for metric in one["diagnostics"]["length"]}
+        for one in results
+    )
     return [{"set": one["suite"]} | of_set for one, of_set in zip(results, numbers, strict=True)]
 
 

@@ -74,8 +74,20 @@ def run() -> int:
     llmbar = prepare_data()
     if not llmbar:
         return 1
-    base = ["train", "--config", str(CONFIG), f"policy.model_name={smollm2(Path('.models'))}", *SHORTER]
-    evaluate = ["eval", f"{WHOLE}/final", f"{FROZEN}/final", "--data", str(DATA / "validation.jsonl")]
+    base = [
+        "train",
+        "--config",
+        str(CONFIG),
+        f"policy.model_name={smollm2(Path('.models'))}",
+        *SHORTER,
+    ]
+    evaluate = [
+        "eval",
+        f"{WHOLE}/final",
+        f"{FROZEN}/final",
+        "--data",
+        str(DATA / "validation.jsonl"),
+    ]
     for command in (
         [*base, *HEAD_ONLY],
         base,
@@ -98,8 +110,12 @@ def prepare_data() -> list[str]:
     if folder is None:
         try:
             for split, name in (("train", "train"), ("validation", "test")):
-                files[split] = Path(hf_hub_download(HUB_NAME, HUB_FILE.format(name), repo_type="dataset"))
-        except Exception as error:  # no network, a proxy, no such host: the library's errors are of many kinds
+                files[split] = Path(
+                    hf_hub_download(HUB_NAME, HUB_FILE.format(name), repo_type="dataset")
+                )
+        except (
+            Exception
+        ) as error:  # no network, a proxy, no such host: the library's errors are of many kinds
             say(f"{HUB_NAME} cannot be had from the hub ({type(error).__name__}): {NEEDED}")
             return []
     elif missing := [str(file) for file in (*files.values(), natural) if not file.exists()]:
@@ -109,18 +125,27 @@ def prepare_data() -> list[str]:
     for split, count in SIZES.items():
         with gzip.open(files[split], "rt", encoding="utf-8") as stream:
             (DATA / f"{split}.jsonl").write_text("".join(islice(stream, count)), encoding="utf-8")
-        lines = [json.dumps({"messages": prompt}) for prompt in islice(prompts(split), NUM_PROMPTS[split])]
+        lines = [
+            json.dumps({"messages": prompt})
+            for prompt in islice(prompts(split), NUM_PROMPTS[split])
+        ]
         (DATA / f"{split}_prompts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     if folder is None:
         return ["--suite", "llmbar"]
-    (DATA / "llmbar.jsonl").write_text("\n".join(map(json.dumps, instructions(natural))) + "\n", encoding="utf-8")
+    (DATA / "llmbar.jsonl").write_text(
+        "\n".join(map(json.dumps, instructions(natural))) + "\n", encoding="utf-8"
+    )
     return ["--data", str(DATA / "llmbar.jsonl")]
 
 
 def instructions(file: Path) -> Iterator[dict[str, str]]:
     """The comparisons of a set of LLMBar, as its authors write it: `label` says which output is the better one."""
     for row in read_rows(str(file)):
-        first, second, is_first = row.values["output_1"], row.values["output_2"], str(row.values["label"]) == "1"
+        first, second, is_first = (
+            row.values["output_1"],
+            row.values["output_2"],
+            str(row.values["label"]) == "1",
+        )
         better, worse = (first, second) if is_first else (second, first)
         yield {"prompt": row.values["input"], "chosen": better, "rejected": worse}
 
@@ -128,7 +153,10 @@ def instructions(file: Path) -> Iterator[dict[str, str]]:
 def prompts(split: str) -> Iterator[list[dict[str, Any]]]:
     """The short contexts of a file's comparisons."""
     for row in read_rows(str(DATA / f"{split}.jsonl")):
-        context = [dict(message) for message in from_transcripts(row.values, row.where, task_name=split).context]
+        context = [
+            dict(message)
+            for message in from_transcripts(row.values, row.where, task_name=split).context
+        ]
         if sum(len(message["content"]) for message in context) <= LONGEST_PROMPT:
             yield context
 
@@ -141,9 +169,17 @@ def rows() -> Iterator[dict[str, Any]]:
         for name, evaluation in evaluations.items():
             right = [example.outcome == "right" for example in evaluation.suites[suite]]
             yield row(suite, MODELS[name], right)
-        lengths = [(example.lengths[i], example.lengths[j]) for example in examples for i, j in example.pairs()]
+        lengths = [
+            (example.lengths[i], example.lengths[j])
+            for example in examples
+            for i, j in example.pairs()
+        ]
         rule = f"the {'shorter' if likes_shorter else 'longer'} completion"
-        yield row(suite, rule, [better < worse if likes_shorter else better > worse for better, worse in lengths])
+        yield row(
+            suite,
+            rule,
+            [better < worse if likes_shorter else better > worse for better, worse in lengths],
+        )
 
 
 def shorter_is_better() -> bool:
@@ -151,7 +187,9 @@ def shorter_is_better() -> bool:
     signs = 0
     for found in read_rows(str(DATA / "train.jsonl")):
         preference = from_transcripts(found.values, found.where)
-        better, worse = (len(last_text(completion.messages)) for completion in preference.completions)
+        better, worse = (
+            len(last_text(completion.messages)) for completion in preference.completions
+        )
         signs += (better < worse) - (better > worse)
     return signs > 0
 

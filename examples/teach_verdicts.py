@@ -25,11 +25,19 @@ from treeward.progress import configure_logging
 from treeward.scoring.trained_judge import write_judge_contract
 from treeward.scoring.verdicts import verdict_line
 
-RATINGS = {"better": "6789", "worse": "1234"}  # any of them, so that a run of GRPO has something to choose from
+RATINGS = {
+    "better": "6789",
+    "worse": "1234",
+}  # any of them, so that a run of GRPO has something to choose from
 
 
 def teach(
-    config: GRPORunConfig, loaded: Loaded[PolicyModel], folder: Path, *, max_questions: int | None = None, **how: Any
+    config: GRPORunConfig,
+    loaded: Loaded[PolicyModel],
+    folder: Path,
+    *,
+    max_questions: int | None = None,
+    **how: Any,
 ) -> None:
     """Train `loaded` on the run's first questions, and write it to `folder`. `how`: keywords of `imitate`."""
     dataset = config.data.train[0]
@@ -54,7 +62,9 @@ def teach(
 
 
 def run() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--config", required=True, help="of the run of GRPO")
     parser.add_argument("--output", required=True, type=Path)
     parser.add_argument("--questions", type=int, default=1000, help="the first ones")

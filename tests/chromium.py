@@ -17,7 +17,13 @@ Visit = Callable[..., Any]
 """`visit(file, width=1280, height=900, **options of the context)`: a page of playwright's."""
 
 _EXECUTABLE = os.environ.get("CHROMIUM") or next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"))), None
+    filter(
+        None,
+        map(
+            shutil.which, ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+        ),
+    ),
+    None,
 )
 _FLAGS = [
     "--no-sandbox",  # the only page is our own, and a container's root has no sandbox
@@ -29,11 +35,15 @@ _FLAGS = [
 @contextmanager
 def chromium() -> Iterator[Any]:
     """A browser of playwright's; skips where there is none. While it lives, its event loop runs in this thread."""
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (the dev extra has it)")
+    sync_api = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed (the dev extra has it)"
+    )
     if _EXECUTABLE is None:
         pytest.skip("no Chromium on the PATH (CHROMIUM names one)")
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=_EXECUTABLE, headless=True, args=_FLAGS)
+        browser = playwright.chromium.launch(
+            executable_path=_EXECUTABLE, headless=True, args=_FLAGS
+        )
         yield browser
         browser.close()
 
@@ -76,4 +86,6 @@ def visiting(browser: Any, page_file: Path) -> Iterator[Visit]:
     pages.close()
     assert pages.said == [], pages.said
     own = ("file://", "data:,", "blob:")
-    assert all(url.startswith(own) and url.endswith((".html", "data:,")) for url in pages.asked), pages.asked
+    assert all(url.startswith(own) and url.endswith((".html", "data:,")) for url in pages.asked), (
+        pages.asked
+    )

@@ -15,22 +15,43 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that reached for the hub would hang where there is none
+os.environ.setdefault(
+    "HF_HUB_OFFLINE", "1"
+)  # a test that reached for the hub would hang where there is none
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 # Nothing is timed: a busy machine must not fail a property.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a script; treeward then ignores it too
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # as in the background of a script; treeward then ignores it too
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as under nohup
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-WORDS = ("sun", "moon", "rain", "wind", "snow", "leaf", "root", "seed", "tree", "bark", "moss", "fern", "bird", "nest")
+WORDS = (
+    "sun",
+    "moon",
+    "rain",
+    "wind",
+    "snow",
+    "leaf",
+    "root",
+    "seed",
+    "tree",
+    "bark",
+    "moss",
+    "fern",
+    "bird",
+    "nest",
+)
 REPOSITORY = Path(__file__).parent.parent
 STAND_INS = REPOSITORY / "tests" / "stand_ins"
-sys.path.insert(0, str(Path(__file__).parent))  # helpers that tests share lie beside this file: families.py
+sys.path.insert(
+    0, str(Path(__file__).parent)
+)  # helpers that tests share lie beside this file: families.py
 
 
 @pytest.hookimpl
@@ -58,7 +79,12 @@ def ray() -> Iterator[Any]:
         with pytest.MonkeyPatch.context() as at_start:
             # For Ray's workers alone: a program that a later test starts must not find the stand-in for vLLM.
             at_start.setenv("PYTHONPATH", f"{STAND_INS}:{os.environ.get('PYTHONPATH', '')}")
-            ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
+            ray.init(
+                num_cpus=2,
+                include_dashboard=False,
+                log_to_driver=False,
+                object_store_memory=100 * 2**20,
+            )
         yield ray
         ray.shutdown()
 
@@ -90,7 +116,9 @@ def tiny_tokenizer() -> Any:
 
 
 @pytest.fixture(scope="session")
-def signed_model(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def signed_model(
+    tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Path]:
     """`signed_model(seed=3, max_length=96)`: the folder of a small exported reward model with its scoring contract.
 
     Each is made once in a session (a second or two) and shared: read it, score with it, serve it, and copy it with
@@ -121,7 +149,9 @@ def policy_folder(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory)
 
     folder = tmp_path_factory.mktemp("policy")
     vocabulary, end = len(tiny_tokenizer), tiny_tokenizer.eos_token_id
-    causal_model("llama", vocab_size=vocabulary, eos_token_id=end, max_position_embeddings=256).save_pretrained(folder)
+    causal_model(
+        "llama", vocab_size=vocabulary, eos_token_id=end, max_position_embeddings=256
+    ).save_pretrained(folder)
     tiny_tokenizer.save_pretrained(folder)
     return folder
 
@@ -141,9 +171,14 @@ def real_chats() -> list[Any]:
     from treeward.data.datasets import open_dataset
 
     configs = [DatasetConfig(dataset_name="Bundled", split="validation")]
-    hh = Path(os.environ.get("TREEWARD_SHARED_DATA", REPOSITORY.parent / "shared" / "data")) / "hh_harmless"
+    hh = (
+        Path(os.environ.get("TREEWARD_SHARED_DATA", REPOSITORY.parent / "shared" / "data"))
+        / "hh_harmless"
+    )
     if hh.is_dir():
-        configs.append(DatasetConfig(dataset_name="HHTranscripts", data_path=str(hh / "validation.jsonl.gz")))
+        configs.append(
+            DatasetConfig(dataset_name="HHTranscripts", data_path=str(hh / "validation.jsonl.gz"))
+        )
     chats = []
     for config in configs:
         preferences = (preference for preference, _ in open_dataset(config))
@@ -208,17 +243,23 @@ def write_prompts(tmp_path: Path) -> Callable[[str, Iterable[Any]], str]:
     from messages import write_jsonl
 
     def write(name: str, rows: Iterable[Any]) -> str:
-        return write_jsonl(tmp_path / name, *({"prompt": row} if isinstance(row, str) else row for row in rows))
+        return write_jsonl(
+            tmp_path / name, *({"prompt": row} if isinstance(row, str) else row for row in rows)
+        )
 
     return write
 
 
 @pytest.fixture
-def tiny_grpo(tmp_path: Path, write_prompts: Callable[[str, Iterable[Any]], str]) -> Callable[..., Any]:
+def tiny_grpo(
+    tmp_path: Path, write_prompts: Callable[[str, Iterable[Any]], str]
+) -> Callable[..., Any]:
     """A function that makes the configuration of a run of seconds in `tmp_path`; overrides as on the command line."""
     from treeward.config.load import load_grpo_config
 
-    write_prompts("train.jsonl", [f"Say {first} and {second}." for first in WORDS for second in WORDS[:3]])
+    write_prompts(
+        "train.jsonl", [f"Say {first} and {second}." for first in WORDS for second in WORDS[:3]]
+    )
     write_prompts("held_out.jsonl", [f"Sing of {word}." for word in WORDS])
 
     def make(*overrides: str) -> Any:

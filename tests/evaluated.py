@@ -14,7 +14,11 @@ from treeward.scoring.score import OnError, Score
 
 
 def preference(
-    id: str, subset: str, prompt: str | Sequence[Message], texts: Sequence[str], ranks: Sequence[int] | None = None
+    id: str,
+    subset: str,
+    prompt: str | Sequence[Message],
+    texts: Sequence[str],
+    ranks: Sequence[int] | None = None,
 ) -> Preference:
     """The prompt is a user message, or messages; the best completion comes first unless `ranks` says otherwise."""
     context = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

@@ -22,7 +22,9 @@ def completion(text: str | None, finish_reason: str = "stop") -> dict[str, Any]:
 class FakeJudge:
     """``answer` makes of a request a text, or (status, body) as `Loopback` has it."""
 
-    def __init__(self, answer: Callable[[dict[str, Any]], Any] = lambda request: "Rating: [[7]]") -> None:
+    def __init__(
+        self, answer: Callable[[dict[str, Any]], Any] = lambda request: "Rating: [[7]]"
+    ) -> None:
         self.answer = answer
         self.server = Loopback(self._answer)
         self.url = f"{self.server.url}/v1"
@@ -41,12 +43,17 @@ class FakeJudge:
 
 
 def between_tags(request: dict[str, Any], name: str) -> str:
-    found = re.search(rf"<{name} (\w+)>\n(.*)\n</{name} \1>", request["messages"][-1]["content"], re.DOTALL)
+    found = re.search(
+        rf"<{name} (\w+)>\n(.*)\n</{name} \1>", request["messages"][-1]["content"], re.DOTALL
+    )
     assert found is not None
     return found[2]
 
 
 def places(request: dict[str, Any]) -> list[str]:
     """The completions of a question, in the order in which they are shown."""
-    names = [name for name, _ in re.findall(r"<(completion_\w+) (\d+)>", request["messages"][1]["content"])]
+    names = [
+        name
+        for name, _ in re.findall(r"<(completion_\w+) (\d+)>", request["messages"][1]["content"])
+    ]
     return [between_tags({"messages": request["messages"][:2]}, name) for name in names]

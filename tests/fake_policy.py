@@ -25,7 +25,11 @@ class FakePolicy:
         body = asked.json
         given = body.get("messages", body.get("input"))
         content = given if isinstance(given, str) else given[-1].get("content", "")
-        prompt = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+        prompt = (
+            content
+            if isinstance(content, str)
+            else "".join(part.get("text", "") for part in content)
+        )
         with self._lock:
             self._asked[prompt] += 1
             reply = self.replies.get(prompt, f"Answer {self._asked[prompt]} to {prompt}.")
@@ -34,16 +38,34 @@ class FakePolicy:
         message = {"role": "assistant", "content": reply}
         usage = {"prompt_tokens": 10, "completion_tokens": 7, "total_tokens": 17}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
-        completion = {"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": body["model"]}
+        completion = {
+            "id": "chatcmpl-1",
+            "object": "chat.completion",
+            "created": 1,
+            "model": body["model"],
+        }
         return 200, completion | {"choices": [choice], "usage": usage}
 
 
 def response(reply: str) -> dict[str, Any]:
     """As the Responses API has it, with a thought before the message."""
     text = {"type": "output_text", "text": reply, "annotations": [], "logprobs": []}
-    message = {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed", "content": [text]}
-    thought = {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "thinking"}]}
-    details = {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
+    message = {
+        "type": "message",
+        "id": "msg_1",
+        "role": "assistant",
+        "status": "completed",
+        "content": [text],
+    }
+    thought = {
+        "type": "reasoning",
+        "id": "rs_1",
+        "summary": [{"type": "summary_text", "text": "thinking"}],
+    }
+    details = {
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": 0},
+    }
     return {
         "id": "resp_1",
         "object": "response",

@@ -12,7 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
 
 from treeward.model.reward_model import RewardModel
 from treeward.tree import attention
@@ -130,7 +135,9 @@ def tiny_model(family: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel
     config = config_of(family, **changes)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager", dtype=torch.float32)
+        model = AutoModelForSequenceClassification.from_config(
+            config, attn_implementation="eager", dtype=torch.float32
+        )
     return randomise(model.eval(), seed)
 
 
@@ -139,7 +146,9 @@ def causal_model(family: str, *, seed: int = 0, **changes: Any) -> PreTrainedMod
     config = config_of(family, **changes)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation="eager", dtype=torch.float32
+        )
     return randomise(model.eval(), seed)
 
 
@@ -150,7 +159,11 @@ def randomise(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
             drawn = torch.randn(weight.shape, generator=generator)
             if weight.dim() > 1:
                 # in transposed layouts (GPT-2, experts) and square ones alike, about the size of what is multiplied
-                fan_in = 1.0 if "emb" in name or "wte" in name or "wpe" in name else min(weight.shape[-2:])
+                fan_in = (
+                    1.0
+                    if "emb" in name or "wte" in name or "wpe" in name
+                    else min(weight.shape[-2:])
+                )
                 weight.copy_(drawn * fan_in**-0.5)
             elif "A_log" in name or "dt_bias" in name or name.endswith(".D"):
                 continue
@@ -188,7 +201,9 @@ def plain_log_probs(
     """Log-probabilities of the tokens from `start` on, and entropies, by the model's own forward of one row."""
     if model._can_set_attn_implementation():
         model.set_attn_implementation("eager")  # a `PolicyModel` of it leaves its own
-    logits = model(input_ids=torch.tensor([sequence]), use_cache=False).logits[0].float() / temperature
+    logits = (
+        model(input_ids=torch.tensor([sequence]), use_cache=False).logits[0].float() / temperature
+    )
     log_probs = logits.log_softmax(-1)
     picked = log_probs[:-1].gather(-1, torch.tensor(sequence)[1:, None])[:, 0]
     entropies = -(log_probs.exp() * log_probs).sum(-1)[:-1]
@@ -217,7 +232,10 @@ def gradient_error(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
     """
     assert got.keys() == want.keys()
     floor = 1e-2 * max(float(w.abs().max()) for w in want.values())
-    return max(float((got[name] - w).abs().max()) / max(float(w.abs().max()), floor) for name, w in want.items())
+    return max(
+        float((got[name] - w).abs().max()) / max(float(w.abs().max()), floor)
+        for name, w in want.items()
+    )
 
 
 def assert_close(value: float, tolerance: float, what: str) -> None:
@@ -249,7 +267,9 @@ def forest(seed: int = 0) -> list[list[list[int]]]:
     generator = torch.Generator().manual_seed(seed)
 
     def draw(length: int) -> list[int]:
-        return [int(token) for token in torch.randint(3, VOCABULARY, (length,), generator=generator)]
+        return [
+            int(token) for token in torch.randint(3, VOCABULARY, (length,), generator=generator)
+        ]
 
     prompt, deep, short = draw(14), draw(9), draw(7)
     middle = deep + draw(5)
@@ -273,10 +293,14 @@ DENSE = "treeward_dense"
 
 def dense_mask(mask: PositionMask) -> Tensor:
     """The mask of a whole row, bool (T, T)."""
-    return torch.block_diag(*(mask.tree_mask(tree, torch.device("cpu")) for tree in mask.layout.trees)).bool()
+    return torch.block_diag(
+        *(mask.tree_mask(tree, torch.device("cpu")) for tree in mask.layout.trees)
+    ).bool()
 
 
-def _dense_attention(query: Tensor, key: Tensor, value: Tensor, mask: PositionMask, *options: Any) -> Tensor:
+def _dense_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: PositionMask, *options: Any
+) -> Tensor:
     return attention.written_out(query, key, value, dense_mask(mask).to(query.device), *options)
 
 

@@ -96,8 +96,14 @@ class User:
         self.running: list[subprocess.Popen[str]] = []
 
     def start(self, *, stand_still: str | None = None) -> subprocess.Popen[str]:
-        head = ["-m", "treeward.cli.main"] if stand_still is None else [str(self.script), str(self.folder), stand_still]
-        path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
+        head = (
+            ["-m", "treeward.cli.main"]
+            if stand_still is None
+            else [str(self.script), str(self.folder), stand_still]
+        )
+        path = os.pathsep.join(
+            filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH")))
+        )
         process = subprocess.Popen(
             [sys.executable, *head, *self.command],
             stdout=subprocess.PIPE,
@@ -145,7 +151,9 @@ def assert_same_run(got: Path, want: Path) -> None:
     """Logs (but for times), exported weights, and the weights and states of checkpoints are the same."""
     for file in sorted((want / "logs").glob("*.json*")):
         assert _lines(got / "logs" / file.name) == _lines(file), file.name
-    names = [sorted(path.name for path in (folder / "checkpoints").iterdir()) for folder in (got, want)]
+    names = [
+        sorted(path.name for path in (folder / "checkpoints").iterdir()) for folder in (got, want)
+    ]
     assert names[0] == names[1]
     for name in (name for name in names[1] if name == "final" or name.startswith("step_")):
         file_name = f"checkpoints/{name}/{'' if name == 'final' else 'model/'}model.safetensors"
@@ -153,12 +161,20 @@ def assert_same_run(got: Path, want: Path) -> None:
         assert weights.keys() == expected.keys()
         assert all(weight.equal(expected[key]) for key, weight in weights.items()), name
         if name != "final":
-            states = [repr(read_state(one / "checkpoints" / name)) for one in (got, want)]  # NaN equals NaN
+            states = [
+                repr(read_state(one / "checkpoints" / name)) for one in (got, want)
+            ]  # NaN equals NaN
             assert states[0] == states[1]
-            held = [torch.load(one / "checkpoints" / name / "optimizer.pt", weights_only=True) for one in (got, want)]
+            held = [
+                torch.load(one / "checkpoints" / name / "optimizer.pt", weights_only=True)
+                for one in (got, want)
+            ]
             for one, other in zip(*map(tree_leaves, held), strict=True):
                 assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
-            files = [next((one / "checkpoints" / name / "optimizer").glob("*.safetensors")) for one in (got, want)]
+            files = [
+                next((one / "checkpoints" / name / "optimizer").glob("*.safetensors"))
+                for one in (got, want)
+            ]
             torch.testing.assert_close(load_file(files[0]), load_file(files[1]), rtol=0, atol=0)
 
 
@@ -167,6 +183,12 @@ def _lines(file: Path) -> list[str]:
     if file.suffix == ".json":
         return [file.read_text(encoding="utf-8")]
     return [
-        repr({key: value for key, value in json.loads(line).items() if key != "time" and "timing/" not in key})
+        repr(
+            {
+                key: value
+                for key, value in json.loads(line).items()
+                if key != "time" and "timing/" not in key
+            }
+        )
         for line in file.read_text(encoding="utf-8").splitlines()
     ]

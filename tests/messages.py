@@ -20,7 +20,9 @@ def chat(question: Any, completion: Any) -> list[dict[str, Any]]:
 
 
 def edit_json(path: Path, **values: Any) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | values), encoding="utf-8")
+    path.write_text(
+        json.dumps(json.loads(path.read_text(encoding="utf-8")) | values), encoding="utf-8"
+    )
 
 
 def replace_text(file: Path, old: str, new: str) -> None:

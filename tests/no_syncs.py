@@ -32,7 +32,17 @@ import treeward
 OURS = f"{Path(treeward.__file__).parent}/"  # not any path with our name in it: a clone has it, and its .venv too
 ATTENTION = ("treeward/tree/attention.py", "treeward/tree/position_mask.py")
 
-_READS = {"item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__", "__index__", "__array__"}
+_READS = {
+    "item",
+    "tolist",
+    "cpu",
+    "numpy",
+    "__float__",
+    "__int__",
+    "__bool__",
+    "__index__",
+    "__array__",
+}
 _OPERATIONS = {
     "_local_scalar_dense",
     "item",
@@ -43,7 +53,10 @@ _OPERATIONS = {
     "is_nonzero",
     "equal",
 }
-_MADE = {"lift_fresh": "a tensor is made of Python's numbers", "lift": "a tensor is made of Python's numbers"}
+_MADE = {
+    "lift_fresh": "a tensor is made of Python's numbers",
+    "lift": "a tensor is made of Python's numbers",
+}
 
 
 class NoSyncs:
@@ -100,7 +113,11 @@ class _Operations(TorchDispatchMode):
         if name in _MADE:
             _refuse(_MADE[name], self.excused)
         if name in ("index", "index_put", "index_put_"):
-            masks = [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
+            masks = [
+                index
+                for index in args[1]
+                if index is not None and index.dtype in (torch.bool, torch.uint8)
+            ]
             if masks:
                 _refuse("an index that is a mask", self.excused)
         return func(*args, **(kwargs or {}))
@@ -113,7 +130,9 @@ def _has_device(args: Any, kwargs: dict[str, Any]) -> bool:
 def _caller() -> str:
     """The file that called the function that a mode was asked about."""
     frame = sys._getframe(2)
-    while frame.f_back is not None and ("/torch/" in frame.f_code.co_filename or frame.f_code.co_filename == __file__):
+    while frame.f_back is not None and (
+        "/torch/" in frame.f_code.co_filename or frame.f_code.co_filename == __file__
+    ):
         frame = frame.f_back
     return frame.f_code.co_filename
 
@@ -126,5 +145,7 @@ def _refuse(what: str, excused: tuple[str, ...]) -> None:
             return
         lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
         frame = frame.f_back
-    places = "\n  ".join([line for line in lines if "/torch/" not in line and not line.startswith(__file__)][:8])
+    places = "\n  ".join(
+        [line for line in lines if "/torch/" not in line and not line.startswith(__file__)][:8]
+    )
     raise AssertionError(f"the host would wait for a GPU: {what}\n  {places}")

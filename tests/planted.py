@@ -48,7 +48,9 @@ class Scaled(Environment):
     def __init__(self, section: Mapping[str, Any]) -> None:
         assert section is not None
 
-    def rewards(self, conversations: Sequence[Conversation], env_infos: Sequence[Mapping[str, Any]]) -> list[Reward]:
+    def rewards(
+        self, conversations: Sequence[Conversation], env_infos: Sequence[Mapping[str, Any]]
+    ) -> list[Reward]:
         raw = [vowels("", str(conversation[-1]["content"])) for conversation in conversations]
         return [Reward(10 * value, Score(value)) for value in raw]
 
@@ -66,7 +68,9 @@ class Troubled(Scaled):
         super().__init__(section)
         self.orders, self.count = Path(section["orders"]), 0
 
-    def rewards(self, conversations: Sequence[Conversation], env_infos: Sequence[Mapping[str, Any]]) -> list[Reward]:
+    def rewards(
+        self, conversations: Sequence[Conversation], env_infos: Sequence[Mapping[str, Any]]
+    ) -> list[Reward]:
         orders = json.loads(self.orders.read_text(encoding="utf-8"))
         self.count += len(conversations)
         if self.count <= orders.get("after", 0):

@@ -22,15 +22,29 @@ from treeward.scoring.scorer import PreparedScorer
 from treeward.serving.models import ServedModel
 from treeward.serving.service import Service
 
-__all__ = ["COMPLETIONS", "PROMPT", "Visits", "expect", "score", "serving", "settled", "visiting", "write"]
+__all__ = [
+    "COMPLETIONS",
+    "PROMPT",
+    "Visits",
+    "expect",
+    "score",
+    "serving",
+    "settled",
+    "visiting",
+    "write",
+]
 
-expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (the dev extra has it)").expect
+expect = pytest.importorskip(
+    "playwright.sync_api", reason="playwright is not installed (the dev extra has it)"
+).expect
 PROMPT = "How do I boil an egg so that the yolk stays soft?"
 COMPLETIONS = ["Boil it for six minutes, then cool it.", "I do not know \U0001f642 that.", "Yes!"]
 
 
 @contextmanager
-def serving(pairs: list[tuple[ServedModel, PreparedScorer]], *, token: str | None = None) -> Iterator[str]:
+def serving(
+    pairs: list[tuple[ServedModel, PreparedScorer]], *, token: str | None = None
+) -> Iterator[str]:
     sections = [{"model": "x", "name": model.name} for model, _ in pairs]
     service = Service.of(pairs, load_section(ServerConfig, {"models": sections}, where="server"))
     with serving_on_loopback(service, token=token) as address:
@@ -55,7 +69,9 @@ def visiting(browser: Any, url: str) -> Iterator[Visits]:
     yield visits
     visits.close()
     assert visits.said == []
-    assert all(address.startswith((url, "blob:", "data:,")) for address in visits.asked), visits.asked
+    assert all(address.startswith((url, "blob:", "data:,")) for address in visits.asked), (
+        visits.asked
+    )
 
 
 def write(page: Any, completions: list[str] = COMPLETIONS, prompt: str = PROMPT) -> None:

@@ -24,7 +24,13 @@ from treeward.rl.report import RLRun, rl_page
 from treeward.rl.watch import Alarm
 
 MODELS = ("qwen3-tiny-bt", "qwen3-tiny-ensemble")
-SUBSETS = ("natural", "adversarial neighbour", "adversarial GPTInst", "adversarial GPTOut", "adversarial manual")
+SUBSETS = (
+    "natural",
+    "adversarial neighbour",
+    "adversarial GPTInst",
+    "adversarial GPTOut",
+    "adversarial manual",
+)
 NUM_EXAMPLES = 300
 HOSTILE = (
     "</script><script>window.injected = 1</script>",
@@ -33,7 +39,14 @@ HOSTILE = (
     "مرحبا بالعالم. هذا نص من اليمين إلى اليسار with English inside.",
     "{{data}} {{script}} ${window.injected = 1} `code` **bold**",
 )
-_TOPICS = ("a sourdough starter", "tail recursion", "the water cycle", "a cover letter", "unit tests", "the moon")
+_TOPICS = (
+    "a sourdough starter",
+    "tail recursion",
+    "the water cycle",
+    "a cover letter",
+    "unit tests",
+    "the moon",
+)
 _WORDS = (
     "the answer is that you should keep it simple and check every step before going on to the next because small "
     "mistakes grow however many readers prefer a longer explanation with an example which is not always more correct"
@@ -43,7 +56,10 @@ _WORDS = (
 @functools.cache
 def sample_report() -> dict[str, Any]:
     """Keyword arguments of `build_report` for a report of both models; shared, so not to be changed."""
-    summaries = [summarize(LLMBarLike(), tuple(examples), model) for model, examples in sample_examples().items()]
+    summaries = [
+        summarize(LLMBarLike(), tuple(examples), model)
+        for model, examples in sample_examples().items()
+    ]
     return {
         "template": "evaluation/page.html",
         "title": "qwen3-tiny-bt against qwen3-tiny-ensemble",
@@ -60,7 +76,11 @@ def sample_rl_report() -> dict[str, Any]:
         steps = {}
         for step in range(0, 21, 10):
             reward = 0.1 * step * (number + 1)
-            steps[step] = {"validation/reward": reward, "validation/kl": 0.2 * step, "train/reward": reward}
+            steps[step] = {
+                "validation/reward": reward,
+                "validation/kl": 0.2 * step,
+                "train/reward": reward,
+            }
         samples = []
         for text in HOSTILE:
             prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}]
@@ -69,7 +89,12 @@ def sample_rl_report() -> dict[str, Any]:
                 samples.append({"step": step, "prompt": prompt, "completions": [completion]})
         alarm = Alarm("length_growth", 10, "Completions grow.")
         runs.append(RLRun(name, steps, tuple(samples), (alarm,)))
-    return {"template": "rl/report.html", "title": "Two runs", "page": rl_page(runs), "subtitle": "Of nothing"}
+    return {
+        "template": "rl/report.html",
+        "title": "Two runs",
+        "page": rl_page(runs),
+        "subtitle": "Of nothing",
+    }
 
 
 def sample_rows() -> list[dict[str, Any]]:
@@ -89,7 +114,10 @@ def sample_examples() -> dict[str, list[ScoredExample]]:
         texts = [_sentences(words, words.randrange(8, 140)) for _ in ranks]
         if index < 2 * len(HOSTILE):
             texts[index % 2] = HOSTILE[index // 2]
-        bias, good = (0.0025 if model == MODELS[0] else 0.0004), (0.35 if subset == "natural" else 0.0)
+        bias, good = (
+            (0.0025 if model == MODELS[0] else 0.0004),
+            (0.35 if subset == "natural" else 0.0),
+        )
         scores: list[float | None] = [
             words.gauss(good if rank == 0 else 0.0, 1.0) + bias * len(text)
             for rank, text in zip(ranks, texts, strict=True)
@@ -97,11 +125,20 @@ def sample_examples() -> dict[str, list[ScoredExample]]:
         scores = [scores[1]] * len(ranks) if index % 19 == 0 else scores
         errors: tuple[str | None, ...] = ()
         if index % 97 == 5:
-            scores[0], errors = None, ("the conversation has 9,000 tokens, the model reads 4,096", None)
+            scores[0], errors = (
+                None,
+                ("the conversation has 9,000 tokens, the model reads 4,096", None),
+            )
         asked = [f"Explain {words.choice(_TOPICS)} to a beginner, in case {index}."]
-        asked += [_sentences(words, 30), f"Go on, please: what about case {index}?"] if index % 9 == 4 else []
+        asked += (
+            [_sentences(words, 30), f"Go on, please: what about case {index}?"]
+            if index % 9 == 4
+            else []
+        )
         roles = ("user", "assistant", "user")
-        context = [{"role": role, "content": text} for role, text in zip(roles, asked, strict=False)]
+        context = [
+            {"role": role, "content": text} for role, text in zip(roles, asked, strict=False)
+        ]
         example = preference(f"{subset[:3]}-{index}", subset, context, texts, ranks)
         sizes = tuple(map(len, texts))
         examples[model].append(ScoredExample(example, tuple(scores), sizes, sizes, errors))
@@ -144,17 +181,25 @@ class LLMBarLike(BestOf):
         return 0.5
 
 
-def scored(score: Scoring, count: int = 80, subsets: Sequence[str] = ("hard", "even", "odd")) -> list[ScoredExample]:
+def scored(
+    score: Scoring, count: int = 80, subsets: Sequence[str] = ("hard", "even", "odd")
+) -> list[ScoredExample]:
     """Of every other example the better reply is the longer one."""
     found = []
     for n in range(count):
-        texts = ["right " * (4 if n % 2 else 1), "wrong " * (1 if n % 2 else 4), *(["wrong."] if n % 10 == 0 else [])]
+        texts = [
+            "right " * (4 if n % 2 else 1),
+            "wrong " * (1 if n % 2 else 4),
+            *(["wrong."] if n % 10 == 0 else []),
+        ]
         example = preference(str(n), subsets[n % len(subsets)], f"Question {n}?", texts)
         found.append(rated(example, [score(n, text) for text in texts]))
     return found
 
 
-def summary(score: Scoring, model: str = "m", suite: Suite | None = None, **options: Any) -> Summary:
+def summary(
+    score: Scoring, model: str = "m", suite: Suite | None = None, **options: Any
+) -> Summary:
     return summarize(suite or BestOf(), tuple(scored(score, **options)), model)
 
 

@@ -14,7 +14,10 @@ from transformers import PreTrainedModel
 from treeward.model.policy_model import PolicyModel
 from treeward.rl.generation import CompletionGroup, Prompt, SampledCompletion
 
-PROMPTS = [Prompt(({"role": "user", "content": text},), where=f"row {n}") for n, text in enumerate(("a", "bb", "c d"))]
+PROMPTS = [
+    Prompt(({"role": "user", "content": text},), where=f"row {n}")
+    for n, text in enumerate(("a", "bb", "c d"))
+]
 IDS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17, 18, 19]]
 ENDS = list(range(3, 120))  # so many that completions end soon
 
@@ -30,7 +33,9 @@ def moved(policy: PolicyModel, by: float) -> PolicyModel:
     other = copy.deepcopy(policy)
     with torch.no_grad():
         for parameter in other.hf.parameters():
-            parameter.add_(by * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+            parameter.add_(
+                by * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+            )
     return other
 
 
@@ -49,12 +54,18 @@ def prompt_lengths(groups: Sequence[CompletionGroup]) -> list[list[int]]:
 
 
 def assert_sampled_from(
-    policy: PolicyModel, groups: Sequence[CompletionGroup], *, temperature: float = 1.0, atol: float = 1e-4
+    policy: PolicyModel,
+    groups: Sequence[CompletionGroup],
+    *,
+    temperature: float = 1.0,
+    atol: float = 1e-4,
 ) -> None:
     """Their prompts are `PROMPTS`, their log-probabilities the policy's, and they end where one of `ENDS` comes."""
     assert [group.prompt for group in groups] == PROMPTS
     assert [group.prompt_ids for group in groups] == [tuple(ids) for ids in IDS]
-    found = policy.log_probs(list(map(sequences_of, groups)), prompt_lengths(groups), temperature=temperature)
+    found = policy.log_probs(
+        list(map(sequences_of, groups)), prompt_lengths(groups), temperature=temperature
+    )
     completions = completions_of(groups)
     for s, completion in enumerate(completions):
         own = found.values_SL[s][found.mask_SL[s]].detach()

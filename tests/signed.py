@@ -8,7 +8,12 @@ from typing import Any
 
 from treeward.model.contract import ScoringContract, read_contract
 
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 
 
 def contract_of(folder: Path) -> ScoringContract:
@@ -32,7 +37,9 @@ def write_signed_model(folder: Path, tokenizer: Any, *, seed: int, max_length: i
     return folder
 
 
-def signed(folder: Path, tokenizer: Any, hf: Any, *, dtype: Any = None, heads: Any = None, **rendering: Any) -> Any:
+def signed(
+    folder: Path, tokenizer: Any, hf: Any, *, dtype: Any = None, heads: Any = None, **rendering: Any
+) -> Any:
     """Export a Hugging Face classifier and sign the folder: the `RewardModel`, its `Renderer` and the contract.
 
     `rendering`: of the renderer, which has a copy of the tokenizer with a padding token that ends nothing.
@@ -49,5 +56,7 @@ def signed(folder: Path, tokenizer: Any, hf: Any, *, dtype: Any = None, heads: A
     ensure_pad_token(hf, tokenizer)
     model = RewardModel(hf, layout="encoder" if hasattr(hf, "classifier") else "tree")
     renderer = Renderer(tokenizer, **rendering)
-    export_model(model, tokenizer, folder, chat_template=renderer.chat_template, dtype=dtype or torch.float32)
+    export_model(
+        model, tokenizer, folder, chat_template=renderer.chat_template, dtype=dtype or torch.float32
+    )
     return model, renderer, sign_exported(folder, model=model, renderer=renderer, heads=heads)

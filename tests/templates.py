@@ -29,7 +29,9 @@ TEMPLATES = (
 )  # fmt: skip
 # One of each structure: a preamble, BOS and turns, channels, headers, role tags, ChatML that drops earlier thoughts.
 STRUCTURES = ("cohere", "gemma3", "gptoss", "llama3", "phi3", "qwen3")
-CASES = [pytest.param(name, marks=[] if name in STRUCTURES else pytest.mark.slow) for name in TEMPLATES]
+CASES = [
+    pytest.param(name, marks=[] if name in STRUCTURES else pytest.mark.slow) for name in TEMPLATES
+]
 # What each family's tokenizer calls its BOS and EOS, and whether it adds BOS by itself.
 FAMILIES: dict[str, tuple[str | None, str, bool]] = {
     "cohere": ("<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>", True),
@@ -54,7 +56,9 @@ SPECIAL = re.compile(
 )
 
 CHATML = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
-PROMPTING_CHATML = CHATML + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+PROMPTING_CHATML = (
+    CHATML + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
 
 
 @functools.cache
@@ -83,11 +87,17 @@ def byte_bpe(
 
 
 def template_source(name: str) -> str:
-    return (importlib.resources.files("trl") / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
+    return (importlib.resources.files("trl") / "chat_templates" / f"{name}.jinja").read_text(
+        encoding="utf-8"
+    )
 
 
 def family_renderer(name: str) -> Renderer:
     source = template_source(name)
-    bos, eos, adds_bos = next(value for prefix, value in FAMILIES.items() if name.startswith(prefix))
-    special = dict.fromkeys(token for token in SPECIAL.findall(source) if not token.startswith("<|' "))
+    bos, eos, adds_bos = next(
+        value for prefix, value in FAMILIES.items() if name.startswith(prefix)
+    )
+    special = dict.fromkeys(
+        token for token in SPECIAL.findall(source) if not token.startswith("<|' ")
+    )
     return Renderer(byte_bpe(tuple(special), bos, eos, adds_bos), chat_template=source)

@@ -16,7 +16,11 @@ import treeward
 
 PACKAGE = Path(treeward.__file__).parent
 WALKS = REPOSITORY / "docs" / "walks.py"
-MOST_FILES = {"A row becomes a gradient": 18, "A request becomes a score": 17, "A prompt becomes an update": 25}
+MOST_FILES = {
+    "A row becomes a gradient": 18,
+    "A request becomes a score": 17,
+    "A prompt becomes an update": 25,
+}
 """Each walk in docs/architecture.md is to be followed file by file; lower a number when a walk becomes shorter."""
 
 
@@ -24,9 +28,15 @@ MOST_FILES = {"A row becomes a gradient": 18, "A request becomes a score": 17, "
 def test_walks_are_short() -> None:
     done = subprocess.run([sys.executable, WALKS], capture_output=True, text=True, check=True)
     titles = [line for line in done.stdout.splitlines() if not line.startswith(" ")]
-    counts = {title: int(number.split()[0]) for title, number in (line.split(": ") for line in titles)}
-    assert counts.keys() == MOST_FILES.keys() and min(counts.values()) > 10, "the files that run are seen"
-    assert {title: max(count, MOST_FILES[title]) for title, count in counts.items()} == MOST_FILES, done.stdout
+    counts = {
+        title: int(number.split()[0]) for title, number in (line.split(": ") for line in titles)
+    }
+    assert counts.keys() == MOST_FILES.keys() and min(counts.values()) > 10, (
+        "the files that run are seen"
+    )
+    assert {
+        title: max(count, MOST_FILES[title]) for title, count in counts.items()
+    } == MOST_FILES, done.stdout
     text = (REPOSITORY / "docs" / "architecture.md").read_text("utf-8")
     assert all(f"## {title}" in text for title in counts)
 
@@ -53,7 +63,11 @@ def _imports(path: Path, modules: Collection[str]) -> Iterator[str]:
         for node in ast.walk(block)
     }
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module in modules and id(node) not in for_types:
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module in modules
+            and id(node) not in for_types
+        ):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
             yield from (name if name in modules else node.module for name in names)
         elif isinstance(node, ast.Import):

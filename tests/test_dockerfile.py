@@ -11,8 +11,14 @@ TEXT = (REPOSITORY / "Dockerfile").read_text(encoding="utf-8")
 
 
 def test_what_it_copies_and_installs_is_there() -> None:
-    kept = {line.removeprefix("!") for line in (REPOSITORY / ".dockerignore").read_text().split() if line[0] == "!"}
-    copied = {name for line in re.findall(r"^COPY (.*)", TEXT, re.MULTILINE) for name in line.split()[:-1]}
+    kept = {
+        line.removeprefix("!")
+        for line in (REPOSITORY / ".dockerignore").read_text().split()
+        if line[0] == "!"
+    }
+    copied = {
+        name for line in re.findall(r"^COPY (.*)", TEXT, re.MULTILINE) for name in line.split()[:-1]
+    }
     assert copied == kept and {"constraints.txt", "src"} <= copied
     assert all((REPOSITORY / name).exists() for name in copied)
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]

@@ -50,7 +50,10 @@ _GRPO_BASE = {
     "data": "data: {dataset_name: PromptDataset, train_data_path: prompts.jsonl, val_data_path: held_out.jsonl}\n",
     "env": "env: {reward_model: {model_name: some/model}}\n",
 }
-_BASE = {"policy": "policy: {model_name: some/model}\n", "data": "data: {train_data_path: train.jsonl}\n"}
+_BASE = {
+    "policy": "policy: {model_name: some/model}\n",
+    "data": "data: {train_data_path: train.jsonl}\n",
+}
 
 
 class Block(NamedTuple):
@@ -72,7 +75,11 @@ class Block(NamedTuple):
 
 def blocks() -> list[Block]:
     found = []
-    for file in [REPOSITORY / "README.md", REPOSITORY / "AGENTS.md", *sorted((REPOSITORY / "docs").glob("*.md"))]:
+    for file in [
+        REPOSITORY / "README.md",
+        REPOSITORY / "AGENTS.md",
+        *sorted((REPOSITORY / "docs").glob("*.md")),
+    ]:
         text = file.read_text(encoding="utf-8")
         for match in _BLOCK.finditer(text):
             line = text[: match.start()].count("\n") + 1
@@ -104,7 +111,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"prompt": f"{n} + 1?", **pair} for n, pair in enumerate(pairs)]
     for name in ("train", "val", "hard", "conversations"):
         write_jsonl(folder / f"{name}.jsonl", *rows)
-    write_jsonl(folder / "questions.jsonl", *({"question": row.pop("prompt"), **row} for row in rows))
+    write_jsonl(
+        folder / "questions.jsonl", *({"question": row.pop("prompt"), **row} for row in rows)
+    )
     return folder
 
 
@@ -130,7 +139,9 @@ class Servers:
         if command not in self.running:
             port = free_port()
             words = [*shlex.split(command)[1:], "--port", str(port)]
-            process = subprocess.Popen([sys.executable, "-m", "treeward.cli.main", *words], stderr=subprocess.PIPE)
+            process = subprocess.Popen(
+                [sys.executable, "-m", "treeward.cli.main", *words], stderr=subprocess.PIPE
+            )
             self.running[command] = process, port
             self._wait_for(process, port)
         self.port_of[file] = self.running[command][1]
@@ -144,14 +155,20 @@ class Servers:
         """End all of them as a terminal would; returns their exit codes."""
         for process, _ in self.running.values():
             process.send_signal(signal.SIGINT)
-        return [process.communicate(timeout=60) and process.returncode for process, _ in self.running.values()]
+        return [
+            process.communicate(timeout=60) and process.returncode
+            for process, _ in self.running.values()
+        ]
 
     @staticmethod
     def _wait_for(process: subprocess.Popen[bytes], port: int) -> None:
         def is_ready() -> bool:
             assert process.poll() is None, process.communicate()[1].decode()
             with contextlib.suppress(OSError):
-                return urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5).close() is None
+                return (
+                    urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5).close()
+                    is None
+                )
             return False
 
         wait_until(is_ready)
@@ -172,11 +189,17 @@ def test_block_that_is_read(block: Block, folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.is_run], ids=name_of)
 def test_code_block(
-    block: Block, reader: Path, servers: Servers, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    block: Block,
+    reader: Path,
+    servers: Servers,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     """The earlier blocks of its file run before it, as a reader's would, if they have not."""
     monkeypatch.chdir(reader)
-    needed = [one for one in BLOCKS[: BLOCKS.index(block)] if one.file == block.file and not one.uses_ray] + [block]
+    needed = [
+        one for one in BLOCKS[: BLOCKS.index(block)] if one.file == block.file and not one.uses_ray
+    ] + [block]
     if block.uses_ray:
         request.getfixturevalue("ray")
     for earlier in needed:
@@ -191,7 +214,10 @@ def run_block(block: Block, reader: Path, servers: Servers) -> None:
         code = code.replace('"results/', f'"{reader}/results/')
     match block.language:
         case "python":
-            exec(compile(code, f"{block.file}:{block.line}", "exec"), NAMESPACES.setdefault(block.file, {}))
+            exec(
+                compile(code, f"{block.file}:{block.line}", "exec"),
+                NAMESPACES.setdefault(block.file, {}),
+            )
         case "bash":
             for command in block.code.replace("\\\n", " ").splitlines():
                 if command.endswith("&"):
@@ -219,16 +245,28 @@ def run_command(line: str) -> None:
     if not words:
         return
     if words[0] == "curl":
-        subprocess.run(["curl", "--silent", "--show-error", "--fail-with-body", *words[1:]], check=True)
+        subprocess.run(
+            ["curl", "--silent", "--show-error", "--fail-with-body", *words[1:]], check=True
+        )
     elif "|" in words:
         path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
-        subprocess.run(["bash", "-c", line], check=True, capture_output=True, env={"PATH": path, "HF_HUB_OFFLINE": "1"})
+        subprocess.run(
+            ["bash", "-c", line],
+            check=True,
+            capture_output=True,
+            env={"PATH": path, "HF_HUB_OFFLINE": "1"},
+        )
     elif words[0] == "treeward":
         if "--model" in words:
             options = dict(zip(words, words[1:], strict=False))
             named = (options.get(name) for name in ("--model", "--data", "--validation"))
             overrides = [word for word in words if "=" in word]
-            load_file(RewardModelRunConfig, options.get("--config"), overrides, values=named_values(*named))
+            load_file(
+                RewardModelRunConfig,
+                options.get("--config"),
+                overrides,
+                values=named_values(*named),
+            )
         elif any(word in _HUB_CONFIGS or "model_name=" in word for word in words):
             load = load_grpo_config if words[1] == "grpo" else load_config
             load(words[words.index("--config") + 1], [word for word in words if "=" in word])
@@ -237,7 +275,9 @@ def run_command(line: str) -> None:
     elif words[0] == "source":
         assert words[1] == ".venv/bin/activate"  # made by `make env`
     elif words[0] == "make":
-        subprocess.run(["make", "--dry-run", words[1]], cwd=REPOSITORY, check=True, capture_output=True)
+        subprocess.run(
+            ["make", "--dry-run", words[1]], cwd=REPOSITORY, check=True, capture_output=True
+        )
     else:
         program = REPOSITORY / words[0]
         assert program.exists() or words[0].startswith(".venv/"), f"no such program: {words[0]}"
@@ -255,11 +295,16 @@ def check_yaml(code: str, folder: Path) -> None:
         file.write_text(code, encoding="utf-8")
         load_file(ServerConfig, file)
         return
-    sections = {line.split(":")[0] for line in code.splitlines() if line and not line.startswith((" ", "#"))}
+    sections = {
+        line.split(":")[0] for line in code.splitlines() if line and not line.startswith((" ", "#"))
+    }
     file = folder / "block.yaml"
     is_grpo = bool(sections & {"grpo", "loss_fn", "env"})
     base = _BASE | _GRPO_BASE if is_grpo else _BASE
-    file.write_text(code + "".join(text for name, text in base.items() if name not in sections), encoding="utf-8")
+    file.write_text(
+        code + "".join(text for name, text in base.items() if name not in sections),
+        encoding="utf-8",
+    )
     (load_grpo_config if is_grpo else load_config)(file)
     if named := _FILE.match(code):
         (folder / f"whole_{named[1]}").write_text(code, encoding="utf-8")
@@ -268,15 +313,28 @@ def check_yaml(code: str, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_metric_of_a_run_is_in_its_guide(reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_metric_of_a_run_is_in_its_guide(
+    reader: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(reader)
     (first,) = (block for block in BLOCKS if block.code.startswith("# first.yaml"))
     check_yaml(first.code, reader)
     folders = ["checkpointing.checkpoint_dir=results/measured", "logger.log_dir=logs/measured"]
-    assert main(["grpo", "--config", "first.yaml", *folders]) == 0  # a guide may have calibrated the model since
-    logged = {name for line in read_metrics(reader / "logs" / "measured" / "metrics.jsonl") for name in line}
-    table = "".join(line for line in grpo_guide().splitlines(keepends=True) if line.startswith("| `"))
-    named = {name.replace("<environment>", "reward_model_env") for name in re.findall(r"`([^`\s]+)`", table)}
+    assert (
+        main(["grpo", "--config", "first.yaml", *folders]) == 0
+    )  # a guide may have calibrated the model since
+    logged = {
+        name
+        for line in read_metrics(reader / "logs" / "measured" / "metrics.jsonl")
+        for name in line
+    }
+    table = "".join(
+        line for line in grpo_guide().splitlines(keepends=True) if line.startswith("| `")
+    )
+    named = {
+        name.replace("<environment>", "reward_model_env")
+        for name in re.findall(r"`([^`\s]+)`", table)
+    }
     assert "train/kl" in logged and "validation/gold_reward" in logged
     assert logged - {"step", "time"} <= named
 
@@ -290,7 +348,9 @@ def test_every_key_in_the_guide_to_grpo_exists() -> None:
         key = re.match(r"(?:grpo|loss_fn|policy|data|checkpointing|logger|cluster)(?:\.\w+)+", code)
         num_found += key is not None
         # what stands under `kwargs` is for the optimiser's own class
-        assert key is None or key[0].partition(".kwargs.")[0] in known, f"the guide to GRPO names {key[0]}"
+        assert key is None or key[0].partition(".kwargs.")[0] in known, (
+            f"the guide to GRPO names {key[0]}"
+        )
     assert num_found > 40
 
 

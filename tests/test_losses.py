@@ -70,13 +70,20 @@ def plain_loss(
 )
 @example(MANY, "half", 0.1, 0.01, True, 0)
 def test_loss_and_gradient_equal_a_plain_loop(
-    ranks: list[list[int]], ties: str, smoothing: float, center: float, with_margins: bool, seed: int
+    ranks: list[list[int]],
+    ties: str,
+    smoothing: float,
+    center: float,
+    with_margins: bool,
+    seed: int,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     scores = (torch.randn(sum(map(len, ranks)), generator=generator) * 3).requires_grad_()
     margins = [0.5 * g if with_margins and g != 1 else None for g in range(len(ranks))]
     pairs = ranked_pairs(ranks, strengths=margins if with_margins else None, ties=ties)  # type: ignore[arg-type]
-    loss = bradley_terry(scores, pairs, label_smoothing=smoothing, center_rewards_coefficient=center)
+    loss = bradley_terry(
+        scores, pairs, label_smoothing=smoothing, center_rewards_coefficient=center
+    )
     want, groups = plain_loss(scores, ranks, margins, ties, smoothing, center)
     assert pairs.num_units == groups
     assert loss.dtype == torch.float32 and loss.shape == ()
@@ -94,7 +101,9 @@ def test_extreme_differences_stay_finite(difference: float, smoothing: float) ->
     wrong = max(-difference, 0.0) * (1 - smoothing) + max(difference, 0.0) * smoothing
     assert float(loss.detach()) == pytest.approx(wrong, abs=1e-5)
     slope = smoothing if difference > 0 else smoothing - 1
-    assert scores.grad is not None and scores.grad.tolist() == pytest.approx([slope, -slope], abs=1e-6)
+    assert scores.grad is not None and scores.grad.tolist() == pytest.approx(
+        [slope, -slope], abs=1e-6
+    )
 
 
 def test_ties() -> None:
@@ -103,7 +112,9 @@ def test_ties() -> None:
     half = ranked_pairs([(0, 0)], strengths=[5.0], ties="half")
     assert half.tied_P.tolist() == [True] and half.margin_P.tolist() == [0.0]
     scores = torch.tensor([1.0, 3.0], requires_grad=True)
-    loss = bradley_terry(scores, half, label_smoothing=0.3)  # a tie is even however the labels are smoothed
+    loss = bradley_terry(
+        scores, half, label_smoothing=0.3
+    )  # a tie is even however the labels are smoothed
     want = (F.softplus(torch.tensor(2.0)) + F.softplus(torch.tensor(-2.0))) / 2
     torch.testing.assert_close(loss, want)
     equal = torch.tensor([1.0, 1.0], requires_grad=True)
@@ -136,11 +147,19 @@ def test_strengths() -> None:
         none = {"margin": win(1), "soft_label": soft(1, -2), "weight": 0.0}[kind]
         other = {"margin": win(0.5), "soft_label": (win(0.5) + win(-0.5)) / 2, "weight": 0.0}[kind]
         assert each.num_units == 4
-        assert float(bradley_terry(scores, each)) == pytest.approx(none + other + win(1.0) + win(0.5), abs=1e-6), kind
-    [target] = ranked_pairs([(0, 1)], strengths=[math.log(4)], strength="soft_label").target_P.tolist()
+        assert float(bradley_terry(scores, each)) == pytest.approx(
+            none + other + win(1.0) + win(0.5), abs=1e-6
+        ), kind
+    [target] = ranked_pairs(
+        [(0, 1)], strengths=[math.log(4)], strength="soft_label"
+    ).target_P.tolist()
     assert target == pytest.approx(0.8)  # a judge's probability is itself
-    unlikely = ranked_pairs([(0, 1)], strengths=[math.log(0.25)], strength="soft_label")  # 0.2, smoothed 0.26
-    assert float(bradley_terry(scores, unlikely, label_smoothing=0.1)) == pytest.approx(win(1) + 0.74, abs=1e-6)
+    unlikely = ranked_pairs(
+        [(0, 1)], strengths=[math.log(0.25)], strength="soft_label"
+    )  # 0.2, smoothed 0.26
+    assert float(bradley_terry(scores, unlikely, label_smoothing=0.1)) == pytest.approx(
+        win(1) + 0.74, abs=1e-6
+    )
     ends = ranked_pairs([(0, 1)] * 2, strengths=[-1e5, 1e5], strength="soft_label").target_P
     assert ends.tolist() == [0.0, 1.0]
 
@@ -149,13 +168,17 @@ def test_strengths() -> None:
 @example(MANY, "group", 0)
 def test_plackett_luce_equals_a_plain_loop(ranks: list[list[int]], weight: str, seed: int) -> None:
     """Full and partial rankings: the best of what is left is chosen, and tied completions are never compared."""
-    scores = (torch.randn(sum(map(len, ranks)), generator=torch.Generator().manual_seed(seed)) * 3).requires_grad_()
+    scores = (
+        torch.randn(sum(map(len, ranks)), generator=torch.Generator().manual_seed(seed)) * 3
+    ).requires_grad_()
     pairs = ranked_pairs(ranks, weight=weight, unit="choice")  # type: ignore[arg-type]
     want, units, start = scores.double().sum() * 0, 0, 0
     for group in ranks:
         own = scores[start : start + len(group)].double()
         worse = [[j for j, other in enumerate(group) if other > rank] for rank in group]
-        choices = [torch.logsumexp(own[[i, *rest]], 0) - own[i] for i, rest in enumerate(worse) if rest]
+        choices = [
+            torch.logsumexp(own[[i, *rest]], 0) - own[i] for i, rest in enumerate(worse) if rest
+        ]
         units += len(choices) if weight == "pair" else bool(choices)
         if choices:
             want = want + sum(choices) / (1 if weight == "pair" else len(choices))
@@ -177,16 +200,24 @@ def test_plackett_luce_of_two_is_bradley_terry_and_stays_finite() -> None:
     scores = torch.tensor([-1e4, 0.0, 1e4, 3.0], requires_grad=True)
     loss = plackett_luce(scores, ranked_pairs([(0, 1, 2, 3)], unit="choice"))
     assert float(loss.detach()) == pytest.approx((2e4 + 1e4 + 0) / 3)
-    assert torch.autograd.grad(loss, scores)[0].tolist() == pytest.approx([-1 / 3, -1 / 3, 2 / 3, 0])
+    assert torch.autograd.grad(loss, scores)[0].tolist() == pytest.approx(
+        [-1 / 3, -1 / 3, 2 / 3, 0]
+    )
 
 
 def test_squared_error_skips_what_has_no_grade() -> None:
     nan = math.nan
     grades = [[(4.0, nan), (1.0, 2.0)], [(nan, nan)], [(3.0, 1e4)]]
     targets = graded(grades, stds=(2.0, 1.0))
-    values = torch.tensor([[3.0, nan], [1.0, 0.0], [9.0, 9.0], [5.0, 0.0]]).nan_to_num(7.0).requires_grad_()
+    values = (
+        torch.tensor([[3.0, nan], [1.0, 0.0], [9.0, 9.0], [5.0, 0.0]])
+        .nan_to_num(7.0)
+        .requires_grad_()
+    )
     loss = squared_error(values, targets)
-    want = (0.25 + 0 + 4) / 4 + (1 + 1e8) / 2  # each group weighs 1, each attribute in its own units
+    want = (0.25 + 0 + 4) / 4 + (
+        1 + 1e8
+    ) / 2  # each group weighs 1, each attribute in its own units
     assert targets.num_units == 2 and float(loss.detach()) == pytest.approx(want)
     gradient = torch.autograd.grad(loss, values)[0]
     assert gradient.tolist() == [[-0.125, 0], [0, -1.0], [0, 0], [0.5, -1e4]]
@@ -224,12 +255,17 @@ def measure(scores: torch.Tensor, ranks: list[list[int]], ties: str = "drop") ->
 
 
 @given(GROUPS, st.sets(st.integers(1, 7)), st.sampled_from(["drop", "half"]), st.integers(0, 9))
-def test_metrics_of_any_split_add_up(ranks: list[list[int]], cuts: set[int], ties: str, seed: int) -> None:
+def test_metrics_of_any_split_add_up(
+    ranks: list[list[int]], cuts: set[int], ties: str, seed: int
+) -> None:
     scores = torch.randn(sum(map(len, ranks)), generator=torch.Generator().manual_seed(seed))
     parts = scores.split([len(group) for group in ranks])
     bounds = pairwise([0, *sorted(cut for cut in cuts if cut < len(ranks)), len(ranks)])
     batches = [measure(torch.cat(parts[low:high]), ranks[low:high], ties) for low, high in bounds]
-    whole, added = measure(scores, ranks, ties).means(), reduce(RewardMetrics.__add__, batches, RewardMetrics()).means()
+    whole, added = (
+        measure(scores, ranks, ties).means(),
+        reduce(RewardMetrics.__add__, batches, RewardMetrics()).means(),
+    )
     assert tuple(whole) == METRIC_NAMES
     for name in METRIC_NAMES:
         assert added[name] == pytest.approx(whole[name], rel=1e-5, abs=1e-6, nan_ok=True)
@@ -237,14 +273,19 @@ def test_metrics_of_any_split_add_up(ranks: list[list[int]], cuts: set[int], tie
 
 def test_metrics_worked_by_hand() -> None:
     """Two pairs right of three; a tie is no pair; equal scores are not right."""
-    metrics = measure(torch.tensor([2.0, 1.0, 0.0, 0.0, 5.0, 4.0, 9.0]), [[0, 1], [0, 1], [0, 1, 1]], "half")
+    metrics = measure(
+        torch.tensor([2.0, 1.0, 0.0, 0.0, 5.0, 4.0, 9.0]), [[0, 1], [0, 1], [0, 1, 1]], "half"
+    )
     assert (metrics.num_units, metrics.num_pairs, metrics.num_correct) == (3, 4, 2)
     means = metrics.means()
     graded_sums = RewardSums()  # whose loss is a mean over more comparisons than have pairs
     graded_sums.add(torch.tensor([1.0, 0.0]), ranked_pairs([[0, 1]]), torch.tensor(6.0), 3)
     assert graded_sums.read().means()["loss"] == 2.0
     assert means["accuracy"] == 0.5
-    assert means["chosen_rewards"] == (2 + 0 + 5 + 5) / 4 and means["rejected_rewards"] == (1 + 0 + 4 + 9) / 4
+    assert (
+        means["chosen_rewards"] == (2 + 0 + 5 + 5) / 4
+        and means["rejected_rewards"] == (1 + 0 + 4 + 9) / 4
+    )
     assert means["reward_margin"] == means["chosen_rewards"] - means["rejected_rewards"]
 
 

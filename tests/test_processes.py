@@ -26,10 +26,15 @@ def variables(monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_processes_that_do_not_come_are_told(variables: str) -> None:
     words = "rank 0 has not found the other processes"
-    with pytest.raises(LostProcessError, match=words) as caught, joined(timeout=timedelta(seconds=1)):
+    with (
+        pytest.raises(LostProcessError, match=words) as caught,
+        joined(timeout=timedelta(seconds=1)),
+    ):
         pass
     assert caught.value.need == "2 processes within 0:00:01"
-    assert f"each must reach {variables}" in str(caught.value) and "unset RANK WORLD_SIZE" in str(caught.value)
+    assert f"each must reach {variables}" in str(caught.value) and "unset RANK WORLD_SIZE" in str(
+        caught.value
+    )
 
 
 def test_a_process_that_waits_says_for_what_and_why(
@@ -40,12 +45,19 @@ def test_a_process_that_waits_says_for_what_and_why(
     with pytest.raises(LostProcessError), joined(timeout=timedelta(seconds=1)):
         pass
     said = capsys.readouterr().err
-    assert f"Waiting for the other processes of this run at {variables} (RANK=0 WORLD_SIZE=2 " in said
+    assert (
+        f"Waiting for the other processes of this run at {variables} (RANK=0 WORLD_SIZE=2 " in said
+    )
     assert "unset RANK WORLD_SIZE" in said
 
 
 @pytest.mark.parametrize("name", ["RANK", "MASTER_ADDR"])
-def test_a_variable_that_is_missing_is_named(variables: str, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_variable_that_is_missing_is_named(
+    variables: str, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.delenv(name)
-    with pytest.raises(LostProcessError, match=f"(?s)got: .*{name}"), joined(timeout=timedelta(seconds=1)):
+    with (
+        pytest.raises(LostProcessError, match=f"(?s)got: .*{name}"),
+        joined(timeout=timedelta(seconds=1)),
+    ):
         pass

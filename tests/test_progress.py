@@ -50,11 +50,16 @@ def test_a_line_of_training_has_numbers_rate_and_time_left_of_this_session(
                 now[0] += 1.0
         shown.message("set  accuracy\nplain  0.9")
     numbers = "loss 0.500  accuracy 75.0%  2,000 tokens/s"
-    first, last = (f"training: {n} of 904 steps  {numbers}  0:00:0{left} left" for n, left in ((901, 6), (904, 0)))
+    first, last = (
+        f"training: {n} of 904 steps  {numbers}  0:00:0{left} left"
+        for n, left in ((901, 6), (904, 0))
+    )
     assert caplog.messages == [first, last, "set  accuracy", "plain  0.9"]
 
 
-def test_a_later_task_of_the_same_name_has_its_own_start(now: list[float], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_later_task_of_the_same_name_has_its_own_start(
+    now: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO", "treeward")
     with ShownProgress(unit="steps") as shown:
         for _ in range(2):
@@ -62,7 +67,9 @@ def test_a_later_task_of_the_same_name_has_its_own_start(now: list[float], caplo
             for step in (1, 2):
                 now[0] += 3.0
                 shown.show("training", step, 2, {"loss": 0.5})
-    assert caplog.messages[0].endswith("0:00:03 left") and caplog.messages[:2] == caplog.messages[2:]
+    assert (
+        caplog.messages[0].endswith("0:00:03 left") and caplog.messages[:2] == caplog.messages[2:]
+    )
 
 
 def test_long_work_without_steps_has_its_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -88,9 +95,14 @@ logging.getLogger({logger!r}).warning("Another message.")
 for attempt in range(2):
     logging.getLogger("treeward.training").warning("Not among them.")
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     shown = done.stderr + done.stdout
-    counts = [shown.count(words) for words in ("Retrying in 1s", "Retrying", "Another message", "Not among them")]
+    counts = [
+        shown.count(words)
+        for words in ("Retrying in 1s", "Retrying", "Another message", "Not among them")
+    ]
     assert counts == [1, 1, 1, 2]
 
 

@@ -49,7 +49,9 @@ def test_a_run_cut_off_at_any_byte_goes_on_and_makes_nothing_twice(cut: int) -> 
         ({"new": "x"}, "new null -> x"),
     ],
 )
-def test_rows_of_another_identity_are_refused_and_left_alone(change: dict[str, Any], got: str, tmp_path: Path) -> None:
+def test_rows_of_another_identity_are_refused_and_left_alone(
+    change: dict[str, Any], got: str, tmp_path: Path
+) -> None:
     path = tmp_path / "rows.jsonl"
     run(path, 3)
     before = path.read_bytes()

@@ -37,11 +37,15 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path: 
     assert path.read_text() == "old\n" and list(tmp_path.iterdir()) == [path]
 
 
-def test_a_file_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_on_the_disk_before_it_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else a power cut could leave the name of an empty file."""
     done: list[str] = []
     fsync, replace = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda descriptor: done.append("fsync") or fsync(descriptor))
-    monkeypatch.setattr(os, "replace", lambda source, target: done.append("replace") or replace(source, target))
+    monkeypatch.setattr(
+        os, "replace", lambda source, target: done.append("replace") or replace(source, target)
+    )
     write_text(tmp_path / "run.json", "new\n")
     assert done == ["fsync", "replace", "fsync"]  # the last one is of the folder

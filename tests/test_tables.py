@@ -26,7 +26,9 @@ def test_cells_cannot_move_the_cursor_or_break_the_line():
 
 
 def test_markdown():
-    assert markdown_table([{"set": "a|b", "accuracy": 0.5}, {"set": "c\nd"}], ["set", "accuracy"]).splitlines() == [
+    assert markdown_table(
+        [{"set": "a|b", "accuracy": 0.5}, {"set": "c\nd"}], ["set", "accuracy"]
+    ).splitlines() == [
         "| set | accuracy |",
         "| :--- | ---: |",
         "| a\\|b | 0.5 |",

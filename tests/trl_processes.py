@@ -34,8 +34,14 @@ def train(folder: Path) -> dict[str, Any]:
         "max_steps": 4,
     }
     pairs = [
-        [train_rewards(kind, tokenizer, own, max_steps=5) for kind in (compat.RewardTrainer, trl.RewardTrainer)],
-        [train_policy(kind, tokenizer, own, **options) for kind in (compat.GRPOTrainer, trl.GRPOTrainer)],
+        [
+            train_rewards(kind, tokenizer, own, max_steps=5)
+            for kind in (compat.RewardTrainer, trl.RewardTrainer)
+        ],
+        [
+            train_policy(kind, tokenizer, own, **options)
+            for kind in (compat.GRPOTrainer, trl.GRPOTrainer)
+        ],
     ]
     ours, theirs = (
         [entry["loss"] for one in trainers for entry in one.state.log_history if "loss" in entry]
@@ -66,12 +72,18 @@ def shard(how: str) -> dict[str, Any]:
     else:
         policy = partial(transformer_auto_wrap_policy, transformer_layer_cls={layer})
         device = torch.device("cpu")
-        model = FullyShardedDataParallel(hf, auto_wrap_policy=policy, use_orig_params=True, device_id=device)
+        model = FullyShardedDataParallel(
+            hf, auto_wrap_policy=policy, use_orig_params=True, device_id=device
+        )
 
     def loss_of(one: Any, seed: int) -> Tensor:
         ids = torch.randint(2, 600, (8, 40), generator=torch.Generator().manual_seed(seed))
         ids[4:, :30] = ids[:4, :30]
-        loss: Tensor = one(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.square().sum()
+        loss: Tensor = (
+            one(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+            .logits.square()
+            .sum()
+        )
         return loss
 
     loss = loss_of(model, rank)

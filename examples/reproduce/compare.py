@@ -22,7 +22,9 @@ PUBLISHED = json.loads(Path(__file__).with_name("published.json").read_text(enco
 
 
 def run(words: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--suite", choices=list(PUBLISHED), default="rewardbench")
     parser.add_argument("--model")
     parser.add_argument("--copy", metavar="FOLDER")
@@ -34,7 +36,9 @@ def run(words: list[str]) -> int:
     code = main(["eval", model, "--suite", source, "--output", given.output, *options])
     if code not in (0, 1):  # 1: a few examples have no score
         return code
-    (result,) = json.loads((Path(given.output) / "results.json").read_text(encoding="utf-8"))["results"]
+    (result,) = json.loads((Path(given.output) / "results.json").read_text(encoding="utf-8"))[
+        "results"
+    ]
     columns = [Column("subset"), Column("count", "of"), Column("here", "treeward", ".3f")]
     for name in published["columns"]:
         columns += [Column(name, format=".3f"), Column(f"{name} difference", "difference", "+.3f")]
@@ -48,7 +52,10 @@ def row(metric: dict[str, Any], published: dict[str, dict[str, float]]) -> dict[
     found = {"subset": name, "count": metric["count"], "here": here}
     for column, values in published.items():
         theirs = values.get(name)
-        found |= {column: theirs, f"{column} difference": None if None in (here, theirs) else here - theirs}
+        found |= {
+            column: theirs,
+            f"{column} difference": None if None in (here, theirs) else here - theirs,
+        }
     return found
 
 

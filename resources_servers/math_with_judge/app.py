@@ -66,7 +66,10 @@ class MathWithJudgeConfig(BaseResourcesServerConfig):
         if self.should_use_judge:
             judge: dict[str, Any] = {"mode": "equivalence", "reference_key": "expected_answer"}
             if self.judge_model_server is not None:
-                judge |= {"base_url": model_server_url(self.judge_model_server["name"]), "model": "judge"}
+                judge |= {
+                    "base_url": model_server_url(self.judge_model_server["name"]),
+                    "model": "judge",
+                }
                 judge |= {"api_key_env": None}
             names = {"temperature": "temperature", "max_output_tokens": "max_tokens"}
             given = self.judge_responses_create_params
@@ -81,7 +84,9 @@ def model_server_url(name: str) -> str:
     for server in servers.values():
         return f"http://{server.host}:{server.port}/v1"
     need = "the name of a server in NAME.responses_api_models of the configuration"
-    raise ConfigError("there is no such model server", field="judge_model_server.name", got=name, need=need)
+    raise ConfigError(
+        "there is no such model server", field="judge_model_server.name", got=name, need=need
+    )
 
 
 class MathVerifyRequest(BaseVerifyRequest):
@@ -128,7 +133,9 @@ class MathWithJudge(SimpleResourcesServer):
         components = {name.replace("/", "_"): value for name, value in reward.components.items()}
         library, judge = (reward.components.get(name) for name in ("library", "judge"))
         verdict = {"reward": reward.value, "reward_components": components}
-        return MathVerifyResponse(**given | verdict | {"library_reward": library, "judge_reward": judge})
+        return MathVerifyResponse(
+            **given | verdict | {"library_reward": library, "judge_reward": judge}
+        )
 
 
 if __name__ == "__main__":

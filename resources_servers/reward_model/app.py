@@ -43,7 +43,10 @@ _SHAPING_KEYS = (
 _DEADLINE_SECONDS = 600  # NeMo Gym waits without a limit, and repeats a rollout that is given up
 _MAX_LENGTH = 2048  # of NeMo Gym's page, for a model whose scoring contract does not say
 _CONSTANTS = {"reward_mean": 0.0, "reward_std": 1.0}
-_PLAIN_MEAN = {"method": "mean", "standardize": False}  # of NeMo Gym's page, "Average multiple reward models"
+_PLAIN_MEAN = {
+    "method": "mean",
+    "standardize": False,
+}  # of NeMo Gym's page, "Average multiple reward models"
 
 logger = logging.getLogger("treeward.reward_model")
 
@@ -68,7 +71,9 @@ class NemoGymConfig(ServedModelConfig):
     def server_config(self) -> ServerConfig:
         """The configuration of the server."""
         longest = self.default_max_length or _MAX_LENGTH
-        section = self.model_dump(include=set(ServedModelConfig.model_fields)) | {"default_max_length": longest}
+        section = self.model_dump(include=set(ServedModelConfig.model_fields)) | {
+            "default_max_length": longest
+        }
         values: dict[str, Any] = {"models": [section], "host": self.host, "port": self.port}
         if "batch_size" in self.model_fields_set or "batch_tokens" not in self.server:
             values["batch_tokens"] = self.batch_size * (self.max_length or longest)
@@ -78,7 +83,9 @@ class NemoGymConfig(ServedModelConfig):
 
     def check(self) -> None:
         if self.running and self.shaping is not None and self.shaping.normalize_rewards:
-            raise self.error("running", "running statistics, or normalize_rewards with constants: one of them")
+            raise self.error(
+                "running", "running statistics, or normalize_rewards with constants: one of them"
+            )
         assert self.server_config  # raises for what the server would refuse
 
 
@@ -127,7 +134,9 @@ def _native(section: Mapping[str, Any], where: str) -> dict[str, Any]:
         summary = "rewards are shaped in two ways"
         raise ConfigError(summary, where=where, field=next(iter(flat)), got=flat, need=need)
     shaping = {**_CONSTANTS, **flat}
-    is_on = any(shaping.get(key) for key in ("normalize_rewards", "preference_score", "length_penalty"))
+    is_on = any(
+        shaping.get(key) for key in ("normalize_rewards", "preference_score", "length_penalty")
+    )
     values["shaping"] = shaping if is_on else None
     return values
 

@@ -52,7 +52,15 @@ class TreewardError(ValueError):
         super().__init__("\n".join(lines))
 
     @classmethod
-    def unknown(cls, summary: str, name: str, names: Collection[str], *, fix: str | None = None, **place: Any) -> Self:
+    def unknown(
+        cls,
+        summary: str,
+        name: str,
+        names: Collection[str],
+        *,
+        fix: str | None = None,
+        **place: Any,
+    ) -> Self:
         """The error of a name that is none of `names`, with the nearest of them; `fix`: where none is near."""
         near = nearest_name(name, names)
         arguments = {"got": name, "need": f"one of {', '.join(names)}"} | place
@@ -100,10 +108,16 @@ class LostProcessError(TreewardError):
 def shown(value: Any) -> str:
     """A value in one line of at most about 200 characters; in quotes where nobody would see that it is there."""
     try:
-        text = value if isinstance(value, str) and value.strip() and "\n" not in value else repr(value)
+        text = (
+            value if isinstance(value, str) and value.strip() and "\n" not in value else repr(value)
+        )
     except RecursionError:
         return "a value that is nested too deep to be shown"
-    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}... ({len(text)} characters)"
+    return (
+        text
+        if len(text) <= _LONGEST_VALUE
+        else f"{text[:_LONGEST_VALUE]}... ({len(text)} characters)"
+    )
 
 
 def nearest_name(name: str, names: Iterable[str]) -> str | None:
@@ -117,9 +131,15 @@ def nearest_path(path: str | os.PathLike[str]) -> str | None:
     """The path that was probably meant by one that does not exist: names are corrected where it goes astray."""
     target = Path(path)
     try:
-        missing = next((part for part in reversed([target, *target.parents]) if not part.exists()), None)
+        missing = next(
+            (part for part in reversed([target, *target.parents]) if not part.exists()), None
+        )
         # A link to nothing is listed, but does not exist.
-        names = () if missing is None else [entry.name for entry in missing.parent.iterdir() if entry.exists()]
+        names = (
+            ()
+            if missing is None
+            else [entry.name for entry in missing.parent.iterdir() if entry.exists()]
+        )
     except OSError:  # as for a name that is too long, or a folder that may not be read
         return None
     near = missing and _nearest_file(missing.name, names)
@@ -153,7 +173,9 @@ def pip_install(*extras: str) -> str:
     return f"pip install -c {constraints} -e {shlex.quote(f'{clone}[{names}]')}"
 
 
-def _rebuild(cls: type[TreewardError], state: dict[str, Any], args: tuple[Any, ...]) -> TreewardError:
+def _rebuild(
+    cls: type[TreewardError], state: dict[str, Any], args: tuple[Any, ...]
+) -> TreewardError:
     error = cls.__new__(cls)
     error.__dict__.update(state)
     error.args = args

@@ -75,8 +75,12 @@ class Connection:
     def __init__(self, url: str, *, token: str | None = None, max_retries: int = 5) -> None:
         self._headers = {"User-Agent": f"treeward/{VERSION}", "Content-Type": "application/json"}
         if token is not None:
-            if not re.fullmatch(r"[\x21-\x7e]+", token):  # it is a secret, so the error does not show it
-                raise ConfigError("the token cannot be sent in a header", field="token", need="visible ASCII")
+            if not re.fullmatch(
+                r"[\x21-\x7e]+", token
+            ):  # it is a secret, so the error does not show it
+                raise ConfigError(
+                    "the token cannot be sent in a header", field="token", need="visible ASCII"
+                )
             self._headers["Authorization"] = f"Bearer {token}"
         self.url, self.max_retries = checked_url(url), max_retries
         self._connect()
@@ -87,7 +91,12 @@ class Connection:
         self._process_id = os.getpid()
 
     def request(
-        self, path: str, content: bytes | None = None, *, until: float, read: Callable[[Any], _Value]
+        self,
+        path: str,
+        content: bytes | None = None,
+        *,
+        until: float,
+        read: Callable[[Any], _Value],
     ) -> _Value:
         """Post JSON, or get it without `content`, and `read` the JSON of the response. Raises `RewardServerError`.
 
@@ -108,9 +117,13 @@ class Connection:
         """Close the connections."""
         self._client.close()
 
-    def _once(self, path: str, content: bytes | None, until: float, read: Callable[[Any], _Value]) -> _Value:
+    def _once(
+        self, path: str, content: bytes | None, until: float, read: Callable[[Any], _Value]
+    ) -> _Value:
         url, seconds_left = self.url + path, max(0.001, until - time.monotonic())
-        if self._process_id != os.getpid():  # on a connection shared with the parent responses could be swapped
+        if (
+            self._process_id != os.getpid()
+        ):  # on a connection shared with the parent responses could be swapped
             self._connect()
         try:
             response = self._client.request(
@@ -121,7 +134,9 @@ class Connection:
             )
         except (httpx.ReadTimeout, httpx.WriteTimeout, httpx.PoolTimeout):
             fix = "allow more time (timeout_seconds), or send less at a time"
-            raise RewardServerError("the server has not responded in time", where=url, fix=fix) from None
+            raise RewardServerError(
+                "the server has not responded in time", where=url, fix=fix
+            ) from None
         except httpx.RequestError as error:
             raise RewardServerError(
                 "the server cannot be reached",
@@ -145,7 +160,9 @@ class Connection:
             return read(body)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             summary, need = "the response cannot be read", f"{type(error).__name__}: {error}"
-            raise RewardServerError(summary, status=200, where=url, got=json.dumps(body), need=need) from error
+            raise RewardServerError(
+                summary, status=200, where=url, got=json.dumps(body), need=need
+            ) from error
 
 
 def run_async(coroutine: Coroutine[Any, Any, _Value]) -> _Value:
@@ -164,7 +181,12 @@ def checked_url(url: str) -> str:
     except httpx.InvalidURL:
         is_address = False
     if not is_address:
-        raise ConfigError("this is no address of a server", field="url", got=url, need="http://host:port, or https://")
+        raise ConfigError(
+            "this is no address of a server",
+            field="url",
+            got=url,
+            need="http://host:port, or https://",
+        )
     return url.rstrip("/")
 
 
@@ -172,7 +194,13 @@ def _pause(state: tenacity.RetryCallState) -> float:
     error = state.outcome.exception() if state.outcome else None
     assert isinstance(error, RewardServerError)
     pause = max(_BACKOFF(state), error.retry_after)
-    logger.info("%s: %s; attempt %d comes after %.1f s.", error.where, error.summary, state.attempt_number + 1, pause)
+    logger.info(
+        "%s: %s; attempt %d comes after %.1f s.",
+        error.where,
+        error.summary,
+        state.attempt_number + 1,
+        pause,
+    )
     return pause
 
 
@@ -182,7 +210,10 @@ def _refusal(response: httpx.Response, message: Any) -> RewardServerError:
     details: dict[str, Any] = {}
     while isinstance(message, dict):
         details |= message
-        message = next((message[key] for key in ("error", "message", "detail") if key in message), json.dumps(message))
+        message = next(
+            (message[key] for key in ("error", "message", "detail") if key in message),
+            json.dumps(message),
+        )
     seconds = re.fullmatch(r"\d{1,9}(\.\d*)?", response.headers.get("retry-after", "").strip())
     return RewardServerError(
         f"the server refuses the request: HTTP {status} {response.reason_phrase}".rstrip(),

@@ -144,7 +144,9 @@ def _pairs_of_group(ranks: Sequence[int], *, with_ties: bool) -> list[tuple[int,
     return pairs
 
 
-def _strength(group_strength: float | Sequence[float | None] | None, better: int, worse: int) -> float | None:
+def _strength(
+    group_strength: float | Sequence[float | None] | None, better: int, worse: int
+) -> float | None:
     """The strength of one pair; None where nothing says it."""
     if group_strength is None or isinstance(group_strength, int | float):
         return group_strength
@@ -325,7 +327,9 @@ class Heads:
         heads = []
         if self.are_estimates:
             for h, weight in enumerate(self.weights):
-                heads.append(HeadContract(name=f"LABEL_{h}", meaning=ESTIMATE_MEANING, weight=weight))
+                heads.append(
+                    HeadContract(name=f"LABEL_{h}", meaning=ESTIMATE_MEANING, weight=weight)
+                )
             return heads
         if not self.attributes:
             return None
@@ -335,7 +339,9 @@ class Heads:
         return heads
 
 
-def heads_of(config: RewardModelRunConfig, grades_NH: npt.NDArray[np.floating[Any]], num_heads: int) -> Heads:
+def heads_of(
+    config: RewardModelRunConfig, grades_NH: npt.NDArray[np.floating[Any]], num_heads: int
+) -> Heads:
     """The heads of a run, whose model has `num_heads`. `grades_NH`: those of the training data, for each of the run's
     labels."""
     section = config.policy.reward_model_cfg
@@ -367,7 +373,9 @@ def heads_of(config: RewardModelRunConfig, grades_NH: npt.NDArray[np.floating[An
         weights=weights,
         stds=stds,
         are_estimates=num_estimates > 1,
-        function=partial(function_of(section.reward_model_type), **loss.arguments(section.reward_model_type)),
+        function=partial(
+            function_of(section.reward_model_type), **loss.arguments(section.reward_model_type)
+        ),
         pair_options=pair_options,
     )
 
@@ -396,7 +404,10 @@ class RewardMetrics:
 
     def means(self) -> dict[str, float]:
         """The metrics of `METRIC_NAMES`; NaN where there was nothing to average."""
-        chosen, rejected = _ratio(self.chosen_sum, self.num_pairs), _ratio(self.rejected_sum, self.num_pairs)
+        chosen, rejected = (
+            _ratio(self.chosen_sum, self.num_pairs),
+            _ratio(self.rejected_sum, self.num_pairs),
+        )
         return {
             "loss": _ratio(self.loss_sum, self.num_units),
             "accuracy": _ratio(self.num_correct, self.num_pairs),
@@ -414,7 +425,9 @@ class RewardSums:
         self._sums_4: Tensor | None = None  # loss, correct, chosen, rejected; float64
 
     @torch.no_grad()
-    def add(self, scores_S: Tensor, pairs: Pairs, loss_sum: Tensor, num_units: int | None = None) -> None:
+    def add(
+        self, scores_S: Tensor, pairs: Pairs, loss_sum: Tensor, num_units: int | None = None
+    ) -> None:
         """Add one batch. `pairs`: on the device of the scores. `loss_sum`: as a loss gives it, over `num_units` (None:
         those of the pairs)."""
         better_P, worse_P = scores_S.double()[pairs.better_P], scores_S.double()[pairs.worse_P]
@@ -471,7 +484,9 @@ def grade_metrics(sums_6H: Tensor, attributes: Sequence[str]) -> dict[str, float
     pearson_H = torch.where(spread_H > 0, (count * xy - x * y) / spread_H, torch.nan)
     metrics = {"mse": float(mse_H.nanmean()), "pearson": float(pearson_H.nanmean())}
     for name, values_H in (("mse", mse_H), ("pearson", pearson_H)):
-        metrics |= {f"{name}_{key}": value for key, value in zip(attributes, values_H.tolist(), strict=True)}
+        metrics |= {
+            f"{name}_{key}": value for key, value in zip(attributes, values_H.tolist(), strict=True)
+        }
     return metrics
 
 

@@ -32,17 +32,25 @@ def check_openai() -> None:
         raise ConfigError("this needs the package openai", got=str(error), fix=fix) from error
 
 
-def key_from(variable: str | None, *, where: str | None = None, field: str | None = None) -> str | None:
+def key_from(
+    variable: str | None, *, where: str | None = None, field: str | None = None
+) -> str | None:
     """The key in an environment variable; None for no variable. Raises `ConfigError` where it is not set."""
     key = os.environ.get(variable, "").strip() if variable is not None else None
     if key == "":
         got, fix = f"{variable} is empty or not set", f"export {variable}=..., or leave the key out"
-        raise ConfigError("the server's key is not in the environment", where=where, field=field, got=got, fix=fix)
+        raise ConfigError(
+            "the server's key is not in the environment", where=where, field=field, got=got, fix=fix
+        )
     return key
 
 
 def openai_client(
-    base_url: str, *, api_key: str | None = None, timeout_seconds: float = 600.0, max_retries: int = 5
+    base_url: str,
+    *,
+    api_key: str | None = None,
+    timeout_seconds: float = 600.0,
+    max_retries: int = 5,
 ) -> AsyncOpenAI:
     """A client of one event loop. `timeout_seconds`: for one attempt."""
     import openai
@@ -56,7 +64,9 @@ def openai_client(
     )
 
 
-async def post(client: AsyncOpenAI, path: str, body: Mapping[str, Any], *, total_seconds: float | None = None) -> Any:
+async def post(
+    client: AsyncOpenAI, path: str, body: Mapping[str, Any], *, total_seconds: float | None = None
+) -> Any:
     """The JSON of the response. `total_seconds`: for all attempts. Raises `ServerError`, with the reason in `got`."""
     import openai
 
@@ -72,7 +82,9 @@ async def post(client: AsyncOpenAI, path: str, body: Mapping[str, Any], *, total
         summary, got = "the server refuses the request", f"{status}: {reason}"
         raise ServerError(summary, status=status, where=url, got=got) from error
     except (TimeoutError, openai.APITimeoutError) as error:
-        raise ServerError("the server has not responded in time", where=url, got="no response") from error
+        raise ServerError(
+            "the server has not responded in time", where=url, got="no response"
+        ) from error
     except openai.APIConnectionError as error:
         cause: BaseException = error
         while cause.__cause__ is not None:
@@ -81,7 +93,9 @@ async def post(client: AsyncOpenAI, path: str, body: Mapping[str, Any], *, total
         got = str(cause) or type(cause).__name__
         raise ServerError("the server cannot be reached", where=url, got=got, need=need) from error
     except ValueError as error:
-        raise ServerError("the response is not JSON", status=200, where=url, got=f"{text[:150]!r}") from error
+        raise ServerError(
+            "the response is not JSON", status=200, where=url, got=f"{text[:150]!r}"
+        ) from error
 
 
 def _refuse_constant(name: str) -> NoReturn:

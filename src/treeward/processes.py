@@ -102,7 +102,9 @@ def _say_what_is_waited_for() -> None:
     """Not by logging: of several processes only the first shows its log, and this may be any."""
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     variables = " ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
-    sys.stderr.write(f"Waiting for the other processes of this run at {_address()} ({variables}). {_UNSET}\n")
+    sys.stderr.write(
+        f"Waiting for the other processes of this run at {_address()} ({variables}). {_UNSET}\n"
+    )
 
 
 def _address() -> str:
@@ -196,7 +198,9 @@ def fails_first() -> bool:
         return True
     try:
         store: Any = distributed.distributed_c10d._get_default_store()  # that of the process group
-        return bool(store.compare_set("treeward/fails_first", "", str(rank())).decode() == str(rank()))
+        return bool(
+            store.compare_set("treeward/fails_first", "", str(rank())).decode() == str(rank())
+        )
     except RuntimeError:  # the process that keeps the store is gone
         return rank() == 1
 

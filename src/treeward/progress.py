@@ -42,7 +42,9 @@ class ShownProgress:
     `unit`: what is counted. `enabled`: False shows nothing. `line_seconds`: least time between two lines of the log.
     """
 
-    def __init__(self, *, unit: str = "examples", enabled: bool = True, line_seconds: float = 10.0) -> None:
+    def __init__(
+        self, *, unit: str = "examples", enabled: bool = True, line_seconds: float = 10.0
+    ) -> None:
         self._unit, self._enabled, self._line_seconds = unit, enabled, line_seconds
         self._what: str | None = None
         self._bar: Progress | None = None
@@ -59,7 +61,13 @@ class ShownProgress:
             self._bar = None
 
     def show(
-        self, what: str, done: int, total: int, numbers: Mapping[str, float] | None = None, *, tokens: int = 0
+        self,
+        what: str,
+        done: int,
+        total: int,
+        numbers: Mapping[str, float] | None = None,
+        *,
+        tokens: int = 0,
     ) -> None:
         """`done` of `total` (0: unknown) of the task `what`; `tokens` were computed since the last call."""
         if not self._enabled:
@@ -73,7 +81,9 @@ class ShownProgress:
             texts.append(f"{self._tokens / seconds:,.0f} tokens/s")
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=done, note="  ".join(texts))
-        elif now - self._last_line >= self._line_seconds or (numbers and done in (self._first + 1, total)):
+        elif now - self._last_line >= self._line_seconds or (
+            numbers and done in (self._first + 1, total)
+        ):
             self._last_line = now
             count = f"{done:,} of {total:,}" if total else f"{done:,}"
             if numbers and total:
@@ -119,7 +129,13 @@ class ShownProgress:
         if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
             # Here, because it takes a tenth of a second, which `treeward --help` would take too.
             from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+            from rich.progress import (
+                BarColumn,
+                MofNCompleteColumn,
+                Progress,
+                TextColumn,
+                TimeRemainingColumn,
+            )
 
             self._bar = Progress(
                 TextColumn("{task.description}"),
@@ -141,7 +157,9 @@ def configure_logging(*, debug: bool = False) -> None:
     processes of torchrun only the first one shows what all would say.
     """
     root, ours = logging.getLogger(), logging.getLogger("treeward")
-    root.handlers = [handler for handler in root.handlers if not isinstance(handler, StandardErrorHandler)]
+    root.handlers = [
+        handler for handler in root.handlers if not isinstance(handler, StandardErrorHandler)
+    ]
     handler = StandardErrorHandler()
     handler.setFormatter(_Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
     if os.environ.get("RANK", "0") != "0":
@@ -155,7 +173,9 @@ def configure_logging(*, debug: bool = False) -> None:
     hub = logging.getLogger(_HUB_RETRIES)
     hub.handlers = [handler]
     hub.propagate = False
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "info" if debug else "error")  # also of the run's workers
+    os.environ.setdefault(
+        "TRANSFORMERS_VERBOSITY", "info" if debug else "error"
+    )  # also of the run's workers
 
 
 class _Once(logging.Filter):

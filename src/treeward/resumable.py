@@ -35,7 +35,9 @@ _LONGEST_VALUE = 24
 class ResumableRows(Generic[Row]):
     """`kept`: the parsed rows of earlier runs, in the order of the file."""
 
-    def __init__(self, kept: list[Row], stream: IO[str] | None = None, path: Path | None = None) -> None:
+    def __init__(
+        self, kept: list[Row], stream: IO[str] | None = None, path: Path | None = None
+    ) -> None:
         self.kept = kept
         self._stream, self._path = stream, path
 
@@ -104,14 +106,19 @@ def resumable_rows(
         try:
             _check_identity(path, identity_path or _identity_path(path), identity)
             kept = list(_read(path, parse))
-            stream = path.open("a", encoding="utf-8", errors="backslashreplace")  # a lone surrogate, as JSON has it
+            stream = path.open(
+                "a", encoding="utf-8", errors="backslashreplace"
+            )  # a lone surrogate, as JSON has it
         except OSError as error:
             raise _unwritable(path, error) from error
         try:
             yield ResumableRows(kept, stream, path)
         except KeyboardInterrupt:
             if can_resume:
-                logger.info("The rows that are done are kept in %s: the same command goes on from there.", path)
+                logger.info(
+                    "The rows that are done are kept in %s: the same command goes on from there.",
+                    path,
+                )
             raise
         finally:
             with suppress(OSError):  # a full disk refuses once more what `add` has raised for
@@ -156,7 +163,9 @@ def _read(path: Path, parse: Callable[[Any, str], Row | None]) -> Iterator[Row]:
             try:
                 row = json.loads(line)
             except ValueError as error:
-                raise DataError("the row is damaged", where=where, got=str(error), need="a line of JSON") from error
+                raise DataError(
+                    "the row is damaged", where=where, got=str(error), need="a line of JSON"
+                ) from error
             parsed = parse(row, where)
             if parsed is None:
                 break

@@ -29,7 +29,9 @@ def atomic_file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
     `mode` is "w" (UTF-8, line feeds, lone surrogates as JSON escapes them) or "wb". Raises `OSError` where the folder
     cannot be written. A symlink stays, and the file that it names is replaced; a device or a FIFO is written straight.
     """
-    text = {} if "b" in mode else {"encoding": "utf-8", "errors": "backslashreplace", "newline": "\n"}
+    text = (
+        {} if "b" in mode else {"encoding": "utf-8", "errors": "backslashreplace", "newline": "\n"}
+    )
     if is_stream(path):
         with open(path, mode, **text) as stream:  # type: ignore[call-overload]
             yield stream
@@ -37,7 +39,9 @@ def atomic_file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
     path = path.resolve()
     # Readable for all: temporary files are their owner's alone, and a model is read by servers and colleagues.
     permissions = path.stat().st_mode & 0o777 if path.exists() else 0o644
-    descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=_PARTIAL)
+    descriptor, partial = tempfile.mkstemp(
+        dir=path.parent, prefix=f".{path.name}.", suffix=_PARTIAL
+    )
     try:
         with open(descriptor, mode, **text) as stream:  # type: ignore[call-overload]
             yield stream

@@ -55,7 +55,10 @@ def markdown_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str | Co
     """The same table in GitHub's Markdown, with bars inside cells escaped."""
     titles, cells, right = _layout(rows, columns)
     rule = ["---:" if at_right else ":---" for at_right in right]
-    escaped = [[cell.replace("\\", "\\\\").replace("|", "\\|") for cell in line] for line in (titles, *cells)]
+    escaped = [
+        [cell.replace("\\", "\\\\").replace("|", "\\|") for cell in line]
+        for line in (titles, *cells)
+    ]
     return "\n".join(f"| {' | '.join(line)} |" for line in (escaped[0], rule, *escaped[1:]))
 
 
@@ -87,7 +90,9 @@ def _cell(value: Any, specification: str | None) -> str:
     if specification in FORMATS:
         return format_number(float(value), specification)
     is_whole = isinstance(value, numbers.Integral)
-    return format(int(value) if is_whole else float(value), specification or ("," if is_whole else ".4g"))
+    return format(
+        int(value) if is_whole else float(value), specification or ("," if is_whole else ".4g")
+    )
 
 
 def _is_number(value: Any) -> bool:
@@ -96,7 +101,9 @@ def _is_number(value: Any) -> bool:
 
 def _plain(text: str) -> str:
     """One line without control characters: a name out of a data file must not move the cursor or break the table."""
-    return "".join(" " if char.isspace() else char for char in text if char.isspace() or char.isprintable())
+    return "".join(
+        " " if char.isspace() else char for char in text if char.isspace() or char.isprintable()
+    )
 
 
 def _pad(text: str, width: int, at_right: bool) -> str:

@@ -31,7 +31,11 @@ def import_object(path: str, *, field: str, where: str | None = None) -> Any:
         need = "package.module.name, package.module:name or path/to/file.py:name"
         raise ConfigError("not the path of a class or function", **at, need=need)
     try:
-        module = _run_file(Path(module_path)) if module_path.endswith(".py") else importlib.import_module(module_path)
+        module = (
+            _run_file(Path(module_path))
+            if module_path.endswith(".py")
+            else importlib.import_module(module_path)
+        )
     except (ImportError, FileNotFoundError) as error:
         raise ConfigError(
             f"{module_path} cannot be imported: {error}",
@@ -40,7 +44,10 @@ def import_object(path: str, *, field: str, where: str | None = None) -> Any:
             fix="install the module, or set PYTHONPATH to the folder that holds it",
         ) from error
     if not hasattr(module, name):
-        near, need = nearest_name(name, vars(module)), f"a name in {getattr(module, '__file__', None) or module_path}"
+        near, need = (
+            nearest_name(name, vars(module)),
+            f"a name in {getattr(module, '__file__', None) or module_path}",
+        )
         fix = f"did you mean {module_path}{path[len(module_path)]}{near}?" if near else None
         raise ConfigError(f"{module_path} has no {name}", **at, need=need, fix=fix)
     return getattr(module, name)

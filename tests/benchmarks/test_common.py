@@ -35,4 +35,9 @@ def test_a_command_of_the_page_is_understood(
 
 
 def test_the_page_has_the_commands_of_its_table() -> None:
-    assert {name for name, _ in COMMANDS} == {"training_step", "scoring", "policy_update", "grpo_step"}
+    assert {name for name, _ in COMMANDS} == {
+        "training_step",
+        "scoring",
+        "policy_update",
+        "grpo_step",
+    }

@@ -23,7 +23,9 @@ def work_of(benchmark: ModuleType) -> Any:
     ]
     groups = tuple(
         CompletionGroup(
-            Prompt(({"role": "user", "content": "?"},), {}), ids, tuple(SampledCompletion(a, "", False) for a in given)
+            Prompt(({"role": "user", "content": "?"},), {}),
+            ids,
+            tuple(SampledCompletion(a, "", False) for a in given),
         )
         for ids, given in zip(prompts, completions, strict=True)
     )
@@ -33,7 +35,9 @@ def work_of(benchmark: ModuleType) -> Any:
 def test_tokens_are_counted_exactly_and_computed(
     benchmark: ModuleType, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules["common"].SIZES, "toy", {"hidden_size": 64, "num_hidden_layers": 1})
+    monkeypatch.setitem(
+        sys.modules["common"].SIZES, "toy", {"hidden_size": 64, "num_hidden_layers": 1}
+    )
     work, policy = work_of(benchmark), benchmark.build_causal("toy", tiny_tokenizer)
     counts = benchmark.count_tokens(work, policy)
     assert counts["row tokens"] == 8 * 6 + (3 + 4 + 3 + 3) + (2 + 3 + 1 + 2)

@@ -38,15 +38,25 @@ def test_a_short_run_succeeds(name: str, tmp_path: Path) -> None:
     command = [sys.executable, str(FOLDER / name), *SHORT[name].split()]
     if name == "gpu.py":
         command += ["--output", str(tmp_path / "table.md")]
-    environment = dict(os.environ) if name in ON_REAL_DATA else {**os.environ, "TREEWARD_SHARED_DATA": "nowhere"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
+    environment = (
+        dict(os.environ)
+        if name in ON_REAL_DATA
+        else {**os.environ, "TREEWARD_SHARED_DATA": "nowhere"}
+    )
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=600, check=False, env=environment
+    )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert "PROBLEM" not in done.stdout and done.stdout.strip()
     unmeasured = [line for line in done.stdout.splitlines() if "not measured" in line]
-    assert all("not offer it" in line or "flash-pref 0.1.1 needs" in line for line in unmeasured), unmeasured
+    assert all("not offer it" in line or "flash-pref 0.1.1 needs" in line for line in unmeasured), (
+        unmeasured
+    )
     assert "; failed:" not in done.stdout
 
 
 def test_every_benchmark_has_a_short_run() -> None:
-    commands = {path.name for path in FOLDER.glob("*.py") if "__main__" in path.read_text(encoding="utf-8")}
+    commands = {
+        path.name for path in FOLDER.glob("*.py") if "__main__" in path.read_text(encoding="utf-8")
+    }
     assert commands == set(SHORT)

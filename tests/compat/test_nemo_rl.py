@@ -26,8 +26,14 @@ from treeward.compat.nemo_rl import (
 )
 from treeward.errors import ConfigError
 
-PAIRS = [("What is 2+2?", "It is 4.", "I don't know."), ("The capital of France?", "Paris.", "London.")]
-FIRST = [{"completion": [assistant("It is 4.")], "rank": 0}, {"completion": [assistant("I don't know.")], "rank": 1}]
+PAIRS = [
+    ("What is 2+2?", "It is 4.", "I don't know."),
+    ("The capital of France?", "Paris.", "London."),
+]
+FIRST = [
+    {"completion": [assistant("It is 4.")], "rank": 0},
+    {"completion": [assistant("I don't know.")], "rank": 1},
+]
 
 
 def check(dataset: Any) -> None:
@@ -37,13 +43,20 @@ def check(dataset: Any) -> None:
     assert first["task_name"] == dataset.task_name == dataset.task_spec.task_name
 
 
-@pytest.mark.parametrize("keys", [("prompt", "chosen", "rejected"), ("question", "answer1", "answer2")])
+@pytest.mark.parametrize(
+    "keys", [("prompt", "chosen", "rejected"), ("question", "answer1", "answer2")]
+)
 def test_binary_preferences(keys: tuple[str, str, str], tmp_path: Path) -> None:
     path = tmp_path / "pairs.json"
-    path.write_text(json.dumps([dict(zip(keys, pair, strict=True)) for pair in PAIRS]), encoding="utf-8")
+    path.write_text(
+        json.dumps([dict(zip(keys, pair, strict=True)) for pair in PAIRS]), encoding="utf-8"
+    )
     names = dict(zip(("prompt_key", "chosen_key", "rejected_key"), keys, strict=True))
     section = {"dataset_name": "BinaryPreferenceDataset", "data_path": str(path), **names}
-    for dataset in (load_preference_dataset(section), BinaryPreferenceDataset(data_path=str(path), **names)):
+    for dataset in (
+        load_preference_dataset(section),
+        BinaryPreferenceDataset(data_path=str(path), **names),
+    ):
         assert (dataset.prompt_key, dataset.chosen_key, dataset.rejected_key) == keys
         check(dataset)
 
@@ -51,7 +64,10 @@ def test_binary_preferences(keys: tuple[str, str, str], tmp_path: Path) -> None:
 def test_ranked_preferences(tmp_path: Path) -> None:
     path = tmp_path / "ranked.json"
     rows = [
-        {"context": [user(ask)], "completions": [{"rank": i, "completion": [assistant(x)]} for i, x in enumerate(ends)]}
+        {
+            "context": [user(ask)],
+            "completions": [{"rank": i, "completion": [assistant(x)]} for i, x in enumerate(ends)],
+        }
         for ask, *ends in PAIRS
     ]
     path.write_text(json.dumps(rows), encoding="utf-8")
@@ -96,9 +112,16 @@ def test_its_imports_run_as_they_are_printed() -> None:
 
 
 def test_the_attributes_of_the_environment(policy_folder: Path, model_folder: Path) -> None:
-    section = {"enabled": True, "model_name": str(model_folder), "tokenizer": {"name": str(model_folder)}}
+    section = {
+        "enabled": True,
+        "model_name": str(model_folder),
+        "tokenizer": {"name": str(model_folder)},
+    }
     environment = RewardModelEnvironment(section)
-    assert environment.config["tokenizer"] == {"name": str(model_folder)} and environment.config["enabled"]
+    assert (
+        environment.config["tokenizer"] == {"name": str(model_folder)}
+        and environment.config["enabled"]
+    )
     assert environment.tokenizer.eos_token is not None
     assert environment.task_data_spec.task_name == "reward_model_env"
     environment.shutdown()
@@ -109,7 +132,12 @@ def test_a_task_has_the_texts_of_its_files(tmp_path: Path) -> None:
     spec = TaskDataSpec("sums", prompt_file=tmp_path / "prompt.txt")
     other = TaskDataSpec()
     other.copy_defaults(spec)
-    assert (spec.prompt, spec.system_prompt, other.prompt, other.task_name) == ("Think: {}", None, "Think: {}", None)
+    assert (spec.prompt, spec.system_prompt, other.prompt, other.task_name) == (
+        "Think: {}",
+        None,
+        "Think: {}",
+        None,
+    )
     with pytest.raises(FileNotFoundError):
         TaskDataSpec(prompt_file=tmp_path / "missing.txt")
 
@@ -126,7 +154,10 @@ def test_environments_by_registered_names(policy_folder: Path) -> None:
 def test_tokenizers_as_its_sections_name_them(policy_folder: Path) -> None:
     messages = [user("Hi"), assistant("Yes")]
     plain = get_tokenizer({"name": str(policy_folder), "chat_template": None})
-    assert plain.apply_chat_template(messages, tokenize=False) == "HiYes" and plain.pad_token is not None
+    assert (
+        plain.apply_chat_template(messages, tokenize=False) == "HiYes"
+        and plain.pad_token is not None
+    )
     own = get_tokenizer({"name": str(policy_folder), "chat_template": "{{ messages[0].content }}!"})
     assert own.apply_chat_template(messages, tokenize=False) == "Hi!"
 

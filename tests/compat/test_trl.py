@@ -29,7 +29,13 @@ peft = pytest.importorskip("peft")
 
 from treeward.compat import trl as compat  # noqa: E402
 
-QUIET = {"logging_steps": 1, "report_to": "none", "use_cpu": True, "save_strategy": "no", "disable_tqdm": True}
+QUIET = {
+    "logging_steps": 1,
+    "report_to": "none",
+    "use_cpu": True,
+    "save_strategy": "no",
+    "disable_tqdm": True,
+}
 FLOAT32 = {"bf16": False, "gradient_checkpointing": False}
 TIMES = ("runtime", "per_second", "time", "flos")
 
@@ -40,7 +46,9 @@ def pairs() -> Any:
     for preference, _ in islice(stream, 48):
         best, *_, worst = sorted(preference.completions, key=lambda completion: completion.rank)
         prompt = [dict(message) for message in preference.context]
-        rows.append({"prompt": prompt, "chosen": list(best.messages), "rejected": list(worst.messages)})
+        rows.append(
+            {"prompt": prompt, "chosen": list(best.messages), "rejected": list(worst.messages)}
+        )
     return Dataset.from_list(rows)
 
 
@@ -49,7 +57,13 @@ def lora(task: str, **options: Any) -> Any:
 
 
 def train_rewards(
-    kind: Any, tokenizer: Any, folder: Path, *, family: str = "qwen3", adapters: Any = None, **options: Any
+    kind: Any,
+    tokenizer: Any,
+    folder: Path,
+    *,
+    family: str = "qwen3",
+    adapters: Any = None,
+    **options: Any,
 ) -> Any:
     rows = pairs()
     model = tiny_model(family, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id)
@@ -74,7 +88,10 @@ def assert_same_history(ours: Any, theirs: Any, tolerance: float = 1e-4) -> None
         numbers = {key: value for key, value in other.items() if isinstance(value, float)}
         for key, value in numbers.items():
             if not any(part in key for part in TIMES):
-                assert mine[key] == pytest.approx(value, rel=tolerance, abs=tolerance), (key, other["step"])
+                assert mine[key] == pytest.approx(value, rel=tolerance, abs=tolerance), (
+                    key,
+                    other["step"],
+                )
 
 
 def assert_fewer_tokens(trainer: Any, most: float) -> None:
@@ -113,7 +130,9 @@ def test_reward_trainer(
 
 
 def test_the_saved_model_is_a_plain_one(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    trainer = train_rewards(compat.RewardTrainer, tiny_tokenizer, tmp_path, max_steps=3, gradient_checkpointing=True)
+    trainer = train_rewards(
+        compat.RewardTrainer, tiny_tokenizer, tmp_path, max_steps=3, gradient_checkpointing=True
+    )
     assert trainer.model.config._attn_implementation == "sdpa"
     trainer.save_model(str(tmp_path / "saved"))
     plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved").eval()
@@ -152,10 +171,14 @@ def test_what_trees_cannot_do_runs_as_in_trl(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    adapters = {"adapters": lora("SEQ_CLS", lora_dropout=0.1)} if "disable_dropout" in options else {}
+    adapters = (
+        {"adapters": lora("SEQ_CLS", lora_dropout=0.1)} if "disable_dropout" in options else {}
+    )
     with caplog.at_level(logging.WARNING, "treeward.compat.trl"):
         ours, theirs = (
-            train_rewards(kind, tiny_tokenizer, tmp_path, family=family, max_steps=3, **adapters, **options)
+            train_rewards(
+                kind, tiny_tokenizer, tmp_path, family=family, max_steps=3, **adapters, **options
+            )
             for kind in (compat.RewardTrainer, trl.RewardTrainer)
         )
     assert [reason in record.getMessage() for record in caplog.records].count(True) == 1
@@ -229,9 +252,13 @@ def train_policy(
     ],
     ids=["reference", "iterations", "lora", "router"],
 )  # fmt: skip
-def test_grpo_trainer(options: dict[str, Any], adapters: str | None, tiny_tokenizer: Any, tmp_path: Path) -> None:
+def test_grpo_trainer(
+    options: dict[str, Any], adapters: str | None, tiny_tokenizer: Any, tmp_path: Path
+) -> None:
     ours, theirs = (
-        train_policy(kind, tiny_tokenizer, tmp_path, adapters=adapters and lora("CAUSAL_LM"), **options)
+        train_policy(
+            kind, tiny_tokenizer, tmp_path, adapters=adapters and lora("CAUSAL_LM"), **options
+        )
         for kind in (compat.GRPOTrainer, trl.GRPOTrainer)
     )
     assert any(entry.get("loss") for entry in theirs.state.log_history)
@@ -248,7 +275,9 @@ def test_an_environment_rewards_what_trls_own_trainer_generates(
     generated: list[list[Any]] = []
 
     def noted(prompts: list[Any], completions: list[Any], **_: Any) -> list[None]:
-        generated.append([prompt + completion for prompt, completion in zip(prompts, completions, strict=True)])
+        generated.append(
+            [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+        )
         return [None] * len(prompts)
 
     folder = signed_model(max_length=160)
@@ -265,21 +294,32 @@ def test_an_environment_rewards_what_trls_own_trainer_generates(
 
 
 @pytest.mark.slow
-def test_completions_of_a_prompt_share_a_micro_batch_where_the_loss_allows(tiny_tokenizer: Any, tmp_path: Path) -> None:
+def test_completions_of_a_prompt_share_a_micro_batch_where_the_loss_allows(
+    tiny_tokenizer: Any, tmp_path: Path
+) -> None:
     """TRL shuffles those of 12 prompts over 6 micro-batches; losses of an optimiser's step do not depend on its 3."""
-    options = {"gradient_accumulation_steps": 3, "steps_per_generation": 6, "max_steps": 4, "beta": 0.05}
+    options = {
+        "gradient_accumulation_steps": 3,
+        "steps_per_generation": 6,
+        "max_steps": 4,
+        "beta": 0.05,
+    }
     options["max_completion_length"] = 8
     ours, theirs, mixed = (
         train_policy(kind, tiny_tokenizer, tmp_path, loss_type=loss, **options)
         for kind, loss in (
             (compat.GRPOTrainer, "dapo"),
             (trl.GRPOTrainer, "dapo"),
-            (compat.GRPOTrainer, "bnpo"),  # its mean is over the tokens of a micro-batch: they stay as they are
+            (
+                compat.GRPOTrainer,
+                "bnpo",
+            ),  # its mean is over the tokens of a micro-batch: they stay as they are
         )
     )
     for name in ("loss", "grad_norm", "reward"):
         mine, other = (
-            [entry[name] for entry in trainer.state.log_history if name in entry] for trainer in (ours, theirs)
+            [entry[name] for entry in trainer.state.log_history if name in entry]
+            for trainer in (ours, theirs)
         )
         assert mine == pytest.approx(other, rel=1e-4, abs=1e-4)
     assert_fewer_tokens(ours, most=0.8)
@@ -290,15 +330,29 @@ def test_completions_of_a_prompt_share_a_micro_batch_where_the_loss_allows(tiny_
 def test_a_completion_that_is_masked_trains_nothing(tiny_tokenizer: Any, tmp_path: Path) -> None:
     """All are cut off at two tokens: no token is predicted, and the loss is TRL's differentiable zero."""
     trainer = train_policy(
-        compat.GRPOTrainer, tiny_tokenizer, tmp_path, max_completion_length=2, mask_truncated_completions=True
+        compat.GRPOTrainer,
+        tiny_tokenizer,
+        tmp_path,
+        max_completion_length=2,
+        mask_truncated_completions=True,
     )
     assert [entry["loss"] for entry in trainer.state.log_history if "loss" in entry] == [0.0] * 5
 
 
 @pytest.mark.slow
-def test_positions_that_count_the_padding_are_not_shared(tiny_tokenizer: Any, tmp_path: Path) -> None:
+def test_positions_that_count_the_padding_are_not_shared(
+    tiny_tokenizer: Any, tmp_path: Path
+) -> None:
     ours, theirs = (
-        train_policy(kind, tiny_tokenizer, tmp_path, family="gpt2", disable_dropout=True, num_iterations=2, max_steps=4)
+        train_policy(
+            kind,
+            tiny_tokenizer,
+            tmp_path,
+            family="gpt2",
+            disable_dropout=True,
+            num_iterations=2,
+            max_steps=4,
+        )
         for kind in (compat.GRPOTrainer, trl.GRPOTrainer)
     )
     assert_same_history(ours, theirs)
@@ -314,8 +368,23 @@ def test_two_processes(how: str, tiny_tokenizer: Any, tmp_path: Path) -> None:
     policy("qwen3", tiny_tokenizer).save_pretrained(tmp_path / "reference")
     tests = Path(__file__).parents[1]
     paths = [str(tests), str(tests / "compat"), str(tests.parent)]
-    launch = ["--multi_gpu", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-    command = ["accelerate.commands.launch", *launch, "--num_processes", "2", "--main_process_port", "0"]
+    launch = [
+        "--multi_gpu",
+        "--num_machines",
+        "1",
+        "--mixed_precision",
+        "no",
+        "--dynamo_backend",
+        "no",
+    ]
+    command = [
+        "accelerate.commands.launch",
+        *launch,
+        "--num_processes",
+        "2",
+        "--main_process_port",
+        "0",
+    ]
     done = subprocess.run(
         [sys.executable, "-m", *command, str(tests / "trl_processes.py"), how, str(tmp_path)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
@@ -327,4 +396,7 @@ def test_two_processes(how: str, tiny_tokenizer: Any, tmp_path: Path) -> None:
     for rank in range(2):
         found = json.loads((tmp_path / f"{how}{rank}.json").read_text(encoding="utf-8"))
         assert found["processes"] == 2 and found["computed"] < 0.8 * found["rows"]
-        assert found["ours"] == pytest.approx(found["theirs"], rel=1e-4, abs=1e-4) and len(found["ours"]) >= 4
+        assert (
+            found["ours"] == pytest.approx(found["theirs"], rel=1e-4, abs=1e-4)
+            and len(found["ours"]) >= 4
+        )

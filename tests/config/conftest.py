@@ -27,7 +27,9 @@ def load(tmp_path: Path) -> Callable[..., Any]:
     def load(text: str, *overrides: str) -> Any:
         path = tmp_path / "run.yaml"
         path.write_text({"rm": RM, "grpo": GRPO}.get(text, text), encoding="utf-8")
-        return (load_grpo_config if text == "grpo" or "env:" in text else load_config)(path, overrides)
+        return (load_grpo_config if text == "grpo" or "env:" in text else load_config)(
+            path, overrides
+        )
 
     return load
 

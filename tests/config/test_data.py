@@ -6,9 +6,15 @@ from treeward.config.data import DataConfig, PromptDataConfig
 from treeward.config.load import load_section
 
 BINARY = {"dataset_name": "BinaryPreferenceDataset", "prompt_key": "q"}
-VALIDATION = [{"data_path": "a", "name": "A", "split": "v"}, {"data_path": "b", "name": "B", "split": "v"}]
+VALIDATION = [
+    {"data_path": "a", "name": "A", "split": "v"},
+    {"data_path": "b", "name": "B", "split": "v"},
+]
 PAIRS = DataConfig.model_validate(
-    {"train": [BINARY | {"data_path": "t", "split": "s"}], "validation": [BINARY | one for one in VALIDATION]}
+    {
+        "train": [BINARY | {"data_path": "t", "split": "s"}],
+        "validation": [BINARY | one for one in VALIDATION],
+    }
 )
 
 
@@ -45,7 +51,9 @@ def test_every_form_means_the_same(form):
 
 
 def test_the_column_of_a_rating_may_stand_beside_the_paths() -> None:
-    config = comparisons(train_data_path="rated.jsonl", val_data_path="held.jsonl", rating_key="stars")
+    config = comparisons(
+        train_data_path="rated.jsonl", val_data_path="held.jsonl", rating_key="stars"
+    )
     assert [one.rating_key for one in (*config.train, *config.validation)] == ["stars", "stars"]
 
 
@@ -59,14 +67,18 @@ def test_the_column_of_a_rating_may_stand_beside_the_paths() -> None:
 def test_sets_that_bring_their_own_data(name, validation):
     for raw in ({"dataset_name": name}, {"default": {"dataset_name": name}}):
         config = comparisons(**raw)
-        assert [(d.dataset_name, d.data_path, d.split) for d in config.train] == [(name, None, "train")]
+        assert [(d.dataset_name, d.data_path, d.split) for d in config.train] == [
+            (name, None, "train")
+        ]
         assert [(d.name, d.split) for d in config.validation] == validation
 
 
 def test_own_splits_are_filled_into_blocks():
     blocks = {"train": {"dataset_name": "HelpSteer3"}}
     assert comparisons(**blocks).validation == ()
-    config = comparisons(**blocks, validation={"dataset_name": "Bundled", "name": "length_controlled"})
+    config = comparisons(
+        **blocks, validation={"dataset_name": "Bundled", "name": "length_controlled"}
+    )
     assert (config.train[0].split, config.validation[0].split) == ("train", "length_controlled")
 
 
@@ -78,7 +90,9 @@ def test_the_forms_of_prompts_mean_the_same():
     asked = {"input_key": "q", "env_name": "math"}
     flat = sets(train_data_path="t", val_data_path="v", **asked)
     assert flat == sets(train={"data_path": "t"}, validation={"data_path": "v"}, default=asked)
-    assert flat == sets(train=[{"data_path": "t"} | asked], validation={"default": {"data_path": "v"} | asked})
+    assert flat == sets(
+        train=[{"data_path": "t"} | asked], validation={"default": {"data_path": "v"} | asked}
+    )
     assert flat.train[0].env_name == "math"
 
 
@@ -92,7 +106,9 @@ def test_prompts_that_bring_their_own_validation():
     parts = [(d.part, d.split_validation_size) for d in (*open_math.train, *open_math.validation)]
     assert parts == [("train", 0.05), ("validation", 0.05)]
     given = sets(dataset_name="OpenMathInstruct-2", val_data_path="v")
-    assert given.train[0].split_validation_size == 0, "nothing is held out where there is a validation set"
+    assert given.train[0].split_validation_size == 0, (
+        "nothing is held out where there is a validation set"
+    )
 
 
 def test_held_out_rows_are_one_set_each_and_only_once():

@@ -16,7 +16,9 @@ ENTRIES = [(known, DatasetConfig) for known in COMPARISONS]
 ENTRIES += [(known, PromptSetConfig) for known in PROMPTS]
 
 
-@pytest.mark.parametrize(("known", "section"), ENTRIES, ids=lambda value: getattr(value, "name", ""))
+@pytest.mark.parametrize(
+    ("known", "section"), ENTRIES, ids=lambda value: getattr(value, "name", "")
+)
 def test_its_functions_exist_and_take_its_arguments(known: KnownDataset, section: Any) -> None:
     assert set(known.options) <= section.model_fields.keys()
     arguments = [*known.options, *known.arguments]

@@ -17,9 +17,20 @@ ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "src/treeward/config/recipes").glob("*.yaml"))
 GRPO = ("grpo", "rlhf", "judge")
 
-TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs", "Zl", "Zp", "Co", "Cn"]), max_size=12)
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXTS
-VALUES = st.recursive(SCALARS, lambda v: st.lists(v, max_size=3) | st.dictionaries(TEXTS, v, max_size=3), max_leaves=6)
+TEXTS = st.text(
+    st.characters(codec="utf-8", exclude_categories=["Cc", "Cs", "Zl", "Zp", "Co", "Cn"]),
+    max_size=12,
+)
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | TEXTS
+)
+VALUES = st.recursive(
+    SCALARS, lambda v: st.lists(v, max_size=3) | st.dictionaries(TEXTS, v, max_size=3), max_leaves=6
+)
 
 
 class Anything(Strict):
@@ -45,7 +56,9 @@ def test_shipped_configs_load_and_survive_saving(path, tmp_path):
     config = load(path)
     save_config(config, tmp_path / "resolved.yaml")
     assert load(tmp_path / "resolved.yaml") == config
-    assert not (config.logger.tensorboard_enabled or config.logger.wandb_enabled), "make env installs no tracker"
+    assert not (config.logger.tensorboard_enabled or config.logger.wandb_enabled), (
+        "make env installs no tracker"
+    )
 
 
 @settings(max_examples=15)
@@ -54,15 +67,24 @@ def test_any_value_survives_saving(tmp_path_factory, kwargs):
     folder = tmp_path_factory.mktemp("yaml")
     (folder / "a.yaml").write_text(RM, encoding="utf-8")
     config = load_config(folder / "a.yaml")
-    optimizer = config.policy.optimizer.model_copy(update={"name": "my.Optimizer", "kwargs": {**kwargs, "lr": 1.0}})
-    config = config.model_copy(update={"policy": config.policy.model_copy(update={"optimizer": optimizer})})
+    optimizer = config.policy.optimizer.model_copy(
+        update={"name": "my.Optimizer", "kwargs": {**kwargs, "lr": 1.0}}
+    )
+    config = config.model_copy(
+        update={"policy": config.policy.model_copy(update={"optimizer": optimizer})}
+    )
     save_config(config, folder / "resolved.yaml")
     assert load_config(folder / "resolved.yaml") == config
 
 
-@pytest.mark.parametrize(("text", "value"), [("1e-5", 1e-5), ("null", None), ("'1'", "1"), ("[1, x]", [1, "x"])])
+@pytest.mark.parametrize(
+    ("text", "value"), [("1e-5", 1e-5), ("null", None), ("'1'", "1"), ("[1, x]", [1, "x"])]
+)
 def test_a_value_means_the_same_in_a_file_and_in_an_override(write, text, value):
-    for found in (load_file(Anything, None, [f"a={text}"]).a, load_file(Anything, write(f"a: {text}\n")).a):
+    for found in (
+        load_file(Anything, None, [f"a={text}"]).a,
+        load_file(Anything, write(f"a: {text}\n")).a,
+    ):
         assert found == value and type(found) is type(value)
 
 
@@ -138,7 +160,9 @@ def test_references_and_functions(load, mistake):
     assert (config.rm.seed, config.rm.val_period, config.rm.max_num_steps) == (10, 4, 7)
 
 
-@pytest.mark.parametrize("value", ["${rm.sed}", "${unknown:1}", "???", "${oc.env:TREEWARD_NO_SUCH_NAME}"])
+@pytest.mark.parametrize(
+    "value", ["${rm.sed}", "${unknown:1}", "???", "${oc.env:TREEWARD_NO_SUCH_NAME}"]
+)
 def test_a_dangling_reference_names_the_key(mistake, value):
     error = mistake(RM + f"rm:\n  val_period: '{value}'\n")
     assert error.field == "rm.val_period" and error.where.endswith("run.yaml")
@@ -150,7 +174,11 @@ def test_a_dangling_reference_names_the_key(mistake, value):
         ("policy.modle_name=x", "policy.modle_name", "policy.model_name"),
         ("data.train.promptkey=x", "data.train[0].promptkey", "data.train[0].prompt_key"),
         ("data.default.promptkey=x", "data.default.promptkey", "data.default.prompt_key"),
-        ("data.validation=[{data_path: x, splt: y}]", "data.validation[0].splt", "data.validation[0].split"),
+        (
+            "data.validation=[{data_path: x, splt: y}]",
+            "data.validation[0].splt",
+            "data.validation[0].split",
+        ),
         ("policy.seed=1", "policy.seed", "rm.seed"),
     ],
 )
@@ -203,11 +231,20 @@ def test_every_mistake_is_listed_with_its_place(mistake, tmp_path):
 
 
 def test_an_unknown_key_names_the_file_that_has_it(write, tmp_path):
-    write("policy: {model_name: m, zigzag: 1, nought: 2}\ncluster: {fabric: 1}\ndata: {train: t.jsonl}\n", "base.yaml")
+    write(
+        "policy: {model_name: m, zigzag: 1, nought: 2}\ncluster: {fabric: 1}\ndata: {train: t.jsonl}\n",
+        "base.yaml",
+    )
     with pytest.raises(ConfigError) as caught:
-        load_config(write("defaults: base.yaml\nrm: {seed: 1}\nlogger: {monitor_gpus: true, fabric: 1}\n"))
+        load_config(
+            write("defaults: base.yaml\nrm: {seed: 1}\nlogger: {monitor_gpus: true, fabric: 1}\n")
+        )
     text = str(caught.value)
-    for key, file in {"policy.zigzag": "base", "cluster.fabric": "base", "logger.fabric": "run"}.items():
+    for key, file in {
+        "policy.zigzag": "base",
+        "cluster.fabric": "base",
+        "logger.fabric": "run",
+    }.items():
         assert f"{tmp_path}/{file}.yaml: there is no such key\n    field: {key}\n" in text
     assert text.count("one of model_name, ") == 1, "the names of a section's keys once"
 
@@ -218,7 +255,9 @@ def test_a_pretrained_model_replaces_one_from_scratch_with_its_tokenizer(write, 
     assert policy.tokenizer.name is None and policy.trained_vocab_size is None
     assert policy.train_global_batch_size == 16, "the rest is that of small.yaml"
     assert "--model NAME` chooses" in caplog.text, "2e-3 would destroy it"
-    file = write("defaults: small\npolicy: {model_name: a/model, optimizer: {kwargs: {lr: 1.0e-5}}}\n")
+    file = write(
+        "defaults: small\npolicy: {model_name: a/model, optimizer: {kwargs: {lr: 1.0e-5}}}\n"
+    )
     caplog.clear()
     assert load_config(file).policy.model_name == "a/model" and not caplog.text
     named = ["policy.tokenizer.name=b", "policy.model_name=a/model"]
@@ -234,15 +273,25 @@ def test_who_removes_the_other_model_keeps_what_is_left(write):
     removed = ["policy.model_name=a/model", "~policy.model_config", "~policy.tokenizer"]
     assert load_config("small", removed).policy.model_name == "a/model"
     file = write("policy: {model_name: m, tokenizer: {name: b}}\ndata: {train_data_path: t}\n")
-    policy = load_config(file, ["policy.model_name=null", "policy.model_config={model_type: qwen3}"]).policy
+    policy = load_config(
+        file, ["policy.model_name=null", "policy.model_config={model_type: qwen3}"]
+    ).policy
     assert policy.tokenizer.name == "b"
 
 
 @pytest.mark.parametrize(
     ("override", "meant", "why"),
     [
-        ("policy.per_device_train_batch_size=8", "policy.train_micro_batch_size", "policy.train_global_batch_size"),
-        ("policy.gradient_accumulation_steps=4", "policy.train_global_batch_size", "number of devices"),
+        (
+            "policy.per_device_train_batch_size=8",
+            "policy.train_micro_batch_size",
+            "policy.train_global_batch_size",
+        ),
+        (
+            "policy.gradient_accumulation_steps=4",
+            "policy.train_global_batch_size",
+            "number of devices",
+        ),
         ("data.max_length=512", "policy.max_total_sequence_length", "prompt with its completion"),
         ("rm.per_device_eval_batch_size=8", "rm.val_micro_batch_size", "each device"),
         ("output_dir=results", "checkpointing.checkpoint_dir", ""),
@@ -293,7 +342,6 @@ def test_an_override_that_is_nested_too_deep() -> None:
 
 def test_a_file_of_yaml_runs_nothing(mistake, tmp_path):
     planted = tmp_path / "planted"
-    text = (
-        f"policy: {{model_name: !!python/object/apply:os.system ['touch {planted}']}}\ndata: {{train_data_path: t}}\n"
-    )
+    call = f"!!python/object/apply:os.system ['touch {planted}']"
+    text = f"policy: {{model_name: {call}}}\ndata: {{train_data_path: t}}\n"
     assert "python/object" in str(mistake(text)) and not planted.exists()

@@ -17,7 +17,9 @@ def parts(sets):
     return [(one.dataset_name, one.part, one.split_validation_size) for one in sets]
 
 
-@pytest.mark.parametrize("name", ["grpo_rm_first", "grpo_math_1B", "grpo_rm_1B", "newest", "multiple"])
+@pytest.mark.parametrize(
+    "name", ["grpo_rm_first", "grpo_math_1B", "grpo_rm_1B", "newest", "multiple"]
+)
 def test_it_loads_and_survives_saving(name, tmp_path):
     config = load_grpo_config(FILES / f"{name}.yaml")
     save_config(config, tmp_path / "resolved.yaml")
@@ -45,13 +47,18 @@ def test_what_its_recipes_change_is_known(override):
     load_grpo_config(FILES / "2026-08" / "grpo_math_1B.yaml", [override])
 
 
-LOADED = [json.loads(line) for line in (FILES / "2026-08" / "loaded.jsonl").read_text(encoding="utf-8").splitlines()]
+LOADED = [
+    json.loads(line)
+    for line in (FILES / "2026-08" / "loaded.jsonl").read_text(encoding="utf-8").splitlines()
+]
 """Files of NeMo RL 7ea279ab by their keys: first what most of them have, then each one's others."""
 
 
 @pytest.mark.parametrize("row", LOADED[1:], ids=lambda row: row["file"])
 def test_its_other_files_load(row, tmp_path):
-    keys = {key: value for key, value in LOADED[0]["keys"].items() if key not in row.get("without", ())}
+    keys = {
+        key: value for key, value in LOADED[0]["keys"].items() if key not in row.get("without", ())
+    }
     config = OmegaConf.create()
     for key, value in {**keys, **row["keys"]}.items():
         OmegaConf.update(config, key, value)
@@ -80,7 +87,11 @@ def test_the_reward_model_example_means_what_it_meant(tmp_path, caplog):
 def test_the_first_file_means_what_it_meant(caplog):
     with caplog.at_level(logging.INFO, logger="treeward.config"):
         config = load_grpo_config(FILES / "grpo_rm_first.yaml")
-    assert (config.grpo.completions_per_step, config.prompts_per_update, config.updates_per_pass) == (512, 32, 1)
+    assert (
+        config.grpo.completions_per_step,
+        config.prompts_per_update,
+        config.updates_per_pass,
+    ) == (512, 32, 1)
     assert config.grpo.use_leave_one_out_baseline and config.grpo.normalize_rewards
     assert config.policy.micro_batch_tokens == 4 * 512
     assert (config.max_new_tokens, config.max_prompt_length) == (512, 511)
@@ -90,7 +101,9 @@ def test_the_first_file_means_what_it_meant(caplog):
     assert config.default_environment == "reward_model"
     assert parts(config.data.train) == [("OpenMathInstruct-2", "train", 0.05)]
     assert parts(config.data.validation) == [("OpenMathInstruct-2", "validation", 0.05)]
-    assert {one.prompt_file for one in (*config.data.train, *config.data.validation)} == {"examples/prompts/cot.txt"}
+    assert {one.prompt_file for one in (*config.data.train, *config.data.validation)} == {
+        "examples/prompts/cot.txt"
+    }
     assert "env.reward_model.logprob_batch_size, env.reward_model.max_grad_norm" in caplog.text
     warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1 and "the policy itself samples" in warnings[0]
@@ -101,7 +114,9 @@ def test_the_reward_model_replaces_the_rule():
     assert config.environments == ("math", "reward_model")
     assert config.used_environments == ("reward_model",)
     assert [one.env_name for one in config.data.validation] == ["reward_model"]
-    assert load_grpo_config(FILES / "grpo_rm_1B.yaml").used_environments == ("math",), "as data.default.env_name says"
+    assert load_grpo_config(FILES / "grpo_rm_1B.yaml").used_environments == ("math",), (
+        "as data.default.env_name says"
+    )
 
 
 def test_newer_names_mean_ours():
@@ -113,9 +128,19 @@ def test_newer_names_mean_ours():
 
 def test_a_section_may_replace_that_of_the_defaults(tmp_path):
     config = load_grpo_config(FILES / "multiple.yaml")
-    assert parts(config.data.train) == [("OpenMathInstruct-2", "train", 0.05), ("DeepScaler", None, 0.0)]
-    assert [one.name for one in config.data.validation] == ["AIME2024", "DAPOMathAIME2024", "held_out"]
-    assert [one.dataset_name for one in config.data.validation[1:]] == ["DAPOMathAIME2024", "OpenMathInstruct-2"]
+    assert parts(config.data.train) == [
+        ("OpenMathInstruct-2", "train", 0.05),
+        ("DeepScaler", None, 0.0),
+    ]
+    assert [one.name for one in config.data.validation] == [
+        "AIME2024",
+        "DAPOMathAIME2024",
+        "held_out",
+    ]
+    assert [one.dataset_name for one in config.data.validation[1:]] == [
+        "DAPOMathAIME2024",
+        "OpenMathInstruct-2",
+    ]
     text = f"defaults: {FILES}/grpo_math_1B.yaml\n"
     text += "data: {train: {data_path: t}, validation: {data_path: v}, _override_: true}\n"
     (tmp_path / "run.yaml").write_text(text, encoding="utf-8")
@@ -128,7 +153,10 @@ def test_a_section_may_replace_that_of_the_defaults(tmp_path):
     [
         ("grpo.async_grpo.enabled=true", "grpo.async_grpo.enabled"),
         ("grpo.max_rollout_turns=3", "grpo.max_rollout_turns"),
-        ("grpo.reward_shaping.stop_properly_penalty_coef=0.5", "grpo.reward_shaping.stop_properly_penalty_coef"),
+        (
+            "grpo.reward_shaping.stop_properly_penalty_coef=0.5",
+            "grpo.reward_shaping.stop_properly_penalty_coef",
+        ),
         ("grpo.adv_estimator.name=gdpo", "grpo.adv_estimator.name"),
         ("policy.megatron_cfg.enabled=true", "policy.megatron_cfg.enabled"),
         ("policy.dtensor_cfg.context_parallel_size=2", "policy.dtensor_cfg.context_parallel_size"),

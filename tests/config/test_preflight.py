@@ -13,7 +13,17 @@ from treeward.config.preflight import check_inputs
 from treeward.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
-OPTIONAL = {"tensorboard", "wandb", "mlflow", "ray", "peft", "openai", "liger_kernel", "bitsandbytes", "torchao"}
+OPTIONAL = {
+    "tensorboard",
+    "wandb",
+    "mlflow",
+    "ray",
+    "peft",
+    "openai",
+    "liger_kernel",
+    "bitsandbytes",
+    "torchao",
+}
 """Modules of optional packages that `make env` does not install."""
 
 RM = """
@@ -31,7 +41,9 @@ env: {math: {}, reward_model: {model_name: org/rm}, judge: {model: m, base_url: 
 def plain_environment(monkeypatch):
     """No optional package is installed, except those that `make env` installs."""
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in OPTIONAL else find(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name in OPTIONAL else find(name)
+    )
 
 
 @pytest.mark.parametrize(
@@ -42,11 +54,23 @@ def plain_environment(monkeypatch):
         (RM, "policy.use_liger_kernel=true", "policy.use_liger_kernel", r"\[liger\]"),
         (GRPO, "data.env_name=judge", "env.judge", r"\[judge\]"),
         (GRPO, "env.reward_model.resources.gpus_per_node=2", "env.reward_model", r"\[ray\]"),
-        (GRPO, "env.reward_model.model_name=results/nowhere/final", "env.reward_model.model_name", "relative paths"),
-        (RM, "policy={load_in_4bit: true, dtensor_cfg: {lora_cfg: {enabled: true}}}", "policy.load_in_4bit", "qlora"),
+        (
+            GRPO,
+            "env.reward_model.model_name=results/nowhere/final",
+            "env.reward_model.model_name",
+            "relative paths",
+        ),
+        (
+            RM,
+            "policy={load_in_4bit: true, dtensor_cfg: {lora_cfg: {enabled: true}}}",
+            "policy.load_in_4bit",
+            "qlora",
+        ),
     ],
 )
-def test_what_is_missing_is_named(load, plain_environment, monkeypatch, tmp_path, text, override, field, fix):
+def test_what_is_missing_is_named(
+    load, plain_environment, monkeypatch, tmp_path, text, override, field, fix
+):
     monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "pairs.jsonl", {"prompt": "p", "chosen": "c", "rejected": "r"})
     check_inputs(load(text))
@@ -70,5 +94,7 @@ def test_a_mistake_is_reported_before_anything_heavy_is_imported(tmp_path):
         "heavy = {'torch', 'transformers', 'datasets', 'pyarrow', 'numpy'} & sys.modules.keys(); "
         "sys.exit(code + len(heavy))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False
+    )
     assert done.returncode == 2 and "nowhere.jsonl" in done.stderr

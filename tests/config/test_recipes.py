@@ -48,7 +48,9 @@ def test_an_unknown_name_says_which_recipes_there_are(elsewhere):
 
 
 @pytest.mark.parametrize("key", ["prompt_file", "system_prompt_file"])
-def test_a_prompt_file_lies_in_the_working_directory_or_beside_the_file_that_names_it(elsewhere, key):
+def test_a_prompt_file_lies_in_the_working_directory_or_beside_the_file_that_names_it(
+    elsewhere, key
+):
     folder = elsewhere / "configs"
     folder.mkdir()
     block = f"{{data_path: t.jsonl, {key}: texts/it.txt}}"
@@ -65,7 +67,10 @@ def test_a_prompt_file_lies_in_the_working_directory_or_beside_the_file_that_nam
 def test_a_template_lies_beside_the_file_too_and_its_text_stays_what_it_is(elsewhere):
     (elsewhere / "configs").mkdir()
     (elsewhere / "configs" / "chat.jinja").write_text("{{ messages }}", encoding="utf-8")
-    for text, template in (("chat.jinja", "configs/chat.jinja"), ("'{{ messages }}'", "{{ messages }}")):
+    for text, template in (
+        ("chat.jinja", "configs/chat.jinja"),
+        ("'{{ messages }}'", "{{ messages }}"),
+    ):
         run = RM.replace("model_name: m", f"model_name: m, tokenizer: {{chat_template: {text}}}")
         (elsewhere / "configs" / "run.yaml").write_text(run, encoding="utf-8")
         assert load_config("configs/run.yaml").policy.tokenizer.chat_template == template
@@ -79,7 +84,9 @@ def test_the_prompt_file_of_a_recipe_is_in_the_package():
 def test_help_of_commands_and_guides_name_recipes_not_paths():
     for file in (*(ROOT / "src").rglob("*.py"), ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         lines = file.read_text(encoding="utf-8").splitlines()
-        assert not [line for line in lines if "treeward " in line and "--config examples/" in line], file
+        assert not [
+            line for line in lines if "treeward " in line and "--config examples/" in line
+        ], file
 
 
 def test_the_wheel_has_every_file_of_the_package():
@@ -87,7 +94,9 @@ def test_the_wheel_has_every_file_of_the_package():
     patterns = project["tool"]["setuptools"]["package-data"]["treeward"]
     package = ROOT / "src" / "treeward"
     packed = {path for pattern in patterns for path in package.glob(pattern)}
-    files = {path for path in package.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+    files = {
+        path for path in package.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")
+    }
     assert files <= packed
 
 

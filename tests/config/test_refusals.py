@@ -184,13 +184,23 @@ def test_what_a_run_refuses(mistake, run, overrides, field):
         ("env.rewad_model={model_name: m}", "env.rewad_model", "no such kind"),
         ("env.mine={type: ruls}", "env.mine.type", "no such kind"),
         ("env.math=3", "env.math", "not a mapping"),
-        ("env.mix={type: hybrid, members: {math: {pattern: x}}}", "env.mix.members.math.pattern", "rule: regex"),
-        ("env.mix={type: hybrid, members: {a: {type: rule}}}", "env.mix.members.a.type", "no such kind"),
+        (
+            "env.mix={type: hybrid, members: {math: {pattern: x}}}",
+            "env.mix.members.math.pattern",
+            "rule: regex",
+        ),
+        (
+            "env.mix={type: hybrid, members: {a: {type: rule}}}",
+            "env.mix.members.a.type",
+            "no such kind",
+        ),
     ],
 )
 def test_environments_are_checked_by_their_kinds(mistake, override, field, words):
     error = mistake("grpo", override)
-    assert (error.field, error.where) == (field, f"command line, {override}") and words in str(error)
+    assert (error.field, error.where) == (field, f"command line, {override}") and words in str(
+        error
+    )
 
 
 REFUSED_LOSSES = [
@@ -221,9 +231,15 @@ def test_a_loss_that_does_not_fit_is_refused(mistake, overrides, field):
         ("center_rewards_coefficient", 0.2),
     ],
 )
-def test_an_option_reaches_its_losses_and_is_refused_with_others(load, mistake, loss, option, value):
+def test_an_option_reaches_its_losses_and_is_refused_with_others(
+    load, mistake, loss, option, value
+):
     attributes = "[help]" if loss == "attributes" else "[]"
-    overrides = (OF_TYPE + loss, f"policy.reward_model_cfg.attributes={attributes}", f"rm.loss.{option}={value}")
+    overrides = (
+        OF_TYPE + loss,
+        f"policy.reward_model_cfg.attributes={attributes}",
+        f"rm.loss.{option}={value}",
+    )
     if option not in LOSSES[loss].options:
         assert mistake("rm", *overrides).field == f"rm.loss.{option}"
         return

@@ -16,17 +16,27 @@ def policy(**keys):
 
 
 def model(**keys):
-    return load_section(RewardModelEnvironmentConfig, {"model_name": "m"} | keys, where="env_config")
+    return load_section(
+        RewardModelEnvironmentConfig, {"model_name": "m"} | keys, where="env_config"
+    )
 
 
 @pytest.mark.parametrize("section", ["dynamic_batching", "sequence_packing"])
 def test_the_budget_of_a_batching_section_replaces_a_number_of_sequences(section):
     on = {"enabled": True, "train_mb_tokens": 512, "logprob_mb_tokens": 1}
-    assert (policy().micro_batch_tokens, policy(train_micro_batch_size=2).micro_batch_tokens) == (4096, None)
+    assert (policy().micro_batch_tokens, policy(train_micro_batch_size=2).micro_batch_tokens) == (
+        4096,
+        None,
+    )
     config = policy(train_micro_batch_size=1, **{section: on})
     assert (config.micro_batch_tokens, config.train_micro_batch_size) == (512, None)
     assert policy(train_micro_batch_tokens=64, **{section: on}).micro_batch_tokens == 64
-    assert policy(train_micro_batch_size=1, **{section: on | {"enabled": False}}).train_micro_batch_size == 1
+    assert (
+        policy(
+            train_micro_batch_size=1, **{section: on | {"enabled": False}}
+        ).train_micro_batch_size
+        == 1
+    )
     environment = model(batch_size=8, **{section: on})
     assert (environment.batch_size, environment.batch_tokens) == (None, 512)
 
@@ -34,8 +44,16 @@ def test_the_budget_of_a_batching_section_replaces_a_number_of_sequences(section
 @pytest.mark.parametrize(
     ("sets", "name", "key"),
     [
-        ("plain hard", "val:validation-plain_length_controlled_accuracy", ("plain", "length_controlled_accuracy")),
-        ("plain length_controlled", "validation-length_controlled_accuracy", ("length_controlled", "accuracy")),
+        (
+            "plain hard",
+            "val:validation-plain_length_controlled_accuracy",
+            ("plain", "length_controlled_accuracy"),
+        ),
+        (
+            "plain length_controlled",
+            "validation-length_controlled_accuracy",
+            ("length_controlled", "accuracy"),
+        ),
         ("a a_group", "validation-a_group_accuracy", ("a", "group_accuracy")),
         ("a a_group", "validation-a_group/accuracy", ("a_group", "accuracy")),
     ],
@@ -48,13 +66,17 @@ def test_which_underscore_parts_set_and_metric_is_known_from_the_sets(load, sets
 def test_whether_a_metric_is_better_when_it_is_higher():
     assert CheckpointingConfig(metric_name="val_accuracy").metric_is_better_when_higher
     assert not GRPOCheckpointingConfig(metric_name="val_kl").metric_is_better_when_higher
-    config = CheckpointingConfig(metric_name="val_chosen_rewards", higher_is_better=True)  # which only the user knows
+    config = CheckpointingConfig(
+        metric_name="val_chosen_rewards", higher_is_better=True
+    )  # which only the user knows
     assert config.metric_is_better_when_higher
 
 
 @given(st.integers(0, 99), st.integers(0, 23), st.integers(0, 59), st.integers(1, 59))
 def test_a_deadline_in_days_hours_minutes_seconds(days, hours, minutes, seconds):
-    config = CheckpointingConfig(checkpoint_must_save_by=f"{days:02}:{hours:02}:{minutes:02}:{seconds:02}")
+    config = CheckpointingConfig(
+        checkpoint_must_save_by=f"{days:02}:{hours:02}:{minutes:02}:{seconds:02}"
+    )
     assert config.checkpoint_must_save_by == 86400 * days + 3600 * hours + 60 * minutes + seconds
 
 
@@ -71,20 +93,30 @@ def test_a_deadline_in_days_hours_minutes_seconds(days, hours, minutes, seconds)
 )  # fmt: skip
 def test_keys_of_the_estimator_stand_in_either_place(keys, want):
     config = load_section(GRPOConfig, keys, where="grpo")
-    assert (config.adv_estimator.name, config.use_leave_one_out_baseline, config.normalize_rewards) == want
+    assert (
+        config.adv_estimator.name,
+        config.use_leave_one_out_baseline,
+        config.normalize_rewards,
+    ) == want
 
 
 def test_environments_of_a_run(load):
     config = load("grpo")
     assert config.environments == ("reward_model", "math", "shape")
     assert config.default_environment == "reward_model"
-    assert load("grpo", "~env.reward_model", "grpo.gold_environment=math").default_environment == "shape"
+    assert (
+        load("grpo", "~env.reward_model", "grpo.gold_environment=math").default_environment
+        == "shape"
+    )
     assert load("grpo", "~env.reward_model", "~env.math").default_environment == "shape"
     rows_choose = load("grpo", "~env.reward_model")
     assert rows_choose.default_environment is None and rows_choose.used_environments == ()
     assert load("grpo", "data.env_name=math").used_environments == ("math",)
     assert load("grpo", "env.reward_model.enabled=false").environments == ("math", "shape")
-    assert load("grpo", "env={my_package.math: {a_key_of_the_class: 1}}").environments[-1] == "my_package.math"
+    assert (
+        load("grpo", "env={my_package.math: {a_key_of_the_class: 1}}").environments[-1]
+        == "my_package.math"
+    )
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,8 @@ def test_rows_are_preferences_ranked_by_gold(split: str) -> None:
         scores = [gold_quality(row["context"], answer) for answer in answers(row)]
         assert scores == [completion.score for completion in preference.completions]
         better = sorted(set(scores), reverse=True)
-        assert [completion.rank for completion in preference.completions] == [better.index(s) for s in scores]
+        assert [completion.rank for completion in preference.completions] == [
+            better.index(s) for s in scores
+        ]
         assert len(set(answers(row))) == len(scores)
         assert known_words().issuperset(words_of(" ".join(answers(row))))

@@ -151,7 +151,11 @@ def test_the_winner_may_have_a_column(
 ) -> None:
     preference = parse("auto", row)
     assert preference.ranks == ranks and list(preference.context) == ASK
-    assert preference.conversations == conversations_of(row, "x:1") == [[*ASK, assistant("4")], [*ASK, assistant("5")]]
+    assert (
+        preference.conversations
+        == conversations_of(row, "x:1")
+        == [[*ASK, assistant("4")], [*ASK, assistant("5")]]
+    )
 
 
 def test_a_winner_that_names_no_side_is_an_error(parse: Parse) -> None:
@@ -160,7 +164,10 @@ def test_a_winner_that_names_no_side_is_an_error(parse: Parse) -> None:
 
 
 def test_ratings_have_a_column_of_any_name(write_rows: Write) -> None:
-    rows = [{"question": "2 + 2?", "answer": text, "stars": stars} for text, stars in (("5", 1), ("4", 4.5))]
+    rows = [
+        {"question": "2 + 2?", "answer": text, "stars": stars}
+        for text, stars in (("5", 1), ("4", 4.5))
+    ]
     path = str(write_rows("rows.jsonl", rows))
     with pytest.raises(DataError, match="rating_key=rating"):
         list(open_dataset(DatasetConfig(data_path=path)))
@@ -203,7 +210,12 @@ def test_arguments_render_alike_as_an_object_and_as_text(family: str) -> None:
         texts.append(
             renderer.render([*ASK, {"role": "assistant", "content": "", "tool_calls": [call]}]),
         )
-    assert texts[0] == texts[1] and "Rome" in texts[0] and '\\"' not in texts[0] and "'city'" not in texts[0]
+    assert (
+        texts[0] == texts[1]
+        and "Rome" in texts[0]
+        and '\\"' not in texts[0]
+        and "'city'" not in texts[0]
+    )
 
 
 def test_a_template_that_ignores_tools_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

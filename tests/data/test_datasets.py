@@ -29,12 +29,16 @@ Parse = Callable[..., Preference]
 
 
 def rank_row(better: str = "4", worse: str = "5", **more: Any) -> dict[str, Any]:
-    completions = [{"rank": rank, "completion": [assistant(text)]} for rank, text in ((0, better), (1, worse))]
+    completions = [
+        {"rank": rank, "completion": [assistant(text)]} for rank, text in ((0, better), (1, worse))
+    ]
     return {"context": [user("2 + 2?")], "completions": completions, **more}
 
 
 def shape(preference: Preference) -> tuple[list[Any], dict[int, list[Any]]]:
-    return list(preference.context), {each.rank: list(each.messages) for each in preference.completions}
+    return list(preference.context), {
+        each.rank: list(each.messages) for each in preference.completions
+    }
 
 
 def test_rank_format(parse: Parse) -> None:
@@ -179,7 +183,9 @@ def test_hub_datasets_ask_for_their_own_subset_and_splits(monkeypatch: pytest.Mo
     ((held, _),) = open_dataset(
         DatasetConfig(dataset_name="HelpSteer3Dataset", name="default", split="validation"),
     )
-    assert set(calls) == {("nvidia/HelpSteer3", "preference", split) for split in ("train", "validation")}
+    assert set(calls) == {
+        ("nvidia/HelpSteer3", "preference", split) for split in ("train", "validation")
+    }
     assert where == "nvidia/HelpSteer3[train]:row 1"
     assert (train.completions[0].messages[0], held.completions[0].messages[0]) == (
         assistant("one"),
@@ -246,19 +252,29 @@ def test_prompt_files(parse: Parse, tmp_path: Path) -> None:
 
 def test_a_share_of_the_prompts_is_held_out(tmp_path: Path) -> None:
     """All rows of a prompt are in one part, which depends on the prompt and the seed, and not on the other rows."""
-    rows = [{"prompt": f"{i % 60} + 2?", "chosen": "Yes.", "rejected": f"No {i}."} for i in range(180)]
-    paths = [write_jsonl(tmp_path / f"{name}.jsonl", *some) for name, some in (("all", rows), ("few", rows[100:40:-1]))]
+    rows = [
+        {"prompt": f"{i % 60} + 2?", "chosen": "Yes.", "rejected": f"No {i}."} for i in range(180)
+    ]
+    paths = [
+        write_jsonl(tmp_path / f"{name}.jsonl", *some)
+        for name, some in (("all", rows), ("few", rows[100:40:-1]))
+    ]
 
     def prompts(path: str, **more: Any) -> list[str]:
         config = DatasetConfig(data_path=path, split_validation_size=0.25, **more)
-        assert open_dataset(config).name == f"{path}, {'not ' if config.part == 'train' else ''}held out"
+        assert (
+            open_dataset(config).name
+            == f"{path}, {'not ' if config.part == 'train' else ''}held out"
+        )
         return [preference.context[0]["content"] for preference, _ in open_dataset(config)]
 
     train = prompts(paths[0], part="train")
     held_out = prompts(paths[0], part="validation")
     assert not {*train} & {*held_out} and len(train) + len(held_out) == 180
     assert 6 <= len({*held_out}) <= 24 and len(held_out) == 3 * len({*held_out})
-    assert {*prompts(paths[1], part="validation")} == {*held_out} & {row["prompt"] for row in rows[41:101]}
+    assert {*prompts(paths[1], part="validation")} == {*held_out} & {
+        row["prompt"] for row in rows[41:101]
+    }
     assert {*prompts(paths[0], part="validation", seed=1)} != {*held_out}
     unprompted = write_jsonl(
         tmp_path / "x.jsonl",
@@ -329,11 +345,15 @@ def test_what_a_class_of_ones_own_gives_is_never_out_of_date(
 
     brief = encoded("answer briefly:")
     french = encoded("answer in French:")
-    assert "Please answer briefly: Quid?" in brief[1] and "Please answer in French: Quid?" in french[1]
+    assert (
+        "Please answer briefly: Quid?" in brief[1] and "Please answer in French: Quid?" in french[1]
+    )
     words["helper"] = "Kindly"
     assert "Kindly answer briefly: Quid?" in encoded("answer briefly:")[1]
     words["helper"] = "Please"
-    assert encoded("answer briefly:") == brief and len(list((tmp_path / "cache").glob("*.arrow"))) == 3  # it is reused
+    assert (
+        encoded("answer briefly:") == brief and len(list((tmp_path / "cache").glob("*.arrow"))) == 3
+    )  # it is reused
     moved = (tmp_path / "rows.jsonl").rename(tmp_path / "moved.jsonl")
     again = open_dataset(DatasetConfig(dataset_name="Questions", data_path=str(moved)))
     assert again.fingerprint == brief[0]
@@ -384,7 +404,10 @@ def test_custom_classes(custom: str) -> None:
     assert first_word(f"{custom}.Old", split="validation") == "held"
     assert first_word(f"{custom}.Old", kwargs={"word": "other"}) == "other"
     assert first_word(f"{custom}.WithPath", data_path="a.jsonl") == "a.jsonlNone"
-    assert first_word(f"{custom}.WithPath", data_path="a.jsonl", name="default", split="held") == "a.jsonlheld"
+    assert (
+        first_word(f"{custom}.WithPath", data_path="a.jsonl", name="default", split="held")
+        == "a.jsonlheld"
+    )
     assert first_word(f"{custom}.New", data_path="a", subset="b", split="c") == (
         f"a b [('dataset_name', '{custom}.New'), ('split', 'c')]"
     )
@@ -425,7 +448,10 @@ class Mine(RawDataset):
     preference, _ = next(iter(stream))
     want = "['data_path', 'dataset_name', 'flavour', 'strength', 'system_prompt_file'] sweet"
     assert preference.completions[0].messages[0]["content"] == want
-    assert preference.context[0] == {"role": "system", "content": "Be kind."} and preference.task_name == "mine"
+    assert (
+        preference.context[0] == {"role": "system", "content": "Be kind."}
+        and preference.task_name == "mine"
+    )
     with pytest.raises(ConfigError, match="did you mean train.0..split_validation_size"):
         load_section(DataConfig, {"train": {**default, "split_validation_sise": 0.1}}, where="data")
 

@@ -158,7 +158,8 @@ def test_ranks_that_contradict_scores_and_completions_without_an_answer_are_told
 ) -> None:
     def scored(*scores: float | None) -> Preference:
         completions = [
-            Completion(rank, (assistant(f"Text {rank}."),), score=score) for rank, score in enumerate(scores)
+            Completion(rank, (assistant(f"Text {rank}."),), score=score)
+            for rank, score in enumerate(scores)
         ]
         return Preference((user("Capital?"),), tuple(completions))
 
@@ -204,7 +205,10 @@ def test_too_long(encode: Any) -> None:
     long = preference("Paris.", "Lyon.", prompt="Capital? " * 50)
     assert encode(long, renderer=renderer_of(60)).counts.dropped_too_long == 1
     cut = encode(long, renderer=renderer_of(60, "truncate_left"))
-    assert cut.counts.truncated == 1 and 50 < max(map(len, cut[0].token_ids)) <= 60 < cut.counts.longest
+    assert (
+        cut.counts.truncated == 1
+        and 50 < max(map(len, cut[0].token_ids)) <= 60 < cut.counts.longest
+    )
     with pytest.raises(DataError, match=r"rows\.jsonl:1: a conversation is too long"):
         encode(long, renderer=renderer_of(60, "error"))
     huge = preference("Paris.", "Lyon.", prompt="Capital? " * 1_000_000)
@@ -248,7 +252,11 @@ def test_counts_and_costs_are_those_of_the_rows(
     renderer = renderer_of(120)
     dataset = encode(*rows, renderer=renderer)
     counts = dataset.counts
-    assert counts.read == 151 == counts.kept + counts.dropped_too_long + counts.dropped_identical + counts.dropped_ties
+    assert (
+        counts.read
+        == 151
+        == counts.kept + counts.dropped_too_long + counts.dropped_identical + counts.dropped_ties
+    )
     assert (
         min(
             counts.dropped_ties,
@@ -263,9 +271,15 @@ def test_counts_and_costs_are_those_of_the_rows(
     assert counts.tree_tokens == sum(c.tree_tokens for c in dataset)
     assert all(c.tree_tokens == count_tree_tokens(c.token_ids) for c in dataset)
     assert dataset.tree_tokens.tolist() == [c.tree_tokens for c in dataset]
-    assert dataset.shapes.tolist() == [[len(c.token_ids), max(map(len, c.token_ids))] for c in dataset]
+    assert dataset.shapes.tolist() == [
+        [len(c.token_ids), max(map(len, c.token_ids))] for c in dataset
+    ]
     some = dataset.first(9)
-    assert some.digests.tolist() == dataset.digests.tolist()[:9] and len(some) == 9 and some.counts == counts
+    assert (
+        some.digests.tolist() == dataset.digests.tolist()[:9]
+        and len(some) == 9
+        and some.counts == counts
+    )
     assert [c.where for c in pickle.loads(pickle.dumps(some))] == [c.where for c in dataset[:9]]
     assert counts.kept == len(dataset)
     highest = 0
@@ -282,7 +296,11 @@ def test_counts_and_costs_are_those_of_the_rows(
     with pytest.raises(IndexError):
         dataset[len(dataset)]
     copy = pickle.loads(pickle.dumps(dataset))
-    assert copy.counts == counts and copy.fingerprint == dataset.fingerprint and copy[-1].where == dataset[-1].where
+    assert (
+        copy.counts == counts
+        and copy.fingerprint == dataset.fingerprint
+        and copy[-1].where == dataset[-1].where
+    )
 
 
 def test_the_cache_is_reused_for_the_same_content_only(
@@ -293,7 +311,9 @@ def test_the_cache_is_reused_for_the_same_content_only(
     first = encode_dataset(rows, renderer_of(), ties="drop", cache_dir=tmp_path)
     with caplog.at_level(logging.INFO):
         again = encode_dataset(rows, renderer_of(), ties="drop", cache_dir=tmp_path)
-    assert rows.times_read == 1 and "reusing" in caplog.text and first.counts.summary() in caplog.text
+    assert (
+        rows.times_read == 1 and "reusing" in caplog.text and first.counts.summary() in caplog.text
+    )
     assert again.counts == first.counts and again.fingerprint == first.fingerprint
     others = [
         encode_dataset(rows, renderer_of(), ties="half", cache_dir=tmp_path),

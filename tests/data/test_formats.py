@@ -26,7 +26,9 @@ Write = Callable[..., Path]
 
 
 def ranks(*ranks: int) -> dict[str, Any]:
-    completions = [{"rank": rank, "completion": [end]} for rank, end in zip(ranks, (FOUR, FIVE), strict=True)]
+    completions = [
+        {"rank": rank, "completion": [end]} for rank, end in zip(ranks, (FOUR, FIVE), strict=True)
+    ]
     return {"context": [ASK], "completions": completions}
 
 
@@ -135,7 +137,9 @@ def test_a_file_is_taken_for_its_format(
     assert auto.task_name == rows[0].get("category_path", name)
     assert list(auto.context) == [ASK] and where.startswith(f"{path}:")
     assert [(c.rank, c.messages[0]["content"]) for c in auto.completions] == want
-    assert ("fewer than two completions" in caplog.text) == (len(rows) > 1 and name != "HelpSteer2" or len(rows) == 3)
+    assert ("fewer than two completions" in caplog.text) == (
+        len(rows) > 1 and name != "HelpSteer2" or len(rows) == 3
+    )
     scored = []
     for row in rows:
         if row.get("completions") != []:

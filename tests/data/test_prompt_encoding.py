@@ -19,7 +19,9 @@ THINKING = ("deepseek", "nemotron_3_")
 
 
 def prompts_of(*texts: str, name: str = "set", weight: float = 1.0, held_out: int = 0) -> PromptSet:
-    prompts = tuple(Prompt((user(text),), {"n": n}, f"{name}:{n}") for n, text in enumerate(texts, 1))
+    prompts = tuple(
+        Prompt((user(text),), {"n": n}, f"{name}:{n}") for n, text in enumerate(texts, 1)
+    )
     counts = Counter(read=len(texts) + held_out, kept=len(texts), held_out=held_out)
     return PromptSet(name, prompts, counts, weight)
 
@@ -92,6 +94,9 @@ def test_prompts_that_are_too_long_are_left_out_counted_and_named(
     assert encoded.counts == Counter(read=5, kept=3, too_long=2)
     assert prompts_summary(encoded.counts) == "3 of 5 prompts kept (left out: 2 too long)"
     (record,) = caplog.records
-    assert f"2 of 4 prompts have more than {limit} tokens" in record.message and "the first: set:2" in record.message
+    assert (
+        f"2 of 4 prompts have more than {limit} tokens" in record.message
+        and "the first: set:2" in record.message
+    )
     with pytest.raises(DataError, match="set: no prompt is short enough"):
         encode_prompts(sets, renderer, max_length=2)

@@ -91,14 +91,19 @@ def test_real_templates(name: str) -> None:
         assert answer in text and all(message["content"] in text for message in context)
     assert renderer.read_token == kind
     shared = len(os.path.commonprefix(rows))
-    assert tokenizer.decode(rows[0][shared:]).lstrip().startswith("Paris it")  # they part where the answers do
+    assert (
+        tokenizer.decode(rows[0][shared:]).lstrip().startswith("Paris it")
+    )  # they part where the answers do
     assert context[-1]["content"] in tokenizer.decode(rows[0][:shared])
     source = template_source(name)
     if "strftime_now" not in source:
         in_parts = [m | {"content": [{"type": "text", "text": m["content"]}]} for m in CHAT]
         messages = in_parts if name.startswith(("idefics3", "llava_next", "smolvlm")) else CHAT
         plain = tokenizer.apply_chat_template(messages, chat_template=source, return_dict=False)
-        assert renderer.encode(CHAT) == ([bos] if renderer.adds_bos and plain[0] != bos else []) + plain
+        assert (
+            renderer.encode(CHAT)
+            == ([bos] if renderer.adds_bos and plain[0] != bos else []) + plain
+        )
 
 
 EMPTY = "<think>\n\n</think>\n\n"
@@ -116,7 +121,10 @@ OPENINGS = [
     ("qwen3_6", {}, "<think>\n"),
     ("qwen3_8", {}, "<think>\n"),
     ("qwen3_8", {"enable_thinking": False}, EMPTY),
-    *((name, {}, "") for name in ("cohere2", "gemma3", "gptoss", "llama3", "phi3", "qwen3_instruct_2507")),
+    *(
+        (name, {}, "")
+        for name in ("cohere2", "gemma3", "gptoss", "llama3", "phi3", "qwen3_instruct_2507")
+    ),
 ]
 
 
@@ -143,7 +151,9 @@ def test_what_a_generation_prompt_writes_of_the_completion(
 
 
 def test_a_generation_prompt_may_open_a_completion_with_any_text() -> None:
-    prompting = CHATML + "{% if add_generation_prompt %}<|im_start|>assistant\n" + "OPENING{% endif %}"
+    prompting = (
+        CHATML + "{% if add_generation_prompt %}<|im_start|>assistant\n" + "OPENING{% endif %}"
+    )
     openings = {
         "": "",
         " ": "",  # white space alone is layout
@@ -156,7 +166,11 @@ def test_a_generation_prompt_may_open_a_completion_with_any_text() -> None:
         assert Renderer(byte_bpe(), chat_template=template).opening(CHAT[:3]) == opening
     closed = CHATML.replace("'\\n' +", "'\\n' + ('</think>' if m['role'] == 'assistant' else '') +")
     for written, opening in (("<think>", "<think>"), ("</think>", "")):  # as DeepSeek-V3.1
-        ending = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n" + written + "' }}{% endif %}"
+        ending = (
+            "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n"
+            + written
+            + "' }}{% endif %}"
+        )
         assert Renderer(byte_bpe(), chat_template=closed + ending).opening(CHAT[:3]) == opening
 
 
@@ -174,7 +188,10 @@ def test_a_model_may_have_another_number_of_bos(number: int) -> None:
     ids = renderer.encode(CHAT)
     bos = tokenizer.bos_token_id
     assert ids[:number] == [bos] * number == [token for token in ids if token == bos]
-    assert tokenizer.apply_chat_template(CHAT, chat_template=renderer.chat_template, return_dict=False) == ids
+    assert (
+        tokenizer.apply_chat_template(CHAT, chat_template=renderer.chat_template, return_dict=False)
+        == ids
+    )
     assert renderer.encode_texts(["<s><s><s>" + renderer.render(CHAT)]) == [
         ids,
     ]  # a client's text, with others
@@ -207,7 +224,9 @@ def test_default_template_ends_at_eos(caplog: pytest.LogCaptureFixture) -> None:
         renderer = Renderer(tokenizer)
     assert sum("no chat template" in record.message for record in caplog.records) == 1
     text = renderer.render([{"role": "system", "content": "Be brief."}, *CHAT[:2]])
-    assert text == ("<|system|>\nBe brief.\n<|user|>\nWhat is the capital of France?\n<|assistant|>\nParis.</s>")
+    assert text == (
+        "<|system|>\nBe brief.\n<|user|>\nWhat is the capital of France?\n<|assistant|>\nParis.</s>"
+    )
     assert renderer.read_token == "eos"
     without_eos = Renderer(byte_bpe((), None, None, False))
     assert without_eos.render(CHAT[:2]).endswith("<|assistant|>\nParis.")
@@ -217,7 +236,9 @@ def test_where_the_template_comes_from(tmp_path: Path) -> None:
     tokenizer = pickle.loads(pickle.dumps(byte_bpe()))
     path = tmp_path / "chat.jinja"
     path.write_text(CHATML, encoding="utf-8")
-    from_file, from_text = (Renderer(tokenizer, chat_template=given) for given in (str(path), CHATML))
+    from_file, from_text = (
+        Renderer(tokenizer, chat_template=given) for given in (str(path), CHATML)
+    )
     assert from_file.encode(CHAT) == from_text.encode(CHAT)
     assert Renderer(tokenizer, chat_template="default").chat_template == DEFAULT_CHAT_TEMPLATE
     tokenizer.chat_template = {
@@ -261,8 +282,12 @@ def test_content_parts() -> None:
         assistant("Wait."),
     ]
     plain = [user("What now?"), assistant("Wait.")]
-    listing = "{% for m in messages %}{% for p in m['content'] %}{{ p['text'] }}{% endfor %}|{% endfor %}"
-    text_only, vision = (Renderer(byte_bpe(), chat_template=template) for template in (CHATML, listing))
+    listing = (
+        "{% for m in messages %}{% for p in m['content'] %}{{ p['text'] }}{% endfor %}|{% endfor %}"
+    )
+    text_only, vision = (
+        Renderer(byte_bpe(), chat_template=template) for template in (CHATML, listing)
+    )
     assert text_only.render(parts) == text_only.render(plain)
     assert vision.render(parts) == vision.render(plain) == "What now?|Wait.|"
     trimming = "{% for p in m['content'] %}{{ p['text'] | trim }}{% endfor %}"
@@ -318,7 +343,10 @@ def test_completions_of_similar_length_keep_the_same_context() -> None:
     context = [user("flour " * 300)]
     answers = [[assistant("salt " * words)] for words in range(1, 40)]
     whole = renderer.encode_many([[*context, *answer] for answer in answers])
-    cuts = [len(full) - len(cut or []) for full, cut in zip(whole, fit_all(renderer, context, answers), strict=True)]
+    cuts = [
+        len(full) - len(cut or [])
+        for full, cut in zip(whole, fit_all(renderer, context, answers), strict=True)
+    ]
     assert len(set(cuts)) < 12 < len(set(map(len, whole))) and cuts == sorted(cuts)
 
 
@@ -351,7 +379,9 @@ def test_truncation_spares_every_answer(
         cut = fitted.token_ids
         assert fitted.truncated and len(cut) <= max_length
         assert cut[-len(tail) :] == tail and len(cut) > len(tail)
-        assert not adds_bos or (cut[0] == renderer.tokenizer.bos_token_id and len(cut) > len(tail) + 1)
+        assert not adds_bos or (
+            cut[0] == renderer.tokenizer.bos_token_id and len(cut) > len(tail) + 1
+        )
 
 
 def test_fingerprint_follows_what_changes_the_ids() -> None:
@@ -376,7 +406,9 @@ def test_fingerprint_follows_what_changes_the_ids() -> None:
 
 def test_fingerprint_follows_the_number_of_bos_where_the_template_does_not_show_it() -> None:
     tokenizer = byte_bpe(("<|im_start|>", "<|im_end|>"), "<s>", "<|im_end|>", True)
-    none, one = (Renderer(tokenizer, chat_template="<s>" + CHATML, num_bos=number) for number in (0, 1))
+    none, one = (
+        Renderer(tokenizer, chat_template="<s>" + CHATML, num_bos=number) for number in (0, 1)
+    )
     assert none.chat_template == one.chat_template and none.encode(CHAT) != one.encode(CHAT)
     assert none.fingerprint != one.fingerprint
 

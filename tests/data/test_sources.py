@@ -152,7 +152,9 @@ def test_folders_and_patterns(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl.gz", ROWS[:1])
     (tmp_path / "LICENSE").write_text("x")
     (tmp_path / ".hidden.jsonl").write_text("broken")
-    assert values(tmp_path) == values(tmp_path, split="train") == values(tmp_path / "*.jsonl*") == ROWS
+    assert (
+        values(tmp_path) == values(tmp_path, split="train") == values(tmp_path / "*.jsonl*") == ROWS
+    )
     assert values(tmp_path / "**" / "b.*") == ROWS[1:]
     write(tmp_path / "b.jsonl.gz", ROWS[1:])
     for path in (tmp_path, tmp_path / "b.*"):
@@ -172,7 +174,11 @@ def test_the_split_of_a_file_may_say_what_it_is_for(tmp_path: Path) -> None:
     """As in NeMo RL's rm.yaml, whose paths alone are replaced; the training data is no validation set."""
     for name in ("mine.jsonl", "train.jsonl"):
         write(tmp_path / name, ROWS)
-    assert values(tmp_path / "mine.jsonl", split="train") == values(tmp_path / "mine.jsonl", split="validation") == ROWS
+    assert (
+        values(tmp_path / "mine.jsonl", split="train")
+        == values(tmp_path / "mine.jsonl", split="validation")
+        == ROWS
+    )
     assert "no split 'validation'" in str(refused(tmp_path / "train.jsonl", split="validation"))
     assert "no split 'test'" in str(refused(tmp_path / "mine.jsonl", split="test"))
 

@@ -30,8 +30,10 @@ TOO_MUCH = {
     "adds lists": REPEATED.replace("DOUBLED", "ns.items = ns.items + ns.items"),
     "captures": REPEATED.replace("DOUBLED", "ns.text %}{{ ns.text }}{{ ns.text }}{% endset"),
     "squares": REPEATED.replace("DOUBLED", "ns.number = ns.number * ns.number"),
-    "nests lists": REPEATED.replace("DOUBLED", "ns.lists = [ns.lists, ns.lists]") + "{{ ns.lists }}",
-    "nests lists for JSON": REPEATED.replace("DOUBLED", "ns.lists = [ns.lists, ns.lists]") + "{{ ns.lists | tojson }}",
+    "nests lists": REPEATED.replace("DOUBLED", "ns.lists = [ns.lists, ns.lists]")
+    + "{{ ns.lists }}",
+    "nests lists for JSON": REPEATED.replace("DOUBLED", "ns.lists = [ns.lists, ns.lists]")
+    + "{{ ns.lists | tojson }}",
     "repeats": "{{ 'x' * 10**9 }}",
     "repeats a list": "{{ ([0] * 10**9) | length }}",
     "a power": "{{ 10**(10**10) }}",
@@ -103,7 +105,9 @@ def test_one_conversation_that_does_not_end_leaves_the_others_alone(
     tiny_tokenizer: Any,
     low_bounds: None,
 ) -> None:
-    source = PROMPTING_CHATML + "{% if messages[0]['content'] == 'forever' %}" + NESTED + "{% endif %}"
+    source = (
+        PROMPTING_CHATML + "{% if messages[0]['content'] == 'forever' %}" + NESTED + "{% endif %}"
+    )
     renderer = Renderer(tiny_tokenizer, chat_template=source)
     before = renderer.render(CHAT)
     texts: list[str] = []
@@ -125,7 +129,9 @@ def test_rendering_outside_of_treeward_has_no_bounds(tiny_tokenizer: Any, low_bo
     source = "{% for a in range(300) %}{% for b in range(300) %}{% endfor %}{% endfor %}{{ 'x' * 2**18 }}"
     with pytest.raises(ConfigError):
         Renderer(tiny_tokenizer, chat_template=source)
-    assert len(tiny_tokenizer.apply_chat_template(CHAT, chat_template=source, tokenize=False)) == 2**18
+    assert (
+        len(tiny_tokenizer.apply_chat_template(CHAT, chat_template=source, tokenize=False)) == 2**18
+    )
 
 
 def test_operations_make_what_jinja_makes(tiny_tokenizer: Any) -> None:
@@ -151,7 +157,9 @@ def test_every_real_template_writes_what_it_writes_without_bounds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     renderer = family_renderer(name)
-    preferences = [p for p in real_chats if all(m["role"] != "system" for m in p.context)]  # not every one takes one
+    preferences = [
+        p for p in real_chats if all(m["role"] != "system" for m in p.context)
+    ]  # not every one takes one
     chats = [[*p.context, *p.completions[0].messages] for p in preferences[:5]]
     texts = [renderer.render(chat) for chat in chats]
     monkeypatch.setattr(rendering, "bounded", nullcontext)

@@ -17,7 +17,10 @@ def uv_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int
     """`uv run SCRIPT WORDS...` in the repository, without uv and its environment; checkpoints go to `tmp_path`."""
 
     def run(script: str, *words: str) -> int:
-        folders = [f"checkpointing.checkpoint_dir={tmp_path}/checkpoints", f"logger.log_dir={tmp_path}/logs"]
+        folders = [
+            f"checkpointing.checkpoint_dir={tmp_path}/checkpoints",
+            f"logger.log_dir={tmp_path}/logs",
+        ]
         monkeypatch.setattr(sys, "argv", [script, *words, *folders])
         monkeypatch.chdir(REPOSITORY)
         with pytest.raises(SystemExit) as caught:

@@ -47,11 +47,19 @@ ATTRIBUTES = ["helpfulness", "correctness", "coherence", "complexity", "verbosit
 
 @pytest.fixture(scope="module")
 def model_path(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_signed_model(tmp_path_factory.mktemp("page") / "rm", tiny_tokenizer, seed=3, max_length=300))
+    return str(
+        write_signed_model(
+            tmp_path_factory.mktemp("page") / "rm", tiny_tokenizer, seed=3, max_length=300
+        )
+    )
 
 
 def rollout(response: str = RESPONSE, **more: Any) -> dict[str, Any]:
-    message = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": response}]}
+    message = {
+        "type": "message",
+        "role": "assistant",
+        "content": [{"type": "output_text", "text": response}],
+    }
     params = {"input": [{"role": "user", "content": PROMPT}]}
     return {"responses_create_params": params, "response": {"id": "r", "output": [message]}, **more}
 
@@ -67,13 +75,26 @@ def verified(client: TestClient, response: str = RESPONSE, **more: Any) -> dict[
 def test_a_loaded_model_scores_a_prompt_and_a_response(model_path: str) -> None:
     reward_model = treeward.load_reward_model(model_path, device="cpu")
     [expected] = reward_model.scorer.score([CHAT])
-    items = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": PROMPT}]}]
-    for prompt, response in ((PROMPT, RESPONSE), (CHAT[:1], CHAT[1:]), (items, rollout()["response"]["output"])):
+    items = [
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": PROMPT}]}
+    ]
+    for prompt, response in (
+        (PROMPT, RESPONSE),
+        (CHAT[:1], CHAT[1:]),
+        (items, rollout()["response"]["output"]),
+    ):
         assert reward_model.score(prompt=prompt, response=response) == expected.score
-        assert reward_model.score(prompt, response) == reward_model.predict(prompt, response) == expected.score
+        assert (
+            reward_model.score(prompt, response)
+            == reward_model.predict(prompt, response)
+            == expected.score
+        )
     developer = [{"role": "developer", "content": "Be brief."}, *CHAT]
     system = [developer[0] | {"role": "system"}, *CHAT]
-    assert reward_model.predict(developer[:-1], RESPONSE) == reward_model.scorer.score([system])[0].score
+    assert (
+        reward_model.predict(developer[:-1], RESPONSE)
+        == reward_model.scorer.score([system])[0].score
+    )
 
 
 # The classes, as the page has them; the lines above the first one are ours
@@ -160,10 +181,14 @@ def test_the_quick_starts_class(app_of: Callable[..., TestClient], model_path: s
         assert got["reward"] == pytest.approx(expected, abs=1e-6)
         assert {key: got[key] for key in body} == body
     assert client.post("/verify", json=got).json() == got  # verified again
-    seeded = client.post("/seed_session", json={"resources_session_id": "s", "episode_id": {}, "task_data": {}})
+    seeded = client.post(
+        "/seed_session", json={"resources_session_id": "s", "episode_id": {}, "task_data": {}}
+    )
     assert seeded.json() == {"resources_session_id": "s"} and seeded.headers["set-cookie"]
     assert client.post("/ng-rollout/r-1/seed_session", json=body).json() == {}
-    assert client.post("/close_session", json={"resources_session_id": "s"}).json() == {"resources_session_id": "s"}
+    assert client.post("/close_session", json={"resources_session_id": "s"}).json() == {
+        "resources_session_id": "s"
+    }
     metrics = client.post("/aggregate_metrics", json={"verify_responses": [got]}).json()
     assert metrics["key_metrics"]["mean/reward"] == pytest.approx(expected, abs=1e-6)
     assert client.get("/reverify_mode").json() == "stateless"
@@ -173,9 +198,15 @@ def test_the_quick_starts_class(app_of: Callable[..., TestClient], model_path: s
 def test_a_failed_verify_is_masked(app_of: Callable[..., TestClient]) -> None:
     client = app_of(QUICK_START, "RewardModelResourcesServer")
     got = verified(client, "word " * 400)
-    assert (got["reward"], got["mask_sample"], got["_ng_failure_class"]) == (0.0, True, "verifier_error")
+    assert (got["reward"], got["mask_sample"], got["_ng_failure_class"]) == (
+        0.0,
+        True,
+        "verifier_error",
+    )
     assert "too long" in got["failure_reason"]
-    assert client.post("/verify", content=json.dumps(rollout(note=math.nan))).status_code == 422  # as /verify elsewhere
+    assert (
+        client.post("/verify", content=json.dumps(rollout(note=math.nan))).status_code == 422
+    )  # as /verify elsewhere
 
 
 def test_a_class_with_predict_and_no_verify(app_of: Callable[..., TestClient]) -> None:
@@ -196,7 +227,9 @@ class Mine(SimpleResourcesServer):
     assert got["mask_sample"] is True and "no response" in got["failure_reason"]
 
 
-def test_a_verify_that_is_no_coroutine_is_an_error_at_the_start(app_of: Callable[..., TestClient]) -> None:
+def test_a_verify_that_is_no_coroutine_is_an_error_at_the_start(
+    app_of: Callable[..., TestClient],
+) -> None:
     with pytest.raises(ConfigError, match="async def verify"):
         app_of(QUICK_START.replace("async def verify", "def verify"), "RewardModelResourcesServer")
 
@@ -221,9 +254,18 @@ def test_the_hugging_face_class(app_of: Callable[..., TestClient], model_path: s
 def test_as_gym_starts_it(tmp_path: Path, model_path: str) -> None:
     (tmp_path / "app.py").write_text(IMPORTS + QUICK_START + START, encoding="utf-8")
     port = free_port()
-    section = {"entrypoint": "app.py", "model_path": model_path, "device": "cpu", "host": "127.0.0.1", "port": port}
+    section = {
+        "entrypoint": "app.py",
+        "model_path": model_path,
+        "device": "cpu",
+        "host": "127.0.0.1",
+        "port": port,
+    }
     merged = {"reward_model_server": {"resources_servers": {"reward_model": section}}}
-    gym = {"NEMO_GYM_CONFIG_DICT": json.dumps(merged), "NEMO_GYM_CONFIG_PATH": "reward_model_server"}
+    gym = {
+        "NEMO_GYM_CONFIG_DICT": json.dumps(merged),
+        "NEMO_GYM_CONFIG_PATH": "reward_model_server",
+    }
     process = subprocess.Popen([sys.executable, "app.py"], cwd=tmp_path, env=os.environ | gym)
     try:
         client = httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False)
@@ -288,7 +330,9 @@ def five_attributes(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactor
     return str(folder)
 
 
-def test_a_model_of_five_attributes_is_served(five_attributes: str, make_client: Callable[..., Any]) -> None:
+def test_a_model_of_five_attributes_is_served(
+    five_attributes: str, make_client: Callable[..., Any]
+) -> None:
     weights = {"helpfulness": 1.0, "verbosity": -0.25}
     got = verified(client := make_client(model_path=five_attributes, head_weights=weights))
     parts = got["reward_components"]
@@ -333,17 +377,23 @@ def test_the_first_yaml_starts(model_path: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("NEMO_GYM_CONFIG_DICT", FIRST_YAML.format(model_path=model_path))
     assert APP["gym_config"]().server_config.models[0].device == "cuda"
     if not torch.cuda.is_available():
-        with pytest.raises(ConfigError, match="(?s)cuda.*`auto` takes a GPU where there is one, else the CPU"):
+        with pytest.raises(
+            ConfigError, match="(?s)cuda.*`auto` takes a GPU where there is one, else the CPU"
+        ):
             Service.load(APP["gym_config"]().server_config)
         without = FIRST_YAML.format(model_path=model_path).replace("      device: cuda\n", "")
         monkeypatch.setenv("NEMO_GYM_CONFIG_DICT", without)
     service = Service.load(APP["gym_config"]().server_config)
     got = verified(TestClient(create_app(service), base_url="http://localhost"))
     service.close()
-    assert got["reward"] == pytest.approx(Scorer.load(model_path).predict(PROMPT, RESPONSE), abs=1e-5)
+    assert got["reward"] == pytest.approx(
+        Scorer.load(model_path).predict(PROMPT, RESPONSE), abs=1e-5
+    )
 
 
-def test_the_options_have_the_pages_defaults(model_path: str, five_attributes: str, make_client: Any) -> None:
+def test_the_options_have_the_pages_defaults(
+    model_path: str, five_attributes: str, make_client: Any
+) -> None:
     config = checked({"model_path": [model_path]}, "Gym")
     assert config.batch_size == 8 and config.server_config.batch_tokens == 8 * 2048
     assert config.server_config.models[0].default_max_length == 2048
@@ -382,7 +432,13 @@ def test_rewards_are_normalised_by_the_pages_defaults_and_by_the_contract(
     assert got["reward"] == pytest.approx(max(-5, min(5, (raw - 0.25) / 0.125)), abs=1e-4)
 
 
-RESPONSES = ["Four.", "It is five, I think.", "No idea at all, sorry.", "Waves.", "Ask me later about it."]
+RESPONSES = [
+    "Four.",
+    "It is five, I think.",
+    "No idea at all, sorry.",
+    "Waves.",
+    "Ask me later about it.",
+]
 
 
 def test_running_statistics_are_the_pages_formula_and_fixed_for_who_asks_again(
@@ -392,7 +448,11 @@ def test_running_statistics_are_the_pages_formula_and_fixed_for_who_asks_again(
     client = make_client(model_path=model_path, running=True)
 
     def ask(response: str) -> dict[str, Any]:
-        return {key: value for key, value in verified(client, response).items() if key.startswith("reward")}
+        return {
+            key: value
+            for key, value in verified(client, response).items()
+            if key.startswith("reward")
+        }
 
     first = [ask(response) for response in RESPONSES]
     scores = [got["reward_score"] for got in first]
@@ -410,4 +470,6 @@ def test_running_statistics_are_the_pages_formula_and_fixed_for_who_asks_again(
         assert repeated["reward_running_count"] == got["reward_running_count"]
     body = {"context": [{"role": "user", "content": PROMPT}], "completions": RESPONSES[:1]}
     [row] = client.post("/v1/rewards", json=body).json()["data"]
-    assert row["reward"] == row["score"] == pytest.approx(scores[0], abs=1e-5)  # there, nothing runs
+    assert (
+        row["reward"] == row["score"] == pytest.approx(scores[0], abs=1e-5)
+    )  # there, nothing runs

@@ -42,8 +42,17 @@ def test_the_parts_of_step(expected: list[float], model_folder: Path) -> None:
     result = environment.step(message_logs=LOGS, env_infos=[{}, {}])
     assert type(result) is EnvironmentReturn
     assert scores.tolist() == result.rewards.tolist() == pytest.approx(expected, abs=1e-5)
-    assert result._fields == ("observations", "metadata", "next_stop_strings", "rewards", "terminateds", "answers")
-    assert result.rewards.device.type == "cpu" and torch.equal(result.terminateds, torch.tensor([True, True]))
+    assert result._fields == (
+        "observations",
+        "metadata",
+        "next_stop_strings",
+        "rewards",
+        "terminateds",
+        "answers",
+    )
+    assert result.rewards.device.type == "cpu" and torch.equal(
+        result.terminateds, torch.tensor([True, True])
+    )
     assert result.answers == [log[-1]["content"] for log in LOGS]
     assert all(len(field) == 2 for field in result)
 
@@ -56,7 +65,11 @@ def test_the_configuration_of_the_first_step() -> None:
     quoted = REPOSITORY / "examples/configs/rm.yaml"
     assert (REPOSITORY / "examples/run_rm.py").is_file()
     assert load_config(quoted).data.train[0].dataset_name == "HelpSteer3"
-    custom = ["data.dataset_name=PreferenceDataset", "+data.train_data_path=t.jsonl", "+data.val_data_path=v.jsonl"]
+    custom = [
+        "data.dataset_name=PreferenceDataset",
+        "+data.train_data_path=t.jsonl",
+        "+data.val_data_path=v.jsonl",
+    ]
     for words in (["data.dataset_name=Tulu3Preference", "checkpointing.metric_name=null"], custom):
         assert load_config(quoted, words).data.train[0].dataset_name == words[0].split("=")[1]
 
@@ -91,7 +104,9 @@ env:
 def section(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """A function: the section `env.reward_model` of the page's configuration; overrides as on the command line."""
     file = tmp_path / "grpo_with_rm.yaml"
-    file.write_text(f"defaults: {REPOSITORY}/examples/configs/grpo_rm_1B.yaml\n{GRPO_WITH_RM}", encoding="utf-8")
+    file.write_text(
+        f"defaults: {REPOSITORY}/examples/configs/grpo_rm_1B.yaml\n{GRPO_WITH_RM}", encoding="utf-8"
+    )
     return lambda *overrides: dict(load_grpo_config(file, overrides).env["reward_model"])
 
 
@@ -100,9 +115,13 @@ def test_the_configuration_of_the_environment(
 ) -> None:
     for name in ("Skywork/Skywork-Reward-V2-Qwen3-0.6B", "Skywork/Skywork-Reward-V2-Qwen3-8B"):
         assert section(f"env.reward_model.model_name={name}")["tokenizer"]["name"] == name
-    given = section(f"env.reward_model.model_name={model_folder}", "policy.train_micro_batch_size=2")
+    given = section(
+        f"env.reward_model.model_name={model_folder}", "policy.train_micro_batch_size=2"
+    )
     assert given["tokenizer"]["name"] == str(model_folder) and given["batch_size"] == 2
-    step = RewardModelEnvironment({key: value for key, value in given.items() if key != "enabled"}).step(LOGS, [{}, {}])
+    step = RewardModelEnvironment(
+        {key: value for key, value in given.items() if key != "enabled"}
+    ).step(LOGS, [{}, {}])
     assert step.rewards.tolist() == pytest.approx(expected, abs=0.05)  # bfloat16
 
 
@@ -137,4 +156,6 @@ def test_what_the_page_says_is_disabled_works(
 ) -> None:
     names = [f"env.reward_model.model_name={model_folder}", "env.reward_model.precision=float32"]
     given = {key: value for key, value in section(*names, override).items() if key != "enabled"}
-    assert RewardModelEnvironment(given).step(LOGS, [{}, {}]).rewards.tolist() == pytest.approx(expected, abs=1e-5)
+    assert RewardModelEnvironment(given).step(LOGS, [{}, {}]).rewards.tolist() == pytest.approx(
+        expected, abs=1e-5
+    )

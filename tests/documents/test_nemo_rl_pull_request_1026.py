@@ -45,7 +45,11 @@ def stand_ins(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> 
     folder = tmp_path_factory.mktemp("stand_ins")
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        sizes: dict[str, Any] = {"vocab_size": len(tiny_tokenizer), "num_key_value_heads": 2, **SIZES}
+        sizes: dict[str, Any] = {
+            "vocab_size": len(tiny_tokenizer),
+            "num_key_value_heads": 2,
+            **SIZES,
+        }
         config = Qwen2Config(max_position_embeddings=1024, **sizes)
         Qwen2ForCausalLM(config).save_pretrained(folder / "policy")
     tiny_tokenizer.chat_template = Renderer(tiny_tokenizer).chat_template
@@ -93,7 +97,9 @@ def test_without_a_config_it_is_the_shipped_one(
     assert "grpo.max_num_stepz" in error and "did you mean" in error
 
 
-def test_nemo_rls_own_file(run_script: Callable[..., int], stand_ins: list[str], tmp_path: Path) -> None:
+def test_nemo_rls_own_file(
+    run_script: Callable[..., int], stand_ins: list[str], tmp_path: Path
+) -> None:
     """Its keys and values, in the flat form of its first version."""
     file = REPOSITORY / "tests/config/nemo_rl/grpo_rm_first.yaml"
     flat = [word.replace("data.train.data_path", "+data.train_data_path") for word in stand_ins]
@@ -111,12 +117,20 @@ OF_PR_1026 = [
     for pair in (YES | {"id": 1}, {"chosen": "No.", "rejected": "Yes.", "id": 2})
 ]
 OF_OPEN_INSTRUCT = [
-    {"prompt": f"{subset}?", "subset": subset, "chosen": ["Yes."], "rejected": ["No.", "So?", "Hm."], "id": "1"}
+    {
+        "prompt": f"{subset}?",
+        "subset": subset,
+        "chosen": ["Yes."],
+        "rejected": ["No.", "So?", "Hm."],
+        "id": "1",
+    }
     for subset in ("Factuality", "Precise IF", "Math", "Safety", "Focus")
 ]
 
 
-@pytest.mark.parametrize(("suite", "rows"), [("rewardbench", OF_PR_1026), ("rewardbench2", OF_OPEN_INSTRUCT)])
+@pytest.mark.parametrize(
+    ("suite", "rows"), [("rewardbench", OF_PR_1026), ("rewardbench2", OF_OPEN_INSTRUCT)]
+)
 def test_published_numbers_beside_ours(
     suite: str, rows: list[Any], model_folder: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
@@ -124,17 +138,31 @@ def test_published_numbers_beside_ours(
     monkeypatch.chdir(tmp_path)
     copy = write_jsonl(tmp_path / "copy.jsonl", *rows)
     script = runpy.run_path(str(REPOSITORY / "examples" / "reproduce" / "compare.py"))
-    words = ["--suite", suite, "--limit", "1000", "--model", str(model_folder), "--output", "elsewhere", "--copy"]
+    words = [
+        "--suite",
+        suite,
+        "--limit",
+        "1000",
+        "--model",
+        str(model_folder),
+        "--output",
+        "elsewhere",
+        "--copy",
+    ]
     assert script["run"]([*words, copy]) == 0
     published = script["PUBLISHED"][suite]
     table = capsys.readouterr().out.partition(published["source"])[2]
-    found = {cells[0]: cells[1:] for line in table.splitlines()[4:] if len(cells := re.split(r" {2,}", line)) == 7}
+    found = {
+        cells[0]: cells[1:]
+        for line in table.splitlines()[4:]
+        if len(cells := re.split(r" {2,}", line)) == 7
+    }
     assert {*(row["subset"] for row in rows), "overall"} == found.keys()
     if suite == "rewardbench":
         assert found.pop("overall")[2:] == ["–"] * 4, "the pull request has none"
-        assert len(found) == 23 and all(values[:2] == ["2", "0.500"] for values in found.values()), (
-            "one of two is right"
-        )
+        assert len(found) == 23 and all(
+            values[:2] == ["2", "0.500"] for values in found.values()
+        ), "one of two is right"
     for subset, (_, here, *values) in found.items():
         columns = [one[subset] for one in published["columns"].values()]
         assert values[::2] == [f"{column:.3f}" for column in columns]
@@ -169,12 +197,17 @@ def test_its_configurations_load_as_they_are_written() -> None:
         if words == COLOCATED:
             assert config.training_cluster.num_processes == 4
         else:
-            with pytest.raises(ConfigError, match=r"(?s)no GPU is left.*8, of which .* have 12.*cluster.num_nodes=2"):
+            with pytest.raises(
+                ConfigError,
+                match=r"(?s)no GPU is left.*8, of which .* have 12.*cluster.num_nodes=2",
+            ):
                 _ = config.training_cluster
             config = load_grpo_config(file, [*words.split(), "cluster.num_nodes=2"])
             left = config.training_cluster
             assert (left.num_nodes, left.gpus_per_node) == (1, 4)
-    assert not load_grpo_config(file, COLOCATED.split()).policy.generation.starts_engines  # there is no vLLM here
+    assert not load_grpo_config(
+        file, COLOCATED.split()
+    ).policy.generation.starts_engines  # there is no vLLM here
 
 
 HALF_OF_COLOCATED = (
@@ -195,9 +228,16 @@ def words_of(stand_ins: list[str], tmp_path: Path) -> Callable[..., list[str]]:
     def words(*overrides: str) -> list[str]:
         settings = (
             *("grpo.val_at_start=true", "grpo.val_period=1", "grpo.gold_environment=math"),
-            *("checkpointing.save_period=1", "policy.max_total_sequence_length=512", "policy.optimizer.kwargs.lr=0.01"),
+            *(
+                "checkpointing.save_period=1",
+                "policy.max_total_sequence_length=512",
+                "policy.optimizer.kwargs.lr=0.01",
+            ),
             "env.reward_model.precision=float32",  # so that rewards compare to 1e-5
-            *(f"checkpointing.checkpoint_dir={tmp_path}/checkpoints", f"logger.log_dir={tmp_path}/logs"),
+            *(
+                f"checkpointing.checkpoint_dir={tmp_path}/checkpoints",
+                f"logger.log_dir={tmp_path}/logs",
+            ),
         )
         return ["--config", "examples/configs/grpo_rm_1B.yaml", *overrides, *stand_ins, *settings]
 
@@ -222,7 +262,9 @@ def check_weights(folder: Path, policy: str, received: list[list[Mapping[str, Te
     """`received`, by engine: the first policy, and what each checkpoint has, bit by bit in bfloat16."""
     saved = [Path(policy), folder / "checkpoints/step_1/model", folder / "checkpoints/step_2/model"]
     versions = [load_file(one / "model.safetensors") for one in saved]
-    assert not all(torch.equal(versions[0][name].float(), versions[2][name].float()) for name in versions[0])
+    assert not all(
+        torch.equal(versions[0][name].float(), versions[2][name].float()) for name in versions[0]
+    )
     for updates in received:
         assert len(updates) == len(versions)
         for update, version in zip(updates, versions, strict=True):
@@ -236,7 +278,9 @@ def check_metrics(folder: Path) -> None:
     steps = [line for line in read_metrics(folder / "logs/metrics.jsonl") if "train/loss" in line]
     assert len(steps) == 2
     for line in steps:
-        assert all(math.isfinite(line[f"train/{name}"]) for name in ("loss", "grad_norm", "reward", "kl"))
+        assert all(
+            math.isfinite(line[f"train/{name}"]) for name in ("loss", "grad_norm", "reward", "kl")
+        )
         assert line["train/grad_norm"] > 0 and 1 <= line["train/token_mult_prob_error"] < 1.2
 
 
@@ -257,7 +301,12 @@ def of_stand_in(stand_ins: list[str], key: str) -> str:
     ("words", "half", "num_replicas", "engines"),
     [
         (COLOCATED, HALF_OF_COLOCATED, 1, "2 engines of vLLM, 1 GPUs each, beside"),
-        (f"{APART} cluster.gpus_per_node=8", HALF_OF_APART, 2, "2 engines of vLLM, 1 GPUs each, apart from"),
+        (
+            f"{APART} cluster.gpus_per_node=8",
+            HALF_OF_APART,
+            2,
+            "2 engines of vLLM, 1 GPUs each, apart from",
+        ),
     ],
 )
 def test_half_of_its_processes(
@@ -268,11 +317,20 @@ def test_half_of_its_processes(
     the reward model on two, and two engines."""
     received = tmp_path / "received"
     received.mkdir()
-    given = words_of(*words.split(), *half.split(), f"policy.generation.vllm_kwargs={{kept_in: {received}}}")
+    given = words_of(
+        *words.split(), *half.split(), f"policy.generation.vllm_kwargs={{kept_in: {received}}}"
+    )
     paths = os.pathsep.join([str(REPOSITORY / "tests/stand_ins"), str(REPOSITORY / "src")])
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": paths,
+        "OMP_NUM_THREADS": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
     command = [sys.executable, "examples/run_grpo_rm.py", *given]
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     log = log_of(tmp_path)
     assert LAYOUT in log and engines in log

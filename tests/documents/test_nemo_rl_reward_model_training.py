@@ -45,11 +45,16 @@ CAPITALS = """{
 
 def rank_rows(start: int = 0) -> list[Any]:
     """Rows as the guide's, each with a prompt of its own."""
-    return [json.loads(CAPITALS.replace("Germany?", f"Germany? ({n})")) for n in range(start, start + 8)]
+    return [
+        json.loads(CAPITALS.replace("Germany?", f"Germany? ({n})")) for n in range(start, start + 8)
+    ]
 
 
 def pairs(start: int = 0) -> list[dict[str, str]]:
-    return [{"question": f"{n} + 1?", "good": f"It is {n + 1}.", "bad": "No."} for n in range(start, start + 8)]
+    return [
+        {"question": f"{n} + 1?", "good": f"It is {n + 1}.", "bad": "No."}
+        for n in range(start, start + 8)
+    ]
 
 
 # --- Launch a Training Job -------------------------------------------------------------------------------------------
@@ -63,32 +68,52 @@ SMALL = (
 )
 
 
-THEIRS = ("--config=tests/config/nemo_rl/rm.yaml", "logger.wandb_enabled=false", "logger.tensorboard_enabled=false")
+THEIRS = (
+    "--config=tests/config/nemo_rl/rm.yaml",
+    "logger.wandb_enabled=false",
+    "logger.tensorboard_enabled=false",
+)
 
 
 @pytest.mark.parametrize("words", [(), THEIRS], ids=["the shipped file", "NeMo RL's"])
 def test_the_script_runs(
-    words: tuple[str, ...], uv_run: Callable[..., int], policy_folder: Path, write_rows: WriteRows, tmp_path: Path
+    words: tuple[str, ...],
+    uv_run: Callable[..., int],
+    policy_folder: Path,
+    write_rows: WriteRows,
+    tmp_path: Path,
 ) -> None:
     """`uv run examples/run_rm.py`: HelpSteer3 and Llama-3.2-1B, here copies in the same schema."""
     rows = [
-        {"context": f"{n} + 1?", "response1": f"It is {n + 1}.", "response2": "No.", "overall_preference": -2}
+        {
+            "context": f"{n} + 1?",
+            "response1": f"It is {n + 1}.",
+            "response2": "No.",
+            "overall_preference": -2,
+        }
         for n in range(16)
     ]
     train, held_out = write_rows("train.jsonl", rows[:8]), write_rows("validation.jsonl", rows[8:])
     data = [f"+data.train_data_path={train}", f"+data.val_data_path={held_out}"]
-    assert uv_run("examples/run_rm.py", *words, f"policy.model_name={policy_folder}", *data, *SMALL) == 0
+    assert (
+        uv_run("examples/run_rm.py", *words, f"policy.model_name={policy_folder}", *data, *SMALL)
+        == 0
+    )
     lines = read_metrics(tmp_path / "logs" / "metrics.jsonl")
     assert [line["step"] for line in lines if "train/rm/loss" in line] == [1, 2]
     assert (tmp_path / "checkpoints" / "final" / "model.safetensors").is_file()
 
 
-def test_overrides_on_the_command_line(uv_run: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_overrides_on_the_command_line(
+    uv_run: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
     """`--config examples/configs/rm.yaml policy.model_name=Qwen/Qwen2.5-1.5B` is read; the hub is not asked here."""
     quoted = ["--config", "examples/configs/rm.yaml", "policy.model_name=Qwen/Qwen2.5-1.5B"]
     config = load_config(REPOSITORY / quoted[1], quoted[2:])
     assert config.policy.model_name == config.policy.tokenizer.name == "Qwen/Qwen2.5-1.5B"
-    assert config.policy.reward_model_cfg.enabled and config.data.train[0].dataset_name == "HelpSteer3"
+    assert (
+        config.policy.reward_model_cfg.enabled and config.data.train[0].dataset_name == "HelpSteer3"
+    )
     assert uv_run("examples/run_rm.py", *quoted, "policy.reward_model_cfg.enabled=false") == 2
     assert "policy.reward_model_cfg.enabled" in capsys.readouterr().err
 
@@ -121,28 +146,49 @@ def test_the_attributes_of_a_dataset(write_rows: WriteRows) -> None:
     ranked = PreferenceDataset(str(file), val_data_path=str(file))
     assert ranked.task_spec == TaskDataSpec("PreferenceDataset")
     for split in ("train", "validation"):
-        (row,) = ranked.formatted_ds[split].map(lambda row: {"seen": True})  # of the package datasets, as theirs
+        (row,) = ranked.formatted_ds[split].map(
+            lambda row: {"seen": True}
+        )  # of the package datasets, as theirs
         found = [{key: one[key] for key in ("rank", "completion")} for one in row["completions"]]
         assert row["context"] == written["context"] and found == written["completions"]
     keys = ("question", "good", "bad")
-    binary = BinaryPreferenceDataset(str(write_rows("pairs.jsonl", pairs())), None, *keys, train_split="train")
+    binary = BinaryPreferenceDataset(
+        str(write_rows("pairs.jsonl", pairs())), None, *keys, train_split="train"
+    )
     assert binary.formatted_ds["validation"] is None and binary.formatted_ds["train"].num_rows == 8
-    assert binary.formatted_ds["train"][0]["completions"][0]["completion"][0]["content"] == "It is 1."
+    assert (
+        binary.formatted_ds["train"][0]["completions"][0]["completion"][0]["content"] == "It is 1."
+    )
 
 
-def test_datasets_of_the_hub_need_no_path(write_rows: WriteRows, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_datasets_of_the_hub_need_no_path(
+    write_rows: WriteRows, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """HelpSteer3 and Tulu3Preference, here with rows in their schemas in the place of the downloads."""
     import datasets
 
     question, good, bad = user("2 + 2?"), assistant("4"), assistant("5")
     rows = {
-        "nvidia/HelpSteer3": {"context": [question], "response1": "5", "response2": "4", "overall_preference": 2},
-        "allenai/llama-3.1-tulu-3-8b-preference-mixture": {"chosen": [question, good], "rejected": [question, bad]},
+        "nvidia/HelpSteer3": {
+            "context": [question],
+            "response1": "5",
+            "response2": "4",
+            "overall_preference": 2,
+        },
+        "allenai/llama-3.1-tulu-3-8b-preference-mixture": {
+            "chosen": [question, good],
+            "rejected": [question, bad],
+        },
     }
-    monkeypatch.setattr(datasets, "load_dataset", lambda path, *_, **__: datasets.Dataset.from_list([rows[path]]))
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda path, *_, **__: datasets.Dataset.from_list([rows[path]])
+    )
     for found, splits in ((HelpSteer3Dataset(), 2), (Tulu3PreferenceDataset(), 1)):
         sets = [rows for rows in found.formatted_ds.values() if rows is not None]
-        assert len(sets) == splits and found.task_spec.task_name in ("HelpSteer3", "Tulu3Preference")
+        assert len(sets) == splits and found.task_spec.task_name in (
+            "HelpSteer3",
+            "Tulu3Preference",
+        )
         for (row,) in sets:
             assert [one["completion"] for one in row["completions"]] == [[good], [bad]]
 
@@ -174,11 +220,19 @@ data:
 
 @pytest.mark.parametrize(
     ("block", "rows", "sets"),
-    [(PREFERENCE_DATASET, rank_rows, ["easy", "hard"]), (BINARY_PREFERENCE_DATASET, pairs, ["default"])],
+    [
+        (PREFERENCE_DATASET, rank_rows, ["easy", "hard"]),
+        (BINARY_PREFERENCE_DATASET, pairs, ["default"]),
+    ],
     ids=["PreferenceDataset", "BinaryPreferenceDataset"],
 )
 def test_a_training_run_on_a_custom_dataset(
-    block: str, rows: Any, sets: list[str], uv_run: Callable[..., int], policy_folder: Path, tmp_path: Path
+    block: str,
+    rows: Any,
+    sets: list[str],
+    uv_run: Callable[..., int],
+    policy_folder: Path,
+    tmp_path: Path,
 ) -> None:
     """The guide's blocks, a folder with splits in the place of a dataset of the hub; its names of metrics."""
     folder = tmp_path / "data"
@@ -188,9 +242,14 @@ def test_a_training_run_on_a_custom_dataset(
     file = tmp_path / "run.yaml"
     text = f"defaults: {REPOSITORY}/examples/configs/rm.yaml\n{block.format(folder=folder)}"
     file.write_text(text, encoding="utf-8")
-    own = [f"policy.model_name={policy_folder}", f"checkpointing.metric_name=validation-{sets[0]}_loss"]
+    own = [
+        f"policy.model_name={policy_folder}",
+        f"checkpointing.metric_name=validation-{sets[0]}_loss",
+    ]
     assert uv_run("examples/run_rm.py", "--config", str(file), *own, *SMALL) == 0
-    (validated,) = [line for line in read_metrics(tmp_path / "logs" / "metrics.jsonl") if "eval/rm/loss" in line]
+    (validated,) = [
+        line for line in read_metrics(tmp_path / "logs" / "metrics.jsonl") if "eval/rm/loss" in line
+    ]
     assert validated["timing/validation/total_validation_time"] > 0
     for name in sets:
         assert {f"validation-{name}/loss", f"validation-{name}/accuracy"} <= set(validated)
@@ -220,6 +279,10 @@ env:
 def test_the_section_in_a_configuration_of_grpo(tmp_path: Path) -> None:
     """`run_grpo_rm.py` itself is run by the walk through pull request 1026."""
     file = tmp_path / "run.yaml"
-    file.write_text(f"defaults: {REPOSITORY}/examples/configs/grpo_rm_1B.yaml\n{ENV}", encoding="utf-8")
+    file.write_text(
+        f"defaults: {REPOSITORY}/examples/configs/grpo_rm_1B.yaml\n{ENV}", encoding="utf-8"
+    )
     section = load_grpo_config(file).env["reward_model"]
-    assert section["models"] == "path/to/your/trained/reward/model" and section["dtype"] == "bfloat16"
+    assert (
+        section["models"] == "path/to/your/trained/reward/model" and section["dtype"] == "bfloat16"
+    )

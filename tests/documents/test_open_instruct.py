@@ -47,7 +47,11 @@ def test_the_tokenizer_pads_from_the_right(model_folder: Path) -> None:
     batch = tokenizer(texts, padding=True, return_tensors="pt", add_special_tokens=False)
     assert tokenizer.padding_side == "right" and batch["attention_mask"][:, -1].tolist() == [0, 1]
     with torch.no_grad():
-        plain = AutoModelForSequenceClassification.from_pretrained(model_folder).eval()(**batch).logits.flatten()
+        plain = (
+            AutoModelForSequenceClassification.from_pretrained(model_folder)
+            .eval()(**batch)
+            .logits.flatten()
+        )
     ours = [score.score for score in Scorer.load(model_folder).score(logs)]
     assert plain.tolist() == pytest.approx(ours, abs=1e-5)
 
@@ -60,7 +64,9 @@ def test_dropout_is_off_and_the_head_is_drawn_as_documented(tiny_tokenizer: Any)
     batch = model.make_batch([[[1, 2, 3, 4], [1, 2, 5]]])
     assert torch.equal(model(batch), model(batch)) and model.training
     head = model.hf.score.weight.detach()
-    assert head.shape == (1, 1024) and float(head.std()) == pytest.approx(1 / math.sqrt(1024 + 1), rel=0.1)
+    assert head.shape == (1, 1024) and float(head.std()) == pytest.approx(
+        1 / math.sqrt(1024 + 1), rel=0.1
+    )
 
 
 # --- Training metrics ------------------------------------------------------------------------------------------------
@@ -68,7 +74,11 @@ def test_dropout_is_off_and_the_head_is_drawn_as_documented(tiny_tokenizer: Any)
 
 def test_the_documented_metrics(tiny_run: Callable[..., Any], tmp_path: Path) -> None:
     """Each name is logged and means what the guide says; a step of one pair has the log sigmoid of its margin."""
-    one = ["policy.train_global_batch_size=1", "policy.train_micro_batch_tokens=null", "data.shuffle=false"]
+    one = [
+        "policy.train_global_batch_size=1",
+        "policy.train_micro_batch_tokens=null",
+        "data.shuffle=false",
+    ]
     train(tiny_run("rm.max_num_steps=4", "checkpointing.enabled=false", *one), show_progress=False)
     lines = read_metrics(tmp_path / "logs" / "metrics.jsonl")
     steps = [line for line in lines if "train/rm/loss" in line]
@@ -94,7 +104,9 @@ def run_script(script: str, folder: Path, *overrides: str) -> list[dict[str, Any
     folders = [f"checkpointing.checkpoint_dir={folder}/model", f"logger.log_dir={folder}/logs"]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     words = ["bash", str(REPOSITORY / script), *folders, *overrides]
-    done = subprocess.run(words, cwd=folder, env={**os.environ, "PATH": path}, capture_output=True, text=True)
+    done = subprocess.run(
+        words, cwd=folder, env={**os.environ, "PATH": path}, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert (folder / "model" / "final" / "model.safetensors").is_file()
     return list(read_metrics(folder / "logs" / "metrics.jsonl"))
@@ -105,7 +117,9 @@ def test_the_debug_script(tmp_path: Path) -> None:
     words = ("rm.max_num_steps=2", "--learning_rate", "3e-4", "--seed=8", "rm.val_batches=1")
     lines = run_script("scripts/train/debug/reward_modeling.sh", tmp_path, *words)
     assert [line["episode"] for line in lines if "episode" in line] == [32, 64]
-    assert max(line["train/rm/lr"] for line in lines if "train/rm/lr" in line) == pytest.approx(3e-4)
+    assert max(line["train/rm/lr"] for line in lines if "train/rm/lr" in line) == pytest.approx(
+        3e-4
+    )
 
 
 def test_every_option_of_the_script_has_its_override_or_a_reason(tmp_path: Path) -> None:
@@ -122,11 +136,33 @@ def test_every_option_of_the_script_has_its_override_or_a_reason(tmp_path: Path)
     use_bnb_nested_quant tokenizer_name_or_path tokenizer_revision trust_remote_code use_fast chat_template_name add_bos
     get_tokenizer_fn tokenizer_name use_slow_tokenizer tokenizer_files_hash ground_truths_key sft_messages_key"""
     values = {
-        **{"dataset_mixer_list": "me/pairs 0.5 me/more 400", "dataset_mixer_eval_list": "me/held-out 1.0"},
+        **{
+            "dataset_mixer_list": "me/pairs 0.5 me/more 400",
+            "dataset_mixer_eval_list": "me/held-out 1.0",
+        },
         **{"dataset_mixer_list_splits": "train", "dataset_mixer_eval_list_splits": "test"},
-        **{"learning_rate": "3e-6", "eps": "1e-5", "lr_scheduler_type": "cosine", "chat_template_name": "default"},
-        **dict.fromkeys(("with_tracking", "add_bos", "push_to_hub", "gradient_checkpointing", "trust_remote_code"), ""),
-        **{"model_name_or_path": "me/sft", "tokenizer_name": "me/other", "hf_repo_id": "rm", "hf_entity": "me"},
+        **{
+            "learning_rate": "3e-6",
+            "eps": "1e-5",
+            "lr_scheduler_type": "cosine",
+            "chat_template_name": "default",
+        },
+        **dict.fromkeys(
+            (
+                "with_tracking",
+                "add_bos",
+                "push_to_hub",
+                "gradient_checkpointing",
+                "trust_remote_code",
+            ),
+            "",
+        ),
+        **{
+            "model_name_or_path": "me/sft",
+            "tokenizer_name": "me/other",
+            "hf_repo_id": "rm",
+            "hf_entity": "me",
+        },
         **{"dataset_local_cache_dir": "cache", "wandb_project_name": "rm", "wandb_entity": "me"},
     }
     without = set(NO_COUNTERPART)
@@ -137,9 +173,21 @@ def test_every_option_of_the_script_has_its_override_or_a_reason(tmp_path: Path)
     file.write_text(BASE, encoding="utf-8")
     config = load_config(file, overrides(words))
     [first, second] = config.data.train
-    assert (first.data_path, first.split, first.weight, second.split) == ("me/pairs", "train", 0.5, "train[:400]")
-    assert (config.data.validation[0].data_path, config.data.validation[0].split) == ("me/held-out", "test")
-    assert config.policy.optimizer.kwargs == {**config.policy.optimizer.kwargs, "lr": 3e-6, "eps": 1e-5}
+    assert (first.data_path, first.split, first.weight, second.split) == (
+        "me/pairs",
+        "train",
+        0.5,
+        "train[:400]",
+    )
+    assert (config.data.validation[0].data_path, config.data.validation[0].split) == (
+        "me/held-out",
+        "test",
+    )
+    assert config.policy.optimizer.kwargs == {
+        **config.policy.optimizer.kwargs,
+        "lr": 3e-6,
+        "eps": 1e-5,
+    }
     assert (config.policy.train_micro_batch_size, config.policy.train_global_batch_size) == (7, 49)
     assert (config.checkpointing.checkpoint_dir, config.hub.repo_id) == ("7/7", "me/rm")
     for name in without:
@@ -154,7 +202,9 @@ def test_every_option_of_the_script_has_its_override_or_a_reason(tmp_path: Path)
 @pytest.mark.slow
 def test_the_script_of_tulu_3_on_something_small(policy_folder: Path, tmp_path: Path) -> None:
     asked = {f"{n} + 1?": f"It is {n + 1}." for n in range(8)}
-    rows = [{"chosen": chat(one, good), "rejected": chat(one, "No.")} for one, good in asked.items()]
+    rows = [
+        {"chosen": chat(one, good), "rejected": chat(one, "No.")} for one, good in asked.items()
+    ]
     small = [
         f"policy.model_name={policy_folder}",
         f"data.train_data_path={write_jsonl(tmp_path / 'mixture.jsonl', *rows)}",
@@ -179,8 +229,16 @@ data: {{_override_: true, train: {{data_path: train.jsonl}}, validation: {{data_
 def rows(section: str) -> list[tuple[str, str]]:
     """The rows of a section's table of options: theirs, ours."""
     _, _, text = PAGE.partition(f"\n## From {section}\n")
-    lines = [line.strip("| ") for line in text.partition("\n## ")[0].splitlines() if line.startswith("| `")]
-    return [(theirs, ours) for theirs, _, ours in (line.partition(" | ") for line in lines) if "=" in ours]
+    lines = [
+        line.strip("| ")
+        for line in text.partition("\n## ")[0].splitlines()
+        if line.startswith("| `")
+    ]
+    return [
+        (theirs, ours)
+        for theirs, _, ours in (line.partition(" | ") for line in lines)
+        if "=" in ours
+    ]
 
 
 def has(found: Any, wanted: Any) -> bool:
@@ -189,10 +247,14 @@ def has(found: Any, wanted: Any) -> bool:
         return all(has(found[key], value) for key, value in wanted.items())
     if isinstance(wanted, list):
         return len(found) == len(wanted) and all(map(has, found, wanted))
-    return bool(found == (None if wanted == "default" else wanted))  # chat_template: the model's own
+    return bool(
+        found == (None if wanted == "default" else wanted)
+    )  # chat_template: the model's own
 
 
-@pytest.mark.parametrize(("section", "number"), [("open-instruct", 19), ("TRL", 14), ("OpenRLHF", 18)])
+@pytest.mark.parametrize(
+    ("section", "number"), [("open-instruct", 19), ("TRL", 14), ("OpenRLHF", 18)]
+)
 def test_every_row_is_an_override_that_is_heeded(section: str, number: int, tmp_path: Path) -> None:
     file = tmp_path / "base.yaml"
     file.write_text(BASE, encoding="utf-8")
@@ -202,7 +264,9 @@ def test_every_row_is_an_override_that_is_heeded(section: str, number: int, tmp_
         overrides = [code for code in re.findall(r"`([^`]+)`", ours) if "=" in code]
         assert overrides, theirs
         for key, _, text in (override.partition("=") for override in overrides):
-            config: Any = load_config(file, [f"{key}={text}"]).model_dump(mode="json", by_alias=True)
+            config: Any = load_config(file, [f"{key}={text}"]).model_dump(
+                mode="json", by_alias=True
+            )
             value = reduce(lambda section, name: section[name], key.split("."), config)
             assert has(value, yaml.safe_load(text)), (theirs, value)
 
@@ -219,7 +283,17 @@ def test_every_field_that_trl_adds_is_named() -> None:
 @pytest.mark.slow
 def test_the_options_of_openrlhf_are_those_of_its_parser(tmp_path: Path) -> None:
     """The wheel is downloaded; its command line is read from the source, as the package needs DeepSpeed to be run."""
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "openrlhf==0.11.2", "-d", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "-q",
+        "--no-deps",
+        "openrlhf==0.11.2",
+        "-d",
+        str(tmp_path),
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"the wheel cannot be downloaded: {done.stderr[-300:]}")

@@ -16,7 +16,8 @@ from conftest import REPOSITORY
 EXAMPLES = REPOSITORY / "examples"
 QUESTIONS = ("Is the moon far?", "Where is the rain?", "Why does snow fall?")
 SHORTER_TRAINING = [
-    f"{key}=4" for key in ("rm.max_num_steps", "rm.val_period", "rm.val_batches", "checkpointing.save_period")
+    f"{key}=4"
+    for key in ("rm.max_num_steps", "rm.val_period", "rm.val_batches", "checkpointing.save_period")
 ]
 
 
@@ -41,7 +42,12 @@ def test_a_judge_is_taught_optimised_and_compared(
     demo: Callable[..., dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shorter = ["grpo.max_num_steps=1", "grpo.max_val_samples=8", "+data.train.max_samples=40"]
-    quick = {"TAUGHT_EPOCHS": 1, "EXAMPLES": 12, "SHORTER": shorter, "SHORTER_TRAINING": SHORTER_TRAINING}
+    quick = {
+        "TAUGHT_EPOCHS": 1,
+        "EXAMPLES": 12,
+        "SHORTER": shorter,
+        "SHORTER_TRAINING": SHORTER_TRAINING,
+    }
     assert demo("judge_demo", **quick)["run"]() == 0
     rows = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
     for split in ("validation", "length_controlled"):
@@ -53,11 +59,17 @@ def test_a_judge_is_taught_optimised_and_compared(
 def test_rlhf_makes_everything_it_needs_and_reports(
     demo: Callable[..., dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shorter = ["grpo.max_num_steps=2", "grpo.max_val_samples=8", "policy.generation.max_new_tokens=16"]
+    shorter = [
+        "grpo.max_num_steps=2",
+        "grpo.max_val_samples=8",
+        "policy.generation.max_new_tokens=16",
+    ]
     run = demo("rlhf_demo", SFT_EPOCHS=1, SHORTER=shorter, SHORTER_TRAINING=SHORTER_TRAINING)["run"]
     assert run() == 0
     names = ("close", "hacked", "cured")
-    rows = [line.split()[:2] for line in capsys.readouterr().out.splitlines() if line.startswith(names)]
+    rows = [
+        line.split()[:2] for line in capsys.readouterr().out.splitlines() if line.startswith(names)
+    ]
     assert rows == [[name, step] for name in names for step in ("0", "2")]
     page = (tmp_path / "results/rlhf_demo/report.html").read_text(encoding="utf-8")
     assert all(name in page for name in names)
@@ -75,13 +87,22 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
 def transcripts(count: int) -> list[dict[str, Any]]:
     """The shorter completion is the better one in two of three."""
     asked = [f"\n\nHuman: {QUESTIONS[n % 3]}\n\nAssistant: " for n in range(count)]
-    texts = [("Yes.", "Yes, and no.") if n % 3 else ("It is so far away.", "No.") for n in range(count)]
-    return [{"chosen": q + better, "rejected": q + worse} for q, (better, worse) in zip(asked, texts, strict=True)]
+    texts = [
+        ("Yes.", "Yes, and no.") if n % 3 else ("It is so far away.", "No.") for n in range(count)
+    ]
+    return [
+        {"chosen": q + better, "rejected": q + worse}
+        for q, (better, worse) in zip(asked, texts, strict=True)
+    ]
 
 
 @pytest.mark.slow
 def test_a_real_model_is_trained_evaluated_and_its_table_has_the_numbers_of_the_rows(
-    demo: Callable[..., Any], policy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    demo: Callable[..., Any],
+    policy_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
 ) -> None:
     """A tiny one in its place."""
     shared, results = tmp_path / "shared", tmp_path / "results/real_demo"
@@ -102,7 +123,9 @@ def test_a_real_model_is_trained_evaluated_and_its_table_has_the_numbers_of_the_
     ]
     rules = {row["set"]: row for row in found if row["judge"] == "the shorter completion"}
     assert (rules["llmbar"]["right"], rules["validation"]["right"]) == (1.0, pytest.approx(2 / 3))
-    assert all(row["low"] <= row["right"] <= row["high"] and row["judge"] in printed for row in found)
+    assert all(
+        row["low"] <= row["right"] <= row["high"] and row["judge"] in printed for row in found
+    )
     page = (results / "eval/report.html").read_text(encoding="utf-8")
     assert "model" in page and "frozen" in page
     prompts = (results / "data/train_prompts.jsonl").read_text(encoding="utf-8").splitlines()
@@ -116,7 +139,9 @@ NOTEBOOK = EXAMPLES / "first_reward_model.ipynb"
 
 
 @pytest.mark.slow  # most of it is the report's charts
-def test_the_notebook_runs_and_shows_what_its_text_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_notebook_runs_and_shows_what_its_text_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]:

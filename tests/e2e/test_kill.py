@@ -60,7 +60,9 @@ ALL_OF_GRPO = (
 
 
 @pytest.fixture
-def user(request: Any, tiny_run: Any, tiny_grpo: Any, signed_model: Any, tmp_path: Path) -> Iterator[User]:
+def user(
+    request: Any, tiny_run: Any, tiny_grpo: Any, signed_model: Any, tmp_path: Path
+) -> Iterator[User]:
     """A user of the tiny configuration of `train`, made eight steps long, or with the parameter "grpo" of that verb."""
     verb = getattr(request, "param", "train")
     words = ["rm.max_num_steps=8"]
@@ -69,7 +71,11 @@ def user(request: Any, tiny_run: Any, tiny_grpo: Any, signed_model: Any, tmp_pat
         shaping = "reward_shaping: {length_penalty: {threshold: 4}}"
         words = [*ALL_OF_GRPO, f"env.reward_model={{{section}, {shaping}}}"]
     (tiny_grpo if verb == "grpo" else tiny_run)()
-    user = User(tmp_path, [verb, "--config", str(tmp_path / "run.yaml"), *words], GRPO if verb == "grpo" else TRAIN)
+    user = User(
+        tmp_path,
+        [verb, "--config", str(tmp_path / "run.yaml"), *words],
+        GRPO if verb == "grpo" else TRAIN,
+    )
     yield user
     user.close()
 
@@ -81,7 +87,10 @@ def uninterrupted(user: User, tmp_path_factory: pytest.TempPathFactory) -> Calla
     def run() -> Path:
         folder = tmp_path_factory.mktemp("uninterrupted")
         verb, _, file, *words = user.command
-        words += [f"checkpointing.checkpoint_dir={folder}/checkpoints", f"logger.log_dir={folder}/logs"]
+        words += [
+            f"checkpointing.checkpoint_dir={folder}/checkpoints",
+            f"logger.log_dir={folder}/logs",
+        ]
         if verb == "grpo":
             grpo(load_grpo_config(file, words), show_progress=False)
         else:
@@ -92,7 +101,9 @@ def uninterrupted(user: User, tmp_path_factory: pytest.TempPathFactory) -> Calla
 
 
 @pytest.mark.parametrize("user", ["train", "grpo"], indirect=True)
-def test_killed_at_each_moment_it_ends_as_if_it_had_not_been(user: User, uninterrupted: Callable[[], Path]) -> None:
+def test_killed_at_each_moment_it_ends_as_if_it_had_not_been(
+    user: User, uninterrupted: Callable[[], Path]
+) -> None:
     for moment in user.moments:
         user.kill_at(moment)
     assert str(user.folder / "checkpoints" / "final") in user.finish()

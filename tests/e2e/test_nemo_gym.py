@@ -30,10 +30,43 @@ pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
 GYM = "nemo-gym==0.7.0"
 NEEDS = [
-    *("openai==2.44.0", "anthropic<=0.109.2", "tqdm", "pydantic", "devtools", "packaging>=24.2", "fastapi"),
-    *("mcp>=1.28.1,<2", "itsdangerous", "uvicorn", "httptools", "uvloop", "hydra-core", "omegaconf", "rich"),
-    *("aiohttp>=3.14.4", "yappi>=1.7.6", "ray[default]>=2.58.0", "psutil", "orjson>=3.11.6", "pandas", "scipy"),
-    *("wandb>=0.30.0", "pydot", "python-multipart", "datasets", "mlflow-skinny>=3.16.1", "jinja2", "requests"),
+    *(
+        "openai==2.44.0",
+        "anthropic<=0.109.2",
+        "tqdm",
+        "pydantic",
+        "devtools",
+        "packaging>=24.2",
+        "fastapi",
+    ),
+    *(
+        "mcp>=1.28.1,<2",
+        "itsdangerous",
+        "uvicorn",
+        "httptools",
+        "uvloop",
+        "hydra-core",
+        "omegaconf",
+        "rich",
+    ),
+    *(
+        "aiohttp>=3.14.4",
+        "yappi>=1.7.6",
+        "ray[default]>=2.58.0",
+        "psutil",
+        "orjson>=3.11.6",
+        "pandas",
+        "scipy",
+    ),
+    *(
+        "wandb>=0.30.0",
+        "pydot",
+        "python-multipart",
+        "datasets",
+        "mlflow-skinny>=3.16.1",
+        "jinja2",
+        "requests",
+    ),
 ]
 PROBLEM = r"What is 1/4 + 1/4? Put the answer inside \boxed{}."
 
@@ -49,13 +82,25 @@ ROWS[1] |= {"reward_threshold": -1000.0, "note": {"kept": [1, 2.5, None]}}
 def gym() -> Path:
     """The environment with NeMo Gym."""
     given = os.environ.get("TREEWARD_GYM_VENV")
-    venv = Path(given) if given else Path(tempfile.gettempdir()) / f"treeward-gym-{GYM.split('==')[1]}"
+    venv = (
+        Path(given) if given else Path(tempfile.gettempdir()) / f"treeward-gym-{GYM.split('==')[1]}"
+    )
     if not (venv / "bin" / "ng_run").exists():
         if given:
             pytest.skip(f"there is no NeMo Gym in TREEWARD_GYM_VENV ({given})")
         try:
             subprocess.run([sys.executable, "-m", "venv", venv], check=True, capture_output=True)
-            pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "-q", "--retries", "1", "--timeout", "20"]
+            pip = [
+                str(venv / "bin" / "python"),
+                "-m",
+                "pip",
+                "install",
+                "-q",
+                "--retries",
+                "1",
+                "--timeout",
+                "20",
+            ]
             subprocess.run([*pip, *NEEDS], check=True, capture_output=True, timeout=900)
             # it declares Python 3.13 and runs on 3.11
             gym_only = ["--no-deps", "--ignore-requires-python", GYM]
@@ -70,7 +115,9 @@ def gym() -> Path:
 def workplace(gym: Path, tmp_path: Path) -> Path:
     """A folder as a user of NeMo Gym has it: the resources server, `env.yaml`, and environments that are there."""
     if not (Path(sys.prefix) / "bin" / "activate").exists():
-        pytest.skip("these tests do not run in a virtual environment, which ng_run needs for the server")
+        pytest.skip(
+            "these tests do not run in a virtual environment, which ng_run needs for the server"
+        )
     shutil.copytree(REPOSITORY / "resources_servers", tmp_path / "resources_servers")
     for kind, name, venv in (
         ("responses_api_agents", "simple_agent", gym),
@@ -87,14 +134,24 @@ def workplace(gym: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_real_collector_gets_the_rewards_of_the_scorer(gym: Path, workplace: Path, served_model: Path) -> None:
+def test_the_real_collector_gets_the_rewards_of_the_scorer(
+    gym: Path, workplace: Path, served_model: Path
+) -> None:
     policy = FakePolicy()
     (workplace / "env.yaml").write_text(
-        f"policy_base_url: {policy.url}\npolicy_api_key: none\npolicy_model_name: policy\n", encoding="utf-8"
+        f"policy_base_url: {policy.url}\npolicy_api_key: none\npolicy_model_name: policy\n",
+        encoding="utf-8",
     )
     environment = {
-        **{key: value for key, value in os.environ.items() if not key.startswith(("PYTEST", "COV"))},
-        **{"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        **{
+            key: value for key, value in os.environ.items() if not key.startswith(("PYTEST", "COV"))
+        },
+        **{
+            "RAY_AUTH_MODE": "disabled",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+        },
         "PATH": f"{gym / 'bin'}:{os.environ['PATH']}",
     }
     config_paths = "resources_servers/reward_model/configs/reward_model.yaml"
@@ -102,11 +159,22 @@ def test_the_real_collector_gets_the_rewards_of_the_scorer(gym: Path, workplace:
     policy.replies[PROBLEM] = r"That is \boxed{\frac{1}{2}}."
     log = workplace / "ng_run.log"
     with log.open("wb") as stream:
-        command = [str(gym / "bin" / "ng_run"), f"+config_paths=[{config_paths}]", "+skip_venv_if_present=true"]
+        command = [
+            str(gym / "bin" / "ng_run"),
+            f"+config_paths=[{config_paths}]",
+            "+skip_venv_if_present=true",
+        ]
         command += [f"+uv_venv_dir={workplace / 'venvs'}"]
-        command += [f"++reward_model_server.resources_servers.reward_model.model_path={served_model}"]
+        command += [
+            f"++reward_model_server.resources_servers.reward_model.model_path={served_model}"
+        ]
         servers = subprocess.Popen(
-            command, cwd=workplace, env=environment, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            cwd=workplace,
+            env=environment,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     try:
         _wait_for("servers ready", servers, log, seconds=240)
@@ -115,10 +183,23 @@ def test_the_real_collector_gets_the_rewards_of_the_scorer(gym: Path, workplace:
             ("reward_model", "data/train.jsonl", "data/rollouts.jsonl", ["+num_repeats=2"]),
             ("math_with_judge", examples, "data/math.jsonl", []),
         ):
-            names = [f"+agent_name={agent}_simple_agent", f"+input_jsonl_fpath={rows}", f"+output_jsonl_fpath={output}"]
-            collect = [str(gym / "bin" / "ng_collect_rollouts"), *names, *more, "+num_samples_in_parallel=4"]
-            done = subprocess.run(collect, cwd=workplace, env=environment, capture_output=True, text=True, timeout=240)
-            assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}\n{log.read_text()[-4000:]}"
+            names = [
+                f"+agent_name={agent}_simple_agent",
+                f"+input_jsonl_fpath={rows}",
+                f"+output_jsonl_fpath={output}",
+            ]
+            collect = [
+                str(gym / "bin" / "ng_collect_rollouts"),
+                *names,
+                *more,
+                "+num_samples_in_parallel=4",
+            ]
+            done = subprocess.run(
+                collect, cwd=workplace, env=environment, capture_output=True, text=True, timeout=240
+            )
+            assert done.returncode == 0, (
+                f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}\n{log.read_text()[-4000:]}"
+            )
     finally:
         os.killpg(servers.pid, signal.SIGINT)
         try:
@@ -137,31 +218,42 @@ def test_the_real_collector_gets_the_rewards_of_the_scorer(gym: Path, workplace:
         assert row["reward_num_tokens"] == score.num_tokens
     assert len({row["reward"] for row in rollouts}) == 4
     passed = [row for row in rollouts if row["_ng_task_index"] == 1]
-    assert all(row["reward_passed"] is True and row["note"] == {"kept": [1, 2.5, None]} for row in passed)
+    assert all(
+        row["reward_passed"] is True and row["note"] == {"kept": [1, 2.5, None]} for row in passed
+    )
 
     failures = read_jsonl(workplace / "data" / "rollouts_failures.jsonl")
     assert [row["_ng_task_index"] for row in failures] == [2, 2]
     assert all("too long to score" in json.dumps(row) for row in failures)
 
-    metrics = json.loads((workplace / "data" / "rollouts_aggregate_metrics.json").read_text(encoding="utf-8"))
+    metrics = json.loads(
+        (workplace / "data" / "rollouts_aggregate_metrics.json").read_text(encoding="utf-8")
+    )
     mean = sum(row["reward"] for row in rollouts) / 4
     assert metrics[0]["key_metrics"]["mean/reward"] == pytest.approx(mean, abs=1e-5)
 
     # The policy is the judge too. It repeats the question, so its last verdict is [[A!=B]].
-    right, *wrong = sorted(read_jsonl(workplace / "data" / "math.jsonl"), key=lambda row: row["_ng_task_index"])
+    right, *wrong = sorted(
+        read_jsonl(workplace / "data" / "math.jsonl"), key=lambda row: row["_ng_task_index"]
+    )
     assert (right["reward"], right["library_reward"], right["judge_reward"]) == (1.0, 1.0, None)
     assert [(row["reward"], row["judge_reward"]) for row in wrong] == [(0.0, 0.0)] * 4
 
 
 @pytest.fixture(scope="module")
 def served_model(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_signed_model(tmp_path_factory.mktemp("gym") / "model", tiny_tokenizer, seed=5, max_length=200)
+    return write_signed_model(
+        tmp_path_factory.mktemp("gym") / "model", tiny_tokenizer, seed=5, max_length=200
+    )
 
 
 def _conversation(row: dict[str, Any]) -> list[dict[str, Any]]:
     """Read by hand, and not as the server does: what was asked, with `system` for `developer`, and the answer."""
     asked = [
-        {"role": {"developer": "system"}.get(item["role"], item["role"]), "content": item["content"]}
+        {
+            "role": {"developer": "system"}.get(item["role"], item["role"]),
+            "content": item["content"],
+        }
         for item in row["responses_create_params"]["input"]
     ]
     [message] = [item for item in row["response"]["output"] if item["type"] == "message"]

@@ -20,7 +20,10 @@ from treeward.environments.reward_model import RewardModelEnvironment
 
 CLOSE = 1e-5
 
-QUESTION = [*chat("I have flour and water. " * 12, "Then you can make bread."), user("What else do I need?")]
+QUESTION = [
+    *chat("I have flour and water. " * 12, "Then you can make bread."),
+    user("What else do I need?"),
+]
 COMPLETIONS = ["About three hours; you also need salt and yeast.", "Bread is nice!"]
 CONVERSATIONS = [[*QUESTION, assistant(text)] for text in COMPLETIONS]
 
@@ -34,11 +37,19 @@ def crowd() -> list[list[dict[str, Any]]]:
 @pytest.fixture(params=["whole", pytest.param("cut", marks=pytest.mark.slow)])
 def trained(request: Any, tiny_run: Callable[..., Any], tmp_path: Path) -> tuple[Path, list[float]]:
     """A trained model, and the scores that its own validation gave to the two conversations."""
-    completions = [{"rank": rank, "completion": chat[-1:]} for rank, chat in enumerate(CONVERSATIONS)]
+    completions = [
+        {"rank": rank, "completion": chat[-1:]} for rank, chat in enumerate(CONVERSATIONS)
+    ]
     file = write_jsonl(tmp_path / "one.jsonl", {"context": QUESTION, "completions": completions})
     words = ["checkpointing.metric_name=null", "rm.val_batches=null", "rm.max_num_steps=3"]
-    words += [f"data.validation=[{{dataset_name: PreferenceDataset, data_path: {file}, name: one}}]"]
-    cut = ["data.truncation=truncate_left", "policy.max_total_sequence_length=100"] if request.param == "cut" else []
+    words += [
+        f"data.validation=[{{dataset_name: PreferenceDataset, data_path: {file}, name: one}}]"
+    ]
+    cut = (
+        ["data.truncation=truncate_left", "policy.max_total_sequence_length=100"]
+        if request.param == "cut"
+        else []
+    )
     outcome = train(tiny_run(*words, *cut), show_progress=False)
     assert outcome.model_folder is not None
     measured = outcome.validation["one"]
@@ -82,7 +93,13 @@ def test_one_conversation_has_one_score(
         assert len(rows[0]) <= 100 < len(scorer.renderer.encode(CONVERSATIONS[0]))
         return  # what follows takes long, and was done with whole conversations
     assert rows == [scorer.renderer.encode(chat) for chat in CONVERSATIONS]
-    there = RewardModelEnvironment.remote(env_config | {"resources": {"gpus_per_node": 2, "num_nodes": 1}})
-    assert [ray.get(there.step.remote([chat], [{}])).rewards.item() for chat in CONVERSATIONS] == expect
-    assert both(ray.get(there.step.remote(everyone, [{}] * len(everyone))).rewards.tolist()) == expect
+    there = RewardModelEnvironment.remote(
+        env_config | {"resources": {"gpus_per_node": 2, "num_nodes": 1}}
+    )
+    assert [
+        ray.get(there.step.remote([chat], [{}])).rewards.item() for chat in CONVERSATIONS
+    ] == expect
+    assert (
+        both(ray.get(there.step.remote(everyone, [{}] * len(everyone))).rewards.tolist()) == expect
+    )
     assert ray.get(there.shutdown.remote())

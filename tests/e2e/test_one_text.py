@@ -35,7 +35,10 @@ Row = dict[str, Any]
 def tool(name: str, *arguments: str) -> Row:
     properties = {argument: {"type": "string"} for argument in arguments}
     parameters = {"type": "object", "properties": properties}
-    return {"type": "function", "function": {"name": name, "description": "d", "parameters": parameters}}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": "d", "parameters": parameters},
+    }
 
 
 def call(name: str, arguments: Any) -> Row:
@@ -47,7 +50,11 @@ def call(name: str, arguments: Any) -> Row:
 
 
 WEATHER, CLOCK = tool("weather", "city", "day"), tool("clock", "zone")
-ASKED = [user("Rain in Rome?"), call("weather", {"city": "Rome"}), {"role": "tool", "content": "no"}]
+ASKED = [
+    user("Rain in Rome?"),
+    call("weather", {"city": "Rome"}),
+    {"role": "tool", "content": "no"},
+]
 TIMED = [user("What time is it?"), call("clock", {"zone": "CET"}), {"role": "tool", "content": "9"}]
 ENDS = {"chosen": [assistant("No rain.")], "rejected": [assistant("I do not know.")]}
 TEXTS = {"chosen": "4", "rejected": "5"}
@@ -78,7 +85,10 @@ KINDS: dict[str, tuple[list[Row], list[list[Conversation]]]] = {
         [two(ASKED, *ENDS.values(), tools=[WEATHER]), two(TIMED, *ENDS.values(), tools=[CLOCK])],
     ),
     "tools as JSON text": (
-        [{"tools": json.dumps([WEATHER]), "prompt": ASKED, **ENDS}, {"tools": "[]", "prompt": TIMED, **ENDS}],
+        [
+            {"tools": json.dumps([WEATHER]), "prompt": ASKED, **ENDS},
+            {"tools": "[]", "prompt": TIMED, **ENDS},
+        ],
         [two(ASKED, *ENDS.values(), tools=[WEATHER]), two(TIMED, *ENDS.values())],
     ),
     "arguments as JSON text": (
@@ -118,7 +128,9 @@ def write_csv(path: Path, rows: list[Row]) -> str:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]), delimiter=";")
         writer.writeheader()
         for row in rows:
-            writer.writerow({name: v if isinstance(v, str) else json.dumps(v) for name, v in row.items()})
+            writer.writerow(
+                {name: v if isinstance(v, str) else json.dumps(v) for name, v in row.items()}
+            )
     return str(path)
 
 
@@ -153,7 +165,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = family_renderer("qwen2_5").tokenizer
     fields = {"model_type": "llama", "max_position_embeddings": 1024, **SIZES}
     loaded = build_reward_model(fields, tokenizer, seed=3)
-    renderer = Renderer(tokenizer, chat_template="{{ mood }}" + template_source("qwen2_5"), max_length=1024)
+    renderer = Renderer(
+        tokenizer, chat_template="{{ mood }}" + template_source("qwen2_5"), max_length=1024
+    )
     path = tmp_path_factory.mktemp("model")
     export_model(loaded.model, tokenizer, path, chat_template=renderer.chat_template)
     contract = sign_exported(path, model=loaded.model, renderer=renderer)
@@ -172,7 +186,9 @@ def scores_of(scorer: Scorer, conversations: list[Any]) -> list[float]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_row_has_one_text(name: str, kind: str, folder: Path, scorer: Scorer, tmp_path: Path) -> None:
+def test_a_row_has_one_text(
+    name: str, kind: str, folder: Path, scorer: Scorer, tmp_path: Path
+) -> None:
     rows, meant = KINDS[kind]
     want = [scores_of(scorer, conversations) for conversations in meant]
     close = [pytest.approx(values, abs=CLOSE) for values in want]
@@ -182,7 +198,9 @@ def test_a_row_has_one_text(name: str, kind: str, folder: Path, scorer: Scorer, 
     stream = open_dataset(DatasetConfig(data_path=path))
     encoded = encode_dataset(stream, scorer.renderer, cache_dir=tmp_path / "cache")
     in_training = [[ids.tolist() for ids in comparison.token_ids] for comparison in encoded]
-    assert in_training == [[scorer.renderer.encode(one) for one in conversations] for conversations in meant]
+    assert in_training == [
+        [scorer.renderer.encode(one) for one in conversations] for conversations in meant
+    ]
 
     assert main(["score", str(folder), "--data", path, "--output", f"{tmp_path}/out.jsonl"]) == 0
     assert [row["scores"] for row in read_jsonl(tmp_path / "out.jsonl")] == close
@@ -200,27 +218,41 @@ def test_a_row_has_one_text(name: str, kind: str, folder: Path, scorer: Scorer, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_requests_and_evaluations_have_that_text_too(kind: str, folder: Path, scorer: Scorer, tmp_path: Path) -> None:
+def test_requests_and_evaluations_have_that_text_too(
+    kind: str, folder: Path, scorer: Scorer, tmp_path: Path
+) -> None:
     rows, meant = KINDS[kind]
     want = [scores_of(scorer, conversations) for conversations in meant]
     path = WRITERS["rows.parquet"](tmp_path / "rows.parquet", rows)
     assert main(["eval", str(folder), "--data", path, "--output", f"{tmp_path}/eval"]) == 0
     (examples,) = tmp_path.glob("eval/**/examples.jsonl")
-    assert [row["scores"] for row in read_jsonl(examples)] == [pytest.approx(values, abs=CLOSE) for values in want]
+    assert [row["scores"] for row in read_jsonl(examples)] == [
+        pytest.approx(values, abs=CLOSE) for values in want
+    ]
 
     served = ServedModelConfig(models=(str(folder),), name="rm", device="cpu")
     service = Service.load(ServerConfig(models=(served,)))
     with TestClient(create_app(service), base_url="http://localhost") as client:
         for row, conversations, values in zip(read_rows(path), meant, want, strict=True):
-            variables = {key: row.values[key] for key in ("tools", "chat_template_kwargs") if row.values.get(key)}
+            variables = {
+                key: row.values[key]
+                for key in ("tools", "chat_template_kwargs")
+                if row.values.get(key)
+            }
             if isinstance(variables.get("tools"), str):
                 variables["tools"] = json.loads(variables["tools"])
             context = [dict(message) for message in conversations[0][:-1]]
-            body = {"prompt": context, "completions": [chat[-1:] for chat in conversations], **variables}
+            body = {
+                "prompt": context,
+                "completions": [chat[-1:] for chat in conversations],
+                **variables,
+            }
             data = client.post("/v1/rewards", json=body).json()["data"]
             assert [item["score"] for item in data] == pytest.approx(values, abs=CLOSE)
             bodies = [{"messages": list(chat), **variables} for chat in conversations]
             data = client.post("/v1/rewards", json={"conversations": bodies}).json()["data"]
             assert [item["score"] for item in data] == pytest.approx(values, abs=CLOSE)
-            classified = [client.post("/classify", json=item).json()["data"][0]["probs"] for item in bodies]
+            classified = [
+                client.post("/classify", json=item).json()["data"][0]["probs"] for item in bodies
+            ]
             assert classified == [[pytest.approx(value, abs=CLOSE)] for value in values]

@@ -38,7 +38,10 @@ CONVERSATIONS = [
     chat("What is two plus two?", "It is 4."),
     chat("What is two plus two?", "I do not know."),
     chat("Nenne einen Fluss in Peru.", "Der Amazonas – größer als alle anderen."),
-    [{"role": "system", "content": "Be brief."}, *chat("How do I boil an egg?", "Six minutes.\n\nThen cool it.")],
+    [
+        {"role": "system", "content": "Be brief."},
+        *chat("How do I boil an egg?", "Six minutes.\n\nThen cool it."),
+    ],
     [*chat("Hi", "Hello!"), user("Name a river."), assistant("The Nile.")],
 ]
 
@@ -53,7 +56,19 @@ def packages() -> Path:
     if folder.exists():
         return folder
     unfinished = Path(tempfile.mkdtemp(dir=folder.parent))
-    pip = [sys.executable, "-m", "pip", "install", "-q", "--retries", "1", "--timeout", "20", "--target", unfinished]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--retries",
+        "1",
+        "--timeout",
+        "20",
+        "--target",
+        unfinished,
+    ]
     try:
         for words in (SMALL, ["--no-deps", *TRAINERS]):
             subprocess.run([*pip, *words], check=True, capture_output=True, timeout=300)
@@ -71,7 +86,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         signed_model: Callable[..., Path] = request.getfixturevalue("signed_model")
         return signed_model(seed=7, max_length=200)
     if "TREEWARD_MODELS" not in os.environ:
-        pytest.skip("TREEWARD_MODELS names no folder of real models: examples/real_models.py makes one")
+        pytest.skip(
+            "TREEWARD_MODELS names no folder of real models: examples/real_models.py makes one"
+        )
     from treeward.model.loading import load_classifier
 
     smollm2 = Path(os.environ["TREEWARD_MODELS"]) / "smollm2-135m-instruct"
@@ -84,9 +101,21 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @contextmanager
 def served(model: Path, log: Path) -> Iterator[str]:
     """`treeward serve MODEL` as a process; its address."""
-    command = [sys.executable, "-m", "treeward.cli.main", "serve", str(model), "--port", "0", "--device", "cpu"]
+    command = [
+        sys.executable,
+        "-m",
+        "treeward.cli.main",
+        "serve",
+        str(model),
+        "--port",
+        "0",
+        "--device",
+        "cpu",
+    ]
     with log.open("wb") as stream:
-        process = subprocess.Popen(command, stdout=stream, stderr=stream, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        process = subprocess.Popen(
+            command, stdout=stream, stderr=stream, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
 
     def address() -> str | None:
         said = log.read_text(encoding="utf-8")
@@ -102,19 +131,26 @@ def served(model: Path, log: Path) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def ask(packages: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Any]]:
+def ask(
+    packages: Path, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], Any]]:
     """A function that runs the clients of a trainer against the server, and gives the rewards that they got."""
     folder = tmp_path_factory.mktemp("clients")
     with served(model, folder / "serve.log") as url:
         job = folder / "job.json"
-        job.write_text(json.dumps({"url": url, "model": str(model), "conversations": CONVERSATIONS}), encoding="utf-8")
+        job.write_text(
+            json.dumps({"url": url, "model": str(model), "conversations": CONVERSATIONS}),
+            encoding="utf-8",
+        )
 
         def run(trainer: str) -> Any:
             output = folder / f"{trainer}.json"
             command = [sys.executable, str(SCRIPT), trainer, str(job), str(output)]
             environment = {**os.environ, "PYTHONPATH": str(packages), "OMP_NUM_THREADS": "1"}
             done = subprocess.run(command, env=environment, capture_output=True, text=True)
-            assert done.returncode == 0, f"{done.stderr[-6000:]}\n{(folder / 'serve.log').read_text()[-2000:]}"
+            assert done.returncode == 0, (
+                f"{done.stderr[-6000:]}\n{(folder / 'serve.log').read_text()[-2000:]}"
+            )
             return json.loads(output.read_text(encoding="utf-8"))
 
         yield run
@@ -126,7 +162,9 @@ def wanted(model: Path) -> Any:
     scores = [score.score for score in scorer.score(CONVERSATIONS)]
     assert len(set(scores)) == len(CONVERSATIONS)
     # The server batches in another way than this call. Over SmolLM2's 30 layers that is a rounding of up to 8e-6.
-    num_layers = json.loads((model / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"]
+    num_layers = json.loads((model / "config.json").read_text(encoding="utf-8"))[
+        "num_hidden_layers"
+    ]
     rounding = 1e-6 if num_layers == 2 else 2e-5
     return pytest.approx(scores, rel=0, abs=rounding)
 

@@ -29,7 +29,10 @@ def verl_rewards(job: dict[str, Any]) -> dict[str, Any]:
     address = job["url"].removeprefix("http://")
     rewards: dict[str, Any] = {}
     for engine in ("vllm", "sglang"):
-        own_model = ["reward.reward_model.enable=true", f"reward.reward_model.rollout.name={engine}"]
+        own_model = [
+            "reward.reward_model.enable=true",
+            f"reward.reward_model.rollout.name={engine}",
+        ]
         own_model += [f"reward.reward_model.model_path={job['model']}"]
         rewards[engine] = worker_rewards(job, own_model, router=address)
     for function in ("compute_score", "compute_score_async"):
@@ -39,7 +42,9 @@ def verl_rewards(job: dict[str, Any]) -> dict[str, Any]:
     return {**rewards, "known_managers": [name for name in VERL_MANAGERS if is_manager(name)]}
 
 
-def worker_rewards(job: dict[str, Any], overrides: list[str], *, router: str | None = None) -> list[float]:
+def worker_rewards(
+    job: dict[str, Any], overrides: list[str], *, router: str | None = None
+) -> list[float]:
     from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
 
     worker = RewardLoopWorker(verl_config(job["model"], overrides), router)
@@ -55,7 +60,9 @@ def verl_config(model: str, overrides: list[str]) -> Any:
 
     folder = Path(verl.__file__).parent / "trainer" / "config"
     with initialize_config_dir(str(folder), version_base=None):
-        return compose("ppo_trainer", overrides=[f"actor_rollout_ref.model.path={model}", *overrides])
+        return compose(
+            "ppo_trainer", overrides=[f"actor_rollout_ref.model.path={model}", *overrides]
+        )
 
 
 def verl_batch(tokenizer: Any, conversations: list[Any]) -> Any:
@@ -125,7 +132,9 @@ def openrlhf_module(name: str) -> Any:
 
 def rollout(tokenizer: Any, conversation: list[Any]) -> tuple[Any, ...]:
     """The arguments of `execute` for one prompt, in their order."""
-    prompt = tokenizer.apply_chat_template(conversation[:-1], tokenize=False, add_generation_prompt=True)
+    prompt = tokenizer.apply_chat_template(
+        conversation[:-1], tokenize=False, add_generation_prompt=True
+    )
     completion = tokenizer.encode(conversation[-1]["content"], add_special_tokens=False)
     engine = ReadyEngine([*completion, tokenizer.eos_token_id])
     sampling = types.SimpleNamespace(max_tokens=64, logprobs=None)
@@ -139,7 +148,9 @@ class ReadyEngine:
         self.token_ids = token_ids
 
     async def generate(self, prompt: list[int], sampling: Any, *, multi_modal_data: Any) -> Any:
-        output = types.SimpleNamespace(token_ids=self.token_ids, finish_reason="stop", logprobs=None)
+        output = types.SimpleNamespace(
+            token_ids=self.token_ids, finish_reason="stop", logprobs=None
+        )
         return types.SimpleNamespace(outputs=[output])
 
 

@@ -34,8 +34,13 @@ class Lengths(Environment):
     def rewards(
         self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]]
     ) -> list[Reward]:
-        self.seen += [(list(c), dict(info)) for c, info in zip(conversations, env_infos, strict=True)]
-        return [self._reward(str(c[-1]["content"]), info) for c, info in zip(conversations, env_infos, strict=True)]
+        self.seen += [
+            (list(c), dict(info)) for c, info in zip(conversations, env_infos, strict=True)
+        ]
+        return [
+            self._reward(str(c[-1]["content"]), info)
+            for c, info in zip(conversations, env_infos, strict=True)
+        ]
 
     def _reward(self, completion: str, info: Mapping[str, Any]) -> Reward:
         if "fail" in completion:
@@ -55,7 +60,9 @@ def numbers(result: EnvironmentReturn) -> list[float | None]:
 
 
 @pytest.fixture(scope="session")
-def make_folder(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+def make_folder(
+    tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., str]:
     """A function that writes a random reward model, without a contract."""
 
     def make() -> str:

@@ -101,7 +101,13 @@ VERL = [{"data_source": "gsm8k", "ground_truth": truth, "index": 1} for truth in
         ("batch", {"scale": 2.0}, [chat("abc"), chat("a")], [{"bonus": 1}, {}], [7, 2]),
         ("single", {}, [chat("abc"), chat("a")], [{}, {}], [3, 1]),
         ("texts", {}, [chat("4"), chat("5")], [{}, {}], [2, 1]),
-        ("trl", {}, [chat("4"), chat("5")], [{"answer": "4"}, {"answer": "4", "missing": 1}], [1, 0]),
+        (
+            "trl",
+            {},
+            [chat("4"), chat("5")],
+            [{"answer": "4"}, {"answer": "4", "missing": 1}],
+            [1, 0],
+        ),
         ("compute_score", {"bonus": 0.5}, [chat("4"), chat("4")], VERL, [1.5, 0.5]),
         ("compute_scores", {}, [chat("4"), chat("4")], VERL, [1, 0]),
         ("Predictor", {}, [chat("4")], [{}], [0.5]),
@@ -116,37 +122,66 @@ def test_every_convention_gives_rewards(
 
 
 def test_components_and_prompts_as_text(rewards_file: str) -> None:
-    assert details(step(f"{rewards_file}:compute_score", [chat("4")], VERL[:1]), "components") == [{"acc": 1}]
+    assert details(step(f"{rewards_file}:compute_score", [chat("4")], VERL[:1]), "components") == [
+        {"acc": 1}
+    ]
     other = Path(rewards_file).with_name("echo.py")
-    other.write_text("def echo(prompt, response):\n    return {'score': None, 'error': prompt}\n", encoding="utf-8")
+    other.write_text(
+        "def echo(prompt, response):\n    return {'score': None, 'error': prompt}\n",
+        encoding="utf-8",
+    )
     result = step(f"{other}:echo", [chat("4"), [SYSTEM, *chat("4")]], [{}, {}])
     assert details(result, "error") == ["2 + 2?", "system: Be brief.\n\nuser: 2 + 2?"]
 
 
 def test_the_seeds_class_is_made_once_and_scores(rewards_file: str) -> None:
-    environment = CustomEnvironment({"function": f"{rewards_file}:CustomRewardModel", "kwargs": {"model_path": "abc"}})
+    environment = CustomEnvironment(
+        {"function": f"{rewards_file}:CustomRewardModel", "kwargs": {"model_path": "abc"}}
+    )
     for _ in range(2):
         assert environment.step([chat("4"), chat("44")], [{}, {}]).rewards.tolist() == [4, 5]
     assert sys.modules["treeward_custom_my_rewards"].CustomRewardModel.made == 1
 
 
 def test_what_is_no_finite_number_is_no_reward(rewards_file: str) -> None:
-    values = [math.nan, 10**400, None, "1", [1.0], {"score": math.nan}, {}, {"error": "broken"}, True, 0]
-    result = step(f"{rewards_file}:anything", [chat("4")] * len(values), [{"value": value} for value in values])
+    values = [
+        math.nan,
+        10**400,
+        None,
+        "1",
+        [1.0],
+        {"score": math.nan},
+        {},
+        {"error": "broken"},
+        True,
+        0,
+    ]
+    result = step(
+        f"{rewards_file}:anything",
+        [chat("4")] * len(values),
+        [{"value": value} for value in values],
+    )
     assert result.rewards.tolist() == pytest.approx([math.nan] * 8 + [1, 0], nan_ok=True)
     errors = details(result, "error")
     assert errors[2] == errors[6] == "the function gave no reward" and errors[7] == "broken"
     assert errors[3] == "the function gave '1', no finite number" and all(errors[:8])
 
 
-def test_an_exception_costs_its_sample_and_is_logged_once(rewards_file: str, caplog: pytest.LogCaptureFixture) -> None:
-    infos = [{"value": error} for error in (ValueError("odd\nlines"), 2.0, KeyError("x"), ValueError())]
+def test_an_exception_costs_its_sample_and_is_logged_once(
+    rewards_file: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    infos = [
+        {"value": error} for error in (ValueError("odd\nlines"), 2.0, KeyError("x"), ValueError())
+    ]
     with caplog.at_level(logging.DEBUG, logger="treeward.environments"):
         result = step(f"{rewards_file}:anything", [chat("4")] * 4, infos)
     assert details(result, "error") == ["ValueError: odd", None, "KeyError: 'x'", "ValueError"]
     *tracebacks, summary = caplog.records
     assert all(one.levelname == "DEBUG" and one.exc_info is not None for one in tracebacks)
-    assert summary.getMessage() == "custom_env: 3 of 4 samples have no reward; the first: sample 0: ValueError: odd"
+    assert (
+        summary.getMessage()
+        == "custom_env: 3 of 4 samples have no reward; the first: sample 0: ValueError: odd"
+    )
 
 
 def test_a_batch_that_fails_costs_all_its_samples(rewards_file: str) -> None:
@@ -180,7 +215,9 @@ def test_async_functions_also_inside_a_running_loop(rewards_file: str, function:
         ("{file}:batch", {"kwargs": {"scal": 1}}, "cannot be called"),
     ],
 )
-def test_faulty_paths_and_arguments(function: str, config: Any, message: str, rewards_file: str) -> None:
+def test_faulty_paths_and_arguments(
+    function: str, config: Any, message: str, rewards_file: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         CustomEnvironment({"function": function.format(file=rewards_file), **config})
 
@@ -199,8 +236,12 @@ def test_a_function_cannot_change_the_loops_conversation_or_info(tmp_path: Path)
     info = {"ground_truth": "4"}
     environment = make_environment("mine", {"type": "custom", "function": f"{file}:clears"})
     outcome = environment.step([log], [info])
-    assert [message["content"] for message in log] == ["2 + 2?", "4"] and info == {"ground_truth": "4"}
+    assert [message["content"] for message in log] == ["2 + 2?", "4"] and info == {
+        "ground_truth": "4"
+    }
     assert outcome.metadata[0]["ground_truth"] == "4"
     [reward] = environment.rewards([log], [info])
     assert reward.value == 1.0
-    assert [message["content"] for message in log] == ["2 + 2?", "4"] and info == {"ground_truth": "4"}
+    assert [message["content"] for message in log] == ["2 + 2?", "4"] and info == {
+        "ground_truth": "4"
+    }

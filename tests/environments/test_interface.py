@@ -18,7 +18,9 @@ def test_a_step_returns_six_fields_in_nemo_rls_order() -> None:
     result = Lengths().step([chat("four"), chat("fail")], [{"minus": 1.5, "id": 7}, None])
     observations, metadata, next_stop_strings, rewards, terminateds, answers = result
     assert result._fields == EnvironmentReturn._fields
-    assert observations == [{"role": "environment", "content": f"Environment: {value}"} for value in (2.5, None)]
+    assert observations == [
+        {"role": "environment", "content": f"Environment: {value}"} for value in (2.5, None)
+    ]
     assert next_stop_strings == [None, None]
     assert rewards.dtype == torch.float32 and rewards.shape == (2,)
     assert rewards[0] == 2.5 and math.isnan(rewards[1])
@@ -28,7 +30,9 @@ def test_a_step_returns_six_fields_in_nemo_rls_order() -> None:
         "minus": 1.5, "id": 7, DETAILS: {"raw": 4.0, "components": {"length": 4.0}, "error": None},
     }  # fmt: skip
     assert metadata[1] == {DETAILS: {"raw": None, "components": {}, "error": "it says fail"}}
-    assert Lengths().step([chat("four"), chat("five")], []).rewards.shape == (2,), "NeMo RL's test gives no env_infos"
+    assert Lengths().step([chat("four"), chat("five")], []).rewards.shape == (2,), (
+        "NeMo RL's test gives no env_infos"
+    )
 
 
 def test_what_is_no_log_raises() -> None:

@@ -33,23 +33,35 @@ def test_the_last_box_is_the_answer(checker: MathChecker) -> None:
         r"\boxed{8}, and a box that is cut: \boxed{7",
         r"\left\{ \boxed {\frac{16}{2}} } {",
     ]
-    wrong = [r"\boxed{8} or \boxed{5}", r"\fbox{8}, no: \fbox{7}", r"\fbox{8} and then \boxed{}", r"\boxed{\{8, 9\}}"]
+    wrong = [
+        r"\boxed{8} or \boxed{5}",
+        r"\fbox{8}, no: \fbox{7}",
+        r"\fbox{8} and then \boxed{}",
+        r"\boxed{\{8, 9\}}",
+    ]
     verdicts = checker.check([(("8",), completion) for completion in right + wrong])
     assert [verdict.correct for verdict in verdicts] == [True] * len(right) + [False] * len(wrong)
     assert checker.check([((r"\fbox{8}",), "8")])[0].correct is True
 
 
 def test_no_answer_is_wrong_and_no_ground_truth_is_undecided(checker: MathChecker) -> None:
-    no_answer, no_gold, other_gold = checker.check([(("7",), "I do not know."), (("",), "7"), (("", "7"), "7")])
+    no_answer, no_gold, other_gold = checker.check(
+        [(("7",), "I do not know."), (("",), "7"), (("", "7"), "7")]
+    )
     assert no_answer == MathVerdict(False, parsed=False)
-    assert no_gold.correct is None and no_gold.error == "the ground truth is not mathematics that can be parsed"
+    assert (
+        no_gold.correct is None
+        and no_gold.error == "the ground truth is not mathematics that can be parsed"
+    )
     assert other_gold.correct is True
 
 
 def test_a_process_whose_parent_was_killed_ends() -> None:
     """Its own alarm ends it: nobody is left who could wait for it."""
     code = "from treeward.environments.math_answers import serve; serve()"
-    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     assert process.stdin is not None and process.stdout is not None
     try:
         assert process.stdout.readline() == b"ready\n"
@@ -64,7 +76,9 @@ def test_a_process_whose_parent_was_killed_ends() -> None:
 @pytest.mark.slow
 def test_what_takes_for_ever_is_given_up_and_the_rest_is_compared() -> None:
     with closing(MathChecker(workers=1, timeout_seconds=1.0)) as hurried:
-        verdicts = hurried.check([(("7",), r"\boxed{(10^9)!}"), (("7",), "7"), (("(" * 3000 + "7" + ")" * 3000,), "7")])
+        verdicts = hurried.check(
+            [(("7",), r"\boxed{(10^9)!}"), (("7",), "7"), (("(" * 3000 + "7" + ")" * 3000,), "7")]
+        )
     assert [v.correct for v in verdicts] == [None, True, None]
     for verdict in verdicts[::2]:
         assert verdict.error in (
@@ -74,7 +88,9 @@ def test_what_takes_for_ever_is_given_up_and_the_rest_is_compared() -> None:
 
 
 @pytest.mark.slow
-def test_processes_that_die_are_replaced_and_those_that_are_closed_end(checker: MathChecker) -> None:
+def test_processes_that_die_are_replaced_and_those_that_are_closed_end(
+    checker: MathChecker,
+) -> None:
     checker.check([(("1",), "1")])
     (process,) = workers()
     process.suspend()
@@ -87,7 +103,9 @@ def test_processes_that_die_are_replaced_and_those_that_are_closed_end(checker: 
     process.kill()
     process.wait()
     found: list[MathVerdict] = []
-    thread = threading.Thread(target=lambda: found.extend(checker.check([(("1",), "1"), (("1",), "2")])))
+    thread = threading.Thread(
+        target=lambda: found.extend(checker.check([(("1",), "1"), (("1",), "2")]))
+    )
     thread.start()
     thread.join()
     assert [verdict.correct for verdict in found] == [True, False]

@@ -43,15 +43,21 @@ def log(completion: str, prompt: str = "Hi") -> list[dict[str, Any]]:
 def nemo(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The three places of NeMo RL that know environments."""
     environments: Any = ModuleType("nemo_rl.environments.utils")
-    environments.ENV_REGISTRY = {"reward_model": {"actor_class_fqn": "nemo_rl.x.Y", "default_processor": "p"}}
+    environments.ENV_REGISTRY = {
+        "reward_model": {"actor_class_fqn": "nemo_rl.x.Y", "default_processor": "p"}
+    }
     actors: Any = ModuleType("nemo_rl.distributed.ray_actor_environment_registry")
     actors.ACTOR_ENVIRONMENT_REGISTRY = {}
     cluster: Any = ModuleType("nemo_rl.distributed.virtual_cluster")
     cluster.PY_EXECUTABLES = SimpleNamespace(SYSTEM=sys.executable)
-    parents = [ModuleType(name) for name in ("nemo_rl", "nemo_rl.environments", "nemo_rl.distributed")]
+    parents = [
+        ModuleType(name) for name in ("nemo_rl", "nemo_rl.environments", "nemo_rl.distributed")
+    ]
     for module in (*parents, environments, actors, cluster):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    return SimpleNamespace(environments=environments.ENV_REGISTRY, actors=actors.ACTOR_ENVIRONMENT_REGISTRY)
+    return SimpleNamespace(
+        environments=environments.ENV_REGISTRY, actors=actors.ACTOR_ENVIRONMENT_REGISTRY
+    )
 
 
 def create_env(nemo: SimpleNamespace, name: str, env_config: Mapping[str, Any]) -> Any:
@@ -69,7 +75,10 @@ def rollout(ray: Any, batch: dict[str, Any], task_to_env: Mapping[str, Any]) -> 
         by_task.setdefault(task, []).append(i)
     total = torch.zeros(len(batch["task_name"]))
     for task, indices in by_task.items():
-        messages = [[{k: m[k] for k in ("role", "content")} for m in batch["message_log"][i]] for i in indices]
+        messages = [
+            [{k: m[k] for k in ("role", "content")} for m in batch["message_log"][i]]
+            for i in indices
+        ]
         infos = [batch["extra_env_info"][i] for i in indices]
         observations, metadata, stops, rewards, terminateds, answers = ray.get(
             task_to_env[task].step.remote(messages, infos)
@@ -78,7 +87,9 @@ def rollout(ray: Any, batch: dict[str, Any], task_to_env: Mapping[str, Any]) -> 
         assert terminateds.bool().all()
         total[indices] += torch.stack([rewards[i] for i in range(len(indices))])
         for observation, i in zip(observations, indices, strict=True):
-            batch["message_log"][i].append({"role": observation["role"], "content": observation["content"]})
+            batch["message_log"][i].append(
+                {"role": observation["role"], "content": observation["content"]}
+            )
     return batch | {"total_reward": total}
 
 
@@ -111,7 +122,9 @@ def test_nemo_rl_makes_it_and_calls_it(ray: Any, nemo: SimpleNamespace) -> None:
 def test_a_failed_sample_has_the_mean_of_its_group_and_so_no_advantage() -> None:
     completions = [("x" * 3, "a"), ("fail", "b"), ("x" * 7, "a"), ("fail", "a"), ("xx", "b")]
     environment = lengths(failed_samples="group_mean")
-    step = environment.step([log(completion, prompt) for completion, prompt in completions], [{}] * 5)
+    step = environment.step(
+        [log(completion, prompt) for completion, prompt in completions], [{}] * 5
+    )
     assert step.rewards.tolist() == [3.0, 2.0, 7.0, 5.0, 2.0]
     nan = math.nan
     rewards = torch.tensor([1.0, nan, 3.0, 10.0, nan, nan, nan, 7.0])
@@ -124,7 +137,9 @@ def test_a_failed_sample_has_the_mean_of_its_group_and_so_no_advantage() -> None
 
 
 def test_sections_as_nemo_rl_has_them() -> None:
-    with pytest.raises(ModelError, match=r"1 of 2 samples(?s:.)*sample 1: it says fail(?s:.)*group_mean"):
+    with pytest.raises(
+        ModelError, match=r"1 of 2 samples(?s:.)*sample 1: it says fail(?s:.)*group_mean"
+    ):
         lengths().step([log("four"), log("fail")], [{}, {}])
     assert NemoRLEnvironment(RULES | {"enabled": True}).name == "rules_env"
     with pytest.raises(ConfigError, match="a key is missing") as caught:

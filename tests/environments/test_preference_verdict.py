@@ -13,11 +13,19 @@ from treeward.config.data import PromptSetConfig
 from treeward.config.reward_environments import PreferenceVerdictConfig
 from treeward.data.prompt_sets import FAMILY, PromptSet, prompts_summary
 from treeward.environments.interface import Reward
-from treeward.environments.preference_verdict import LABEL, PreferenceVerdictEnvironment, open_questions
+from treeward.environments.preference_verdict import (
+    LABEL,
+    PreferenceVerdictEnvironment,
+    open_questions,
+)
 from treeward.errors import DataError
 
 PAIR = {"prompt": "2 + 2?", "completions": ["Four.", "Five."], "scores": [1, 0]}
-RANKED = {"prompt": "2 + 3?", "completions": ["Five.", "5, I think.", "Six.", "Six."], "scores": [3, 2, 0, 0]}
+RANKED = {
+    "prompt": "2 + 3?",
+    "completions": ["Five.", "5, I think.", "Six.", "Six."],
+    "scores": [3, 2, 0, 0],
+}
 GRADED = {"prompt": "2 + 4?", "completions": ["Six.", "Seven."], "scores": [1, 1]}
 
 Asked = Callable[..., PromptSet]
@@ -39,7 +47,9 @@ def rewards(questions: PromptSet, messages: list[list[str]], **section: Any) -> 
     chats, infos = [], []
     for question, texts in zip(questions, messages, strict=True):
         for text in texts:
-            chats.append([*question.messages, {"role": "assistant", "content": text.removesuffix("<cut>")}])
+            chats.append(
+                [*question.messages, {"role": "assistant", "content": text.removesuffix("<cut>")}]
+            )
             infos.append({**question.info, "truncated": text.endswith("<cut>")})
     found = iter(PreferenceVerdictEnvironment(section).rewards(chats, infos))
     return [[next(found) for _ in texts] for texts in messages]
@@ -68,7 +78,14 @@ def test_every_pair_with_an_order_is_asked_about_and_the_others_are_counted(aske
 def test_the_reward_of_every_verdict(asked: Asked) -> None:
     questions = asked(PAIR)
     messages = [
-        ["Four is right. [[A]]", "[[B]]", "[[C]]", "I do not know.", "[[A]]<cut>", "[[B]] No: [[A]]"],
+        [
+            "Four is right. [[A]]",
+            "[[B]]",
+            "[[C]]",
+            "I do not know.",
+            "[[A]]<cut>",
+            "[[B]] No: [[A]]",
+        ],
         ["[[B]]", "[[B]]", "[[C]]", "[[A]]", "[[B]]", ""],
     ]
     first, second = rewards(questions, messages)
@@ -87,10 +104,20 @@ def test_the_reward_of_every_verdict(asked: Asked) -> None:
 def test_a_rating_is_right_of_the_ratings_of_the_other_completion(asked: Asked) -> None:
     questions = asked(PAIR, mode="rating")
     assert [question.info[LABEL] for question in questions] == ["better", "worse"]
-    assert "Four." in questions[0].messages[-1]["content"] and "Five." not in questions[0].messages[-1]["content"]
-    messages = [["Rating: [[7]]", "Rating: [[3]]", "Rating: [[11]]"], ["Rating: [[3]]", "Rating: [[5]]", "Hm."]]
+    assert (
+        "Four." in questions[0].messages[-1]["content"]
+        and "Five." not in questions[0].messages[-1]["content"]
+    )
+    messages = [
+        ["Rating: [[7]]", "Rating: [[3]]", "Rating: [[11]]"],
+        ["Rating: [[3]]", "Rating: [[5]]", "Hm."],
+    ]
     better, worse = rewards(questions, messages, mode="rating")
-    assert [reward.value for reward in better] == [1, 0, -1]  # above 3 and 5; equal and below; beyond the scale
+    assert [reward.value for reward in better] == [
+        1,
+        0,
+        -1,
+    ]  # above 3 and 5; equal and below; beyond the scale
     assert [reward.value for reward in worse] == [0.5, 0.5, -1]
     assert better[0].components == {"accuracy": 1, "no_verdict": 0, "rating": 7}
     (alone,) = rewards(questions[:1], [["Rating: [[7]]"]], mode="rating")  # type: ignore[arg-type]

@@ -34,7 +34,10 @@ def test_the_env_section_of_a_file() -> None:
     for environment in environments.values():
         assert environment.step(CHATS, [None]).rewards.tolist() == [1]
     batch = {"rewards": environments["other"].step(CHATS, [None]).rewards}
-    assert environments["other"].global_post_process_and_metrics(batch)[1]["other_env/mean_reward"] == 1
+    assert (
+        environments["other"].global_post_process_and_metrics(batch)[1]["other_env/mean_reward"]
+        == 1
+    )
 
 
 class Two(EnvironmentInterface):
@@ -46,7 +49,8 @@ class Two(EnvironmentInterface):
     def step(self, message_log_batch: Any, metadata: Any) -> EnvironmentReturn:
         lengths = [float(len(log[-1]["content"])) for log in message_log_batch]
         right = [
-            float(info["gold"] == log[-1]["content"]) for log, info in zip(message_log_batch, metadata, strict=True)
+            float(info["gold"] == log[-1]["content"])
+            for log, info in zip(message_log_batch, metadata, strict=True)
         ]
         count = len(lengths)
         rewards = {
@@ -54,14 +58,18 @@ class Two(EnvironmentInterface):
             "reward/length": -self.section["cost"] * torch.tensor(lengths),
         }
         ends = torch.full((count,), not self.section.get("goes_on", False))
-        return EnvironmentReturn([{}] * count, metadata, [None] * count, rewards, ends, [None] * count)  # type: ignore[arg-type]
+        return EnvironmentReturn(
+            [{}] * count, metadata, [None] * count, rewards, ends, [None] * count
+        )  # type: ignore[arg-type]
 
     def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, Any]]:
         return batch, {}
 
 
 @pytest.mark.parametrize("in_ray", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_class_of_nemo_rl_with_several_rewards(in_ray: bool, monkeypatch: pytest.MonkeyPatch, request: Any) -> None:
+def test_a_class_of_nemo_rl_with_several_rewards(
+    in_ray: bool, monkeypatch: pytest.MonkeyPatch, request: Any
+) -> None:
     if in_ray:
         ray = request.getfixturevalue("ray")
         monkeypatch.setitem(globals(), "Two", ray.remote(Two))
@@ -71,12 +79,17 @@ def test_a_class_of_nemo_rl_with_several_rewards(in_ray: bool, monkeypatch: pyte
     result = environment.step(logs, infos)
     assert result.rewards.tolist() == pytest.approx([1 - 0.5, -0.2])
     parts = [data["reward_details"]["components"] for data in result.metadata]
-    assert parts == [pytest.approx({"correct": 1, "length": -0.5}), pytest.approx({"correct": 0, "length": -0.2})]
+    assert parts == [
+        pytest.approx({"correct": 1, "length": -0.5}),
+        pytest.approx({"correct": 0, "length": -0.2}),
+    ]
     environment.shutdown()
 
 
 def test_a_step_that_goes_on_is_refused() -> None:
-    environment = make_environment("mine", {"type": f"{__name__}.Two", "cost": 0.1, "goes_on": True})
+    environment = make_environment(
+        "mine", {"type": f"{__name__}.Two", "cost": 0.1, "goes_on": True}
+    )
     with pytest.raises(ConfigError, match="goes on after its first completion"):
         environment.step([chat("Hi", "Hello")], [{"gold": "Hello"}])
 

@@ -20,7 +20,11 @@ from treeward.scoring.scorer import Scorer
 CLOSE = 1e-5
 
 
-LOGS = [chat(f"What is {n} times {n}? " * 20, f"It is {'about ' * k}{n * n}.") for n in range(24) for k in range(5)]
+LOGS = [
+    chat(f"What is {n} times {n}? " * 20, f"It is {'about ' * k}{n * n}.")
+    for n in range(24)
+    for k in range(5)
+]
 INFOS: list[dict[str, Any]] = [{} for _ in LOGS]
 
 
@@ -37,7 +41,10 @@ def make(folder: str, **keys: Any) -> RewardModelEnvironment:
 
 def process_ids() -> list[int]:
     """Of the replicas, then of the other parts of their models."""
-    titles = {process.pid: " ".join(process.cmdline()) for process in psutil.Process().children(recursive=True)}
+    titles = {
+        process.pid: " ".join(process.cmdline())
+        for process in psutil.Process().children(recursive=True)
+    }
     names = ("ServeReplica:reward-model", "ScoringWorker")
     return [process_id for name in names for process_id, title in titles.items() if name in title]
 
@@ -70,12 +77,20 @@ def test_replicas_and_the_death_of_one(folder: str, scores: list[float], ray: An
     accident.join()
     masked = step.rewards.isnan()
     assert len(LOGS) // 5 <= int(masked.sum()) <= len(LOGS) // 2  # of 4 chunks that at the replica
-    assert step.rewards[~masked].tolist() == pytest.approx(torch.tensor(scores)[~masked].tolist(), abs=CLOSE)
+    assert step.rewards[~masked].tolist() == pytest.approx(
+        torch.tensor(scores)[~masked].tolist(), abs=CLOSE
+    )
     assert "its replica died" in step.metadata[int(masked.nonzero()[0])][DETAILS]["error"]
     assert environment.step(LOGS, INFOS).rewards.tolist() == pytest.approx(scores, abs=CLOSE)
     pool: Any = environment._model
-    patient, pool._config = pool._config, pool._config.model_copy(update={"worker_timeout_seconds": 1e-3})
-    assert "within worker_timeout_seconds: 0.001" in environment.step(LOGS, INFOS).metadata[0][DETAILS]["error"]
+    patient, pool._config = (
+        pool._config,
+        pool._config.model_copy(update={"worker_timeout_seconds": 1e-3}),
+    )
+    assert (
+        "within worker_timeout_seconds: 0.001"
+        in environment.step(LOGS, INFOS).metadata[0][DETAILS]["error"]
+    )
     pool._config = patient
     assert environment.step(LOGS, INFOS).rewards.tolist() == pytest.approx(scores, abs=CLOSE)
     environment.shutdown()

@@ -25,7 +25,10 @@ CLOSE = 1e-5
 
 LOGS = [
     chat(question, answer)
-    for question in ("What is bread?", "And why is it that so many people like it, all over the world?")
+    for question in (
+        "What is bread?",
+        "And why is it that so many people like it, all over the world?",
+    )
     for answer in ("Flour.", "Flour, water, salt and time.", "I do not know." * 4, "")
 ] + [[*chat("Hi", "Hello!"), *chat("Bye", "Goodbye.")]]
 INFOS: list[dict[str, Any]] = [{} for _ in LOGS]
@@ -48,11 +51,20 @@ def test_the_metrics_of_a_batch_and_the_precision_of_the_weights(folder: str) ->
     rewards = environment.step(LOGS, INFOS).rewards
     want = Scorer.load(folder, device="cpu", dtype=torch.bfloat16).score(LOGS)
     assert rewards.tolist() == pytest.approx([s.score for s in want], abs=CLOSE)
-    batch, metrics = environment.global_post_process_and_metrics({"rewards": rewards, "message_log": LOGS})
-    values = {"num_samples": len(LOGS), "num_failed": 0, "mean_reward": rewards.mean(), "min_reward": rewards.min()}
+    batch, metrics = environment.global_post_process_and_metrics(
+        {"rewards": rewards, "message_log": LOGS}
+    )
+    values = {
+        "num_samples": len(LOGS),
+        "num_failed": 0,
+        "mean_reward": rewards.mean(),
+        "min_reward": rewards.min(),
+    }
     values |= {"std_reward": np.std(rewards.numpy()), "max_reward": rewards.max()}
     assert batch["rewards"] is rewards
-    assert metrics == pytest.approx({f"reward_model_env/{name}": float(value) for name, value in values.items()})
+    assert metrics == pytest.approx(
+        {f"reward_model_env/{name}": float(value) for name, value in values.items()}
+    )
     assert environment.shutdown()
 
 
@@ -78,7 +90,9 @@ def test_what_cannot_be_scored_is_masked_and_counted(
     assert metrics["reward_model_env/mean_reward"] == pytest.approx(sum(scores[:2]) / 2, abs=CLOSE)
 
 
-def test_the_constants_are_those_of_the_contract(make_folder: Callable[..., str], scores: list[float]) -> None:
+def test_the_constants_are_those_of_the_contract(
+    make_folder: Callable[..., str], scores: list[float]
+) -> None:
     name = make_folder()
     with pytest.raises(ConfigError, match="treeward calibrate"):
         make(name, reward_shaping={"normalize_rewards": True})

@@ -36,7 +36,13 @@ def scores(signed_folder: Path) -> list[float]:
 def section(served: str, **keys: Any) -> dict[str, Any]:
     """With what a configuration of NeMo RL has beside the model; it has no effect."""
     own = {"enabled": True, "precision": "bfloat16", "batch_size": 4, "tokenizer": {"name": served}}
-    return {"model_name": served, "token_env": "REWARD_TOKEN", "resources": {"gpus_per_node": 2}, **own, **keys}
+    return {
+        "model_name": served,
+        "token_env": "REWARD_TOKEN",
+        "resources": {"gpus_per_node": 2},
+        **own,
+        **keys,
+    }
 
 
 def test_every_face_gives_the_scores_of_the_model(served: str, scores: list[float]) -> None:
@@ -49,9 +55,16 @@ def test_every_face_gives_the_scores_of_the_model(served: str, scores: list[floa
     found = {
         "step": step.rewards[:3].tolist(),
         "nemo_rl": NemoRLEnvironment(section(served)).step(LOGS, INFOS).rewards.tolist(),
-        "as_trl": as_trl(served, token_env="REWARD_TOKEN")([PROMPT] * 3, ends, ground_truth=[1, 2, 3]),
-        "as_trl, texts": as_trl(served, token_env="REWARD_TOKEN")(["Name a river."] * 3, COMPLETIONS),
-        "verl": [one["score"] for one in compute_scores(["d"] * 3, COMPLETIONS, [""] * 3, infos, **section_of_verl)],
+        "as_trl": as_trl(served, token_env="REWARD_TOKEN")(
+            [PROMPT] * 3, ends, ground_truth=[1, 2, 3]
+        ),
+        "as_trl, texts": as_trl(served, token_env="REWARD_TOKEN")(
+            ["Name a river."] * 3, COMPLETIONS
+        ),
+        "verl": [
+            one["score"]
+            for one in compute_scores(["d"] * 3, COMPLETIONS, [""] * 3, infos, **section_of_verl)
+        ],
     }
     for face, rewards in found.items():
         assert rewards == pytest.approx(scores, abs=1e-5), face
@@ -62,11 +75,15 @@ def test_shaping_is_the_servers(served: str, signed_folder: Path, scores: list[f
     local = RewardModelEnvironment({"model_name": str(signed_folder), "reward_shaping": shaping})
     server = RewardModelEnvironment(section(served, served_model="shaped"))
     rewards, local_rewards = (environment.reward(LOGS, INFOS) for environment in (server, local))
-    assert [reward.value for reward in rewards] == pytest.approx([reward.value for reward in local_rewards], abs=1e-4)
+    assert [reward.value for reward in rewards] == pytest.approx(
+        [reward.value for reward in local_rewards], abs=1e-4
+    )
     assert [reward.raw for reward in rewards] == pytest.approx(scores, abs=1e-5)
 
 
-def test_at_the_start_the_server_must_be_there_and_ours(served: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_the_start_the_server_must_be_there_and_ours(
+    served: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(RewardServerError, match="cannot be reached"):
         as_trl("http://127.0.0.1:1", max_retries=0)
     with pytest.raises(RewardServerError, match="401"):
@@ -93,8 +110,17 @@ class FakeServer(Loopback):
         if asked.path == "/v1/models":
             return 200, {"data": [self.model]}
         self.model |= self.later
-        row = {"score": 1.0, "reward": 1.0, "num_tokens": 1, "truncated": False, "error": None, "heads": [1.0, 2.0]}
-        return self.status, {"data": [{"index": i, **row} for i in range(len(asked.json["conversations"]))]}
+        row = {
+            "score": 1.0,
+            "reward": 1.0,
+            "num_tokens": 1,
+            "truncated": False,
+            "error": None,
+            "heads": [1.0, 2.0],
+        }
+        return self.status, {
+            "data": [{"index": i, **row} for i in range(len(asked.json["conversations"]))]
+        }
 
 
 def test_a_server_that_fails_gives_reasons_and_no_numbers() -> None:
@@ -109,7 +135,10 @@ def test_a_server_that_fails_gives_reasons_and_no_numbers() -> None:
         server.status = 401
         with pytest.raises(ModelError, match="401"):
             environment.step(LOGS, INFOS)
-        server.status, server.later = 200, {"identity": "two"}  # it starts again just before it scores
+        server.status, server.later = (
+            200,
+            {"identity": "two"},
+        )  # it starts again just before it scores
         with pytest.raises(ModelError, match="have changed"):
             environment.step(LOGS, INFOS)
         assert environment.shutdown()

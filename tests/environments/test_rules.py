@@ -15,7 +15,9 @@ from treeward.errors import ConfigError
 def step(config: dict[str, Any], *samples: tuple[Any, Any]) -> EnvironmentReturn:
     environment = RuleEnvironment(config)
     try:
-        return environment.step([chat(completion) for completion, _ in samples], [info for _, info in samples])
+        return environment.step(
+            [chat(completion) for completion, _ in samples], [info for _, info in samples]
+        )
     finally:
         environment.shutdown()
 
@@ -46,12 +48,18 @@ def test_exact_match() -> None:
 def test_the_part_that_is_the_answer_is_the_last_one_that_matches() -> None:
     config = {"rule": "exact_match", "extract": r"Answer: (\w+)|#### (\w+)"}
     completion = "Answer: 3? No. Answer: 4"
-    assert rewards(config, (completion, truth("4")), (completion, truth("3")), ("#### 4", truth("4"))) == [1, 0, 1]
+    assert rewards(
+        config, (completion, truth("4")), (completion, truth("3")), ("#### 4", truth("4"))
+    ) == [1, 0, 1]
     nothing = step(config, ("4", truth("4")))
     assert nothing.rewards.tolist() == [0]
     assert details(nothing, "components") == [{"correct": 0, "answered": 0}]
-    assert details(step(config, (completion, truth("3"))), "components") == [{"correct": 0, "answered": 1}]
-    assert rewards({"rule": "exact_match", "extract": r"\d+"}, ("1 or 2", truth("2"))) == [1]  # no group: all of it
+    assert details(step(config, (completion, truth("3"))), "components") == [
+        {"correct": 0, "answered": 1}
+    ]
+    assert rewards({"rule": "exact_match", "extract": r"\d+"}, ("1 or 2", truth("2"))) == [
+        1
+    ]  # no group: all of it
 
 
 @pytest.mark.parametrize("kind", [{"rule": "dapo"}, {"math_verify_impl": "dapo_math_verify"}])
@@ -69,7 +77,9 @@ def test_the_form_of_dapo(kind: dict[str, Any]) -> None:
     ]
     make = RuleEnvironment if "rule" in kind else MathEnvironment
     environment = make(kind)
-    result = environment.step([chat(text) for text, _ in samples], [truth(gold) for _, gold in samples])
+    result = environment.step(
+        [chat(text) for text, _ in samples], [truth(gold) for _, gold in samples]
+    )
     environment.shutdown()
     assert numbers(result) == [1, 1, 1, 1, 0, 0, 0, 0]
     answered = [part["answered"] for part in details(result, "components")]
@@ -83,10 +93,16 @@ def test_a_verifier_that_is_unknown_is_refused() -> None:
 
 def test_regex() -> None:
     config = {"rule": "regex", "pattern": r"^<think>.*</think>"}
-    assert rewards(config, ("<think>a</think> b", None), ("b", None), ("<THINK></think>", {})) == [1, 0, 0]
+    assert rewards(config, ("<think>a</think> b", None), ("b", None), ("<THINK></think>", {})) == [
+        1,
+        0,
+        0,
+    ]
     assert rewards(config | {"ignore_case": True}, ("<THINK></think>", {})) == [1]
     from_data = {"rule": "regex", "answer_key": "pattern"}
-    assert rewards(from_data, ("abc", {"pattern": "b"}), ("abc", {"pattern": ["x", "c$"]}), ("a", {})) == [1, 1, None]
+    assert rewards(
+        from_data, ("abc", {"pattern": "b"}), ("abc", {"pattern": ["x", "c$"]}), ("a", {})
+    ) == [1, 1, None]
 
 
 REASONED = [
@@ -119,12 +135,16 @@ def test_which_rules_read_the_reasoning() -> None:
     samples = [("<think>4?</think>\n5", truth("5")), ("<think>5", truth("5"))]
     for config in ({"rule": "exact_match"}, {"rule": "exact_match", "extract": r"\d"}):
         assert rewards(config, *samples) == [1, 0]
-    assert rewards({"rule": "exact_match", "extract": r"\d", "strip_reasoning": False}, *samples) == [1, 1]
+    assert rewards(
+        {"rule": "exact_match", "extract": r"\d", "strip_reasoning": False}, *samples
+    ) == [1, 1]
     form = {"rule": "regex", "pattern": "^<think>"}
     assert rewards(form, *samples) == [1, 1]
     assert rewards({"rule": "regex", "pattern": "5", "strip_reasoning": True}, *samples) == [1, 0]
     for rule in ("exact_match", "math"):  # it would find nothing, ever
-        with pytest.raises(ConfigError, match=r"(?s)extract and strip_reasoning.*strip_reasoning: false"):
+        with pytest.raises(
+            ConfigError, match=r"(?s)extract and strip_reasoning.*strip_reasoning: false"
+        ):
             RuleEnvironment({"rule": rule, "extract": "</think>(.*)"})
 
 
@@ -149,7 +169,9 @@ def test_what_cannot_be_said_is_no_reward_and_has_its_reason() -> None:
     ]
     assert errors[5] == "the conversation does not end with a text of the assistant"
     assert errors[6] is None
-    unanswered = RuleEnvironment({"rule": "exact_match"}).step([chat("4")[:1], []], [truth("4"), truth("4")])
+    unanswered = RuleEnvironment({"rule": "exact_match"}).step(
+        [chat("4")[:1], []], [truth("4"), truth("4")]
+    )
     assert numbers(unanswered) == [None, None]
 
 
@@ -177,7 +199,13 @@ def test_math() -> None:
     ]
     result = step({"rule": "math", "workers": 1}, *samples)
     assert numbers(result) == [1, 0, 0, 1, 1, None, 0]
-    assert details(result, "components")[1:3] == [{"correct": 0, "answered": 1}, {"correct": 0, "answered": 0}]
+    assert details(result, "components")[1:3] == [
+        {"correct": 0, "answered": 1},
+        {"correct": 0, "answered": 0},
+    ]
     assert "ground truth" in details(result, "error")[5]
     extracted = {"rule": "math", "workers": 1, "extract": r"Answer:(.*)"}
-    assert rewards(extracted, (r"Answer: \frac{1}{2}", truth("0.5")), ("1/2", truth("0.5"))) == [1, 0]
+    assert rewards(extracted, (r"Answer: \frac{1}{2}", truth("0.5")), ("1/2", truth("0.5"))) == [
+        1,
+        0,
+    ]

@@ -58,7 +58,9 @@ def test_what_has_no_reward_is_none_and_counted(caplog: pytest.LogCaptureFixture
     reward = as_trl(Lengths(), name="mine")
     logged: dict[str, float] = {}
     with caplog.at_level(logging.WARNING):
-        values = reward(["a"] * 4, ["x", "fail", "xxx", "fail"], minus=[0.5] * 4, log_metric=logged.__setitem__)
+        values = reward(
+            ["a"] * 4, ["x", "fail", "xxx", "fail"], minus=[0.5] * 4, log_metric=logged.__setitem__
+        )
     assert values == [0.5, None, 2.5, None]
     assert logged == {"mine/failed": 0.5, "mine/raw_mean": 2.0}
     assert [r.getMessage() for r in caplog.records] == [

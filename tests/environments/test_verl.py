@@ -52,15 +52,23 @@ def as_verl_loads(path: Path, name: str, reward_kwargs: Mapping[str, Any]) -> An
 
 
 def sample(completion: str, **extra: Any) -> dict[str, Any]:
-    return {"data_source": "facts", "solution_str": completion, "ground_truth": "Paris", "extra_info": extra}
+    return {
+        "data_source": "facts",
+        "solution_str": completion,
+        "ground_truth": "Paris",
+        "extra_info": extra,
+    }
 
 
-def test_it_is_loaded_by_path_and_called_in_threads(kwargs: dict[str, Any], want: list[Any]) -> None:
+def test_it_is_loaded_by_path_and_called_in_threads(
+    kwargs: dict[str, Any], want: list[Any]
+) -> None:
     settings = OmegaConf.create({"root": kwargs}).root
     score = as_verl_loads(Path(verl.__file__), "compute_score", dict(settings))
     with ThreadPoolExecutor(4) as threads:
         calls = [
-            threads.submit(score, **sample(completion, prompt=PROMPT, num_turns=None)) for completion in COMPLETIONS
+            threads.submit(score, **sample(completion, prompt=PROMPT, num_turns=None))
+            for completion in COMPLETIONS
         ]
         results = [call.result() for call in calls]
     assert [result["score"] for result in results] == want
@@ -77,7 +85,9 @@ def test_the_reward_loop_awaits_it(kwargs: dict[str, Any], want: list[Any]) -> N
     assert asyncio.iscoroutinefunction(score.func)
 
     async def worker() -> list[Any]:
-        return await asyncio.gather(*(score(**sample(completion, prompt=PROMPT)) for completion in COMPLETIONS))
+        return await asyncio.gather(
+            *(score(**sample(completion, prompt=PROMPT)) for completion in COMPLETIONS)
+        )
 
     assert [result["score"] for result in asyncio.run(worker())] == want
 
@@ -87,7 +97,9 @@ def test_the_batch_manager_gets_a_list(kwargs: dict[str, Any], want: list[Any]) 
         data_sources=np.array(["facts"] * 4, dtype=object),
         solution_strs=COMPLETIONS,
         ground_truths=[None] * 4,
-        extra_infos=np.array([{"prompt": np.array(PROMPT, dtype=object)} for _ in COMPLETIONS], dtype=object),
+        extra_infos=np.array(
+            [{"prompt": np.array(PROMPT, dtype=object)} for _ in COMPLETIONS], dtype=object
+        ),
         **kwargs,
     )
     assert [result["score"] for result in results] == want
@@ -95,7 +107,9 @@ def test_the_batch_manager_gets_a_list(kwargs: dict[str, Any], want: list[Any]) 
 
 
 def test_without_a_prompt_it_says_how_to_give_one(kwargs: dict[str, Any]) -> None:
-    with pytest.raises(DataError, match=r"with \['index', 'split'\](?s:.)*row\[\"extra_info\"\]\[\"prompt\"\] ="):
+    with pytest.raises(
+        DataError, match=r"with \['index', 'split'\](?s:.)*row\[\"extra_info\"\]\[\"prompt\"\] ="
+    ):
         verl.compute_score(**sample("Paris.", index=1, split="train"), **kwargs)
     with pytest.raises(DataError, match=r"does not pass it on"):
         verl.compute_score("facts", "Paris.", "Paris", None, **kwargs)
@@ -103,12 +117,19 @@ def test_without_a_prompt_it_says_how_to_give_one(kwargs: dict[str, Any]) -> Non
         verl.compute_score(**sample("Paris.", prompt=["text"]), **kwargs)
 
 
-def test_a_reward_that_cannot_be_had_raises_or_is_nan(kwargs: dict[str, Any], want: list[Any]) -> None:
+def test_a_reward_that_cannot_be_had_raises_or_is_nan(
+    kwargs: dict[str, Any], want: list[Any]
+) -> None:
     long = "A word. " * 60
     with pytest.raises(DataError, match=r"data_source facts: a completion has no reward: .*60"):
         verl.compute_score(**sample(long, prompt=PROMPT), **kwargs)
     results = verl.compute_scores(
-        ["facts"] * 2, [long, COMPLETIONS[0]], ["", ""], [{"prompt": PROMPT}] * 2, on_failure="nan", **kwargs
+        ["facts"] * 2,
+        [long, COMPLETIONS[0]],
+        ["", ""],
+        [{"prompt": PROMPT}] * 2,
+        on_failure="nan",
+        **kwargs,
     )
     assert math.isnan(results[0]["score"]) and results[1]["score"] == want[0]
     assert results[0].keys() == results[1].keys()
@@ -118,6 +139,11 @@ def test_a_rule_needs_no_prompt_and_a_missing_source_is_told_first() -> None:
     rule = {"type": "rules", "rule": "exact_match"}
     assert verl.compute_score("sums", "4", "4", None, environment=rule)["score"] == 1.0
     assert verl.compute_score("sums", "5", "4", {"index": 3}, environment=rule)["score"] == 0.0
-    assert verl.compute_score("sums", "0.5", "1/2", None, environment={"type": "math", "workers": 1})["score"] == 1.0
+    assert (
+        verl.compute_score("sums", "0.5", "1/2", None, environment={"type": "math", "workers": 1})[
+            "score"
+        ]
+        == 1.0
+    )
     with pytest.raises(ConfigError, match="reward_kwargs"):
         verl.compute_score("sums", "4", "4", None)

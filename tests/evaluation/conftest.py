@@ -21,7 +21,10 @@ def bundled() -> Callable[[str], list[Preference]]:
 
     def load(split: str) -> list[Preference]:
         stream = open_dataset(DatasetConfig(dataset_name="Bundled", split=split))
-        return [replace(preference, id=str(i), task_name=split) for i, (preference, _) in enumerate(stream)]
+        return [
+            replace(preference, id=str(i), task_name=split)
+            for i, (preference, _) in enumerate(stream)
+        ]
 
     return load
 
@@ -34,7 +37,8 @@ def score_with() -> Callable[..., list[ScoredExample]]:
         examples: Sequence[Preference], function: Callable[[Sequence[Any], str], float | None]
     ) -> list[ScoredExample]:
         return [
-            rated(one, [function(one.context, c.messages[-1]["content"]) for c in one.completions]) for one in examples
+            rated(one, [function(one.context, c.messages[-1]["content"]) for c in one.completions])
+            for one in examples
         ]
 
     return score

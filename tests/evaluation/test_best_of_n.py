@@ -36,14 +36,20 @@ def best_of_every_subset(proxy: Sequence[float], gold: Sequence[float], n: int) 
 
 def analysed(proxy: Any, gold: Any, **options: Any) -> BestOfN:
     """The result of arrays or lists."""
-    proxy, gold = (scores.tolist() if isinstance(scores, np.ndarray) else scores for scores in (proxy, gold))
+    proxy, gold = (
+        scores.tolist() if isinstance(scores, np.ndarray) else scores for scores in (proxy, gold)
+    )
     return analyse(proxy, gold, **options)
 
 
-def gaussian_prompts(rng: np.random.Generator, num: int, samples: int, *, correlation: float = 0.5) -> tuple[Any, Any]:
+def gaussian_prompts(
+    rng: np.random.Generator, num: int, samples: int, *, correlation: float = 0.5
+) -> tuple[Any, Any]:
     """Proxy and gold scores (num, samples); each prompt has a level of its own."""
     proxy, noise = rng.normal(size=(num, samples)), rng.normal(size=(num, samples))
-    return proxy, correlation * proxy + math.sqrt(1 - correlation**2) * noise + rng.normal(size=(num, 1))
+    return proxy, correlation * proxy + math.sqrt(1 - correlation**2) * noise + rng.normal(
+        size=(num, 1)
+    )
 
 
 def peaked_prompts(num: int = 12, samples: int = 12) -> tuple[Any, Any]:
@@ -55,13 +61,20 @@ def peaked_prompts(num: int = 12, samples: int = 12) -> tuple[Any, Any]:
 
 
 @settings(deadline=None, max_examples=30)
-@given(st.lists(st.tuples(st.integers(-2, 2), st.integers(-9, 9)), min_size=1, max_size=7), st.randoms())
-def test_the_estimate_is_the_mean_over_all_subsets(samples: list[tuple[int, int]], random: Any) -> None:
+@given(
+    st.lists(st.tuples(st.integers(-2, 2), st.integers(-9, 9)), min_size=1, max_size=7),
+    st.randoms(),
+)
+def test_the_estimate_is_the_mean_over_all_subsets(
+    samples: list[tuple[int, int]], random: Any
+) -> None:
     """Equal proxies are chosen from at random, whatever their order."""
     sizes = range(1, len(samples) + 1)
     expected = [best_of_every_subset(*zip(*samples, strict=True), n) for n in sizes]
     random.shuffle(samples)
-    assert expected_best_of(*zip(*samples, strict=True), sizes) == pytest.approx(expected, abs=1e-12)
+    assert expected_best_of(*zip(*samples, strict=True), sizes) == pytest.approx(
+        expected, abs=1e-12
+    )
 
 
 def test_curves_are_means_over_prompts_in_their_units() -> None:
@@ -80,11 +93,16 @@ def test_curves_are_means_over_prompts_in_their_units() -> None:
 
 def test_samples_and_prompts_that_are_left_out_are_counted() -> None:
     proxy, gold = (scores.tolist() for scores in gaussian_prompts(np.random.default_rng(4), 40, 6))
-    holes = [[*row[:3], None, 5.0, *row[3:]] for row in proxy], [[*row[:3], -9.0, None, *row[3:]] for row in gold]
+    holes = (
+        [[*row[:3], None, 5.0, *row[3:]] for row in proxy],
+        [[*row[:3], -9.0, None, *row[3:]] for row in gold],
+    )
     few = [1.0, None, 2.0], [100.0, 100.0, 100.0]
     plain = analysed(proxy, gold, num_resamples=50)
     result = analysed([*holes[0], few[0]], [*holes[1], few[1]], num_resamples=50)
-    assert result.curves == plain.curves and result.max_n == 6  # the same prompts stand behind every n
+    assert (
+        result.curves == plain.curves and result.max_n == 6
+    )  # the same prompts stand behind every n
     assert result.counts["num_without_proxy"] == 41 and result.counts["num_without_gold"] == 40
     assert result.counts["num_prompts_with_fewer_samples"] == 1
     ten = [*proxy[:9], few[0]], [*gold[:9], few[1]]
@@ -116,8 +134,14 @@ def test_where_gold_is_highest_and_by_how_much() -> None:
     result = analysed(proxy, gold, num_resamples=500)
     peak, last = (result.at("gold", n).value for n in (result.peak, 64))
     assert 2 <= result.peak <= 20 and peak is not None and last is not None
-    assert result.lead.value == pytest.approx(peak - last) and result.lead.low is not None and result.lead.low > 0
-    assert re.fullmatch(rf"Gold is highest at n = {result.peak}, \S+ \(\S+ to \S+\) above n = 64\.", result.sentence)
+    assert (
+        result.lead.value == pytest.approx(peak - last)
+        and result.lead.low is not None
+        and result.lead.low > 0
+    )
+    assert re.fullmatch(
+        rf"Gold is highest at n = {result.peak}, \S+ \(\S+ to \S+\) above n = 64\.", result.sentence
+    )
     falls = analysed(proxy[:12, :12], -proxy[:12, :12])
     assert falls.peak == 1 and "highest at n = 1," in falls.sentence
     rises = analysed(proxy[:12, :12], proxy[:12, :12])
@@ -127,7 +151,9 @@ def test_where_gold_is_highest_and_by_how_much() -> None:
 
 def test_the_report(tmp_path: Path) -> None:
     proxy, gold = (scores.tolist() for scores in peaked_prompts())
-    result = analyse([[None, *row] for row in proxy], [[1.0, *row] for row in gold], num_resamples=50)
+    result = analyse(
+        [[None, *row] for row in proxy], [[1.0, *row] for row in gold], num_resamples=50
+    )
     page = write(tmp_path, result, "length", "grades", "samples.jsonl")
     text = Page(page.read_text(encoding="utf-8")).text
     assert result.sentence in text and "Left out: 12 samples without a proxy score." in text
@@ -154,7 +180,13 @@ COMPLETIONS = [[{"role": "assistant", "content": text}] for text in ("4.", "Five
     "row",
     [
         {"prompt": "[2] + 2?", "responses": ["4.", "Five."]},
-        {"context": [USER], "completions": [{"rank": 0, "completion": COMPLETIONS[0]}, {"completion": COMPLETIONS[1]}]},
+        {
+            "context": [USER],
+            "completions": [
+                {"rank": 0, "completion": COMPLETIONS[0]},
+                {"completion": COMPLETIONS[1]},
+            ],
+        },
         {"messages": json.dumps([USER]), "responses": json.dumps(["4.", "Five."])},
         {"chosen": [USER, *COMPLETIONS[0]], "rejected": [USER, *COMPLETIONS[1]], "prompt": None},
     ],
@@ -170,4 +202,6 @@ def test_the_distance_of_best_of_n_from_sampling_in_closed_form() -> None:
     """KL(n) = ln n - (n - 1) / n, of Stiennon et al. 2020, appendix G.3."""
     result = analysed(*gaussian_prompts(np.random.default_rng(0), 12, 4))
     assert result.sizes == (1, 2, 3, 4)
-    assert [result.kl[0], result.kl[1], result.kl[3]] == pytest.approx([0.0, math.log(2) - 0.5, math.log(4) - 0.75])
+    assert [result.kl[0], result.kl[1], result.kl[3]] == pytest.approx(
+        [0.0, math.log(2) - 0.5, math.log(4) - 0.75]
+    )

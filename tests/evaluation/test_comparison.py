@@ -26,11 +26,15 @@ def scored(
     answer: str = "Good.",
 ) -> ScoredExample:
     """An example whose better answer scores `margin` above the other; None: it could not be scored."""
-    example = preference(str(key), subset, f"Question {key}?" if prompt is None else prompt, [answer, "Bad."], ranks)
+    example = preference(
+        str(key), subset, f"Question {key}?" if prompt is None else prompt, [answer, "Bad."], ranks
+    )
     return rated(example, (margin, 0.0 if margin is not None else None))
 
 
-def evaluation(name: str, *examples: ScoredExample, **suites: Sequence[ScoredExample]) -> Evaluation:
+def evaluation(
+    name: str, *examples: ScoredExample, **suites: Sequence[ScoredExample]
+) -> Evaluation:
     return Evaluation(name, f"eval/{name}", suites or {"suite": examples})
 
 
@@ -50,7 +54,10 @@ def test_numbers_are_those_of_the_statistics() -> None:
     rng = np.random.default_rng(0)
     a, b = rng.normal(0.6, 1, 120), rng.normal(0.2, 1, 120)
     metrics = of_margins(a.tolist(), b.tolist())
-    overall, differ = metrics.overall, (int(np.sum((a > 0) & (b <= 0))), int(np.sum((b > 0) & (a <= 0))))
+    overall, differ = (
+        metrics.overall,
+        (int(np.sum((a > 0) & (b <= 0))), int(np.sum((b > 0) & (a <= 0)))),
+    )
     assert (overall.count, overall.num_prompts) == (120, 120)
     assert overall.first.value == np.mean(a > 0) and overall.second.value == np.mean(b > 0)
     assert overall.difference.value == pytest.approx(np.mean(a > 0) - np.mean(b > 0))
@@ -60,7 +67,9 @@ def test_numbers_are_those_of_the_statistics() -> None:
         and overall.adjusted_p_value is None
         and metrics.parts == ()
     )
-    assert (overall.difference.low, overall.difference.high) == paired_bootstrap(a > 0, b > 0, range(120))
+    assert (overall.difference.low, overall.difference.high) == paired_bootstrap(
+        a > 0, b > 0, range(120)
+    )
     assert metrics.notes == ("p is of McNemar's exact test, two-sided.",)
 
 
@@ -71,16 +80,24 @@ def test_the_interval_and_the_test_do_not_contradict_each_other() -> None:
     assert metrics.overall.p_value == 0.125 and low is not None and low > 0
     assert (metrics.overall.difference.low, metrics.overall.difference.high) == (0.0, high)
     back = of_margins([-1.0] * 4 + [1.0] * 96, [1.0] * 100)
-    assert (back.overall.difference.high, back.overall.difference.low) == (0.0, pytest.approx(-(high or 0)))
+    assert (back.overall.difference.high, back.overall.difference.low) == (
+        0.0,
+        pytest.approx(-(high or 0)),
+    )
     clear = of_margins([1.0] * 100, [-1.0] * 9 + [1.0] * 91)
     assert clear.overall.p_value < 0.05 and (clear.overall.difference.low or 0) > 0
 
 
 def test_of_more_than_two_completions_right_is_said_to_be_stricter() -> None:
-    three = [rated(preference(str(i), "s", f"{i}?", ["a"] * 3, (0, 1, 1)), (1.0, 0.0, 2.0 * (i % 2))) for i in range(4)]
+    three = [
+        rated(preference(str(i), "s", f"{i}?", ["a"] * 3, (0, 1, 1)), (1.0, 0.0, 2.0 * (i % 2)))
+        for i in range(4)
+    ]
     metrics = compare(evaluation("a", *three), evaluation("b", *three))
     assert metrics.overall.first.value == 0.5
-    assert any(note.startswith("4 examples with more than two completions") for note in metrics.notes)
+    assert any(
+        note.startswith("4 examples with more than two completions") for note in metrics.notes
+    )
 
 
 def test_examples_of_one_prompt_are_one_draw() -> None:
@@ -108,16 +125,26 @@ def test_subsets_are_corrected_for_their_number() -> None:
             first.append(scored(key, -1.0 if n < b else 1.0, subset=subset))
             second.append(scored(key, -1.0 if b <= n < a + b else 1.0, subset=subset))
     metrics = compare(evaluation("a", *first), evaluation("b", *second))
-    assert {part.name: part.p_value for part in metrics.parts} == {"easy": 2 / 2**9, "hard": 2 / 2**6, "odd": 1.0}
+    assert {part.name: part.p_value for part in metrics.parts} == {
+        "easy": 2 / 2**9,
+        "hard": 2 / 2**6,
+        "odd": 1.0,
+    }
     assert [part.adjusted_p_value for part in metrics.parts] == [3 * 2 / 2**9, 2 * 2 / 2**6, 1.0]
     assert "p (Holm) is corrected for looking at 3 parts." in metrics.notes
-    several = compare(evaluation("a", x=first, y=first[:1]), evaluation("b", x=second, y=second[:1]))
+    several = compare(
+        evaluation("a", x=first, y=first[:1]), evaluation("b", x=second, y=second[:1])
+    )
     assert [part.name for part in several.parts] == ["x", "x / easy", "x / hard", "x / odd", "y"]
 
 
 def test_ties_and_failures_are_not_right_and_counted() -> None:
     metrics = of_margins([1.0, 0.0, None, -1.0, 2.0], [1.0, 1.0, 1.0, 1.0, None])
-    assert (metrics.overall.only_first, metrics.overall.only_second, metrics.overall.count) == (1, 3, 5)
+    assert (metrics.overall.only_first, metrics.overall.only_second, metrics.overall.count) == (
+        1,
+        3,
+        5,
+    )
     assert "Not right for a model: 1 example on which it ties." in metrics.notes
     assert "Not right for a model: 2 examples that it could not score." in metrics.notes
 
@@ -136,13 +163,17 @@ def test_what_only_one_has_or_another_content_is_left_out_and_said() -> None:
         ),
     )
     assert metrics.overall.count == 1
-    assert metrics.notes[0].startswith("Left out: 8 examples that one of them lacks, of other content,")
+    assert metrics.notes[0].startswith(
+        "Left out: 8 examples that one of them lacks, of other content,"
+    )
 
 
 def test_examples_of_other_tools_are_other_examples() -> None:
     plain = [scored(1, 1.0), scored(2, 1.0)]
     tools = {"tools": [{"type": "function", "function": {"name": "now"}}]}
-    with_tools = dataclasses.replace(plain[1], example=dataclasses.replace(plain[1].example, template_kwargs=tools))
+    with_tools = dataclasses.replace(
+        plain[1], example=dataclasses.replace(plain[1].example, template_kwargs=tools)
+    )
     metrics = compare(evaluation("a", *plain), evaluation("b", plain[0], with_tools))
     assert metrics.overall.count == 1
 
@@ -165,14 +196,17 @@ def test_a_line_that_is_no_example_is_named(line: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["[]", "3"])
-def test_a_line_that_is_no_example_is_named_when_an_evaluation_goes_on(line: str, tmp_path: Path) -> None:
+def test_a_line_that_is_no_example_is_named_when_an_evaluation_goes_on(
+    line: str, tmp_path: Path
+) -> None:
     with pytest.raises(DataError, match="no row of an evaluation"):
         scored_from_row(json.loads(line), "examples.jsonl:1")
 
 
 def test_evaluations_without_a_common_example_are_an_error() -> None:
     first, second = (
-        evaluation("m", rated(preference(id, "all", "2 + 2?", ["4.", "5."]), [1.0, 0.0])) for id in ("1", "2")
+        evaluation("m", rated(preference(id, "all", "2 + 2?", ["4.", "5."]), [1.0, 0.0]))
+        for id in ("1", "2")
     )
     with pytest.raises(DataError, match="no example in common") as raised:
         compare(first, second)

@@ -41,9 +41,15 @@ def clean(count: int = 60) -> list[Row]:
 def checked(write_rows: Write, tiny_tokenizer: Any) -> Callable[..., DataCheck]:
     def check(rows: list[Row | str], validation: list[Row] | None = None, **how: Any) -> DataCheck:
         streams = open_sets([DatasetConfig(data_path=str(write_rows("train.jsonl", rows)))])
-        held_out = () if validation is None else [DatasetConfig(data_path=str(write_rows("held.jsonl", validation)))]
+        held_out = (
+            ()
+            if validation is None
+            else [DatasetConfig(data_path=str(write_rows("held.jsonl", validation)))]
+        )
         renderer = Renderer(tiny_tokenizer)
-        return check_data(streams, renderer, tokenizer="tiny", validation=open_sets(held_out), **how)
+        return check_data(
+            streams, renderer, tokenizer="tiny", validation=open_sets(held_out), **how
+        )
 
     return check
 
@@ -52,7 +58,9 @@ def names(checked: DataCheck) -> dict[str, tuple[int, int]]:
     return {one.name: (one.count, one.of) for one in checked.findings}
 
 
-def test_clean_data_has_no_finding(checked: Callable[..., DataCheck], tmp_path: Path, tiny_tokenizer: Any) -> None:
+def test_clean_data_has_no_finding(
+    checked: Callable[..., DataCheck], tmp_path: Path, tiny_tokenizer: Any
+) -> None:
     rows = clean()
     result = checked(rows, clean(80)[60:])
     assert names(result) == {}
@@ -60,7 +68,12 @@ def test_clean_data_has_no_finding(checked: Callable[..., DataCheck], tmp_path: 
     counts = encode_dataset(stream, Renderer(tiny_tokenizer), cache_dir=tmp_path).counts
     numbers = result.numbers
     assert (numbers["tokens"], numbers["tree_tokens"]) == (counts.tokens, counts.tree_tokens)
-    assert (numbers["rows"], numbers["completions"], numbers["turns"], numbers["prompts"]) == (60, 120, 60, 60)
+    assert (numbers["rows"], numbers["completions"], numbers["turns"], numbers["prompts"]) == (
+        60,
+        120,
+        60,
+        60,
+    )
     assert repr(checked(rows[:1]).numbers["ties"]) == "0"
     assert numbers["tokens_longest"] == counts.longest and numbers["style"]["longer"].count <= 60
 
@@ -83,7 +96,12 @@ def edited(*changes: tuple[int, Row]) -> list[Row]:
     ids=["identical", "empty", "ties", "too long"],
 )
 def test_data_of_which_train_keeps_nothing_are_refused_in_the_words_of_train(
-    checked: Callable[..., DataCheck], tmp_path: Path, tiny_tokenizer: Any, change: Row, how: Row, reason: str
+    checked: Callable[..., DataCheck],
+    tmp_path: Path,
+    tiny_tokenizer: Any,
+    change: Row,
+    how: Row,
+    reason: str,
 ) -> None:
     result = checked([row | change for row in clean(20)], **how)
     stream = open_dataset(DatasetConfig(data_path=str(tmp_path / "train.jsonl")))
@@ -99,7 +117,10 @@ def swapped(row: Row) -> Row:
 
 UNANSWERED = {
     "prompt": text(900),
-    "chosen": [{"role": "assistant", "content": text(901)}, {"role": "user", "content": text(902, words=2)}],
+    "chosen": [
+        {"role": "assistant", "content": text(901)},
+        {"role": "user", "content": text(902, words=2)},
+    ],
     "rejected": [{"role": "assistant", "content": text(903)}],
 }
 LONG = [row | {"chosen": f"{row['chosen']} {text(i)}"} for i, row in enumerate(clean())]
@@ -112,7 +133,11 @@ MARKED = [row | {"chosen": f"**{row['chosen']}**"} for row in clean()]
         ([*clean(), *map(swapped, clean()[:3])], {}, {"contradictions": (6, 63)}),
         ([*clean(), *clean()[:4]], {}, {"duplicates": (4, 64)}),
         (edited((2, {"score_chosen": 1, "score_rejected": 1})), {}, {"ties": (1, 60)}),
-        (edited((2, {"score_chosen": 1, "score_rejected": 5})), {}, {"contradicted_scores": (1, 60)}),
+        (
+            edited((2, {"score_chosen": 1, "score_rejected": 5})),
+            {},
+            {"contradicted_scores": (1, 60)},
+        ),
         ([*clean(59), UNANSWERED], {}, {"unanswered": (1, 120)}),
         (edited((2, {"chosen": "Yes.", "rejected": "Yes."})), {}, {"identical": (1, 120)}),
         (edited((2, {"rejected": ""}), (9, {"chosen": " \n"})), {}, {"empty": (2, 120)}),
@@ -132,7 +157,9 @@ def test_a_planted_fault_is_found_and_no_other(
 
 
 def test_mistyped_grades_of_ultrafeedback_are_counted(checked: Callable[..., DataCheck]) -> None:
-    completions = [{"response": text(i), "overall_score": i, "fine-grained_score": 4.0} for i in range(2)]
+    completions = [
+        {"response": text(i), "overall_score": i, "fine-grained_score": 4.0} for i in range(2)
+    ]
     rows = [{"instruction": text(i, words=9), "completions": completions} for i in range(10, 14)]
     mistyped = {"response": text(3), "overall_score": 10.0, "fine-grained_score": 1.5}
     rows[2] = rows[2] | {"completions": [*completions, mistyped]}
@@ -141,7 +168,9 @@ def test_mistyped_grades_of_ultrafeedback_are_counted(checked: Callable[..., Dat
     assert finding.places == " (train.jsonl:3)"
 
 
-def test_broken_rows_are_named_and_the_others_are_checked(checked: Callable[..., DataCheck], tmp_path: Path) -> None:
+def test_broken_rows_are_named_and_the_others_are_checked(
+    checked: Callable[..., DataCheck], tmp_path: Path
+) -> None:
     rows: list[Any] = [*clean(), *map(swapped, clean()[:1])]
     rows[3:3] = ['{"prompt": ', {"prompt": "a", "chosen": "b"}, "[1]"]
     rows.insert(0, {"nothing": "known"})
@@ -150,13 +179,24 @@ def test_broken_rows_are_named_and_the_others_are_checked(checked: Callable[...,
     assert names(result) == {"broken": (5, 66), "contradictions": (2, 61)}
     places = [str(error.where).rpartition(":")[2] for error in result.errors]
     assert places == ["1", "5", "6", "7", "21"] and result.findings[0].severity == "error"
-    assert [error.field for error in result.errors] == [*("chosen",), None, "rejected", None, "margin"]
+    assert [error.field for error in result.errors] == [
+        *("chosen",),
+        None,
+        "rejected",
+        None,
+        "margin",
+    ]
     results = json.loads(write_check(tmp_path / "out", result).read_text())
     assert [one["where"] for one in results["broken"]] == [error.where for error in result.errors]
-    assert results["findings"][0]["fix"] and "train.jsonl:1, train.jsonl:5" in result.findings[0].places
+    assert (
+        results["findings"][0]["fix"]
+        and "train.jsonl:1, train.jsonl:5" in result.findings[0].places
+    )
 
 
-def test_broken_rows_of_a_validation_set_are_not_the_datas(checked: Callable[..., DataCheck]) -> None:
+def test_broken_rows_of_a_validation_set_are_not_the_datas(
+    checked: Callable[..., DataCheck],
+) -> None:
     result = checked(clean(), [*clean(80)[60:], {"prompt": "a", "chosen": "b"}])
     assert names(result) == {"broken": (1, 21)} and result.numbers["broken"] == 0
     assert "1 of 21 rows of the validation sets" in result.findings[0].text
@@ -166,7 +206,9 @@ def test_broken_rows_of_a_validation_set_are_not_the_datas(checked: Callable[...
 @pytest.mark.slow
 def test_real_data(shared_data: Path, tiny_tokenizer: Any) -> None:
     path = shared_data / "hh_harmless" / "train.jsonl.gz"
-    result = check_data(open_sets([DatasetConfig(data_path=str(path))]), Renderer(tiny_tokenizer), tokenizer="tiny")
+    result = check_data(
+        open_sets([DatasetConfig(data_path=str(path))]), Renderer(tiny_tokenizer), tokenizer="tiny"
+    )
     style = {name: one.value for name, one in result.numbers["style"].items()}
     assert result.numbers["rows"] == 1700 and not result.errors
     assert 0.5 < result.numbers["tree_tokens"] / result.numbers["tokens"] < 0.7

@@ -12,9 +12,7 @@ from treeward.data.preference import Preference
 from treeward.evaluation.data_check.overlap import find_overlap
 
 LONG = "the quick brown fox jumps over the lazy dog while seven wizards brew a potion of purple ink near the old mill"
-OTHER = (
-    "completely different sentence about submarines and violins that nobody has ever written down before in this test"
-)
+OTHER = "completely different sentence about submarines and violins that nobody has ever written down in this test"
 
 
 def trained(prompt: str, *texts: str, system: str | None = None) -> Preference:
@@ -29,7 +27,11 @@ def shares(example: Preference, *training: Preference) -> tuple[Any, Any, bool]:
 
 def test_whole_prompts_and_long_completions_are_flagged() -> None:
     example = preference("a", "s", "Why is the sky blue?", [LONG, "No idea."])
-    assert shares(example, trained("Why is it so?", OTHER, "No idea.")) == (0, 0, False)  # too short to tell
+    assert shares(example, trained("Why is it so?", OTHER, "No idea.")) == (
+        0,
+        0,
+        False,
+    )  # too short to tell
     assert shares(example, trained("why is the SKY - blue", OTHER, "Another.")) == (1, 0, True)
     assert shares(example, trained("Why is it so?", LONG.title(), "x")) == (0, 1, True)
     # The same question after another system message is found; a system message alone tells nothing.

@@ -29,7 +29,9 @@ from treeward.scoring.identity import scorer_identity
 from treeward.scoring.scorer import Scorer
 from treeward.scoring.shaping import RewardScorer, Shaper
 
-TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+)
 
 
 class Questions(Suite):
@@ -58,10 +60,14 @@ def candidate(name: str, model: RuleScorer | None = None, **fields: Any) -> Cand
 
 
 @pytest.mark.slow
-def test_an_interrupted_evaluation_scores_the_rest_and_its_numbers_are_the_same(tmp_path: Path) -> None:
+def test_an_interrupted_evaluation_scores_the_rest_and_its_numbers_are_the_same(
+    tmp_path: Path,
+) -> None:
     def run(model: RuleScorer, output: Path, perturbations: int = 60) -> Any:
         suites = [(Questions(), None)]
-        [summary], _ = run_evaluation([candidate("m", model)], suites, output, num_perturbations=perturbations)
+        [summary], _ = run_evaluation(
+            [candidate("m", model)], suites, output, num_perturbations=perturbations
+        )
         return summary
 
     whole = RuleScorer()
@@ -78,7 +84,10 @@ def test_an_interrupted_evaluation_scores_the_rest_and_its_numbers_are_the_same(
     got = run(remaining, tmp_path / "cut")
     assert remaining.num_scored == num_rewritten - sum(len(row["scores"]) for row in kept)
     assert got.perturbations == want.perturbations
-    read = [json.loads((tmp_path / name / "results.json").read_text())["results"] for name in ("whole", "cut")]
+    read = [
+        json.loads((tmp_path / name / "results.json").read_text())["results"]
+        for name in ("whole", "cut")
+    ]
     assert read[0] == read[1]
     again = RuleScorer()
     assert run(again, tmp_path / "cut").perturbations == want.perturbations
@@ -89,7 +98,9 @@ def test_an_interrupted_evaluation_scores_the_rest_and_its_numbers_are_the_same(
     assert 0 < more.num_scored < num_rewritten  # what the smaller sample has is not scored again
 
 
-def test_rows_of_an_evaluation_that_goes_on_within_a_chunk_are_the_same_to_the_byte(tmp_path: Path) -> None:
+def test_rows_of_an_evaluation_that_goes_on_within_a_chunk_are_the_same_to_the_byte(
+    tmp_path: Path,
+) -> None:
     class Beside(RuleScorer):
         """A score depends on what is scored beside it, as that of a model by rounding."""
 
@@ -136,16 +147,26 @@ def test_names_that_would_share_a_folder(tmp_path: Path) -> None:
             run_evaluation(models, suites, tmp_path)
     run_evaluation([candidate("a")], [(Questions(), None)], tmp_path)
     with pytest.raises(CheckpointError, match="another model"):
-        run_evaluation([Candidate("a", lambda: (RuleScorer(), {"model": "another"}))], [(Questions(), None)], tmp_path)
+        run_evaluation(
+            [Candidate("a", lambda: (RuleScorer(), {"model": "another"}))],
+            [(Questions(), None)],
+            tmp_path,
+        )
 
 
-def test_the_identity_is_what_a_score_or_reward_depends_on(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    model, _, contract = signed(tmp_path, tiny_tokenizer, tiny_model("llama", seed=1), max_length=200)
+def test_the_identity_is_what_a_score_or_reward_depends_on(
+    tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    model, _, contract = signed(
+        tmp_path, tiny_tokenizer, tiny_model("llama", seed=1), max_length=200
+    )
 
     def scorer(mean: float = 3.0, **settings: Any) -> Scorer:
         constants = RewardCalibration(normalization=NormalizationConstants(mean=mean, std=2.0))
         renderer = Renderer(copy.deepcopy(tiny_tokenizer), **({"max_length": 200} | settings))
-        return Scorer(model, renderer, contract=contract.model_copy(update={"calibration": constants}))
+        return Scorer(
+            model, renderer, contract=contract.model_copy(update={"calibration": constants})
+        )
 
     def shaped(inner: Any, **section: Any) -> RewardScorer:
         known = inner.contract.calibration if isinstance(inner, Scorer) else None
@@ -155,7 +176,11 @@ def test_the_identity_is_what_a_score_or_reward_depends_on(tiny_tokenizer: Any, 
         return EnsembleScorer(members, EnsembleConfig(**section), names=["a", "b"])
 
     plain = scorer_identity(scorer(), "m")
-    assert plain == scorer_identity(scorer(), "another folder") == scorer_identity(scorer(mean=4.0), "m")
+    assert (
+        plain
+        == scorer_identity(scorer(), "another folder")
+        == scorer_identity(scorer(mean=4.0), "m")
+    )
     penalty = {"length_penalty": {"coefficient": 0.1}}
     two = [scorer(), scorer(max_length=150)]
     identities = [

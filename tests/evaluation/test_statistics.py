@@ -24,7 +24,9 @@ NUM_DATA_SETS = 400
 LOWEST_COVERAGE = 0.915
 
 
-def clustered_outcomes(rng: np.random.Generator, num_clusters: int) -> tuple[NDArray[np.float64], list[int]]:
+def clustered_outcomes(
+    rng: np.random.Generator, num_clusters: int
+) -> tuple[NDArray[np.float64], list[int]]:
     """Outcomes with a mean of 0.6; each prompt has 2 to 8 of them and a difficulty of its own."""
     difficulties = rng.beta(1.2, 0.8, num_clusters)
     clusters = np.repeat(np.arange(num_clusters), rng.integers(2, 9, num_clusters))
@@ -37,22 +39,32 @@ def clustered_outcomes(rng: np.random.Generator, num_clusters: int) -> tuple[NDA
 def test_intervals_by_hand() -> None:
     z, p, n = stats.norm.ppf(0.975), 0.71, 100
     middle, half = p + z**2 / 2 / n, z * math.sqrt(p * (1 - p) / n + z**2 / 4 / n**2)
-    assert wilson(71, 100) == pytest.approx(((middle - half) / (1 + z**2 / n), (middle + half) / (1 + z**2 / n)))
+    assert wilson(71, 100) == pytest.approx(
+        ((middle - half) / (1 + z**2 / n), (middle + half) / (1 + z**2 / n))
+    )
     assert wilson(0, 0) == (0.0, 1.0) and wilson(0, 5)[0] == 0.0 and wilson(5, 5)[1] == 1.0
     assert cluster_bootstrap([1.0, 0.0], ["a", "a"]) == cluster_bootstrap([], []) == (None, None)
-    assert cluster_bootstrap([1.0, 0.0], ["a", "b"], statistic=lambda means: means[:, 0] * np.nan) == (None, None)
+    assert cluster_bootstrap(
+        [1.0, 0.0], ["a", "b"], statistic=lambda means: means[:, 0] * np.nan
+    ) == (None, None)
     outcomes, clusters = clustered_outcomes(np.random.default_rng(5), 30)
     twice = cluster_bootstrap(outcomes[:, None], clusters, statistic=lambda means: 2 * means[:, 0])
     low, high = cluster_bootstrap(outcomes, clusters)
     assert twice == pytest.approx((2 * (low or 0), 2 * (high or 0)))
     # One example in a cluster and three in another: drawn twice, once each, or not at all.
     drawn = set[float]()
-    cluster_bootstrap([1, 0, 0, 0], "abbb", statistic=lambda means: (drawn.update(means[:, 0]), means[:, 0])[1])
+    cluster_bootstrap(
+        [1, 0, 0, 0], "abbb", statistic=lambda means: (drawn.update(means[:, 0]), means[:, 0])[1]
+    )
     assert drawn == {1.0, 0.25, 0.0}
-    assert expanded_tail(5) == pytest.approx(stats.norm.cdf(-math.sqrt(5 / 4) * stats.t.ppf(0.975, 4)))
+    assert expanded_tail(5) == pytest.approx(
+        stats.norm.cdf(-math.sqrt(5 / 4) * stats.t.ppf(0.975, 4))
+    )
 
 
-@pytest.mark.parametrize(("num_clusters", "highest"), [(2, 1.0), (4, 1.0), (9, 1.0), (15, 1.0), (40, 0.985)])
+@pytest.mark.parametrize(
+    ("num_clusters", "highest"), [(2, 1.0), (4, 1.0), (9, 1.0), (15, 1.0), (40, 0.985)]
+)
 def test_accuracy_covers_with_few_prompts_and_with_many(num_clusters: int, highest: float) -> None:
     rng = np.random.default_rng(num_clusters)
     held = 0
@@ -104,7 +116,9 @@ def test_calibration_by_hand() -> None:
     assert bins[1]["mean_probability"] == pytest.approx(0.135)
     assert bins[1]["interval"] == wilson(1, 2)
     # Edges belong to the bin below them, and 0 to the first.
-    assert [bin["count"] for bin in reliability_curve([0.0, 0.1, 0.11, 0.5, 0.51, 1.0], [0] * 6)] == [2, 1, 1, 1, 1]
+    assert [
+        bin["count"] for bin in reliability_curve([0.0, 0.1, 0.11, 0.5, 0.51, 1.0], [0] * 6)
+    ] == [2, 1, 1, 1, 1]
     assert expected_calibration_error([], []) is None and reliability_curve([], []) == []
 
 

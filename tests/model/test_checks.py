@@ -39,7 +39,10 @@ SEQUENCES = [[5, 6, 7, 0], [5, 6, 8, 9, 0]]  # 0 is the end of text, 1 the paddi
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [
-        (lambda model: setattr(model.hf, "score", nn.Linear(32, 2, bias=False)), "2 labels, not one"),
+        (
+            lambda model: setattr(model.hf, "score", nn.Linear(32, 2, bias=False)),
+            "2 labels, not one",
+        ),
         (lambda model: model.to(torch.bfloat16), "not float32"),
         (lambda model: model.head.requires_grad_(False), "frozen"),
         (lambda model: setattr(model.head, "_save_to_state_dict", lambda *_: None), "not be saved"),
@@ -68,7 +71,9 @@ PROMPTS = [[3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [5], [13, 14, 15, 16, 17, 18, 19, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", ["tree", "rows"])
 def test_a_sound_policy_passes(dtype: torch.dtype, layout: Any) -> None:
-    check_policy(PolicyModel(causal_model("qwen3").to(dtype), layout=layout, chunk_tokens=7), PROMPTS)
+    check_policy(
+        PolicyModel(causal_model("qwen3").to(dtype), layout=layout, chunk_tokens=7), PROMPTS
+    )
 
 
 def noisy(policy: PolicyModel, *, on_trees: bool) -> PolicyModel:
@@ -78,15 +83,23 @@ def noisy(policy: PolicyModel, *, on_trees: bool) -> PolicyModel:
     def shake(_module: Any, _args: Any, output: Any) -> Any:
         hidden = output.last_hidden_state
         if hidden.dtype != torch.float32:
-            scale = 1.0 if on_trees and policy.hf.config._attn_implementation.startswith("treeward") else 0.15
-            output.last_hidden_state = hidden + scale * torch.randn(hidden.shape, generator=generator).to(hidden)
+            scale = (
+                1.0
+                if on_trees and policy.hf.config._attn_implementation.startswith("treeward")
+                else 0.15
+            )
+            output.last_hidden_state = hidden + scale * torch.randn(
+                hidden.shape, generator=generator
+            ).to(hidden)
         return output
 
     policy.hf.base_model.register_forward_hook(shake)
     return policy
 
 
-def test_a_policy_may_be_off_by_what_its_precision_costs_plain_rows(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_policy_may_be_off_by_what_its_precision_costs_plain_rows(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """SmolLM2 in bfloat16 is off by 0.09 a token on trees and in rows alike; off by more on trees is a fault."""
     caplog.set_level("INFO")
     before = causal_model("qwen3").to(torch.bfloat16).state_dict()
@@ -98,7 +111,11 @@ def test_a_policy_may_be_off_by_what_its_precision_costs_plain_rows(caplog: pyte
     with pytest.raises(ModelError, match="the log-probability that plain transformers gives"):
         check_policy(noisy(policy, on_trees=True), PROMPTS)
     exact = PolicyModel(causal_model("qwen3").to(torch.bfloat16).float())
-    check_policy(noisy(PolicyModel(causal_model("qwen3").to(torch.bfloat16)), on_trees=False), PROMPTS, exact=exact)
+    check_policy(
+        noisy(PolicyModel(causal_model("qwen3").to(torch.bfloat16)), on_trees=False),
+        PROMPTS,
+        exact=exact,
+    )
 
 
 def test_a_policy_whose_logits_are_not_those_of_transformers() -> None:
@@ -111,7 +128,9 @@ def test_a_policy_whose_logits_are_not_those_of_transformers() -> None:
     for scale in (1.01, float("nan")):
         policy = PolicyModel(causal_model("qwen3"))
         policy.hf.register_forward_hook(lambda _m, _a, output, s=scale: scaled(output, s))
-        with pytest.raises(ModelError, match="the log-probability that plain transformers gives") as raised:
+        with pytest.raises(
+            ModelError, match="the log-probability that plain transformers gives"
+        ) as raised:
             check_policy(policy, PROMPTS)
         assert "off a token, the mean of 45" in str(raised.value)
 
@@ -123,14 +142,19 @@ def model_of(family: str, **changes: Any) -> Any:
         return tiny_model(family, **changes)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        made = classifier_class(config, False)._from_config(config, dtype=torch.float32, attn_implementation="eager")
+        made = classifier_class(config, False)._from_config(
+            config, dtype=torch.float32, attn_implementation="eager"
+        )
     return randomise(made.eval())
 
 
 def rows_alone(hf: Any, sequences: list[list[int]]) -> torch.Tensor:
     """The last hidden state of one row at a time through the head: what plain transformers would do."""
     base, head = hf.base_model, hf.score
-    states = [base(input_ids=torch.tensor([s]), use_cache=False).last_hidden_state[:, -1] for s in sequences]
+    states = [
+        base(input_ids=torch.tensor([s]), use_cache=False).last_hidden_state[:, -1]
+        for s in sequences
+    ]
     return head(torch.cat(states))[:, 0]
 
 
@@ -177,12 +201,16 @@ def test_a_wrong_tree_is_not_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The probe notices a branch that sees its sibling."""
     hf = tiny_model("llama")
     assert why_not_tree(hf) is None
-    monkeypatch.setattr(PositionMask, "_visible", lambda self, tree: torch.ones(len(tree), len(tree)).tril().bool())
+    monkeypatch.setattr(
+        PositionMask, "_visible", lambda self, tree: torch.ones(len(tree), len(tree)).tril().bool()
+    )
     reason = why_not_tree(hf)
     assert reason is not None and "differ" in reason
 
 
-def test_a_mask_with_holes_beyond_the_probe_is_not_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mask_with_holes_beyond_the_probe_is_not_accepted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def dilated(_b: Any, _h: Any, query: Any, key: Any) -> Any:
         return (query - key < 64) | (key % 2 == 0)
 
@@ -198,7 +226,9 @@ def test_a_score_that_is_not_read_from_the_last_token_is_refused() -> None:
 
     def first_token(*args: Any, **kwargs: Any) -> Any:
         out = original(*args, **kwargs)
-        out.logits = out.logits + 1e-2  # ten times what is accepted in float32, as the scores are about 1
+        out.logits = (
+            out.logits + 1e-2
+        )  # ten times what is accepted in float32, as the scores are about 1
         return out
 
     hf.forward = first_token
@@ -239,7 +269,9 @@ def test_nothing_is_random_in_training_mode(family: str) -> None:
             setattr(config, name, 0.5)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        hf = classifier_class(config, False)._from_config(config, dtype=torch.float32, attn_implementation="eager")
+        hf = classifier_class(config, False)._from_config(
+            config, dtype=torch.float32, attn_implementation="eager"
+        )
     layout = "encoder" if hasattr(hf, "classifier") else "rows"
     model = RewardModel(hf, layout=layout).train()
     batch = model.make_batch([[[5, 6, 7, 8], [5, 6, 9]]])
@@ -249,7 +281,18 @@ def test_nothing_is_random_in_training_mode(family: str) -> None:
 
 def test_layers_with_heads_of_several_sizes_share_prefixes() -> None:
     """Gemma 4, whose configuration raises where it is asked for one size."""
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4}
-    small = {"num_key_value_heads": 2, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 300}
-    hf = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma4_text", vocab_size=300, **sizes, **small))
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+    }
+    small = {
+        "num_key_value_heads": 2,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": 300,
+    }
+    hf = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("gemma4_text", vocab_size=300, **sizes, **small)
+    )
     assert PolicyModel(hf).head_sizes == {256, 512} and why_not_tree(hf.eval()) is None

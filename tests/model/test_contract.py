@@ -21,13 +21,21 @@ def test_what_is_written_is_read(model_folder: Path, tmp_path: Path) -> None:
     contract = signed.model_copy(update={"rendering": rendering})
     path = write_contract(contract, tmp_path)
     again = read_contract(str(tmp_path))
-    assert path == tmp_path / CONTRACT_FILE and read_contract(tmp_path) == contract == again and again is not None
+    assert (
+        path == tmp_path / CONTRACT_FILE
+        and read_contract(tmp_path) == contract == again
+        and again is not None
+    )
     assert "é" in path.read_text(encoding="utf-8")
-    assert (stat.S_IMODE(path.stat().st_mode) & 0o044) == 0o044  # others may read the model, so this too
+    assert (
+        stat.S_IMODE(path.stat().st_mode) & 0o044
+    ) == 0o044  # others may read the model, so this too
     other = contract.model_copy(update={"treeward_version": "0.0"})
     assert other.scores_sha256 != contract.scores_sha256 == again.scores_sha256
     write_contract(other, tmp_path)
-    assert read_contract(tmp_path) == other and [file.name for file in tmp_path.iterdir()] == [CONTRACT_FILE]
+    assert read_contract(tmp_path) == other and [file.name for file in tmp_path.iterdir()] == [
+        CONTRACT_FILE
+    ]
 
 
 @pytest.mark.parametrize(
@@ -35,7 +43,10 @@ def test_what_is_written_is_read(model_folder: Path, tmp_path: Path) -> None:
     [
         ("{", "damaged"),
         ("{}", "damaged"),
-        ('{"version": 99}', "another version(?s:.*)field: version(?s:.*)99(?s:.*)need:  2(?s:.*)--write --force"),
+        (
+            '{"version": 99}',
+            "another version(?s:.*)field: version(?s:.*)99(?s:.*)need:  2(?s:.*)--write --force",
+        ),
     ],
 )
 def test_files_that_are_no_contract(text: str, message: str, tmp_path: Path) -> None:
@@ -45,7 +56,9 @@ def test_files_that_are_no_contract(text: str, message: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("damage", ["[" * 100_000, "negative", "huge", "many"])
-def test_a_contract_that_others_wrote_is_bounded(damage: str, model_folder: Path, tmp_path: Path) -> None:
+def test_a_contract_that_others_wrote_is_bounded(
+    damage: str, model_folder: Path, tmp_path: Path
+) -> None:
     """Each is an error that names the file."""
     file = tmp_path / CONTRACT_FILE
     content = json.loads((model_folder / CONTRACT_FILE).read_text())

@@ -11,7 +11,12 @@ import pytest
 import torch
 from families import score_error, tiny_model
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast, pipeline
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    pipeline,
+)
 
 from treeward.data.rendering import Renderer
 from treeward.model.export import export_model
@@ -34,7 +39,9 @@ def trained(family: str, tiny_tokenizer: Any, **changes: Any) -> tuple[RewardMod
 
 
 @torch.no_grad()
-def plain_code(folder: Path, conversations: list[list[dict[str, Any]]], *, batch: bool, **options: Any) -> torch.Tensor:
+def plain_code(
+    folder: Path, conversations: list[list[dict[str, Any]]], *, batch: bool, **options: Any
+) -> torch.Tensor:
     """What a user of transformers would write."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForSequenceClassification.from_pretrained(folder, **options).eval()
@@ -43,13 +50,19 @@ def plain_code(folder: Path, conversations: list[list[dict[str, Any]]], *, batch
         inputs = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt")
         inputs.pop("token_type_ids", None)
         return model(**inputs).logits[:, 0].float()
-    rows = [tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids for text in texts]
+    rows = [
+        tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids for text in texts
+    ]
     return torch.cat([model(input_ids=row).logits[:, 0].float() for row in rows])
 
 
 @torch.no_grad()
-def our_scores(model: RewardModel, renderer: Renderer, conversations: list[list[dict[str, Any]]]) -> torch.Tensor:
-    return model(model.make_batch([[renderer.encode(conversation) for conversation in conversations]]))
+def our_scores(
+    model: RewardModel, renderer: Renderer, conversations: list[list[dict[str, Any]]]
+) -> torch.Tensor:
+    return model(
+        model.make_batch([[renderer.encode(conversation) for conversation in conversations]])
+    )
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma3", "gpt2", "bert"])
@@ -61,7 +74,10 @@ def test_plain_transformers_gives_the_same_scores(
     want = our_scores(model, renderer, conversations)
     export_model(model, tokenizer, tmp_path / "out", chat_template=renderer.chat_template)
     assert float(want.std()) > 0.05
-    for batch in (False, True):  # padded rows too: transformers looks for the last token that is not padding
+    for batch in (
+        False,
+        True,
+    ):  # padded rows too: transformers looks for the last token that is not padding
         got = plain_code(tmp_path / "out", conversations, batch=batch, attn_implementation="eager")
         assert score_error(got, want) <= 1e-5
     scorer = Scorer.load(tmp_path / "out", device="cpu")
@@ -70,7 +86,9 @@ def test_plain_transformers_gives_the_same_scores(
 
 
 @pytest.mark.parametrize("family", ["llama", "bert"])
-@pytest.mark.parametrize("template", [None, "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"])
+@pytest.mark.parametrize(
+    "template", [None, "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"]
+)
 def test_the_frame_of_the_tokenizer_is_in_the_exported_template(
     family: str, template: str | None, conversations: Any, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
@@ -86,7 +104,9 @@ def test_the_frame_of_the_tokenizer_is_in_the_exported_template(
     export_model(model, tokenizer, tmp_path / "out", chat_template=renderer.chat_template)
     got = plain_code(tmp_path / "out", conversations, batch=False, attn_implementation="eager")
     assert score_error(got, want) <= 1e-5
-    scores = torch.tensor([score.score for score in Scorer.load(tmp_path / "out", device="cpu").score(conversations)])
+    scores = torch.tensor(
+        [score.score for score in Scorer.load(tmp_path / "out", device="cpu").score(conversations)]
+    )
     assert score_error(scores, want) <= 1e-5
 
 
@@ -100,7 +120,10 @@ def framing(tokenizer: Any, ends: tuple[str, str | None]) -> Any:
     )
     names = {"bos_token": first} if last is None else {"cls_token": first, "sep_token": last}
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token=tokenizer.eos_token, pad_token=tokenizer.pad_token, **names
+        tokenizer_object=backend,
+        eos_token=tokenizer.eos_token,
+        pad_token=tokenizer.pad_token,
+        **names,
     )
 
 
@@ -110,19 +133,37 @@ def test_bfloat16_export(conversations: Any, tiny_tokenizer: Any, tmp_path: Path
     model, tokenizer = trained("llama", tiny_tokenizer)
     renderer = Renderer(tokenizer)
     want = our_scores(model, renderer, conversations)
-    export_model(model, tokenizer, tmp_path / "out", chat_template=renderer.chat_template, dtype=torch.bfloat16)
+    export_model(
+        model,
+        tokenizer,
+        tmp_path / "out",
+        chat_template=renderer.chat_template,
+        dtype=torch.bfloat16,
+    )
     stored = load_file(tmp_path / "out" / "model.safetensors")
-    assert {name for name, tensor in stored.items() if tensor.dtype == torch.float32} == {"score.weight"}
+    assert {name for name, tensor in stored.items() if tensor.dtype == torch.float32} == {
+        "score.weight"
+    }
     assert torch.equal(stored["score.weight"], model.head.weight)
-    assert json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))["dtype"] == "bfloat16"
+    assert (
+        json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))["dtype"]
+        == "bfloat16"
+    )
     # Rounding the weights is the only difference when the arithmetic is float32; bfloat16 arithmetic rounds more.
-    assert score_error(plain_code(tmp_path / "out", conversations, batch=True, dtype=torch.float32), want) <= 2e-2
+    assert (
+        score_error(
+            plain_code(tmp_path / "out", conversations, batch=True, dtype=torch.float32), want
+        )
+        <= 2e-2
+    )
     assert score_error(plain_code(tmp_path / "out", conversations, batch=True), want) <= 5e-2
     ours = load_classifier(tmp_path / "out", dtype=torch.bfloat16).model
     assert score_error(our_scores(ours, renderer, conversations), want) <= 5e-2
 
 
-def test_pipelines_of_transformers_give_the_raw_score(conversations: Any, tiny_tokenizer: Any, tmp_path: Path) -> None:
+def test_pipelines_of_transformers_give_the_raw_score(
+    conversations: Any, tiny_tokenizer: Any, tmp_path: Path
+) -> None:
     """They apply a sigmoid to a single label unless the configuration says that it is a regression."""
     model, tokenizer = trained("llama", tiny_tokenizer)
     renderer, conversations = Renderer(tokenizer), conversations[:4]

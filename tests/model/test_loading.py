@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from families import CAUSAL_ONLY, causal_model, config_of, forest, plain_log_probs, randomise, score_error, tiny_model
+from families import (
+    CAUSAL_ONLY,
+    causal_model,
+    config_of,
+    forest,
+    plain_log_probs,
+    randomise,
+    score_error,
+    tiny_model,
+)
 from messages import edit_json, replace_text
 from safetensors.torch import load_file, save_file
 from signed import SIZES
@@ -32,7 +41,9 @@ def causal_lm(family: str = "llama", **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
-def test_a_causal_lm_gets_one_label_and_a_head_drawn_from_the_seed(family: str, save: Callable[..., Path]) -> None:
+def test_a_causal_lm_gets_one_label_and_a_head_drawn_from_the_seed(
+    family: str, save: Callable[..., Path]
+) -> None:
     lm = causal_lm(family)
     folder = save(lm)
     torch.manual_seed(1)
@@ -43,7 +54,9 @@ def test_a_causal_lm_gets_one_label_and_a_head_drawn_from_the_seed(family: str, 
     assert head.shape == (1, 32) and head.dtype == torch.float32
     drawn = torch.randn(1, 32, generator=torch.Generator().manual_seed(5))
     torch.testing.assert_close(head.detach(), drawn / 33**0.5)
-    assert torch.equal(head, again.model.head.weight) and not torch.equal(head, other.model.head.weight)
+    assert torch.equal(head, again.model.head.weight) and not torch.equal(
+        head, other.model.head.weight
+    )
     assert loaded.model.hf.config.num_labels == 1
     backbone = dict(lm.base_model.named_parameters())
     for name, weight in loaded.model.backbone.named_parameters():
@@ -68,7 +81,10 @@ def test_broken_files_are_refused(save: Callable[..., Path]) -> None:
     folder = save(tiny_model("llama"))
     config, weights = folder / "config.json", folder / "model.safetensors"
     text = config.read_text(encoding="utf-8")
-    for wrong, message in ((text.replace('"hidden_size": 32', '"hidden_size": "wide"'), "expected int"), ("{", "")):
+    for wrong, message in (
+        (text.replace('"hidden_size": 32', '"hidden_size": "wide"'), "expected int"),
+        ("{", ""),
+    ):
         config.write_text(wrong, encoding="utf-8")
         with pytest.raises(ModelError, match=rf"cannot be loaded(?s:.*){message}"):
             load_classifier(folder)
@@ -77,7 +93,9 @@ def test_broken_files_are_refused(save: Callable[..., Path]) -> None:
     with pytest.raises(ModelError, match="cannot be loaded"):
         load_classifier(folder)
     weights.unlink()
-    torch.save(tiny_model("llama").state_dict(), folder / "pytorch_model.bin")  # it is never unpickled
+    torch.save(
+        tiny_model("llama").state_dict(), folder / "pytorch_model.bin"
+    )  # it is never unpickled
     with pytest.raises(ModelError, match=r"cannot be loaded(?s:.*)safetensors"):
         load_classifier(folder)
 
@@ -97,7 +115,11 @@ def test_padding_that_is_the_end_of_text_gets_a_token_of_its_own(
     folder = save(tiny_model("llama"), tokenizer_with(tiny_tokenizer, pad_token=pad))
     loaded = load_classifier(folder)
     assert loaded.tokenizer.pad_token == "<|pad|>" and loaded.model.num_embeddings == 600
-    assert loaded.model.hf.config.pad_token_id == loaded.tokenizer.pad_token_id != loaded.tokenizer.eos_token_id
+    assert (
+        loaded.model.hf.config.pad_token_id
+        == loaded.tokenizer.pad_token_id
+        != loaded.tokenizer.eos_token_id
+    )
 
 
 def test_the_end_of_turn_is_trained_where_it_was_the_padding_token(
@@ -106,7 +128,9 @@ def test_the_end_of_turn_is_trained_where_it_was_the_padding_token(
     """PyTorch gives an embedding's `padding_idx` no gradient; fresh and loaded again, the two models train alike."""
     tokenizer = tokenizer_with(tiny_tokenizer, pad_token="<|endoftext|>")
     end = tokenizer.eos_token_id
-    fresh = load_classifier(save(tiny_model("llama", pad_token_id=end, eos_token_id=end), tokenizer))
+    fresh = load_classifier(
+        save(tiny_model("llama", pad_token_id=end, eos_token_id=end), tokenizer)
+    )
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     export_model(fresh.model, fresh.tokenizer, tmp_path / "resumed", chat_template=template)
     resumed = load_classifier(tmp_path / "resumed")
@@ -121,7 +145,9 @@ def test_the_end_of_turn_is_trained_where_it_was_the_padding_token(
         assert torch.equal(gradients[0], gradients[1]), layout
 
 
-def test_without_a_spare_one_the_vocabulary_grows(save: Callable[..., Path], tiny_tokenizer: Any) -> None:
+def test_without_a_spare_one_the_vocabulary_grows(
+    save: Callable[..., Path], tiny_tokenizer: Any
+) -> None:
     tokenizer = tokenizer_with(tiny_tokenizer, pad_token="<|endoftext|>")
     files = save(tiny_model("llama"), tokenizer)
     replace_text(files / "tokenizer.json", "<|pad|>", "<|other|>")
@@ -133,7 +159,9 @@ def test_without_a_spare_one_the_vocabulary_grows(save: Callable[..., Path], tin
         loaded.model.score_tokens([[5, 600]])
     torch.manual_seed(2)
     again = load_classifier(files, head_seed=4)
-    assert torch.equal(loaded.model.hf.get_input_embeddings().weight, again.model.hf.get_input_embeddings().weight)
+    assert torch.equal(
+        loaded.model.hf.get_input_embeddings().weight, again.model.hf.get_input_embeddings().weight
+    )
 
 
 def test_several_ends_of_text(save: Callable[..., Path], tiny_tokenizer: Any) -> None:
@@ -142,25 +170,49 @@ def test_several_ends_of_text(save: Callable[..., Path], tiny_tokenizer: Any) ->
     folder = save(tiny_model("llama", eos_token_id=[0, pad, 5]))
     loaded = load_classifier(folder)
     assert loaded.tokenizer.pad_token == "<|treeward_pad|>"
-    assert load_classifier(save(tiny_model("llama", eos_token_id=[0, 5]))).tokenizer.pad_token == "<|pad|>"
+    assert (
+        load_classifier(save(tiny_model("llama", eos_token_id=[0, 5]))).tokenizer.pad_token
+        == "<|pad|>"
+    )
 
 
 @pytest.mark.parametrize(
     ("family", "layout"),
-    [("granite", "tree"), ("cohere2", "tree"), ("gemma3n", "tree"), ("llama4", "tree"), ("mamba", "rows")],
+    [
+        ("granite", "tree"),
+        ("cohere2", "tree"),
+        ("gemma3n", "tree"),
+        ("llama4", "tree"),
+        ("mamba", "rows"),
+    ],
 )
 def test_families_without_a_sequence_classifier(
     family: str, layout: str, save: Callable[..., Path], tmp_path: Path, tiny_tokenizer: Any
 ) -> None:
     """They train and export, and load again with treeward."""
-    own = {"state_size": 4} if family == "mamba" else {"intermediate_size": 64, "num_attention_heads": 4}
-    fields = {"model_type": family, "hidden_size": 32, "num_hidden_layers": 2, **own, **CAUSAL_ONLY.get(family, {})}
+    own = (
+        {"state_size": 4}
+        if family == "mamba"
+        else {"intermediate_size": 64, "num_attention_heads": 4}
+    )
+    fields = {
+        "model_type": family,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        **own,
+        **CAUSAL_ONLY.get(family, {}),
+    }
     loaded = build_reward_model(fields, tiny_tokenizer, seed=3)
     assert loaded.model.layout == layout
     model = loaded.model.eval()
     with torch.no_grad():
         want = model(model.make_batch(forest()))
-    export_model(model, loaded.tokenizer, tmp_path / "out", chat_template=Renderer(loaded.tokenizer).chat_template)
+    export_model(
+        model,
+        loaded.tokenizer,
+        tmp_path / "out",
+        chat_template=Renderer(loaded.tokenizer).chat_template,
+    )
     reloaded = load_classifier(tmp_path / "out").model
     with torch.no_grad():
         assert score_error(reloaded(reloaded.make_batch(forest())), want) <= 1e-5
@@ -170,7 +222,10 @@ def test_families_without_a_sequence_classifier(
     ("fields", "message"),
     [
         ({"model_type": "lama"}, "no such model type(?s:.*)did you mean llama"),
-        ({**LLAMA, "hiden_size": 64}, "llama has no such field(?s:.*)hiden_size(?s:.*)did you mean hidden_size"),
+        (
+            {**LLAMA, "hiden_size": 64},
+            "llama has no such field(?s:.*)hiden_size(?s:.*)did you mean hidden_size",
+        ),
         ({**LLAMA, "vocab_size": 10}, "follows from the tokenizer(?s:.*)vocab_size"),
         ({**LLAMA, "num_attention_heads": 5}, "no model can be built(?s:.*)not a multiple"),
         ({**LLAMA, "num_attention_heads": 0}, "no model can be built(?s:.*)ZeroDivisionError"),
@@ -185,7 +240,9 @@ def test_remote_code_is_not_run(save: Callable[..., Path], tmp_path: Path) -> No
     folder = save(tiny_model("llama"))
     edit_json(folder / "config.json", model_type="mine", auto_map={"AutoConfig": "mine.MyConfig"})
     marker = tmp_path / "ran"
-    (folder / "mine.py").write_text(f"open({str(marker)!r}, 'w').close()\nclass MyConfig: pass\n", encoding="utf-8")
+    (folder / "mine.py").write_text(
+        f"open({str(marker)!r}, 'w').close()\nclass MyConfig: pass\n", encoding="utf-8"
+    )
     with pytest.raises(ModelError):
         load_classifier(folder)
     assert not marker.exists()
@@ -197,7 +254,9 @@ def test_bfloat16_keeps_the_head_alone_in_float32(family: str, save: Any) -> Non
     loaded = load_classifier(folder, dtype=torch.bfloat16)
     head = head_name(loaded.model.hf)
     for name, parameter in loaded.model.hf.named_parameters():
-        assert parameter.dtype == (torch.float32 if name.split(".")[0] == head else torch.bfloat16), name
+        assert parameter.dtype == (
+            torch.float32 if name.split(".")[0] == head else torch.bfloat16
+        ), name
     exact = load_classifier(folder).model
     ids = [[5, 6, 7, 8], [9, 6, 7, 0]]
     assert loaded.model.score_tokens(ids) == pytest.approx(exact.score_tokens(ids).numpy(), abs=0.2)
@@ -211,8 +270,14 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 def difference(policy: PolicyModel, hf: Any) -> float:
     with torch.no_grad():
         ours = policy.log_probs(GROUPS, STARTS).values_SL
-        rows = [plain_log_probs(hf, ids, start)[0] for ids, start in zip(GROUPS[0], STARTS[0], strict=True)]
-    return max(float((values[: len(row)] - row).abs().max()) for values, row in zip(ours, rows, strict=True))
+        rows = [
+            plain_log_probs(hf, ids, start)[0]
+            for ids, start in zip(GROUPS[0], STARTS[0], strict=True)
+        ]
+    return max(
+        float((values[: len(row)] - row).abs().max())
+        for values, row in zip(ours, rows, strict=True)
+    )
 
 
 def test_a_policy_trains_the_token_that_pads(save: Callable[..., Path]) -> None:
@@ -226,8 +291,14 @@ def test_fields_of_the_configuration_are_overridden(save: Callable[..., Path]) -
     hf = causal_model("llama")
     folder = save(hf)
     theta = {"rope_theta": 100.0, "rope_type": "default"}
-    loaded = load_policy(folder, config_overrides={"max_position_embeddings": 77, "rope_parameters": theta})
-    assert loaded.model.max_positions == 77 and loaded.model.layout == "tree" and not loaded.model.hf.training
+    loaded = load_policy(
+        folder, config_overrides={"max_position_embeddings": 77, "rope_parameters": theta}
+    )
+    assert (
+        loaded.model.max_positions == 77
+        and loaded.model.layout == "tree"
+        and not loaded.model.hf.training
+    )
     assert loaded.tokenizer.padding_side == "right"
     changed = AutoModelForCausalLM.from_pretrained(folder, rope_parameters=theta)
     assert difference(loaded.model, changed) < 1e-5 < 1e-3 < difference(loaded.model, hf)
@@ -243,7 +314,10 @@ def test_what_is_no_policy_is_refused(save: Callable[..., Path], tmp_path: Path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ModelError, match="cannot be loaded"):
         load_policy(tmp_path / "empty")
-    with pytest.raises(ModelError, match=r"a classifier(?s:.*)policy.model_name(?s:.*)LlamaForSequenceClassification"):
+    with pytest.raises(
+        ModelError,
+        match=r"a classifier(?s:.*)policy.model_name(?s:.*)LlamaForSequenceClassification",
+    ):
         load_policy(save(tiny_model("llama")))
     folder = tmp_path / "no-tokenizer"
     causal_model("llama").save_pretrained(folder)
@@ -252,7 +326,9 @@ def test_what_is_no_policy_is_refused(save: Callable[..., Path], tmp_path: Path)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "phi3", "mixtral", "gpt_oss"])
-def test_an_export_is_loaded_by_plain_transformers(family: str, tmp_path: Path, tiny_tokenizer: Any) -> None:
+def test_an_export_is_loaded_by_plain_transformers(
+    family: str, tmp_path: Path, tiny_tokenizer: Any
+) -> None:
     policy = PolicyModel(causal_model(family))
     own = tiny_tokenizer.chat_template
     export_model(policy, tiny_tokenizer, tmp_path / "out", chat_template=TEMPLATE)
@@ -260,7 +336,9 @@ def test_an_export_is_loaded_by_plain_transformers(family: str, tmp_path: Path, 
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
     assert plain.dtype == torch.float32 and difference(policy, plain) < 1e-5
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
+    assert (
+        tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
+    )
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])

@@ -20,7 +20,12 @@ from families import causal_model, config_of, gradient_error, plain_log_probs
 from messages import edit_json
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
 from transformers.pytorch_utils import Conv1D
 
 from treeward import Scorer
@@ -43,13 +48,18 @@ from treeward.model.policy_model import PolicyModel
 
 CONFIG = LoraConfig(enabled=True, dim=4, alpha=12)
 TIED = {"qwen3": {"tie_word_embeddings": True}}
-GROUPS = [[[5, 6, 7, 8, 9, 10], [5, 6, 7, 8, 11], [5, 6, 7, 12, 13, 14, 15]], [[20, 21, 22, 23], [20, 21, 24]]]
+GROUPS = [
+    [[5, 6, 7, 8, 9, 10], [5, 6, 7, 8, 11], [5, 6, 7, 12, 13, 14, 15]],
+    [[20, 21, 22, 23], [20, 21, 24]],
+]
 STARTS = [[3, 3, 3], [2, 2]]
 CHUNK = 4
 """The same wherever bits are compared: how a matrix product rounds depends on its size."""
 
 
-def adapted(hf: PreTrainedModel, config: LoraConfig = CONFIG, *, fresh: bool = False, seed: int = 1) -> PolicyModel:
+def adapted(
+    hf: PreTrainedModel, config: LoraConfig = CONFIG, *, fresh: bool = False, seed: int = 1
+) -> PolicyModel:
     """With adapters that matter, as after some training, unless they are to be fresh."""
     policy = PolicyModel(hf, chunk_tokens=CHUNK)
     add_adapters(policy, config, seed=seed)
@@ -64,7 +74,11 @@ def adapted(hf: PreTrainedModel, config: LoraConfig = CONFIG, *, fresh: bool = F
 def assert_as_rows(policy: PolicyModel, model: Any, tolerance: float = 2e-5) -> None:
     with torch.no_grad():
         got = policy.log_probs(GROUPS, STARTS)
-        rows = [plain_log_probs(model, s, starts[0])[0] for g, starts in zip(GROUPS, STARTS, strict=True) for s in g]
+        rows = [
+            plain_log_probs(model, s, starts[0])[0]
+            for g, starts in zip(GROUPS, STARTS, strict=True)
+            for s in g
+        ]
     for values, row in zip(got.values_SL, rows, strict=True):
         assert float((values[: len(row)] - row).abs().max()) < tolerance
 
@@ -83,12 +97,22 @@ def test_values_and_gradients_are_those_of_peft_on_plain_rows(family: str, tmp_p
     got = policy.log_probs(GROUPS, STARTS)
     assert_as_rows(policy, model)
     with without_adapters(policy), torch.no_grad():
-        assert float((policy.log_probs(GROUPS, STARTS).values_SL - got.values_SL).abs().max()) > 0.01
+        assert (
+            float((policy.log_probs(GROUPS, STARTS).values_SL - got.values_SL).abs().max()) > 0.01
+        )
     weights = torch.linspace(-1, 1, got.values_SL.numel()).reshape(got.values_SL.shape)
     (got.values_SL * weights).sum().backward()
-    rows = [plain_log_probs(model, s, starts[0])[0] for g, starts in zip(GROUPS, STARTS, strict=True) for s in g]
-    torch.stack([(row * weights[i, : len(row)]).sum() for i, row in enumerate(rows)]).sum().backward()
-    trained = {n.replace(".default", ""): p.grad for n, p in model.named_parameters() if p.requires_grad}
+    rows = [
+        plain_log_probs(model, s, starts[0])[0]
+        for g, starts in zip(GROUPS, STARTS, strict=True)
+        for s in g
+    ]
+    torch.stack(
+        [(row * weights[i, : len(row)]).sum() for i, row in enumerate(rows)]
+    ).sum().backward()
+    trained = {
+        n.replace(".default", ""): p.grad for n, p in model.named_parameters() if p.requires_grad
+    }
     ours = {name: weight.grad for name, weight in adapter_state(policy).items()}
     assert all(grad is not None and bool(grad.any()) for grad in ours.values())
     assert gradient_error(ours, trained) < 1e-5  # type: ignore[arg-type]
@@ -117,34 +141,51 @@ def test_a_fresh_adapter_changes_no_bit(family: str, dtype: torch.dtype) -> None
             weight.copy_(adapters[name])
     merged = dict(exported_weights(policy, torch.float32))
     for name, weight in before.items():
-        first, second = (adapters.get(f"base_model.model.{name.removesuffix('.weight')}.lora_{x}.weight") for x in "AB")
-        if first is not None and second is not None:  # alpha / dim is 3; nothing is rounded to the base's dtype
+        first, second = (
+            adapters.get(f"base_model.model.{name.removesuffix('.weight')}.lora_{x}.weight")
+            for x in "AB"
+        )
+        if (
+            first is not None and second is not None
+        ):  # alpha / dim is 3; nothing is rounded to the base's dtype
             delta = 3 * (second.double() @ first.double())
             torch.testing.assert_close(
-                merged[name].double(), weight.double() + (delta.T if family == "gpt2" else delta), rtol=1e-5, atol=1e-5
+                merged[name].double(),
+                weight.double() + (delta.T if family == "gpt2" else delta),
+                rtol=1e-5,
+                atol=1e-5,
             )
 
 
 def test_which_layers_are_adapted(caplog: pytest.LogCaptureFixture) -> None:
     def names(family: str = "llama", **fields: Any) -> set[str]:
         policy = adapted(causal_model(family), LoraConfig(enabled=True, **fields))
-        found = {name.removeprefix("base_model.model.").rsplit(".", 2)[0] for name in adapter_state(policy)}
+        found = {
+            name.removeprefix("base_model.model.").rsplit(".", 2)[0]
+            for name in adapter_state(policy)
+        }
         trained = {n for n, p in policy.hf.named_parameters() if p.requires_grad}
-        assert trained == {n for n, _ in policy.hf.named_parameters() if ".lora_" in n} and len(trained) == 2 * len(
-            found
-        )
+        assert trained == {n for n, _ in policy.hf.named_parameters() if ".lora_" in n} and len(
+            trained
+        ) == 2 * len(found)
         return found
 
     attention = {f"model.layers.{i}.self_attn.{part}_proj" for i in range(2) for part in "qkvo"}
-    dense = {f"model.layers.{i}.mlp.{part}_proj" for i in range(2) for part in ("gate", "up", "down")}
+    dense = {
+        f"model.layers.{i}.mlp.{part}_proj" for i in range(2) for part in ("gate", "up", "down")
+    }
     only = {"match_all_linear": False}
     with caplog.at_level(logging.INFO, "treeward"):
         assert names() == attention | dense
         assert names("mixtral") == names("gpt_oss") == attention
-    assert "14 layers: down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj." in caplog.text
+    assert (
+        "14 layers: down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj." in caplog.text
+    )
     assert names(exclude_modules=("*.mlp.*",)) == attention
     assert names(exclude_modules=("q_proj", "1.self_attn.k_proj", "*.mlp.*")) == {
-        name for name in attention if "q_proj" not in name and name != "model.layers.1.self_attn.k_proj"
+        name
+        for name in attention
+        if "q_proj" not in name and name != "model.layers.1.self_attn.k_proj"
     }
     assert names(**only, target_modules=("*.0.mlp.*", "v_proj")) == {
         name for name in attention | dense if "0.mlp" in name or "v_proj" in name
@@ -157,11 +198,23 @@ def test_which_layers_are_adapted(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize(
     ("family", "fields", "message"),
     [
-        ("llama", {"target_modules": ("query",)}, r"no linear layer has this name(?s:.*)target_modules(?s:.*)q_proj"),
+        (
+            "llama",
+            {"target_modules": ("query",)},
+            r"no linear layer has this name(?s:.*)target_modules(?s:.*)q_proj",
+        ),
         ("llama", {"match_all_linear": True, "exclude_modules": ("*",)}, "no layer is adapted"),
         ("llama", {"target_modules": ("lm_head",)}, "takes no adapter(?s:.*)lm_head"),
-        ("deepseek_v3", {"target_modules": ("up_proj", "o_proj")}, "takes no adapter(?s:.*)up_proj"),
-        ("mamba", {"match_all_linear": True}, "peft cannot adapt this model(?s:.*)out_proj(?s:.*)exclude_modules"),
+        (
+            "deepseek_v3",
+            {"target_modules": ("up_proj", "o_proj")},
+            "takes no adapter(?s:.*)up_proj",
+        ),
+        (
+            "mamba",
+            {"match_all_linear": True},
+            "peft cannot adapt this model(?s:.*)out_proj(?s:.*)exclude_modules",
+        ),
     ],
 )
 def test_what_cannot_be_adapted(family: str, fields: dict[str, Any], message: str) -> None:
@@ -176,7 +229,9 @@ def test_the_reference_is_the_frozen_model() -> None:
     policy = adapted(hf)
     reference = AdapterReference(policy)
     with torch.no_grad():
-        want = PolicyModel(plain, chunk_tokens=CHUNK).log_probs(GROUPS, STARTS, temperature=0.8, entropies=True)
+        want = PolicyModel(plain, chunk_tokens=CHUNK).log_probs(
+            GROUPS, STARTS, temperature=0.8, entropies=True
+        )
         on = policy.log_probs(GROUPS, STARTS)
     got = reference.log_probs(GROUPS, STARTS, temperature=0.8, entropies=True)
     assert not got.values_SL.requires_grad and torch.equal(got.values_SL, want.values_SL)
@@ -209,11 +264,16 @@ def test_loading_puts_back_the_bits(tmp_path: Path) -> None:
     other = adapted(causal_model("qwen3"), seed=9)
     load_adapters(other, tmp_path / "saved")
     for name, weight in adapter_state(policy).items():
-        assert torch.equal(weight, adapter_state(other)[name]) and adapter_state(other)[name].requires_grad
+        assert (
+            torch.equal(weight, adapter_state(other)[name])
+            and adapter_state(other)[name].requires_grad
+        )
     with torch.no_grad():
         one, two = (p.log_probs(GROUPS, STARTS).values_SL for p in (policy, other))
     assert torch.equal(one, two)
-    few = LoraConfig(enabled=True, dim=4, alpha=12, match_all_linear=False, target_modules=["q_proj"])
+    few = LoraConfig(
+        enabled=True, dim=4, alpha=12, match_all_linear=False, target_modules=["q_proj"]
+    )
     save_adapters(adapted(causal_model("qwen3"), few), tmp_path / "few")
     with pytest.raises(CheckpointError, match=r"lack layers of the model(?s:.*)layers\.0"):
         load_adapters(other, tmp_path / "few")
@@ -230,22 +290,33 @@ def test_a_policy_of_four_bits_is_exported_as_it_computes(
 ) -> None:
     """gpt2 keeps its weights turned; the layers without adapters have four bits too."""
     hf = load_policy(save(causal_model(family)), load_in_4bit=True).model.hf
-    dense = {name for name, module in causal_model(family).named_modules() if isinstance(module, nn.Linear | Conv1D)}
-    assert {name for name, module in hf.named_modules() if is_quantized(module)} == dense - {"lm_head"}
+    dense = {
+        name
+        for name, module in causal_model(family).named_modules()
+        if isinstance(module, nn.Linear | Conv1D)
+    }
+    assert {name for name, module in hf.named_modules() if is_quantized(module)} == dense - {
+        "lm_head"
+    }
     assert {weight.dtype for weight in hf.parameters()} == {torch.uint8, torch.float32}
     exclude = ("0.mlp.c_proj",) if family == "gpt2" else ("0.self_attn.o_proj",)
     policy = adapted(hf, CONFIG.model_copy(update={"exclude_modules": exclude})).eval()
     export_model(policy, tiny_tokenizer, tmp_path / "merged", chat_template="{{ messages }}")
     assert_as_rows(policy, AutoModelForCausalLM.from_pretrained(tmp_path / "merged"))
     save_adapters(policy, tmp_path / "adapters")
-    with pytest.raises(AssertionError):  # beside weights that never had four bits they are another model
+    with pytest.raises(
+        AssertionError
+    ):  # beside weights that never had four bits they are another model
         assert_as_rows(policy, peft_model(tmp_path / "adapters", causal_model(family)))
     load_policy(tmp_path / "adapters")
     with pytest.raises(ModelError, match="four bits(?s:.*)merge_and_unload"):
         load_policy(tmp_path / "adapters", load_in_4bit=True)
 
 
-CONVERSATION = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "It is 4."}]
+CONVERSATION = [
+    {"role": "user", "content": "What is 2 + 2?"},
+    {"role": "assistant", "content": "It is 4."},
+]
 
 
 @pytest.fixture
@@ -270,15 +341,21 @@ def logits(hf: Any, ids: list[int]) -> torch.Tensor:
         return hf(input_ids=torch.tensor([ids]), use_cache=False).logits[0]  # type: ignore[no-any-return]
 
 
-def test_a_folder_of_adapters_is_a_reward_model(adapters: Any, write_rows: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_folder_of_adapters_is_a_reward_model(
+    adapters: Any, write_rows: Callable[..., Path], tmp_path: Path
+) -> None:
     folder, model = adapters("SEQ_CLS")
     rows, output = write_rows("rows.jsonl", [{"messages": CONVERSATION}]), tmp_path / "scores.jsonl"
     assert main(["score", str(folder), "--data", str(rows), "--output", str(output)]) == 0
     ids = Scorer.load(folder).renderer.encode(CONVERSATION)
-    assert json.loads(output.read_text())["score"] == pytest.approx(float(logits(model, ids)), abs=1e-5)
+    assert json.loads(output.read_text())["score"] == pytest.approx(
+        float(logits(model, ids)), abs=1e-5
+    )
     trained = load_classifier(folder, head_seed=1).model  # its head is not drawn anew
     saved = load_file(folder / "adapter_model.safetensors")["base_model.model.score.weight"]
-    assert torch.equal(trained.head.weight, saved) and all(one.requires_grad for one in trained.parameters())
+    assert torch.equal(trained.head.weight, saved) and all(
+        one.requires_grad for one in trained.parameters()
+    )
     half = load_classifier(folder, dtype=torch.bfloat16).model
     assert half.head.weight.dtype == torch.float32 and half.hf.dtype == torch.bfloat16
     with pytest.raises(ModelError, match="cannot write completions"):
@@ -293,7 +370,9 @@ def test_a_folder_of_adapters_is_a_policy(adapters: Any, tmp_path: Path) -> None
     with pytest.raises(ModelError, match="no reward head"):
         load_classifier(folder)
     assert load_classifier(folder, head_seed=1).model.num_heads == 1
-    add_adapters(loaded.model, LoraConfig(enabled=True), seed=1)  # their base is that policy, not its base
+    add_adapters(
+        loaded.model, LoraConfig(enabled=True), seed=1
+    )  # their base is that policy, not its base
     save_adapters(loaded.model, tmp_path / "next")
     again = load_policy(tmp_path / "next").model.hf
     assert float((logits(again, ids) - logits(model, ids)).abs().max()) < 1e-4
@@ -302,7 +381,9 @@ def test_a_folder_of_adapters_is_a_policy(adapters: Any, tmp_path: Path) -> None
 def test_weights_that_nobody_trained_are_no_scores(
     adapters: Any, save: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, _ = adapters("FEATURE_EXTRACTION")  # the head has adapters, and its own weights were not saved
+    folder, _ = adapters(
+        "FEATURE_EXTRACTION"
+    )  # the head has adapters, and its own weights were not saved
     with pytest.raises(ModelError, match="no reward head"):
         Scorer.load(folder)
     # without the pooler that a classifier draws, and peft does not save
@@ -333,7 +414,10 @@ def test_a_quantised_base_and_tied_embeddings_are_not_merged(
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda folder, base: rebased(folder, base / "gone"), "base model of these adapters is not there(?s:.*)gone"),
+        (
+            lambda folder, base: rebased(folder, base / "gone"),
+            "base model of these adapters is not there(?s:.*)gone",
+        ),
         (lambda folder, base: rebased(folder, None), "base model of these adapters is not there"),
         (lambda folder, base: rebased(folder, folder), "the folder itself"),
         (

@@ -9,7 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import CAUSAL_ONLY, DECODERS, VOCABULARY, causal_model, gradient_error, plain_log_probs, randomise
+from families import (
+    CAUSAL_ONLY,
+    DECODERS,
+    VOCABULARY,
+    causal_model,
+    gradient_error,
+    plain_log_probs,
+    randomise,
+)
 from torch import Tensor, distributed, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -26,7 +34,10 @@ def groups_of_completions(seed: int = 0) -> tuple[list[list[list[int]]], list[li
     first, second = draw(13), draw(5)
     start, tail = draw(4), draw(6)
     completions = [start + tail, start + draw(3), draw(9), start + tail, start]
-    groups = [[first + completion for completion in completions], [second + draw(7), second, second + draw(2)]]
+    groups = [
+        [first + completion for completion in completions],
+        [second + draw(7), second, second + draw(2)],
+    ]
     return groups, [[13] * 5, [5] * 3]
 
 
@@ -40,7 +51,11 @@ def test_values_and_gradients_are_those_of_plain_rows(family: str) -> None:
     weights = torch.linspace(-1, 1, got.values_SL.numel()).reshape(got.values_SL.shape)
     (got.values_SL * weights).sum().backward()
     gradients = gradients_of(hf)
-    rows = [plain_log_probs(hf, ids, of[0]) for group, of in zip(groups, starts, strict=True) for ids in group]
+    rows = [
+        plain_log_probs(hf, ids, of[0])
+        for group, of in zip(groups, starts, strict=True)
+        for ids in group
+    ]
     assert got.mask_SL.sum(1).tolist() == [len(values) for values, _ in rows]
     for s, (values, entropies) in enumerate(rows):
         assert torch.allclose(got.values_SL[s, : len(values)], values, atol=VALUES)
@@ -56,10 +71,19 @@ def gradients_of(hf: PreTrainedModel) -> dict[str, Tensor]:
     return gradients
 
 
-@pytest.mark.parametrize(("model_type", "option"), [("granite", "logits_scaling"), ("cohere", "logit_scale")])
+@pytest.mark.parametrize(
+    ("model_type", "option"), [("granite", "logits_scaling"), ("cohere", "logit_scale")]
+)
 def test_logits_that_are_scaled(model_type: str, option: str) -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = AutoConfig.for_model(model_type, vocab_size=VOCABULARY, num_key_value_heads=2, **sizes, **{option: 3.0})
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    config = AutoConfig.for_model(
+        model_type, vocab_size=VOCABULARY, num_key_value_heads=2, **sizes, **{option: 3.0}
+    )
     hf = randomise(AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval())
     check_policy(PolicyModel(hf), [[5, 6, 7, 8, 9], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12]])
 
@@ -69,7 +93,9 @@ N, D, V = 23, 16, 41
 
 def tensors(bias: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    hidden, weight, biases = (torch.randn(shape, generator=generator) for shape in ((N, D), (V, D), (V,)))
+    hidden, weight, biases = (
+        torch.randn(shape, generator=generator) for shape in ((N, D), (V, D), (V,))
+    )
     targets = torch.randint(V, (N,), generator=generator)
     return hidden, weight, biases if bias else None, targets, torch.randn(N, generator=generator)
 
@@ -83,7 +109,12 @@ def written_out(
     temperature: float = 1.0,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    logits = nn.functional.linear(hidden.double(), weight.double(), None if bias is None else bias.double()) * scale
+    logits = (
+        nn.functional.linear(
+            hidden.double(), weight.double(), None if bias is None else bias.double()
+        )
+        * scale
+    )
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     log_probs = (logits / temperature).log_softmax(dim=-1)
     return log_probs.gather(1, targets[:, None])[:, 0], -(log_probs.exp() * log_probs).sum(dim=-1)
@@ -99,10 +130,14 @@ def written_out(
         (True, {"scale": 2.0, "temperature": 0.7, "softcap": 4.0}),
     ],
 )
-def test_linear_log_probs_equal_the_formula(chunk_tokens: int, bias: bool, options: dict[str, float]) -> None:
+def test_linear_log_probs_equal_the_formula(
+    chunk_tokens: int, bias: bool, options: dict[str, float]
+) -> None:
     *head, targets, coefficients = tensors(bias)
     leaves = [x.requires_grad_() for x in head if x is not None]
-    values, entropies = linear_log_probs(*head, targets, chunk_tokens=chunk_tokens, entropies=True, **options)
+    values, entropies = linear_log_probs(
+        *head, targets, chunk_tokens=chunk_tokens, entropies=True, **options
+    )
     want, want_entropies = written_out(*head, targets, **options)
     torch.testing.assert_close(values.double(), want, atol=1e-5, rtol=1e-5)
     assert entropies is not None and not entropies.requires_grad
@@ -125,12 +160,17 @@ def test_in_bfloat16_the_softmax_is_float32_and_gradients_may_be() -> None:
     want = logits.log_softmax(dim=-1).gather(1, targets[:, None])[:, 0]
     torch.testing.assert_close(values, want, atol=1e-6, rtol=1e-6)
     grads = torch.autograd.grad(values @ coefficients, leaves)
-    for grad, want_grad in zip(grads, torch.autograd.grad(want @ coefficients, leaves), strict=True):
+    for grad, want_grad in zip(
+        grads, torch.autograd.grad(want @ coefficients, leaves), strict=True
+    ):
         assert grad.dtype == want_grad.dtype == torch.float32
-        torch.testing.assert_close(grad, want_grad, atol=0.02 * float(want_grad.abs().max()), rtol=0)
+        torch.testing.assert_close(
+            grad, want_grad, atol=0.02 * float(want_grad.abs().max()), rtol=0
+        )
     # Chunks add up in float32: those of one gradient, sixty times, are sixty times it.
     chunk, many = (
-        linear_log_probs(hidden.repeat(n, 1), weight, biases, targets.repeat(n), chunk_tokens=N)[0] for n in (1, 60)
+        linear_log_probs(hidden.repeat(n, 1), weight, biases, targets.repeat(n), chunk_tokens=N)[0]
+        for n in (1, 60)
     )
     [single] = torch.autograd.grad(chunk @ coefficients, weight)
     [total] = torch.autograd.grad(many @ coefficients.repeat(60), weight)
@@ -145,15 +185,25 @@ def test_a_vocabulary_that_two_processes_share_gives_the_same(entropies: bool) -
 
     def part(rank: int) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
         group: Any = distributed.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60))
-        leaves = [x.detach().clone().requires_grad_() for x in (whole[0], *(x[parts[rank]] for x in whole[1:]))]
-        options: dict[str, Any] = {"chunk_tokens": 7, "scale": 0.5, "temperature": 0.7, "entropies": entropies}
+        leaves = [
+            x.detach().clone().requires_grad_()
+            for x in (whole[0], *(x[parts[rank]] for x in whole[1:]))
+        ]
+        options: dict[str, Any] = {
+            "chunk_tokens": 7,
+            "scale": 0.5,
+            "temperature": 0.7,
+            "entropies": entropies,
+        }
         shard = VocabularyShard(parts[rank].start, group)
         values, of_each = linear_log_probs(*leaves, targets, shard=shard, **options)
         return values, of_each, torch.autograd.grad(values @ coefficients, leaves)
 
     with ThreadPoolExecutor(2) as threads:
         results = list(threads.map(part, range(2)))
-    want, want_entropies = written_out(*(x.requires_grad_() for x in whole), targets, scale=0.5, temperature=0.7)
+    want, want_entropies = written_out(
+        *(x.requires_grad_() for x in whole), targets, scale=0.5, temperature=0.7
+    )
     hidden, weight, bias = torch.autograd.grad(want @ coefficients.double(), whole)
     for (values, of_each, grads), own in zip(results, parts, strict=True):
         torch.testing.assert_close(values.double(), want, atol=1e-5, rtol=1e-5)

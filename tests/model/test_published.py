@@ -47,7 +47,11 @@ CHATS = [
     [{"role": "user", "content": "Which tree bears cones?"}, {"role": "assistant", "content": text}]
     for text in ("A pine does.", "A pine does, and so does a spruce.", "No.")
 ]
-SEQUENCES = [[3, 4, 5, 6, *GATE, 10, 11], [3, 4, 5, 6, *GATE, 10, 12, 13, 14], [20, *GATE, 21, *GATE, 22]]
+SEQUENCES = [
+    [3, 4, 5, 6, *GATE, 10, 11],
+    [3, 4, 5, 6, *GATE, 10, 12, 13, 14],
+    [20, *GATE, 21, *GATE, 22],
+]
 """With the tokens that end a prompt; the last one has them twice, and its second is read."""
 
 Save = Callable[[str], Path]
@@ -67,7 +71,9 @@ class Published(NamedTuple):
     folder: str = "published"
 
 
-def mlp(inner: Tensor, head: Mapping[str, Tensor], name: str, places: Sequence[int], activation: Any) -> Tensor:
+def mlp(
+    inner: Tensor, head: Mapping[str, Tensor], name: str, places: Sequence[int], activation: Any
+) -> Tensor:
     """Linear layers at these places of a sequence, with activations between them."""
     for place in places:
         inner = F.linear(inner, head[f"{name}.{place}.weight"], head[f"{name}.{place}.bias"])
@@ -106,9 +112,15 @@ def beaver_plain(hidden: Tensor, ids: list[int], head: Mapping[str, Tensor]) -> 
     return -(hidden[-1] @ head["score_head.weight"][0])
 
 
-def ldl(hidden: Tensor, ids: list[int], head: Mapping[str, Tensor], temperature: float | None = None) -> Tensor:
+def ldl(
+    hidden: Tensor, ids: list[int], head: Mapping[str, Tensor], temperature: float | None = None
+) -> Tensor:
     leaky = partial(F.leaky_relu, negative_slope=0.01)
-    ratings = mlp(hidden[-1], head, "regression_layer.network", (0, 2, 4), leaky).view(3, 10).softmax(dim=-1)
+    ratings = (
+        mlp(hidden[-1], head, "regression_layer.network", (0, 2, 4), leaky)
+        .view(3, 10)
+        .softmax(dim=-1)
+    )
     weights = mlp(hidden[-1], head, "gating_layer.network", (0, 3, 6), leaky)
     weights = weights if temperature is None else (weights / temperature).softmax(dim=-1)
     distribution = (weights[:, None] * ratings).sum(dim=0)
@@ -131,7 +143,9 @@ def armorm(hidden: Tensor, ids: list[int], head: Mapping[str, Tensor]) -> Tensor
 
 
 def qrm(hidden: Tensor, ids: list[int], head: Mapping[str, Tensor]) -> Tensor:
-    quantiles = F.linear(hidden[-1], head["regression_layer.weight"]).reshape(4, 3)  # objectives, quantiles
+    quantiles = F.linear(hidden[-1], head["regression_layer.weight"]).reshape(
+        4, 3
+    )  # objectives, quantiles
     gate = hidden[end_of_prompt(ids)]
     for i in (0, 3):
         gate = F.relu(F.linear(gate, head[f"gating.layers.{i}.weight"]))
@@ -146,7 +160,10 @@ def qrm(hidden: Tensor, ids: list[int], head: Mapping[str, Tensor]) -> Tensor:
 def drawn(**shapes: tuple[int, ...]) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(7)
     draw = {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
-    draw = {name: value.abs() + 0.5 if name.endswith(("_var", ".var")) else value for name, value in draw.items()}
+    draw = {
+        name: value.abs() + 0.5 if name.endswith(("_var", ".var")) else value
+        for name, value in draw.items()
+    }
     counts = {name: torch.tensor(3) for name in draw if name.endswith("num_batches_tracked")}
     return draw | counts | {name: torch.tensor([7]) for name in draw if name == "normalizer.count"}
 
@@ -154,7 +171,9 @@ def drawn(**shapes: tuple[int, ...]) -> dict[str, Tensor]:
 def row(architecture: str, name: str, fields: Mapping[str, Any]) -> Published:
     """Whose head is one row, the tensor `name.weight`."""
     head = drawn(**{f"{name}.weight": (1, SIZE)})
-    return Published(architecture, fields, head, lambda hidden, ids, head: hidden[-1] @ head[f"{name}.weight"][0])
+    return Published(
+        architecture, fields, head, lambda hidden, ids, head: hidden[-1] @ head[f"{name}.weight"][0]
+    )
 
 
 def layer(name: str, outputs: int, inputs: int, bias: bool = True) -> dict[str, tuple[int, ...]]:
@@ -168,12 +187,15 @@ def stack(name: str, places: Sequence[int], sizes: Sequence[int]) -> dict[str, t
 
 
 def norm(name: str, size: int) -> dict[str, tuple[int, ...]]:
-    return {f"{name}.{part}": (size,) for part in ("weight", "bias", "running_mean", "running_var")} | {
-        f"{name}.num_batches_tracked": ()
-    }
+    return {
+        f"{name}.{part}": (size,) for part in ("weight", "bias", "running_mean", "running_var")
+    } | {f"{name}.num_batches_tracked": ()}
 
 
-INTERNLM2_ROPE: dict[str, Any] = {"rope_theta": 77.0, "rope_scaling": {"type": "dynamic", "factor": 2.0}}
+INTERNLM2_ROPE: dict[str, Any] = {
+    "rope_theta": 77.0,
+    "rope_scaling": {"type": "dynamic", "factor": 2.0},
+}
 """Which scales nothing within the model's positions."""
 REMOTE = {"auto_map": {"AutoConfig": "configuration_internlm2.InternLM2Config"}}
 GRM = {"vhead_layer_type": "mlp", "vhead_num_layers": 2, "vhead_num_neurons": 12}
@@ -317,7 +339,9 @@ def in_internlm2_names(backbone: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for i in range(2):
         q, k, v = (backbone[f"model.layers.{i}.self_attn.{part}_proj.weight"] for part in "qkv")
         rows = [
-            part for g in range(2) for part in (q[g * 16 : g * 16 + 16], k[g * 8 : g * 8 + 8], v[g * 8 : g * 8 + 8])
+            part
+            for g in range(2)
+            for part in (q[g * 16 : g * 16 + 16], k[g * 8 : g * 8 + 8], v[g * 8 : g * 8 + 8])
         ]
         theirs[f"model.layers.{i}.attention.wqkv.weight"] = torch.cat(rows)
     return theirs
@@ -326,11 +350,17 @@ def in_internlm2_names(backbone: Mapping[str, Tensor]) -> dict[str, Tensor]:
 @pytest.fixture
 def save(tmp_path: Path, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Save:
     """A model's folder as its authors have it, and its backbone in plain transformers."""
-    monkeypatch.setattr(heads_module, "LDL_WIDTH", LDL_WIDTH)  # 4096, which no key of config.json says
+    monkeypatch.setattr(
+        heads_module, "LDL_WIDTH", LDL_WIDTH
+    )  # 4096, which no key of config.json says
 
     def to_folder(name: str) -> Path:
         published, folder = MODELS[name], tmp_path / MODELS[name].folder
-        config = config_of(published.family, vocab_size=len(tiny_tokenizer), eos_token_id=tiny_tokenizer.eos_token_id)
+        config = config_of(
+            published.family,
+            vocab_size=len(tiny_tokenizer),
+            eos_token_id=tiny_tokenizer.eos_token_id,
+        )
         tiny_tokenizer.save_pretrained(folder)
         fields = config.to_dict() | {"architectures": [published.architecture], **published.fields}
         (folder / "config.json").write_text(json.dumps(fields), encoding="utf-8")
@@ -339,8 +369,12 @@ def save(tmp_path: Path, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -
         if fields["model_type"] == "internlm2":
             backbone = in_internlm2_names(backbone)
             del fields["rope_parameters"]  # InternLM2's keys of the same
-            (folder / "config.json").write_text(json.dumps(fields | INTERNLM2_ROPE), encoding="utf-8")
-        save_file({**backbone, **published.head}, folder / "model.safetensors", metadata={"format": "pt"})
+            (folder / "config.json").write_text(
+                json.dumps(fields | INTERNLM2_ROPE), encoding="utf-8"
+            )
+        save_file(
+            {**backbone, **published.head}, folder / "model.safetensors", metadata={"format": "pt"}
+        )
         return folder
 
     return to_folder
@@ -348,9 +382,14 @@ def save(tmp_path: Path, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -
 
 def plain_backbone(name: str, folder: Path) -> Any:
     fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config = config_of(MODELS[name].family, vocab_size=fields["vocab_size"], eos_token_id=fields["eos_token_id"])
+    config = config_of(
+        MODELS[name].family, vocab_size=fields["vocab_size"], eos_token_id=fields["eos_token_id"]
+    )
     if fields["model_type"] == "internlm2":
-        config.rope_parameters = {"rope_type": "default", "rope_theta": INTERNLM2_ROPE["rope_theta"]}
+        config.rope_parameters = {
+            "rope_type": "default",
+            "rope_theta": INTERNLM2_ROPE["rope_theta"],
+        }
     return randomise(AutoModel.from_config(config, attn_implementation="eager").eval())
 
 
@@ -358,7 +397,12 @@ def wanted(name: str, folder: Path, sequences: list[list[int]]) -> Tensor:
     published, backbone = MODELS[name], plain_backbone(name, folder)
     with torch.no_grad():
         hidden = [backbone(input_ids=torch.tensor([ids])).last_hidden_state[0] for ids in sequences]
-        return torch.stack([published.score(h, ids, published.head) for h, ids in zip(hidden, sequences, strict=True)])
+        return torch.stack(
+            [
+                published.score(h, ids, published.head)
+                for h, ids in zip(hidden, sequences, strict=True)
+            ]
+        )
 
 
 @pytest.mark.parametrize("loaded", ["tree", "rows", "filled"])
@@ -370,18 +414,29 @@ def test_scores_are_those_of_the_authors_arithmetic(name: str, loaded: Any, save
         model.fill("cpu")
     else:
         model = load_classifier(folder, attention=loaded).model
-    assert model.layout == ("rows" if loaded == "rows" else "tree") and model.num_heads == MODELS[name].parts
+    assert (
+        model.layout == ("rows" if loaded == "rows" else "tree")
+        and model.num_heads == MODELS[name].parts
+    )
     want = wanted(name, folder, SEQUENCES)
     assert want.std() > 0.01
     alone = torch.cat([model.score_tokens([ids]).sum(dim=1) for ids in SEQUENCES])
     together = model.score_tokens([*SEQUENCES, SEQUENCES[0]]).sum(dim=1)
     assert score_error(alone, want) < 1e-5
     assert score_error(together[:-1], want) < 1e-5 and together[0] == together[-1]
-    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in SEQUENCES], batch_first=True)
-    scored = model.score({"input_ids": ids, "input_lengths": torch.tensor([len(row) for row in SEQUENCES])})
+    ids = torch.nn.utils.rnn.pad_sequence(
+        [torch.tensor(row) for row in SEQUENCES], batch_first=True
+    )
+    scored = model.score(
+        {"input_ids": ids, "input_lengths": torch.tensor([len(row) for row in SEQUENCES])}
+    )
     assert score_error(scored["scores"], want) < 1e-5
     features = model.features(model.make_batch([SEQUENCES]))
-    assert features.shape == (3, *model.feature_shape) == (3, 2 if hasattr(model.head, "gate_pattern") else 1, SIZE)
+    assert (
+        features.shape
+        == (3, *model.feature_shape)
+        == (3, 2 if hasattr(model.head, "gate_pattern") else 1, SIZE)
+    )
     assert score_error(model.heads(FeatureBatch(features)).sum(dim=1), want) < 1e-5
     assert model.heads(model.pack_one_token()).shape == (1, model.num_heads)
 
@@ -415,7 +470,9 @@ def test_a_head_without_its_tensor_is_refused_by_its_name(name: str, save: Save)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_training_goes_on_and_the_export_scores_the_same(name: str, save: Save, tmp_path: Path) -> None:
+def test_training_goes_on_and_the_export_scores_the_same(
+    name: str, save: Save, tmp_path: Path
+) -> None:
     folder, exported = save(name), tmp_path / "exported"
     model, tokenizer = load_classifier(folder, head_seed=5)
     renderer = Renderer(tokenizer)
@@ -429,11 +486,19 @@ def test_training_goes_on_and_the_export_scores_the_same(name: str, save: Save, 
     export_model(model, tokenizer, exported, chat_template=renderer.chat_template)
     contract = sign_folder(exported)
     head = model.hf.score
-    assert contract.read.plain_transformers == (isinstance(head, torch.nn.Linear) and head.bias is None)
-    assert contract.dtypes.head == "float32" and [head.weight for head in contract.heads] == [1.0] * model.num_heads
+    assert contract.read.plain_transformers == (
+        isinstance(head, torch.nn.Linear) and head.bias is None
+    )
+    assert (
+        contract.dtypes.head == "float32"
+        and [head.weight for head in contract.heads] == [1.0] * model.num_heads
+    )
     if contract.read.plain_transformers:
         classifier = AutoModelForSequenceClassification.from_pretrained(exported, dtype="float32")
-        theirs = [classifier(input_ids=torch.tensor([ids]), use_cache=False).logits[0] for ids in SEQUENCES]
+        theirs = [
+            classifier(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+            for ids in SEQUENCES
+        ]
         assert score_error(torch.stack(theirs), values) < 1e-5
     else:
         assert MODELS[name].head.keys() <= load_file(exported / "model.safetensors").keys()
@@ -449,7 +514,9 @@ def test_a_run_goes_on_from_a_gated_model_in_parts_of_its_groups(save: Save, tin
     """A step has groups larger than the budget, a checkpoint is resumed, and the export keeps the heads' names."""
     own = [f"policy.model_name={save('ArmoRM')}", "~policy.model_config", "~policy.tokenizer"]
     options = [*own, "policy.train_micro_batch_tokens=64", "rm.val_batches=1", "rm.val_period=3"]
-    train(tiny_run(*options, "rm.max_num_steps=1", "checkpointing.save_period=1"), show_progress=False)
+    train(
+        tiny_run(*options, "rm.max_num_steps=1", "checkpointing.save_period=1"), show_progress=False
+    )
     outcome = train(tiny_run(*options, "rm.max_num_steps=2"), show_progress=False)
     scorer = Scorer.load(outcome.model_folder)
     assert outcome.step == 2 and scorer.head_names == ARMORM and scorer.head_weights == (1.0,) * 19
@@ -458,7 +525,9 @@ def test_a_run_goes_on_from_a_gated_model_in_parts_of_its_groups(save: Save, tin
 def test_internlm2_reads_its_reward_token_after_the_last_message(save: Save) -> None:
     folder = save("InternLM2-Reward")
     scorer = Scorer.load(folder)
-    plain = Renderer(load_tokenizer(str(folder.parent / "published")), chat_template=DEFAULT_CHAT_TEMPLATE)
+    plain = Renderer(
+        load_tokenizer(str(folder.parent / "published")), chat_template=DEFAULT_CHAT_TEMPLATE
+    )
     rows = [[*plain.encode(chat), 17] for chat in CHATS]
     assert [scorer.renderer.encode(chat) for chat in CHATS] == rows
     want = wanted("InternLM2-Reward", folder, rows)
@@ -467,18 +536,36 @@ def test_internlm2_reads_its_reward_token_after_the_last_message(save: Save) -> 
 
 def test_openrlhf_reads_at_the_end_of_the_text(save: Save) -> None:
     folder = save("OpenRLHF")
-    for turn, end in ("message['content'] + eos_token + '\\n'", ""), ("message['content'] + '\\n'", " "):
-        (folder / "chat_template.jinja").write_text(f"{{% for message in messages %}}{{{{ {turn} }}}}{{% endfor %}}\n")
+    for turn, end in (
+        ("message['content'] + eos_token + '\\n'", ""),
+        ("message['content'] + '\\n'", " "),
+    ):
+        (folder / "chat_template.jinja").write_text(
+            f"{{% for message in messages %}}{{{{ {turn} }}}}{{% endfor %}}\n"
+        )
         tokenizer = load_classifier(folder).tokenizer
         first, last = (message["content"] for message in CHATS[0])
         between = tokenizer.eos_token if end == "" else ""
-        assert Renderer(tokenizer).render(CHATS[0]) == f"{first}{between}\n{last}{end}{tokenizer.eos_token}"
+        assert (
+            Renderer(tokenizer).render(CHATS[0])
+            == f"{first}{between}\n{last}{end}{tokenizer.eos_token}"
+        )
 
 
 QUESTION, OTHER_QUESTION = "Which tree bears cones?", "And which one acorns?"
 TEXTS = {
-    "Eurus-RM": (f"[INST] {QUESTION} [/INST] A pine.", "{eos}", f"[INST] {OTHER_QUESTION} [/INST] An oak.", ""),
-    "UltraRM": (f"Human: {QUESTION}\nAssistant: A pine.", "\n", f"Human: {OTHER_QUESTION}\nAssistant: An oak.", ""),
+    "Eurus-RM": (
+        f"[INST] {QUESTION} [/INST] A pine.",
+        "{eos}",
+        f"[INST] {OTHER_QUESTION} [/INST] An oak.",
+        "",
+    ),
+    "UltraRM": (
+        f"Human: {QUESTION}\nAssistant: A pine.",
+        "\n",
+        f"Human: {OTHER_QUESTION}\nAssistant: An oak.",
+        "",
+    ),
     "Beaver": (
         f"BEGINNING OF CONVERSATION: USER: {QUESTION} ASSISTANT:A pine.",
         "{eos}",
@@ -496,7 +583,9 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_a_tokenizer_without_a_template_gets_that_of_the_authors(name: str, save: Save, tmp_path: Path) -> None:
+def test_a_tokenizer_without_a_template_gets_that_of_the_authors(
+    name: str, save: Save, tmp_path: Path
+) -> None:
     folder, (first, between, second, end) = save(name), TEXTS[name]
     owned = load_classifier(folder).tokenizer
     assert owned.chat_template == DEFAULT_CHAT_TEMPLATE
@@ -505,7 +594,11 @@ def test_a_tokenizer_without_a_template_gets_that_of_the_authors(name: str, save
     renderer = scorer.renderer
     renderer.tokenizer.bos_token = "<s>"
     chat = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": "A pine."}]
-    longer = [*chat, {"role": "user", "content": OTHER_QUESTION}, {"role": "assistant", "content": "An oak."}]
+    longer = [
+        *chat,
+        {"role": "user", "content": OTHER_QUESTION},
+        {"role": "assistant", "content": "An oak."},
+    ]
     eos = renderer.tokenizer.eos_token
     assert renderer.render(chat) == (first + end).format(eos=eos)
     assert renderer.render(longer) == (first + between + second + end).format(eos=eos)
@@ -521,12 +614,22 @@ def test_a_tokenizer_without_a_template_gets_that_of_the_authors(name: str, save
     ("name", "changes", "message"),
     [
         ("Eurus-RM", {"regression_head.bias": torch.ones(1)}, r"does not use(?s:.*)score\.bias"),
-        ("Eurus-RM", {"regression_head.weight": torch.ones(2, SIZE)}, r"do not have the shapes(?s:.*)\(2, 32\)"),
-        ("Beaver's cost", {"score_head.bias": torch.ones(1)}, r"does not use(?s:.*)score\.value\.bias"),
+        (
+            "Eurus-RM",
+            {"regression_head.weight": torch.ones(2, SIZE)},
+            r"do not have the shapes(?s:.*)\(2, 32\)",
+        ),
+        (
+            "Beaver's cost",
+            {"score_head.bias": torch.ones(1)},
+            r"does not use(?s:.*)score\.value\.bias",
+        ),
         ("GRM, linear", {"v_head.summary.0.weight": torch.ones(12, SIZE)}, "does not use"),
     ],
 )
-def test_a_known_class_with_another_head_is_refused(name: str, changes: Any, message: str, save: Save) -> None:
+def test_a_known_class_with_another_head_is_refused(
+    name: str, changes: Any, message: str, save: Save
+) -> None:
     file = save(name) / "model.safetensors"
     save_file({**load_file(file), **changes}, file, metadata={"format": "pt"})
     for options in ({}, {"head_seed": 3, "on_meta": True}):
@@ -535,7 +638,10 @@ def test_a_known_class_with_another_head_is_refused(name: str, changes: Any, mes
 
 
 def test_the_newer_grm_are_plain_classifiers(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    folder, model = tmp_path / "GRM-Llama3.2-3B-rewardmodel-ft", tiny_model("llama", vocab_size=len(tiny_tokenizer))
+    folder, model = (
+        tmp_path / "GRM-Llama3.2-3B-rewardmodel-ft",
+        tiny_model("llama", vocab_size=len(tiny_tokenizer)),
+    )
     vars(model.config).update(GRM)
     model.save_pretrained(folder)
     tiny_tokenizer.save_pretrained(folder)
@@ -568,14 +674,20 @@ def test_conversations_have_the_bos_of_the_authors_code(
     set_template(tokenizer, fields, name)
     assert tokenizer.init_kwargs.get("num_bos") == number
     ids = Renderer(tokenizer).encode(CHATS[0])
-    assert ids.count(tokenizer.bos_token_id) == (1 if number is None else number)  # a new model gets one
+    assert ids.count(tokenizer.bos_token_id) == (
+        1 if number is None else number
+    )  # a new model gets one
 
 
-def test_a_classifier_without_bos_is_scored_signed_and_trained_on_as_it_was_trained(tmp_path: Path) -> None:
+def test_a_classifier_without_bos_is_scored_signed_and_trained_on_as_it_was_trained(
+    tmp_path: Path,
+) -> None:
     tokenizer = copy.deepcopy(byte_bpe(bos="<s>", adds_bos=True))
     tokenizer.add_special_tokens({"pad_token": "<pad>"})
     tokenizer.chat_template = CHATML
-    hf = tiny_model("llama", vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, bos_token_id=2)
+    hf = tiny_model(
+        "llama", vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, bos_token_id=2
+    )
     hf.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     rows = [tokenizer.apply_chat_template(chat, return_dict=False) for chat in CHATS]
@@ -583,12 +695,18 @@ def test_a_classifier_without_bos_is_scored_signed_and_trained_on_as_it_was_trai
     for contract in (None, sign_folder(tmp_path)):
         scorer = Scorer.load(tmp_path)
         assert [one.score for one in scorer.score(CHATS)] == pytest.approx(want, abs=1e-5)
-        assert contract is None or (contract.rendering.num_bos, contract.rendering.frame) == (0, "none")
+        assert contract is None or (contract.rendering.num_bos, contract.rendering.frame) == (
+            0,
+            "none",
+        )
     added = Scorer.load(tmp_path, tokenizer={"num_bos": 1})
     bos = [[tokenizer.bos_token_id, *ids] for ids in rows]
-    assert [one.score for one in added.score(CHATS)] == pytest.approx(plain_scores(hf, bos).tolist(), abs=1e-5)
+    assert [one.score for one in added.score(CHATS)] == pytest.approx(
+        plain_scores(hf, bos).tolist(), abs=1e-5
+    )
     assert (
-        contract is not None and diagnose(contract, [x.mistakes["two_bos"] for x in contract.golden]).part == "tokens"
+        contract is not None
+        and diagnose(contract, [x.mistakes["two_bos"] for x in contract.golden]).part == "tokens"
     )
     tokenizer.init_kwargs["num_bos"] = 1  # a key of tokenizer_config.json
     tokenizer.save_pretrained(tmp_path)
@@ -600,7 +718,9 @@ def test_a_classifier_without_bos_is_scored_signed_and_trained_on_as_it_was_trai
 def test_a_gated_model_needs_the_end_of_the_prompt(name: str, save: Save) -> None:
     scorer = Scorer.load(save(name), prefix_cache_bytes=2**20)
     scored = scorer.score(CHATS)
-    assert [one.score for one in scorer.score(CHATS)] == [one.score for one in scored]  # no prefix is kept
+    assert [one.score for one in scorer.score(CHATS)] == [
+        one.score for one in scored
+    ]  # no prefix is kept
     assert sum(scored[0].heads) == pytest.approx(scored[0].score, abs=1e-6)
     with pytest.raises(ModelError, match="reads where the prompt ends"):
         scorer.model.score_tokens([[5, 6, 7]])

@@ -24,7 +24,9 @@ def model() -> RewardModel:
         ([], "0 tokens"),
     ],
 )
-def test_sequences_that_no_model_reads(sequence: list[int], message: str, model: RewardModel) -> None:
+def test_sequences_that_no_model_reads(
+    sequence: list[int], message: str, model: RewardModel
+) -> None:
     with pytest.raises(ModelError, match=message) as caught:
         model.score_tokens([[3, 4], sequence])
     assert "sequence 1" in str(caught.value)

@@ -23,8 +23,13 @@ CHATS = [chat("Which tree bears cones?", completion) for completion in COMPLETIO
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", ["Llama-3.1-Nemotron-70B-Reward-HF", "verifier"])
-def test_a_token_of_a_language_model_is_a_score(name: str, tied: bool, tiny_tokenizer: Any, tmp_path: Path) -> None:
-    lm, folder = causal_model("llama", vocab_size=len(tiny_tokenizer), tie_word_embeddings=tied), tmp_path / name
+def test_a_token_of_a_language_model_is_a_score(
+    name: str, tied: bool, tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    lm, folder = (
+        causal_model("llama", vocab_size=len(tiny_tokenizer), tie_word_embeddings=tied),
+        tmp_path / name,
+    )
     yes, no, end = 70, 71, "\nIs it right?"
     words = tiny_tokenizer.convert_ids_to_tokens([no, yes])
     if name == "verifier":
@@ -42,7 +47,9 @@ def test_a_token_of_a_language_model_is_a_score(name: str, tied: bool, tiny_toke
     scorer = Scorer.load(folder)
     assert [one.score for one in scorer.score(CHATS)] == pytest.approx(want, abs=1e-5)
     renderer = scorer.renderer
-    export_model(scorer.model, renderer.tokenizer, tmp_path / "plain", chat_template=renderer.chat_template)
+    export_model(
+        scorer.model, renderer.tokenizer, tmp_path / "plain", chat_template=renderer.chat_template
+    )
     assert sign_folder(tmp_path / "plain").read.plain_transformers
     again = Scorer.load(tmp_path / "plain")
     assert [one.score for one in again.score(CHATS)] == pytest.approx(want, abs=1e-5)
@@ -51,7 +58,9 @@ def test_a_token_of_a_language_model_is_a_score(name: str, tied: bool, tiny_toke
     assert torch.equal(filled.head.weight, scorer.model.head.weight)
 
 
-def test_logits_that_are_not_linear_and_unknown_tokens_are_refused(tiny_tokenizer: Any, save: Any) -> None:
+def test_logits_that_are_not_linear_and_unknown_tokens_are_refused(
+    tiny_tokenizer: Any, save: Any
+) -> None:
     lm = causal_model("gemma2", vocab_size=len(tiny_tokenizer), final_logit_softcapping=30.0)
     for tokens, message in (("no", "yes"), "these are no tokens"), ([70, 71], "not linear"):
         lm.config.classifier_from_token = tokens

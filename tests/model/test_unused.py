@@ -31,14 +31,20 @@ Save = Callable[..., Path]
 
 @pytest.fixture
 def save(tmp_path: Path, tiny_tokenizer: Any) -> Save:
-    def to_folder(model: Any, more: Mapping[str, torch.Tensor], architecture: str | None = None) -> Path:
+    def to_folder(
+        model: Any, more: Mapping[str, torch.Tensor], architecture: str | None = None
+    ) -> Path:
         model.save_pretrained(tmp_path)
         tiny_tokenizer.save_pretrained(tmp_path)
         file = tmp_path / "model.safetensors"
         save_file(
-            {**load_file(file), **{key: one.clone() for key, one in more.items()}}, file, metadata={"format": "pt"}
+            {**load_file(file), **{key: one.clone() for key, one in more.items()}},
+            file,
+            metadata={"format": "pt"},
         )
-        edit_json(tmp_path / "config.json", **({"architectures": [architecture]} if architecture else {}))
+        edit_json(
+            tmp_path / "config.json", **({"architectures": [architecture]} if architecture else {})
+        )
         return tmp_path
 
     return to_folder
@@ -62,8 +68,15 @@ def test_a_head_that_nobody_reads_is_named(kind: str, save: Save) -> None:
         ("LlamaForCausalLM", "GPM-Llama-3.1-8B", "compares pairs"),
     ],
 )
-def test_a_model_without_a_score_is_refused_by_name(architecture: str, name: str, reason: str, save: Save) -> None:
-    head = {"score.0.weight": SQUARE, "score.0.bias": SQUARE[0], "score.2.weight": SQUARE[:2], "score.2.bias": ROW[0]}
+def test_a_model_without_a_score_is_refused_by_name(
+    architecture: str, name: str, reason: str, save: Save
+) -> None:
+    head = {
+        "score.0.weight": SQUARE,
+        "score.0.bias": SQUARE[0],
+        "score.2.weight": SQUARE[:2],
+        "score.2.bias": ROW[0],
+    }
     saved = save(causal_model("llama"), head, architecture)
     folder = shutil.copytree(saved, saved / name)
     for options in ({}, {"head_seed": 3}, {"head_seed": 3, "on_meta": True}):
@@ -84,7 +97,9 @@ def test_a_head_in_a_file_of_its_own_is_named(file: str, save: Save) -> None:
 
 def test_another_tensor_is_named_too(save: Save) -> None:
     folder = save(tiny_model("llama"), {"model.layers.1.self_attn.q_proj.bias": ROW[0]})
-    with pytest.raises(ModelError, match=r"does not use(?s:.*)layers\.1\.self_attn\.q_proj\.bias") as raised:
+    with pytest.raises(
+        ModelError, match=r"does not use(?s:.*)layers\.1\.self_attn\.q_proj\.bias"
+    ) as raised:
         load_classifier(folder)
     assert "head" not in str(raised.value.got)
     folder = save(causal_model("llama"), HEADS["TRL"][1])
@@ -96,16 +111,32 @@ def test_another_tensor_is_named_too(save: Save) -> None:
 @pytest.mark.parametrize(
     ("model", "more", "architecture"),
     [
-        (lambda: causal_model("llama"), {"model.layers.0.self_attn.rotary_emb.inv_freq": ROW[0]}, None),
+        (
+            lambda: causal_model("llama"),
+            {"model.layers.0.self_attn.rotary_emb.inv_freq": ROW[0]},
+            None,
+        ),
         (lambda: tiny_model("llama"), {"lm_head.weight": torch.ones(600, 32)}, None),
         (lambda: causal_model("gpt2"), {"transformer.h.0.attn.bias": SQUARE.bool()}, None),
         (lambda: causal_model("llama"), {}, "AModelOfTheirs"),
         (lambda: randomise(AutoModelForMaskedLM.from_config(config_of("bert"))), {}, None),
     ],
-    ids=["old buffers", "a classifier with a language head", "masks", "no class of transformers", "bert"],
+    ids=[
+        "old buffers",
+        "a classifier with a language head",
+        "masks",
+        "no class of transformers",
+        "bert",
+    ],
 )
 @pytest.mark.parametrize("on_meta", [False, True])
 def test_what_the_family_knows_may_be_left(
-    model: Callable[[], Any], more: Mapping[str, torch.Tensor], architecture: str | None, on_meta: bool, save: Save
+    model: Callable[[], Any],
+    more: Mapping[str, torch.Tensor],
+    architecture: str | None,
+    on_meta: bool,
+    save: Save,
 ) -> None:
-    load_classifier(save(model(), more, architecture), head_seed=3, on_meta=on_meta).model.fill("cpu")
+    load_classifier(save(model(), more, architecture), head_seed=3, on_meta=on_meta).model.fill(
+        "cpu"
+    )

@@ -16,17 +16,27 @@ from treeward.model.reward_model import RewardModel
 def held_bytes(run: Any) -> tuple[torch.Tensor, int]:
     """The result of `run`, and the bytes that autograd holds for its backward pass."""
     sizes: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.nbytes) or x, lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: sizes.append(x.nbytes) or x, lambda x: x
+    ):
         return run(), sum(sizes)
 
 
-@pytest.mark.parametrize(("kind", "family"), [("reward", "gemma2"), ("reward", "gpt_oss"), ("policy", "gpt_neox")])
+@pytest.mark.parametrize(
+    ("kind", "family"), [("reward", "gemma2"), ("reward", "gpt_oss"), ("policy", "gpt_neox")]
+)
 def test_gradients_are_the_same_bits_and_less_is_held(kind: str, family: str) -> None:
-    model: Any = RewardModel(tiny_model(family)) if kind == "reward" else PolicyModel(causal_model(family))
+    model: Any = (
+        RewardModel(tiny_model(family)) if kind == "reward" else PolicyModel(causal_model(family))
+    )
     model.train()
     groups, starts = forest(), [[1] * len(group) for group in forest()]
     batch = model.make_batch(groups)
-    run = (lambda: model(batch)) if kind == "reward" else (lambda: model.log_probs(groups, starts).values_SL.sum(dim=1))
+    run = (
+        (lambda: model(batch))
+        if kind == "reward"
+        else (lambda: model.log_probs(groups, starts).values_SL.sum(dim=1))
+    )
     want, all_bytes = held_bytes(run)
     want_gradients = gradients(model.hf, want)
     model.zero_grad()

@@ -19,7 +19,9 @@ import pytest
 
 PATIENCE_SECONDS = 180
 _HERE = Path(__file__).parent
-sys.path.append(str(_HERE))  # what the processes run lies beside this file; not first: `tests` has a conftest too
+sys.path.append(
+    str(_HERE)
+)  # what the processes run lies beside this file; not first: `tests` has a conftest too
 
 
 @pytest.fixture(scope="session")
@@ -36,7 +38,9 @@ def forking() -> Any:
 
 
 @pytest.fixture
-def run_processes(tmp_path_factory: pytest.TempPathFactory, forking: Any) -> Callable[..., list[Any]]:
+def run_processes(
+    tmp_path_factory: pytest.TempPathFactory, forking: Any
+) -> Callable[..., list[Any]]:
     """`run_processes("module:function", 2, *arguments)`: what the function returns in each process, by rank.
 
     The module is a file of `tests` or `tests/parallel`. Arguments and results are JSON. The function runs within
@@ -44,14 +48,27 @@ def run_processes(tmp_path_factory: pytest.TempPathFactory, forking: Any) -> Cal
     shown. `timeout`: in seconds.
     """
 
-    def run(function: str, num_processes: int, *arguments: Any, timeout: float = PATIENCE_SECONDS) -> list[Any]:
+    def run(
+        function: str, num_processes: int, *arguments: Any, timeout: float = PATIENCE_SECONDS
+    ) -> list[Any]:
         from joining import join
         from torch.distributed import TCPStore
 
         folder = tmp_path_factory.mktemp("processes")
         # As torchrun does: the launcher holds the store, so that no process has to find a free port.
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
-        paths = [str(_HERE.parent.parent), str(_HERE.parent), str(_HERE), os.environ.get("PYTHONPATH", "")]
+        store = TCPStore(
+            "127.0.0.1",
+            0,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout),
+        )
+        paths = [
+            str(_HERE.parent.parent),
+            str(_HERE.parent),
+            str(_HERE),
+            os.environ.get("PYTHONPATH", ""),
+        ]
         common = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(paths),
@@ -64,7 +81,9 @@ def run_processes(tmp_path_factory: pytest.TempPathFactory, forking: Any) -> Cal
         processes = []
         for rank in range(num_processes):
             variables = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            processes.append(forking.Process(target=join, args=(function, arguments, folder, variables)))
+            processes.append(
+                forking.Process(target=join, args=(function, arguments, folder, variables))
+            )
             processes[-1].start()
         try:
             why = _wait(processes, timeout)
@@ -73,9 +92,17 @@ def run_processes(tmp_path_factory: pytest.TempPathFactory, forking: Any) -> Cal
                 process.kill()
                 process.join()
         if why:
-            logs = [(folder / f"{rank}.log").read_text(encoding="utf-8")[-5000:] for rank in range(num_processes)]
-            pytest.fail("\n".join([why, *(f"--- rank {rank}\n{log}" for rank, log in enumerate(logs))]))
-        return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(num_processes)]
+            logs = [
+                (folder / f"{rank}.log").read_text(encoding="utf-8")[-5000:]
+                for rank in range(num_processes)
+            ]
+            pytest.fail(
+                "\n".join([why, *(f"--- rank {rank}\n{log}" for rank, log in enumerate(logs))])
+            )
+        return [
+            json.loads((folder / f"{rank}.json").read_text(encoding="utf-8"))
+            for rank in range(num_processes)
+        ]
 
     return run
 
@@ -91,9 +118,17 @@ def as_torchrun() -> Iterator[Callable[[list[str]], list[subprocess.Popen[str]]]
             port = str(free.getsockname()[1])
         group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         for rank in ("0", "1"):
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", **group, "RANK": rank, "LOCAL_RANK": rank}
+            environment = {
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                **group,
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+            }
             words, pipe = [sys.executable, *arguments], subprocess.PIPE
-            running.append(subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, env=environment))
+            running.append(
+                subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, env=environment)
+            )
         return running[-2:]
 
     yield start

@@ -13,7 +13,9 @@ from typing import Any
 PRELOADED = ["treeward.parallel.tensor", "treeward.training.train", "treeward.rl.grpo"]
 
 
-def join(function: str, arguments: tuple[Any, ...], folder: Path, environment: Mapping[str, str]) -> None:
+def join(
+    function: str, arguments: tuple[Any, ...], folder: Path, environment: Mapping[str, str]
+) -> None:
     """Call the function in this environment; its result is in `RANK.json`, and what it prints in `RANK.log`."""
     gc.freeze()  # what was imported is not looked at again and again
     os.environ.clear()

@@ -67,18 +67,30 @@ class Session:
                 drawn = torch.randn(parameter.shape, generator=generator)
                 is_sharded = isinstance(parameter, DTensor)
                 parameter.grad = (
-                    distribute_tensor(drawn, parameter.device_mesh, parameter.placements) if is_sharded else drawn
+                    distribute_tensor(drawn, parameter.device_mesh, parameter.placements)
+                    if is_sharded
+                    else drawn
                 )
             self.optimizer.step()
             self.scheduler.step()
 
     def weights(self) -> list[torch.Tensor]:
         """Whole, in float32."""
-        held = self.optimizer.masters if isinstance(self.optimizer, MasterWeights) else self.model.parameters()
+        held = (
+            self.optimizer.masters
+            if isinstance(self.optimizer, MasterWeights)
+            else self.model.parameters()
+        )
         return [shards.whole(weight.detach()).clone() for weight in held]
 
     def save(self, folder: Path) -> None:
-        save_state(folder, RunState(SAVED, {"what": "x"}), self.optimizer, self.scheduler, with_weights=True)
+        save_state(
+            folder,
+            RunState(SAVED, {"what": "x"}),
+            self.optimizer,
+            self.scheduler,
+            with_weights=True,
+        )
 
 
 def reference(kind: str, last: int) -> list[torch.Tensor]:
@@ -109,11 +121,17 @@ def go_on(folder: str, writers: list[int]) -> dict[str, Any]:
     for kind in KINDS:
         saved(Path(folder) / f"{kind}_{processes.size()}", kind, alone=False)
         for writer in [*writers, processes.size()]:
-            found[f"{kind} by {writer}"] = resumed(Path(folder) / f"{kind}_{writer}", kind, alone=False)
+            found[f"{kind} by {writer}"] = resumed(
+                Path(folder) / f"{kind}_{writer}", kind, alone=False
+            )
     with pytest.raises(ConfigError, match="quantised states are for one process"):
-        build_optimizer(Session("adamw", alone=False).model, OptimizerConfig(name="torchao.optim.AdamW8bit"))
+        build_optimizer(
+            Session("adamw", alone=False).model, OptimizerConfig(name="torchao.optim.AdamW8bit")
+        )
     found["store"] = in_a_store(Path(folder) / f"store_{processes.size()}")
-    found["exported"] = export(Path(folder) / f"exported_{processes.size()}", Path(folder) / "tokenizer")
+    found["exported"] = export(
+        Path(folder) / f"exported_{processes.size()}", Path(folder) / "tokenizer"
+    )
     return found
 
 
@@ -128,7 +146,9 @@ def in_a_store(folder: Path) -> list[Any]:
         write = shards.save
         if processes.rank() == 1:
             shards.save = full_disk
-        with pytest.raises(CheckpointError, match=r"(?s)step_3: cannot be saved.*rank 1: .*No space left"):
+        with pytest.raises(
+            CheckpointError, match=r"(?s)step_3: cannot be saved.*rank 1: .*No space left"
+        ):
             store.save(3, session.save)
         shards.save = write
         latest = store.latest()
@@ -178,7 +198,13 @@ def export(folder: Path, tokenizer_folder: Path) -> bool:
     makes = EXPORTED | {"adapted": partial(adapted, folder / "llama")}
     for name, make in makes.items():
         made = make()
-        model = made if name == "adapted" else PolicyModel(made) if name == "tied" else RewardModel(made)
+        model = (
+            made
+            if name == "adapted"
+            else PolicyModel(made)
+            if name == "tied"
+            else RewardModel(made)
+        )
         shard(model, mesh, dtype=DTYPE.get(name, torch.bfloat16))
         renderer = Renderer(tokenizer)
         export_model(model, tokenizer, folder / name, chat_template=renderer.chat_template)

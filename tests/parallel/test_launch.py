@@ -14,13 +14,17 @@ from treeward.errors import ConfigError
 from treeward.parallel.launch import launch
 
 
-def test_a_layout_that_does_not_divide_the_processes_is_told_before_they_start(tiny_run: Callable[..., Any]) -> None:
+def test_a_layout_that_does_not_divide_the_processes_is_told_before_they_start(
+    tiny_run: Callable[..., Any],
+) -> None:
     config = tiny_run("cluster.gpus_per_node=3", "policy.dtensor_cfg.tensor_parallel_size=2")
     with pytest.raises(ConfigError, match="2 x 1 of 3 processes"):
         launch(print, config)
 
 
-def test_several_tasks_of_slurm_need_torchrun(tiny_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_tasks_of_slurm_need_torchrun(
+    tiny_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
     with pytest.raises(ConfigError, match="srun starts torchrun"):
         launch(print, tiny_run())
@@ -28,10 +32,14 @@ def test_several_tasks_of_slurm_need_torchrun(tiny_run: Callable[..., Any], monk
 
 @pytest.mark.slow
 def test_the_main_process_is_killed(
-    tiny_run: Callable[..., Any], as_torchrun: Callable[..., list[subprocess.Popen[str]]], tmp_path: Path
+    tiny_run: Callable[..., Any],
+    as_torchrun: Callable[..., list[subprocess.Popen[str]]],
+    tmp_path: Path,
 ) -> None:
     tiny_run()
-    main, other = as_torchrun([str(Path(__file__).parent / "launched.py"), str(tmp_path / "run.yaml")])
+    main, other = as_torchrun(
+        [str(Path(__file__).parent / "launched.py"), str(tmp_path / "run.yaml")]
+    )
     assert main.stdout is not None and main.stdout.readline() == "together\n"
     main.kill()
     _, error = other.communicate(timeout=120)

@@ -19,16 +19,28 @@ pytestmark = [pytest.mark.slow]
 def command(folder: Path, *overrides: str) -> list[str]:
     folder.mkdir(exist_ok=True)
     settings = (
-        *("rm.max_num_steps=8", "rm.val_period=4", "rm.val_batches=2", "policy.train_global_batch_size=8"),
+        *(
+            "rm.max_num_steps=8",
+            "rm.val_period=4",
+            "rm.val_batches=2",
+            "policy.train_global_batch_size=8",
+        ),
         *("checkpointing.metric_name=null", "checkpointing.save_period=2"),
         *(f"checkpointing.checkpoint_dir={folder}/checkpoints", f"logger.log_dir={folder}/logs"),
     )
-    return ["train", "--config", str(REPOSITORY / "examples/configs/quickstart.yaml"), *settings, *overrides]
+    return [
+        "train",
+        "--config",
+        str(REPOSITORY / "examples/configs/quickstart.yaml"),
+        *settings,
+        *overrides,
+    ]
 
 
 @pytest.fixture(scope="module")
 def undisturbed(
-    tmp_path_factory: pytest.TempPathFactory, as_torchrun: Callable[..., list[subprocess.Popen[str]]]
+    tmp_path_factory: pytest.TempPathFactory,
+    as_torchrun: Callable[..., list[subprocess.Popen[str]]],
 ) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
     running = as_torchrun(["-m", "treeward", *command(folder)])
@@ -47,7 +59,9 @@ def test_a_worker_of_ray_that_is_killed_changes_nothing(tmp_path: Path, undistur
     try:
         user.wait_until(lambda: user.last_step() >= 1, process)
         workers = [one for one in children(process) if "RayTrainWorker" in " ".join(one.cmdline())]
-        assert len(workers) == 2  # they are looked for before the step: that can take as long as the rest of the run
+        assert (
+            len(workers) == 2
+        )  # they are looked for before the step: that can take as long as the rest of the run
         user.wait_until(lambda: user.last_step() >= 3, process)
         workers[1].kill()
         out, log = process.communicate(timeout=PATIENCE_SECONDS)
@@ -59,15 +73,28 @@ def test_a_worker_of_ray_that_is_killed_changes_nothing(tmp_path: Path, undistur
     assert_same_run(tmp_path, undisturbed)
 
 
-def test_torchrun_stops_all_when_one_is_stopped_and_goes_on(tmp_path: Path, undisturbed: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "treeward"]
+def test_torchrun_stops_all_when_one_is_stopped_and_goes_on(
+    tmp_path: Path, undisturbed: Path
+) -> None:
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "treeward",
+    ]
     process = subprocess.Popen([*torchrun, *command(tmp_path)], stderr=subprocess.PIPE, text=True)
     user = User(tmp_path, [])
     user.wait_until(lambda: user.last_step() >= 2, process)
     ranks = [one for one in children(process) if "treeward" in " ".join(one.cmdline())]
     next(one for one in ranks if one.environ()["RANK"] == "1").send_signal(signal.SIGTERM)
     _, log = process.communicate(timeout=PATIENCE_SECONDS)
-    assert process.returncode == 1 and log.count("(SIGTERM). Saved. The same command goes on from here.") == 1, log
+    assert (
+        process.returncode == 1
+        and log.count("(SIGTERM). Saved. The same command goes on from here.") == 1
+    ), log
     assert not (tmp_path / "checkpoints/final").exists()
     subprocess.run([*torchrun, *command(tmp_path)], check=True, timeout=PATIENCE_SECONDS)
     assert_same_run(tmp_path, undisturbed)

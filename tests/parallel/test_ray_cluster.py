@@ -25,7 +25,12 @@ GPUS = [{"CPU": 32.0, "GPU": 4.0}]
     ],
 )
 def test_a_gpu_or_an_equal_part_of_the_cores(
-    number: int, num_gpus: float, required: bool, nodes: Any, want: Any, monkeypatch: pytest.MonkeyPatch
+    number: int,
+    num_gpus: float,
+    required: bool,
+    nodes: Any,
+    want: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     ray = SimpleNamespace(nodes=lambda: [{"Alive": True, "Resources": one} for one in nodes])

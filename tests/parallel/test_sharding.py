@@ -45,7 +45,9 @@ class Case(NamedTuple):
         if self.kind == "reward":
             model = RewardModel(tiny_model(self.family, **self.changes), layout=self.layout)
         else:
-            model = PolicyModel(causal_model(self.family, **self.changes), layout=self.layout, chunk_tokens=7)
+            model = PolicyModel(
+                causal_model(self.family, **self.changes), layout=self.layout, chunk_tokens=7
+            )
         model.train()
         if self.recomputed:
             model.recompute_activations()
@@ -53,7 +55,9 @@ class Case(NamedTuple):
             add_adapters(model, LoraConfig(enabled=True, dim=4), seed=1)
             for name, weight in model.named_parameters():
                 if "lora_B" in name:
-                    nn.init.normal_(weight, std=0.02, generator=torch.Generator().manual_seed(len(name)))
+                    nn.init.normal_(
+                        weight, std=0.02, generator=torch.Generator().manual_seed(len(name))
+                    )
         return model
 
 
@@ -98,12 +102,15 @@ def _backward(model: RewardModel | PolicyModel, of: slice) -> list[Tensor]:
         losses = outputs[0].split([len(group) for _, group in groups])
     else:
         starts = [[max(1, min(map(len, group)) // 2)] * len(group) for _, group in groups]
-        found = model.log_probs([group for _, group in groups], starts, temperature=_TEMPERATURE, entropies=True)
+        found = model.log_probs(
+            [group for _, group in groups], starts, temperature=_TEMPERATURE, entropies=True
+        )
         assert found.entropies_SL is not None
         outputs = [found.values_SL, found.entropies_SL]
         losses = found.values_SL.sum(dim=1).split([len(group) for _, group in groups])
     loss = sum(
-        (torch.linspace(-1, 1, len(one)) * (at + 1) * one).sum() for (at, _), one in zip(groups, losses, strict=True)
+        (torch.linspace(-1, 1, len(one)) * (at + 1) * one).sum()
+        for (at, _), one in zip(groups, losses, strict=True)
     )
     assert isinstance(loss, Tensor)
     loss.backward()
@@ -111,7 +118,11 @@ def _backward(model: RewardModel | PolicyModel, of: slice) -> list[Tensor]:
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: whole(one.grad).clone() for name, one in model.named_parameters() if one.grad is not None}
+    return {
+        name: whole(one.grad).clone()
+        for name, one in model.named_parameters()
+        if one.grad is not None
+    }
 
 
 def _gradients_off(part: nn.Module, full: nn.Module) -> float:
@@ -144,8 +155,12 @@ def compare(num_tensor: int, cases: str, num_copies: int = 1) -> dict[str, list[
         found += [abs(norms[1] / norms[0] - 1), _gradients_off(part, full)]
         for model in (full, part):
             build_optimizer(model, OptimizerConfig(kwargs={"lr": 0.01, "eps": 0.01})).step()
-        weights = [{name: one.detach() for name, one in model.named_parameters()} for model in (full, part)]
-        found.append(max(score_error(whole(one), weights[0][name]) for name, one in weights[1].items()))
+        weights = [
+            {name: one.detach() for name, one in model.named_parameters()} for model in (full, part)
+        ]
+        found.append(
+            max(score_error(whole(one), weights[0][name]) for name, one in weights[1].items())
+        )
         found.append(max(map(score_error, _backward(part, own), _backward(full, own))))
         errors[str(case)] = found
     return errors
@@ -161,7 +176,12 @@ def in_bfloat16() -> list[Any]:
     _backward(plain, slice(None))
     share = slice(mesh.data_rank, None, mesh.data_size)
     [got], [want] = _backward(sharded, share), _backward(own, share)
-    dtypes = {str(one.dtype) for weight in sharded.parameters() for one in (weight, weight.grad) if one is not None}
+    dtypes = {
+        str(one.dtype)
+        for weight in sharded.parameters()
+        for one in (weight, weight.grad)
+        if one is not None
+    }
     return [sorted(dtypes), str(got.dtype), score_error(got, want), _gradients_off(sharded, plain)]
 
 
@@ -173,7 +193,9 @@ def test_values_and_gradients_with_fsdp(run_processes: Callable[..., list[Any]])
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_copies", [1, 2])
-def test_fsdp_over_four_processes_and_in_copies(run_processes: Callable[..., list[Any]], num_copies: int) -> None:
+def test_fsdp_over_four_processes_and_in_copies(
+    run_processes: Callable[..., list[Any]], num_copies: int
+) -> None:
     for errors in run_processes("test_sharding:compare", 4, 1, "SOME_SHARDED", num_copies):
         assert_exact(errors)
 
@@ -188,12 +210,16 @@ def score() -> list[list[float]]:
     whole, part = RewardModel(hf), RewardModel(tiny_model("qwen3"))
     cut(part, make_mesh(ShardingConfig(tensor_parallel_size=2)))
     generator = torch.Generator().manual_seed(0)
-    prompt, *ends = (torch.randint(3, 600, (n,), generator=generator).tolist() for n in (40, 5, 9, 1))
+    prompt, *ends = (
+        torch.randint(3, 600, (n,), generator=generator).tolist() for n in (40, 5, 9, 1)
+    )
     sequences, cache = [prompt + end for end in ends], PrefixCache(2**20)
     options: dict[str, Any] = {"cache": cache, "prompt_lengths": [40] * 3}
     found = [whole.score_tokens(sequences), part.score_tokens(sequences)]
     found += [part.score_tokens(sequences, **options) for _ in range(2)]
-    assert cache.num_reused_tokens == 3 * 40 and cache.num_bytes == 2 * 2 * 40 * 8 * 4  # one head of two in each layer
+    assert (
+        cache.num_reused_tokens == 3 * 40 and cache.num_bytes == 2 * 2 * 40 * 8 * 4
+    )  # one head of two in each layer
     return [values.flatten().tolist() for values in found]
 
 
@@ -233,18 +259,32 @@ def read_in_parts(folder: str) -> list[list[float]]:
 
 
 def everything(folder: str) -> list[Any]:
-    return [compare(2, "CUT"), compare(1, "SHARDED"), in_bfloat16(), score(), read_in_parts(folder), refusals()]
+    return [
+        compare(2, "CUT"),
+        compare(1, "SHARDED"),
+        in_bfloat16(),
+        score(),
+        read_in_parts(folder),
+        refusals(),
+    ]
 
 
 @pytest.mark.slow
-def test_two_processes(run_processes: Callable[..., list[Any]], tmp_path: Path, tiny_tokenizer: Any) -> None:
+def test_two_processes(
+    run_processes: Callable[..., list[Any]], tmp_path: Path, tiny_tokenizer: Any
+) -> None:
     tiny_model("qwen3", num_hidden_layers=3).save_pretrained(tmp_path)
     tiny_tokenizer.save_pretrained(tmp_path)
     results = run_processes("test_sharding:everything", 2, str(tmp_path), timeout=400)
     for of_cut, of_sharded, (dtypes, dtype, off, gradients_off), *_ in results:
         assert_exact(of_cut)
         assert_exact(of_sharded)
-        assert dtypes == ["torch.float32"] and dtype == "torch.float32" and off < 1e-2 and gradients_off < 0.1
+        assert (
+            dtypes == ["torch.float32"]
+            and dtype == "torch.float32"
+            and off < 1e-2
+            and gradients_off < 0.1
+        )
     *_, (whole, *others), (stored, *parts), told = results[0]
     for values in parts:
         assert values == pytest.approx(stored, abs=TOLERANCE)
@@ -252,7 +292,13 @@ def test_two_processes(run_processes: Callable[..., list[Any]], tmp_path: Path, 
         assert values == pytest.approx(whole, abs=TOLERANCE)
     for text, reason in zip(
         told,
-        ("GPT2ForSequenceClassification", "moe_tp_experts", "num_key_value_heads=1", "out_features", "lora_cfg"),
+        (
+            "GPT2ForSequenceClassification",
+            "moe_tp_experts",
+            "num_key_value_heads=1",
+            "out_features",
+            "lora_cfg",
+        ),
         strict=True,
     ):
         assert reason in text and "policy.dtensor_cfg.tensor_parallel_size" in text, text

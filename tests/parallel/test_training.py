@@ -28,11 +28,21 @@ COMMON = [
 GRADES = "policy.reward_model_cfg={reward_model_type: attributes, attributes: [score, terse], attribute_weights: %s}"
 CASES: dict[str, list[str]] = {
     "trees": ["policy.train_micro_batch_tokens=200", GRADES % "{score: 1, terse: -0.5}"],
-    "parts": [*("policy.train_micro_batch_tokens=80", "data.ties=half"), "checkpointing.keep_top_k=null"],
+    "parts": [
+        *("policy.train_micro_batch_tokens=80", "data.ties=half"),
+        "checkpointing.keep_top_k=null",
+    ],
     "rows": [
-        *("policy.attention=rows", "policy.train_micro_batch_tokens=150", "policy.max_grad_norm=0.1"),
+        *(
+            "policy.attention=rows",
+            "policy.train_micro_batch_tokens=150",
+            "policy.max_grad_norm=0.1",
+        ),
         # the best checkpoint is not the last, so that what is exported is not the model in memory
-        *("checkpointing.metric_name=eval/rm/chosen_rewards", "checkpointing.higher_is_better=false"),
+        *(
+            "checkpointing.metric_name=eval/rm/chosen_rewards",
+            "checkpointing.higher_is_better=false",
+        ),
         "policy.dtensor_cfg.lora_cfg={enabled: true, dim: 4}",
         GRADES % "mean",
     ],
@@ -41,7 +51,10 @@ CASES: dict[str, list[str]] = {
         *("policy.dtensor_cfg.activation_checkpointing=true", "policy.train_micro_batch_size=1"),
         *("policy.reward_model_cfg.reward_model_type=plackett_luce", "rm.loss.weight=pair"),
     ],
-    "head alone": ["policy.reward_model_cfg.freeze_backbone=true", "policy.train_micro_batch_tokens=80"],
+    "head alone": [
+        "policy.reward_model_cfg.freeze_backbone=true",
+        "policy.train_micro_batch_tokens=80",
+    ],
 }
 BEGUN = {"cut": "parts/checkpoints/step_4", "sharded again": "cut/checkpoints/step_8"}
 """Runs of several processes that go on from a checkpoint of another layout; one process goes on from the first."""
@@ -56,7 +69,11 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if n % 6 == 0:
             completions.append(" ".join(WORDS * 4))
         graded = [
-            {"completion": text, "score": float((n + k) % 4), "terse": None if (n + k) % 3 == 0 else k}
+            {
+                "completion": text,
+                "score": float((n + k) % 4),
+                "terse": None if (n + k) % 3 == 0 else k,
+            }
             for k, text in enumerate(completions)
         ]
         lines.append({"prompt": f"What is {WORDS[n % 7]} number {n}?", "completions": graded})
@@ -70,7 +87,13 @@ SLOW = [pytest.mark.slow]
     ("num_processes", "cases", "layout"),
     [
         pytest.param(2, ["rows"], {}, id="two", marks=pytest.mark.slow),
-        pytest.param(2, ["trees", "parts", "encoder", "recomputed", "head alone"], {}, id="two, all kinds", marks=SLOW),
+        pytest.param(
+            2,
+            ["trees", "parts", "encoder", "recomputed", "head alone"],
+            {},
+            id="two, all kinds",
+            marks=SLOW,
+        ),
         pytest.param(4, list(CASES), {}, id="four", marks=SLOW),
         pytest.param(4, ["parts"], {"dp_replicate_size": 2}, id="two copies", marks=SLOW),
         pytest.param(4, ["trees"], {"tensor_parallel_size": 2}, id="cut in two", marks=SLOW),
@@ -99,17 +122,25 @@ def test_any_number_of_processes_trains_the_same_model(
         laid_out["cut"] = [*chosen["parts"], "policy.dtensor_cfg.tensor_parallel_size=2"]
     file = str(tmp_path / "run.yaml")
     alone, together = tmp_path / "alone", tmp_path / "together"
-    found = run_processes("training_runs:run_all", num_processes, file, str(together), laid_out, begun, timeout=500)
+    found = run_processes(
+        "training_runs:run_all", num_processes, file, str(together), laid_out, begun, timeout=500
+    )
     whole = chosen | ({"alone again": chosen["parts"]} if begun else {})
     of_others = {"alone again": "../together/parts/checkpoints/step_8"} if begun else {}
     want = run_all(file, str(alone), whole, of_others)
     for name in cases:
         for rank, outcome in enumerate(found):
-            assert outcome[name]["step"] == want[name]["step"] and (name != "rows" or want[name]["step"] < 10)
+            assert outcome[name]["step"] == want[name]["step"] and (
+                name != "rows" or want[name]["step"] < 10
+            )
             assert (outcome[name]["reads"] == 0) == (rank > 0), "the main process reads the data"
-            assert_close(outcome[name]["validation"]["held_out"], want[name]["validation"]["held_out"], name)
+            assert_close(
+                outcome[name]["validation"]["held_out"], want[name]["validation"]["held_out"], name
+            )
         assert_same_files(together / name, alone / name)
-    for run in [together / "cut", together / "sharded again", alone / "alone again"] if begun else []:
+    for run in (
+        [together / "cut", together / "sharded again", alone / "alone again"] if begun else []
+    ):
         after = 5 if run.name == "cut" else 9
         assert_same_files(run, alone / "parts", after=after)
     signed = together / cases[0] / "checkpoints"

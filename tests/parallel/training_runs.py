@@ -19,7 +19,9 @@ from treeward.training.tracking import read_metrics
 from treeward.training.train import train
 
 
-def run_all(file: str, folder: str, cases: dict[str, list[str]], begun: dict[str, str] | None = None) -> dict[str, Any]:
+def run_all(
+    file: str, folder: str, cases: dict[str, list[str]], begun: dict[str, str] | None = None
+) -> dict[str, Any]:
     """Each case's run, in a folder of its own: the validation of the exported model, and how often this process has
     read the rows of the data. `begun`: the checkpoints of other runs, in `folder`, from which some cases go on."""
     found: dict[str, Any] = {}
@@ -28,11 +30,19 @@ def run_all(file: str, folder: str, cases: dict[str, list[str]], begun: dict[str
         places = [f"checkpointing.checkpoint_dir={own}/checkpoints", f"logger.log_dir={own}/logs"]
         if name in (begun or {}):
             checkpoint = Path(folder) / begun[name]
-            processes.on_main(partial(shutil.copytree, checkpoint, own / "checkpoints" / checkpoint.name))
+            processes.on_main(
+                partial(shutil.copytree, checkpoint, own / "checkpoints" / checkpoint.name)
+            )
         config = load_config(file, [*overrides, *places, f"data.cache_dir={own}/cache"])
-        with patch.object(RowDataset, "__iter__", autospec=True, side_effect=RowDataset.__iter__) as reads:
+        with patch.object(
+            RowDataset, "__iter__", autospec=True, side_effect=RowDataset.__iter__
+        ) as reads:
             outcome = train(config, show_progress=False)
-        found[name] = {"validation": outcome.validation, "step": outcome.model_step, "reads": reads.call_count}
+        found[name] = {
+            "validation": outcome.validation,
+            "step": outcome.model_step,
+            "reads": reads.call_count,
+        }
     return found
 
 
@@ -53,9 +63,16 @@ def assert_same_files(got: Path, want: Path, *, but_for: str = "optimizer", afte
         # how many trees share a beginning depends on which are computed together
         left_out = ("time", "timing/", "train/rm/computed_tokens", "train/computed_tokens")
         assert_close(
-            *({k: v for k, v in line.items() if not k.startswith(left_out)} for line in (one, other)), str(got)
+            *(
+                {k: v for k, v in line.items() if not k.startswith(left_out)}
+                for line in (one, other)
+            ),
+            str(got),
         )
-    names = [{path.relative_to(folder) for path in folder.rglob("*") if path.is_file()} for folder in (got, want)]
+    names = [
+        {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
+        for folder in (got, want)
+    ]
     other = names[0] - names[1] if after else names[0] ^ names[1]
     assert not [name for name in other if {"optimizer", "ranks", but_for}.isdisjoint(name.parts)]
     for file in sorted(got.glob(f"checkpoints/{'step_' if after else ''}*/**/model.safetensors")):
@@ -66,6 +83,10 @@ def assert_same_files(got: Path, want: Path, *, but_for: str = "optimizer", afte
             assert float((weights[key] - weight).abs().max()) < 5e-5, (file, key)
         if (contract := read_contract(file.parent)) is not None:
             own = read_contract((want / file.relative_to(got)).parent)
-            assert own is not None and contract.read == own.read and contract.rendering == own.rendering
+            assert (
+                own is not None
+                and contract.read == own.read
+                and contract.rendering == own.rendering
+            )
             scores = [{one.name: one.score for one in signed.golden} for signed in (contract, own)]
             assert scores[0] and scores[0] == pytest.approx(scores[1], abs=1e-3)

@@ -51,8 +51,12 @@ def planned(tmp_path: Path) -> Any:
             policy |= {"model_name": model} if isinstance(model, str) else {"model_config": model}
             if not others:
                 policy["train_global_batch_size"] = 16
-            data = {"train_data_path": "train.jsonl"} | ({"dataset_name": "PromptDataset"} if others else {})
-            self.file.write_text(yaml.safe_dump({"policy": policy, "data": data, **others}), encoding="utf-8")
+            data = {"train_data_path": "train.jsonl"} | (
+                {"dataset_name": "PromptDataset"} if others else {}
+            )
+            self.file.write_text(
+                yaml.safe_dump({"policy": policy, "data": data, **others}), encoding="utf-8"
+            )
 
         def __call__(self, *overrides: str, gpu: str = "h100") -> Plan:
             return plan(load_run(self.file, overrides), gpu)
@@ -110,7 +114,9 @@ print(resident("VmHWM") - before)
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", [(), (CHECKPOINTING,), LORA])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_peak_is_that_of_a_measured_run(family: str, overrides: tuple[str, ...], planned: Any) -> None:
+def test_the_peak_is_that_of_a_measured_run(
+    family: str, overrides: tuple[str, ...], planned: Any
+) -> None:
     planned.write(FAMILIES[family], tokens=3072)
     words = [sys.executable, "-c", MEASURED, str(planned.file), *overrides]
     each_is_returned = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
@@ -141,8 +147,12 @@ def test_what_is_held_by_every_kind_of_training(planned: Any, tmp_path: Path) ->
     for overrides, bytes_of_each in kinds.items():
         found = plans[overrides]
         for name, each in zip(("weights", "gradients", "optimizer"), bytes_of_each, strict=True):
-            assert found.memory[name] == pytest.approx(each * found.parameters, rel=0.05, abs=1e5), (overrides, name)
-        assert found.memory["peak"] > sum(found.memory[name] for name in ("weights", "gradients", "optimizer"))
+            assert found.memory[name] == pytest.approx(
+                each * found.parameters, rel=0.05, abs=1e5
+            ), (overrides, name)
+        assert found.memory["peak"] > sum(
+            found.memory[name] for name in ("weights", "gradients", "optimizer")
+        )
     plain, offloaded = plans[()], plans[OFFLOAD,]
     assert offloaded.memory["host"] == pytest.approx(plain.memory["optimizer"], rel=0.01)
     assert offloaded.memory["activations"] == pytest.approx(plain.memory["activations"], rel=0.05)
@@ -152,8 +162,12 @@ def test_what_is_held_by_every_kind_of_training(planned: Any, tmp_path: Path) ->
         planned(BFLOAT16, *LORA, "policy.load_in_4bit=true")
 
 
-def test_a_run_of_grpo_has_a_reference_keys_and_values_and_reward_models(planned: Any, tmp_path: Path) -> None:
-    LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4).save_pretrained(tmp_path / "rm")
+def test_a_run_of_grpo_has_a_reference_keys_and_values_and_reward_models(
+    planned: Any, tmp_path: Path
+) -> None:
+    LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4).save_pretrained(
+        tmp_path / "rm"
+    )
     grpo = {"num_prompts_per_step": 8, "num_generations_per_prompt": 4}
     planned.write(SMALL, grpo=grpo, env={"reward_model": {"model_name": str(tmp_path / "rm")}})
     found = planned()
@@ -164,7 +178,10 @@ def test_a_run_of_grpo_has_a_reference_keys_and_values_and_reward_models(planned
     assert of_rewards > 2 * 32_000 * 64
     lora = planned(*LORA)
     assert "reference" not in lora.memory and lora.trained < found.trained
-    apart = planned("env.reward_model.resources.gpus_per_node=2", "env.reward_model.dtensor_cfg.tensor_parallel_size=2")
+    apart = planned(
+        "env.reward_model.resources.gpus_per_node=2",
+        "env.reward_model.dtensor_cfg.tensor_parallel_size=2",
+    )
     assert "reward models" not in apart.memory
     assert apart.memory["peak"] == found.memory["peak"] - of_rewards
     sharded = planned("cluster.gpus_per_node=2")

@@ -54,12 +54,29 @@ def vllm_serve(binaries: Path, tmp_path_factory: pytest.TempPathFactory) -> Call
     @contextlib.contextmanager
     def serve(folder: Path, *options: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
         port, log = free_port(), tmp_path_factory.mktemp("vllm") / "log.txt"
-        command = [str(binaries / "vllm"), "serve", str(folder), "--port", str(port), "--host", "127.0.0.1"]
+        command = [
+            str(binaries / "vllm"),
+            "serve",
+            str(folder),
+            "--port",
+            str(port),
+            "--host",
+            "127.0.0.1",
+        ]
         command += ["--enforce-eager", "--served-model-name", "model", *options]
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1"}
+        environment = {
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_SERVER_DEV_MODE": "1",
+        }
         with log.open("wb") as output:
             process = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
             )
         url = f"http://127.0.0.1:{port}"
 
@@ -83,7 +100,9 @@ def vllm_serve(binaries: Path, tmp_path_factory: pytest.TempPathFactory) -> Call
 @pytest.fixture(scope="session")
 def untied(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """SmolLM2 with an output layer of its own, of the same values."""
-    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32, tie_word_embeddings=False)
+    model = AutoModelForCausalLM.from_pretrained(
+        smollm2, dtype=torch.float32, tie_word_embeddings=False
+    )
     model.lm_head.weight = torch.nn.Parameter(model.model.embed_tokens.weight.detach().clone())
     model.config.tie_word_embeddings = False
     folder = tmp_path_factory.mktemp("untied")

@@ -42,21 +42,32 @@ if __name__ == "__main__":
 """
 
 
-def test_its_log_probabilities_are_the_policys(binaries: Path, untied: Path, tmp_path: Path) -> None:
+def test_its_log_probabilities_are_the_policys(
+    binaries: Path, untied: Path, tmp_path: Path
+) -> None:
     from transformers import AutoModelForCausalLM
 
     from treeward.model.policy_model import PolicyModel
 
-    policies = [PolicyModel(AutoModelForCausalLM.from_pretrained(untied, dtype=torch.float32).eval()) for _ in range(2)]
+    policies = [
+        PolicyModel(AutoModelForCausalLM.from_pretrained(untied, dtype=torch.float32).eval())
+        for _ in range(2)
+    ]
     with torch.no_grad():
         for weight in policies[1].hf.parameters():
             weight.mul_(1.02)
     policies[1].hf.save_pretrained(tmp_path / "moved")
     (tmp_path / "engine.py").write_text(SCRIPT, "utf-8")
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src"), "HF_HUB_OFFLINE": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parents[2] / "src"),
+        "HF_HUB_OFFLINE": "1",
+    }
     environment |= {"VLLM_CPU_KVCACHE_SPACE": "1"}
     command = [str(binaries / "python"), "engine.py", str(untied), str(tmp_path / "moved")]
-    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400)
+    ran = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400
+    )
     assert ran.returncode == 0, ran.stderr[-3000:]
     line = next(line for line in ran.stdout.splitlines() if line.startswith("ROWS "))
     for policy, completions in zip(policies, json.loads(line.removeprefix("ROWS ")), strict=True):

@@ -52,8 +52,14 @@ def test_a_run_learns_from_its_completions_until_the_server_dies(
         outcome = grpo(config(tmp_path, untied, url), show_progress=False)
         assert outcome.step == 2
         lines = read_jsonl(tmp_path / "logs" / "metrics.jsonl")
-        errors = [line["train/token_mult_prob_error"] for line in lines if "train/token_mult_prob_error" in line]
-        assert errors == pytest.approx([1.0, 1.0], abs=1e-3)  # the second from the weights that the first step made
+        errors = [
+            line["train/token_mult_prob_error"]
+            for line in lines
+            if "train/token_mult_prob_error" in line
+        ]
+        assert errors == pytest.approx(
+            [1.0, 1.0], abs=1e-3
+        )  # the second from the weights that the first step made
         again = tmp_path / "again"
         again.mkdir()
         run = config(again, untied, url, "grpo.max_num_steps=100", "checkpointing.save_period=1")
@@ -64,9 +70,13 @@ def test_a_run_learns_from_its_completions_until_the_server_dies(
             process.kill()
 
         threading.Thread(target=kill_after_the_first_step, daemon=True).start()
-        with pytest.raises(GenerationError, match="(?s)generator has failed|no response|cannot be reached"):
+        with pytest.raises(
+            GenerationError, match="(?s)generator has failed|no response|cannot be reached"
+        ):
             grpo(run, show_progress=False)
-        assert process.wait() != 0 and list(again.glob("checkpoints/step_*/model"))  # the same command goes on from it
+        assert process.wait() != 0 and list(
+            again.glob("checkpoints/step_*/model")
+        )  # the same command goes on from it
 
 
 def test_the_stale_head_of_a_tied_model_ends_the_run(
@@ -90,7 +100,9 @@ STRUCTURED = {"structured_outputs": {"regex": r"Rating: \[\[[1-9]\]\]"}}
 
 
 def judge(url: str, **keys: Any) -> JudgeEnvironment:
-    return JudgeEnvironment({"base_url": f"{url}/v1", "model": "model", "api_key_env": None, **keys})
+    return JudgeEnvironment(
+        {"base_url": f"{url}/v1", "model": "model", "api_key_env": None, **keys}
+    )
 
 
 def test_a_judge_by_structured_output(judging: str) -> None:
@@ -100,7 +112,11 @@ def test_a_judge_by_structured_output(judging: str) -> None:
     assert all(reward.components["label_mass"] > 0.5 for reward in rewards)
     assert environment.cost.num_requests == 4 and environment.cost.num_prompt_tokens > 400
     assert all(str(reward.score.judgement).startswith("Rating: [[") for reward in rewards)
-    pairs = judge(judging, mode="pairwise", extra_body={"structured_outputs": {"choice": ["[[A]]", "[[B]]", "[[C]]"]}})
+    pairs = judge(
+        judging,
+        mode="pairwise",
+        extra_body={"structured_outputs": {"choice": ["[[A]]", "[[B]]", "[[C]]"]}},
+    )
     assert all(reward.value is not None for reward in pairs.reward(LOGS, [{}] * 4))
 
 

@@ -40,7 +40,11 @@ def ours(export: Path) -> Iterator[str]:
 def test_its_scores_are_those_of_the_contract(vllm: str, export: Path, form: Any) -> None:
     result = verify_server(str(export), vllm, dialect="vllm", form=form)
     assert result.equal, result.first_difference
-    assert result.num_scores > 0 and result.largest_difference is not None and result.largest_difference < 1e-4
+    assert (
+        result.num_scores > 0
+        and result.largest_difference is not None
+        and result.largest_difference < 1e-4
+    )
 
 
 def shape(value: Any) -> Any:
@@ -63,12 +67,16 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_our_server_responds_with_the_same_fields_and_numbers(vllm: str, ours: str, name: str) -> None:
+def test_our_server_responds_with_the_same_fields_and_numbers(
+    vllm: str, ours: str, name: str
+) -> None:
     path, body = REQUESTS[name]
     theirs, own = (httpx.post(url + path, json={"model": "model", **body}) for url in (vllm, ours))
     assert theirs.status_code == own.status_code == 200, (theirs.text, own.text)
     want, got = theirs.json(), own.json()
-    want.get("usage", {}).pop("prompt_tokens_details", None)  # which ours lack, as docs/serving.md says
+    want.get("usage", {}).pop(
+        "prompt_tokens_details", None
+    )  # which ours lack, as docs/serving.md says
     assert shape(want) == shape(got)
     for expected, observed in zip(want.get("data", ()), got.get("data", ()), strict=True):
         if "probs" in expected:
@@ -88,6 +96,8 @@ def test_our_server_responds_with_the_same_fields_and_numbers(vllm: str, ours: s
     ],
 )
 def test_what_one_refuses_the_other_refuses(vllm: str, ours: str, body: dict[str, Any]) -> None:
-    theirs, own = (httpx.post(f"{url}/classify", json={"model": "model", **body}) for url in (vllm, ours))
+    theirs, own = (
+        httpx.post(f"{url}/classify", json={"model": "model", **body}) for url in (vllm, ours)
+    )
     assert 400 <= theirs.status_code < 500 and 400 <= own.status_code < 500, (theirs.text, own.text)
     assert own.json()["error"].keys() >= theirs.json()["error"].keys()

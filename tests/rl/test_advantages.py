@@ -16,7 +16,13 @@ from treeward.config.grpo import GRPOConfig
 from treeward.rl.advantages import STD_FLOOR, advantages, shaped_rewards, used_completions
 from treeward.rl.generation import CompletionGroup, Prompt, SampledCompletion
 
-REWARDS = [[1.0, 0.0, 0.0, 1.0], [2.0, 2.0, 2.0, 2.0], [0.5, -1.0, 3.0, 0.25], [7.0, 1.0, 1.0, 1.0], [5.0] * 4]
+REWARDS = [
+    [1.0, 0.0, 0.0, 1.0],
+    [2.0, 2.0, 2.0, 2.0],
+    [0.5, -1.0, 3.0, 0.25],
+    [7.0, 1.0, 1.0, 1.0],
+    [5.0] * 4,
+]
 KNOWN = [[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 0, 1], [1, 0, 0, 0], [0, 0, 0, 0]]
 ALL = [
     GRPOConfig(**options)
@@ -54,7 +60,9 @@ def written_out(p: int, g: int, config: GRPOConfig) -> float:
     if len(own) < 2:
         return 0.0
     others = [r for h, r in enumerate(REWARDS[p]) if KNOWN[p][h] and h != g]
-    leaves_one_out = config.adv_estimator.name == "leave_one_out" or config.use_leave_one_out_baseline
+    leaves_one_out = (
+        config.adv_estimator.name == "leave_one_out" or config.use_leave_one_out_baseline
+    )
     value = reward - statistics.mean(others if leaves_one_out else own)
     return value / (statistics.stdev(own) + STD_FLOOR) if config.normalize_rewards else value
 
@@ -68,8 +76,12 @@ def test_it_is_the_formula(config: GRPOConfig, given_rewards: Tensor) -> None:
             want = written_out(p, g, config) if KNOWN[p][g] else 0.0
             assert float(got[p, g]) == pytest.approx(want, abs=1e-6)
     infinite = given_rewards.nan_to_num(nan=torch.inf)
-    assert torch.equal(advantages(infinite, config), got) and torch.equal(advantages(-infinite, config), -got)
-    apart = advantages(given_rewards.double() + 2**20, config) - got  # an offset does not swallow the differences
+    assert torch.equal(advantages(infinite, config), got) and torch.equal(
+        advantages(-infinite, config), -got
+    )
+    apart = (
+        advantages(given_rewards.double() + 2**20, config) - got
+    )  # an offset does not swallow the differences
     assert float(apart.abs().max()) < 1e-6
 
 
@@ -97,7 +109,10 @@ def group(prompt_tokens: int, *lengths: int, truncated: tuple[bool, ...] = ()) -
 def test_used_completions() -> None:
     groups = [group(2, 3, 1, 0, truncated=(True, False, False))] * 2
     rewards = torch.tensor([[1.0, 2.0, 3.0], [1.0, math.nan, 3.0]])
-    assert used_completions(groups, rewards, GRPOConfig()).tolist() == [[True, True, False], [True, False, False]]
+    assert used_completions(groups, rewards, GRPOConfig()).tolist() == [
+        [True, True, False],
+        [True, False, False],
+    ]
     masked = used_completions(groups, rewards, GRPOConfig(overlong_filtering=True))
     assert masked.tolist() == [[False, True, False], [False] * 3]
 
@@ -109,7 +124,9 @@ def test_scaling_is_linear_and_clipped(tiny_grpo: Any) -> None:
     assert found[:6].tolist() == [1.0, 1.0, 2.0, 2.5, 3.0, 3.0] and found[6].isnan()
 
 
-def test_the_overlong_punishment_is_equation_13_and_grows_on_beyond_its_maximum(tiny_grpo: Any) -> None:
+def test_the_overlong_punishment_is_equation_13_and_grows_on_beyond_its_maximum(
+    tiny_grpo: Any,
+) -> None:
     """Of 64 tokens a prompt of 20 leaves 44, and one of 4 the 50 that are asked for at most."""
     shaping = "{enabled: true, overlong_buffer_length: 10, overlong_buffer_penalty: 2, max_response_length: 50}"
     options = (f"grpo.reward_shaping={shaping}", "policy.max_total_sequence_length=64")

@@ -17,7 +17,12 @@ from treeward.config.load import load_section
 from treeward.data.conversation import Message
 from treeward.environments.interface import Environment, Reward
 from treeward.errors import ConfigError, DataError, ModelError
-from treeward.rl.environment_runner import EnvironmentRunner, GroupRewards, environment_metrics, make_environment_runner
+from treeward.rl.environment_runner import (
+    EnvironmentRunner,
+    GroupRewards,
+    environment_metrics,
+    make_environment_runner,
+)
 from treeward.rl.generation import CompletionGroup, Prompt, SampledCompletion
 from treeward.scoring.score import Score
 
@@ -27,7 +32,9 @@ Conversations, Infos = Sequence[Sequence[Message]], Sequence[Mapping[str, Any]]
 class Toy(Environment):
     """Rewards a text by `judgement`; None is a failure. Notes what it was given."""
 
-    def __init__(self, judgement: Callable[[str], Reward | float | None], name: str = "toy") -> None:
+    def __init__(
+        self, judgement: Callable[[str], Reward | float | None], name: str = "toy"
+    ) -> None:
         self.judgement, self.name = judgement, name
         self.steps: list[tuple[Conversations, Infos]] = []
 
@@ -35,7 +42,9 @@ class Toy(Environment):
         self.steps.append((conversations, env_infos))
         found = [self.judgement(str(conversation[-1]["content"])) for conversation in conversations]
         return [
-            one if isinstance(one, Reward) else Reward(one, error="it cannot say" if one is None else None)
+            one
+            if isinstance(one, Reward)
+            else Reward(one, error="it cannot say" if one is None else None)
             for one in found
         ]
 
@@ -44,14 +53,18 @@ class Lengths(Environment):
     """By its dotted path: the length of the completion."""
 
     def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
-        return [Reward(float(len(str(conversation[-1]["content"])))) for conversation in conversations]
+        return [
+            Reward(float(len(str(conversation[-1]["content"])))) for conversation in conversations
+        ]
 
 
 def length(text: str) -> float:
     return float(len(text))
 
 
-def group(*texts: str, environment: Any = None, where: str | None = None, **info: Any) -> CompletionGroup:
+def group(
+    *texts: str, environment: Any = None, where: str | None = None, **info: Any
+) -> CompletionGroup:
     """A prompt with completions; one whose text ends in "..." was cut off."""
     chosen = info if environment is None else {**info, "environment": environment}
     prompt = Prompt(({"role": "user", "content": "Say something."},), chosen, where)
@@ -70,19 +83,35 @@ def metrics_of(found: GroupRewards) -> dict[str, float]:
 
 def test_one_environment_as_it_is() -> None:
     toy = Toy(length)
-    found = EnvironmentRunner({"toy": toy}, "toy").reward([group("a", "bbb..."), group("cc", "", topic="t")])
+    found = EnvironmentRunner({"toy": toy}, "toy").reward(
+        [group("a", "bbb..."), group("cc", "", topic="t")]
+    )
     assert rows(found) == rows(found.raw_PG) == [[1, 6], [2, 0]]
     assert found.rewards_PG.dtype == torch.float32 and not found.failures
     [(conversations, infos)] = toy.steps  # one step for all
-    assert [c[-1] for c in conversations] == [{"role": "assistant", "content": t} for t in ("a", "bbb...", "cc", "")]
+    assert [c[-1] for c in conversations] == [
+        {"role": "assistant", "content": t} for t in ("a", "bbb...", "cc", "")
+    ]
     assert all(c[0] == {"role": "user", "content": "Say something."} for c in conversations)
-    assert infos == [{"truncated": False}, {"truncated": True}] + [{"topic": "t", "truncated": False}] * 2
+    assert (
+        infos
+        == [{"truncated": False}, {"truncated": True}] + [{"topic": "t", "truncated": False}] * 2
+    )
     std = pytest.approx(math.sqrt(5.1875))
-    want = {"num_samples": 4, "num_failed": 0, "mean_reward": 2.25, "std_reward": std, "min_reward": 0, "max_reward": 6}
+    want = {
+        "num_samples": 4,
+        "num_failed": 0,
+        "mean_reward": 2.25,
+        "std_reward": std,
+        "min_reward": 0,
+        "max_reward": 6,
+    }
     assert metrics_of(found) == {f"toy/{name}": value for name, value in want.items()}
 
 
-def test_missing_rewards_are_counted_and_raw_is_before_shaping(caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_rewards_are_counted_and_raw_is_before_shaping(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     judgements = {
         "shaped": Reward(0.5, Score(8.0)),
         "nan": Reward(math.nan),
@@ -93,16 +122,26 @@ def test_missing_rewards_are_counted_and_raw_is_before_shaping(caplog: pytest.Lo
     }
     runner = EnvironmentRunner({"toy": Toy(judgements.__getitem__)}, "toy")
     with caplog.at_level(logging.WARNING):
-        found = runner.reward([group("shaped", "nan", "raw"), group("good", "inf", "huge", where="rows.jsonl:7")])
-    assert rows(found) == [[0.5, None, None], [1, None, None]] and rows(found.raw_PG) == [[8, None, 2], [1, None, None]]
+        found = runner.reward(
+            [group("shaped", "nan", "raw"), group("good", "inf", "huge", where="rows.jsonl:7")]
+        )
+    assert rows(found) == [[0.5, None, None], [1, None, None]] and rows(found.raw_PG) == [
+        [8, None, 2],
+        [1, None, None],
+    ]
     assert list(found.failures) == [
         ("toy: the reward is nan", "prompt 0, completion 1"),
         ("toy: too long", "prompt 0, completion 2"),
         ("toy: the reward is -inf", "rows.jsonl:7, completion 1"),
         ("toy: the reward is 1e+300", "rows.jsonl:7, completion 2"),
     ]
-    assert "4 of 6 completions have no reward: 1 x toy: the reward is nan (prompt 0, completion 1)" in caplog.text
-    assert metrics_of(found)["toy/num_failed"] == 4 and metrics_of(found)["toy/component/style"] == 4
+    assert (
+        "4 of 6 completions have no reward: 1 x toy: the reward is nan (prompt 0, completion 1)"
+        in caplog.text
+    )
+    assert (
+        metrics_of(found)["toy/num_failed"] == 4 and metrics_of(found)["toy/component/style"] == 4
+    )
     assert metrics_of(found)["toy/mean_reward"] == 0.75
     assert "toy/component/odd" not in metrics_of(found)
 
@@ -123,7 +162,9 @@ def test_each_prompt_may_choose_and_environments_are_asked_side_by_side() -> Non
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, ConfigError, ModelError])
-def test_an_environment_that_raises(kind: type[Exception], caplog: pytest.LogCaptureFixture) -> None:
+def test_an_environment_that_raises(
+    kind: type[Exception], caplog: pytest.LogCaptureFixture
+) -> None:
     """One that is wrong itself stops the run; any other error counts for once."""
 
     def broken(text: str) -> float:
@@ -136,7 +177,9 @@ def test_an_environment_that_raises(kind: type[Exception], caplog: pytest.LogCap
     if kind is RuntimeError:
         found = runner.reward(both)
         assert rows(found) == [[0, 0], [None, None]] and metrics_of(found)["a/num_failed"] == 2
-        assert {reason for reason, _ in found.failures} == {"a: it raised RuntimeError: out of luck"}
+        assert {reason for reason, _ in found.failures} == {
+            "a: it raised RuntimeError: out of luck"
+        }
         assert "Traceback" in caplog.text
     else:
         with pytest.raises(kind, match="out of luck"):
@@ -147,7 +190,9 @@ def test_an_environment_that_raises(kind: type[Exception], caplog: pytest.LogCap
 PATH = f"{__name__}.Lengths"
 
 
-def made(env: Mapping[str, Any], prompts: Sequence[CompletionGroup], **grpo: Any) -> EnvironmentRunner:
+def made(
+    env: Mapping[str, Any], prompts: Sequence[CompletionGroup], **grpo: Any
+) -> EnvironmentRunner:
     """The runner of a run with this section `env` and these prompts."""
     data = {"train": {"dataset_name": "PromptDataset", "data_path": "prompts.jsonl"}}
     values = {"policy": {"model_name": "m"}, "data": data, "env": dict(env), "grpo": grpo}
@@ -162,7 +207,9 @@ def made(env: Mapping[str, Any], prompts: Sequence[CompletionGroup], **grpo: Any
         ("b", {"gold_environment": "b"}, "rewarded by grpo.gold_environment"),
     ],
 )
-def test_a_prompt_that_cannot_be_rewarded_is_named(choice: Any, grpo: dict[str, Any], message: str) -> None:
+def test_a_prompt_that_cannot_be_rewarded_is_named(
+    choice: Any, grpo: dict[str, Any], message: str
+) -> None:
     section = {name: {"type": PATH} for name in "ab"}
     with pytest.raises(DataError, match=message) as caught:
         made(section, [group("x", environment=choice, where="rows.jsonl:12")], **grpo)

@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 import torch
 from families import VOCABULARY
-from sampled import ENDS, IDS, PROMPTS, assert_sampled_from, completions_of, policy_of, prompt_lengths, sequences_of
+from sampled import (
+    ENDS,
+    IDS,
+    PROMPTS,
+    assert_sampled_from,
+    completions_of,
+    policy_of,
+    prompt_lengths,
+    sequences_of,
+)
 from templates import PROMPTING_CHATML, TEMPLATES, byte_bpe, family_renderer
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
@@ -24,8 +33,12 @@ from treeward.rl.setup import _make_generator
 from treeward.tree import decoding
 
 
-def make(policy: PolicyModel, tokenizer: Any, *, end_ids: Any = ENDS, **settings: Any) -> LocalGenerator:
-    return LocalGenerator(policy, tokenizer, GenerationConfig(**{"max_new_tokens": 12, **settings}), end_ids=end_ids)
+def make(
+    policy: PolicyModel, tokenizer: Any, *, end_ids: Any = ENDS, **settings: Any
+) -> LocalGenerator:
+    return LocalGenerator(
+        policy, tokenizer, GenerationConfig(**{"max_new_tokens": 12, **settings}), end_ids=end_ids
+    )
 
 
 def test_completions_end_where_the_turn_ends(policy: PolicyModel, tiny_tokenizer: Any) -> None:
@@ -36,26 +49,41 @@ def test_completions_end_where_the_turn_ends(policy: PolicyModel, tiny_tokenizer
     assert len(completions) == 24 and len({completion.truncated for completion in completions}) == 2
     for completion in completions:
         assert not set(completion.token_ids[:-1]) & set(ENDS)
-        assert len(completion.token_ids) == 12 if completion.truncated else len(completion.token_ids) <= 12
+        assert (
+            len(completion.token_ids) == 12
+            if completion.truncated
+            else len(completion.token_ids) <= 12
+        )
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "stablelm", "nemotron", "qwen2_window", "gemma2", "gpt2", "gpt_oss", "mamba", "lfm2"]
+    "family",
+    ["llama", "stablelm", "nemotron", "qwen2_window", "gemma2", "gpt2", "gpt_oss", "mamba", "lfm2"],
 )
-def test_the_trainer_finds_the_log_probabilities_that_the_generator_says(family: str, tiny_tokenizer: Any) -> None:
+def test_the_trainer_finds_the_log_probabilities_that_the_generator_says(
+    family: str, tiny_tokenizer: Any
+) -> None:
     """Also with windows shorter than the sequences, with states instead of caches, and with prompts that are padded."""
     policy = policy_of(family)
     for temperature, top_p in ((1.0, 0.9), (0.6, 1.0)):
-        generator = make(policy, tiny_tokenizer, temperature=temperature, top_p=top_p, top_k=50, batch_size=7)
+        generator = make(
+            policy, tiny_tokenizer, temperature=temperature, top_p=top_p, top_k=50, batch_size=7
+        )
         groups = generator.generate(PROMPTS, IDS, num_completions=4, seed=2)
         with torch.no_grad():
-            found = policy.log_probs(list(map(sequences_of, groups)), prompt_lengths(groups), temperature=temperature)
+            found = policy.log_probs(
+                list(map(sequences_of, groups)), prompt_lengths(groups), temperature=temperature
+            )
         for s, completion in enumerate(completions_of(groups)):
             values = found.values_SL[s][found.mask_SL[s]]
-            torch.testing.assert_close(values, torch.tensor(completion.log_probs), rtol=0, atol=1e-4)
+            torch.testing.assert_close(
+                values, torch.tensor(completion.log_probs), rtol=0, atol=1e-4
+            )
 
 
-def test_a_seed_determines_the_completions_and_nothing_else_does(policy: PolicyModel, tiny_tokenizer: Any) -> None:
+def test_a_seed_determines_the_completions_and_nothing_else_does(
+    policy: PolicyModel, tiny_tokenizer: Any
+) -> None:
     """Neither the random state, nor the mode, nor what else is in the batch, nor its size."""
     prompts, ids = PROMPTS + PROMPTS[:2], [*IDS, [20] * 90, [21, 22]]
     generator = make(policy, tiny_tokenizer, batch_size=7)
@@ -85,7 +113,9 @@ def test_shared_prompts_give_the_completions_of_plain_rows(
     settings: dict[str, Any] = {"end_ids": range(3, 25), "max_new_tokens": 40, "batch_size": 9}
 
     def sampled() -> list[SampledCompletion]:
-        groups = make(policy, tiny_tokenizer, **settings).generate(PROMPTS, IDS, num_completions=5, seed=9)
+        groups = make(policy, tiny_tokenizer, **settings).generate(
+            PROMPTS, IDS, num_completions=5, seed=9
+        )
         return completions_of(groups)
 
     monkeypatch.setattr(decoding, "_FIRST_CAPACITY", 4)
@@ -103,22 +133,40 @@ def test_shared_prompts_give_the_completions_of_plain_rows(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_cuda_graphs_give_the_completions_of_the_cpu(tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_cuda_graphs_give_the_completions_of_the_cpu(
+    tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     policy = policy_of("qwen3")
-    here = make(policy, tiny_tokenizer, max_new_tokens=40).generate(PROMPTS, IDS, num_completions=5, seed=9)
+    here = make(policy, tiny_tokenizer, max_new_tokens=40).generate(
+        PROMPTS, IDS, num_completions=5, seed=9
+    )
     policy.cuda()
-    there = make(policy, tiny_tokenizer, max_new_tokens=40).generate(PROMPTS, IDS, num_completions=5, seed=9)
+    there = make(policy, tiny_tokenizer, max_new_tokens=40).generate(
+        PROMPTS, IDS, num_completions=5, seed=9
+    )
     assert not caplog.records  # no model is refused
-    assert [c.token_ids for c in completions_of(there)] == [c.token_ids for c in completions_of(here)]
+    assert [c.token_ids for c in completions_of(there)] == [
+        c.token_ids for c in completions_of(here)
+    ]
 
 
-@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(1.0, None, 1.0), (0.5, None, 0.8), (2.0, 9, 0.9)])
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(1.0, None, 1.0), (0.5, None, 0.8), (2.0, 9, 0.9)]
+)
 def test_tokens_come_as_often_as_they_should(
     policy: PolicyModel, tiny_tokenizer: Any, temperature: float, top_k: Any, top_p: Any
 ) -> None:
     count = 3000
-    settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "max_new_tokens": 1, "batch_size": count}
-    groups = make(policy, tiny_tokenizer, **settings).generate(PROMPTS[:1], IDS[:1], num_completions=count, seed=0)
+    settings = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "max_new_tokens": 1,
+        "batch_size": count,
+    }
+    groups = make(policy, tiny_tokenizer, **settings).generate(
+        PROMPTS[:1], IDS[:1], num_completions=count, seed=0
+    )
     with torch.no_grad(), policy.plain_attention():
         scores = policy.hf(torch.tensor(IDS[:1])).logits[:, -1] / temperature
     if top_k is not None:
@@ -134,41 +182,63 @@ def test_tokens_come_as_often_as_they_should(
     assert float((got - want).abs().sum() / 2) < 1.3 * expected + 0.002
 
 
-def test_a_stop_string_ends_the_completion_that_it_completes(policy: PolicyModel, tiny_tokenizer: Any) -> None:
+def test_a_stop_string_ends_the_completion_that_it_completes(
+    policy: PolicyModel, tiny_tokenizer: Any
+) -> None:
     options: dict[str, Any] = {"end_ids": [0], "max_new_tokens": 40}
-    free = completions_of(make(policy, tiny_tokenizer, **options).generate(PROMPTS, IDS, num_completions=6, seed=6))
+    free = completions_of(
+        make(policy, tiny_tokenizer, **options).generate(PROMPTS, IDS, num_completions=6, seed=6)
+    )
     stops = (free[0].text[9:13], free[7].text[20:21], "no such text")
     generator = make(policy, tiny_tokenizer, stop_strings=stops, **options)
     stopped = completions_of(generator.generate(PROMPTS, IDS, num_completions=6, seed=6))
     lengths = []
     for whole, completion in zip(free, stopped, strict=True):
-        texts = [tiny_tokenizer.decode(whole.token_ids[:n]) for n in range(1, len(whole.token_ids) + 1)]
+        texts = [
+            tiny_tokenizer.decode(whole.token_ids[:n]) for n in range(1, len(whole.token_ids) + 1)
+        ]
         ended = [n for n, text in enumerate(texts, 1) if any(stop in text for stop in stops)]
         lengths.append(ended[0] if ended else len(whole.token_ids))
         assert completion.token_ids == whole.token_ids[: lengths[-1]]
         assert completion.truncated == (not ended and whole.truncated)
-        assert not any(stop in completion.text for stop in stops) and whole.text.startswith(completion.text)
+        assert not any(stop in completion.text for stop in stops) and whole.text.startswith(
+            completion.text
+        )
     assert len(set(lengths)) > 3
 
 
-def test_the_text_of_a_completion_begins_in_the_generation_prompt(policy: PolicyModel, tiny_tokenizer: Any) -> None:
+def test_the_text_of_a_completion_begins_in_the_generation_prompt(
+    policy: PolicyModel, tiny_tokenizer: Any
+) -> None:
     generator = make(policy, tiny_tokenizer, stop_strings=("k>",))
     opened = [replace(prompt, opening="<think>\n") for prompt in PROMPTS]
     groups = generator.generate(opened, IDS, num_completions=2, seed=1)
     plain = generator.generate(PROMPTS, IDS, num_completions=2, seed=1)
     for completion, sampled in zip(completions_of(groups), completions_of(plain), strict=True):
-        assert completion == replace(sampled, text="<think>\n" + sampled.text)  # nothing else has changed
+        assert completion == replace(
+            sampled, text="<think>\n" + sampled.text
+        )  # nothing else has changed
     assert groups[0].conversations[0][-1]["content"].startswith("<think>\n")
 
 
-def test_a_completion_has_the_room_that_its_prompt_leaves(policy: PolicyModel, tiny_tokenizer: Any) -> None:
+def test_a_completion_has_the_room_that_its_prompt_leaves(
+    policy: PolicyModel, tiny_tokenizer: Any
+) -> None:
     limit = policy.hf.config.max_position_embeddings
     ids = [[5], [5] * (limit - 1), [5] * (limit - 4)]
-    groups = make(policy, tiny_tokenizer, end_ids=[0]).generate(PROMPTS, ids, num_completions=2, seed=0)
-    assert [[len(a.token_ids) for a in group.completions] for group in groups] == [[12, 12], [1, 1], [4, 4]]
+    groups = make(policy, tiny_tokenizer, end_ids=[0]).generate(
+        PROMPTS, ids, num_completions=2, seed=0
+    )
+    assert [[len(a.token_ids) for a in group.completions] for group in groups] == [
+        [12, 12],
+        [1, 1],
+        [4, 4],
+    ]
     assert all(completion.truncated for completion in completions_of(groups))
     with pytest.raises(ModelError, match="row 1"):
-        make(policy, tiny_tokenizer).generate(PROMPTS[:2], [[5], [5] * limit], num_completions=1, seed=0)
+        make(policy, tiny_tokenizer).generate(
+            PROMPTS[:2], [[5], [5] * limit], num_completions=1, seed=0
+        )
     with pytest.raises(ModelError, match="row 0.*no tokens"):
         make(policy, tiny_tokenizer).generate(PROMPTS[:1], [[]], num_completions=1, seed=0)
 
@@ -182,19 +252,29 @@ def test_logits_that_are_not_finite_are_an_error(tiny_tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("url", ["", "policy.generation.url=http://127.0.0.1:9/v1"])
-def test_the_template_ends_a_completion(policy: PolicyModel, tiny_grpo: Callable[..., Any], url: str) -> None:
+def test_the_template_ends_a_completion(
+    policy: PolicyModel, tiny_grpo: Callable[..., Any], url: str
+) -> None:
     tokenizer = byte_bpe(eos="<|endoftext|>")  # as those of Qwen's base models name it
-    end, turn = (tokenizer.convert_tokens_to_ids(token) for token in ("<|endoftext|>", "<|im_end|>"))
+    end, turn = (
+        tokenizer.convert_tokens_to_ids(token) for token in ("<|endoftext|>", "<|im_end|>")
+    )
     remote = ["policy.generation.backend=vllm", "policy.generation.model=m", url] if url else []
     renderer = Renderer(tokenizer, chat_template=PROMPTING_CHATML)
     generator = _make_generator(tiny_grpo(*remote), policy, tokenizer, renderer, Mesh())
     assert generator.reader.end_ids == {0, end, turn}  # type: ignore[attr-defined]
     assert generator.reader.completion([5, turn], None).truncated is False  # type: ignore[attr-defined]
     generator.close()
-    assert end_ids_of(policy, tokenizer, GenerationConfig(), template_ids=[turn, end]) == [0, end, turn]
+    assert end_ids_of(policy, tokenizer, GenerationConfig(), template_ids=[turn, end]) == [
+        0,
+        end,
+        turn,
+    ]
 
 
-def test_without_an_end_token_the_settings_must_name_one(policy: PolicyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_end_token_the_settings_must_name_one(
+    policy: PolicyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokenizer = byte_bpe(eos=None)
     monkeypatch.setattr(policy.hf.generation_config, "eos_token_id", None)
     with pytest.raises(ConfigError, match=r"policy\.generation\.stop_token_ids"):
@@ -214,4 +294,6 @@ def test_without_an_end_token_the_settings_must_name_one(policy: PolicyModel, mo
 )  # fmt: skip
 def test_what_real_templates_end_a_completion_with(name: str, end: str | None) -> None:
     renderer = family_renderer(name)
-    assert renderer.tokenizer.convert_ids_to_tokens(template_end_ids(renderer)) == ([] if end is None else [end])
+    assert renderer.tokenizer.convert_ids_to_tokens(template_end_ids(renderer)) == (
+        [] if end is None else [end]
+    )

@@ -25,7 +25,12 @@ from treeward.training.tracking import read_metrics
 
 Make = Callable[..., Any]
 
-SHORT = ("grpo.max_num_steps=2", "grpo.val_period=0", "grpo.val_at_end=false", "checkpointing.metric_name=null")
+SHORT = (
+    "grpo.max_num_steps=2",
+    "grpo.val_period=0",
+    "grpo.val_at_end=false",
+    "checkpointing.metric_name=null",
+)
 
 
 def run(config: Any) -> GRPOOutcome:
@@ -34,7 +39,11 @@ def run(config: Any) -> GRPOOutcome:
 
 def logged(folder: Path, *names: str) -> list[dict[str, Any]]:
     """The lines that have all of these metrics."""
-    return [line for line in read_metrics(folder / "logs" / "metrics.jsonl") if all(name in line for name in names)]
+    return [
+        line
+        for line in read_metrics(folder / "logs" / "metrics.jsonl")
+        if all(name in line for name in names)
+    ]
 
 
 @pytest.fixture
@@ -42,7 +51,9 @@ def sampled(monkeypatch: pytest.MonkeyPatch) -> list[Rollouts]:
     """The rollouts of each step, as they come."""
     found: list[Rollouts] = []
     collect = grpo_module.collect
-    monkeypatch.setattr(grpo_module, "collect", lambda *a, **k: found.append(collect(*a, **k)) or found[-1])
+    monkeypatch.setattr(
+        grpo_module, "collect", lambda *a, **k: found.append(collect(*a, **k)) or found[-1]
+    )
     return found
 
 
@@ -56,8 +67,15 @@ def test_a_planted_reward_is_learnt(tiny_grpo: Make, tmp_path: Path) -> None:
         "checkpointing.save_period=100",
     )
     outcome = run(config)
-    assert (outcome.step, outcome.total_steps, outcome.exit_code, outcome.interrupted_by) == (16, 16, 0, None)
-    before, *_, after = [line["validation/reward"] for line in logged(tmp_path, "validation/reward")]
+    assert (outcome.step, outcome.total_steps, outcome.exit_code, outcome.interrupted_by) == (
+        16,
+        16,
+        0,
+        None,
+    )
+    before, *_, after = [
+        line["validation/reward"] for line in logged(tmp_path, "validation/reward")
+    ]
     assert before < 0.2 and after > 0.6
     assert outcome.validation["validation/reward"] == after
     trained = [line["train/reward"] for line in logged(tmp_path, "train/reward")]
@@ -65,7 +83,9 @@ def test_a_planted_reward_is_learnt(tiny_grpo: Make, tmp_path: Path) -> None:
     # what it costs is seen too
     kls = [line["train/kl"] for line in logged(tmp_path, "train/kl")]
     assert kls[0] == 0.0 and kls[-1] > 1.0
-    assert outcome.report is not None and "reach the length limit" in outcome.report.read_text(encoding="utf-8")
+    assert outcome.report is not None and "reach the length limit" in outcome.report.read_text(
+        encoding="utf-8"
+    )
     assert AutoModelForCausalLM.from_pretrained(outcome.model_folder).num_parameters() > 0
     assert AutoTokenizer.from_pretrained(outcome.model_folder).chat_template
 
@@ -74,30 +94,43 @@ def test_the_metrics_of_a_step_and_the_kl_that_is_taken_from_each_reward(
     opened: Callable[..., Any], sampled: list[Rollouts], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The policy has moved, and moves no further; it samples at the temperature at which it learns."""
-    options = "loss_fn.kl_in_reward=true", "loss_fn.reference_policy_kl_penalty=0.5", "policy.optimizer.kwargs.lr=1e-30"
+    options = (
+        "loss_fn.kl_in_reward=true",
+        "loss_fn.reference_policy_kl_penalty=0.5",
+        "policy.optimizer.kwargs.lr=1e-30",
+    )
     gold = "env.gold={type: custom, function: planted.length}", "grpo.gold_environment=gold"
     run = GRPORun(opened(*options, *gold, "policy.generation.temperature=0.7"))
     with torch.no_grad():
         run.setup.policy.hf.get_output_embeddings().weight.mul_(3)
     compared = list[torch.Tensor]()
-    monkeypatch.setattr(grpo_module, "advantages", lambda *args: compared.append(args[0]) or advantages(*args))
+    monkeypatch.setattr(
+        grpo_module, "advantages", lambda *args: compared.append(args[0]) or advantages(*args)
+    )
     metrics = run.step(1).logged
     kl_PG, _ = run.setup.updater.measure(sampled[0].groups)
     assert kl_PG is not None and float(kl_PG.min()) > 0
     torch.testing.assert_close(compared[0], sampled[0].rewards_PG - 0.5 * kl_PG)
     used = advantages(compared[0], run.config.grpo)[sampled[0].used_PG]
-    assert metrics["train/advantages_std"] == pytest.approx(float(used.square().mean() - used.mean().square()) ** 0.5)
+    assert metrics["train/advantages_std"] == pytest.approx(
+        float(used.square().mean() - used.mean().square()) ** 0.5
+    )
     assert metrics["train/kl_penalty"] == pytest.approx(0.5 * float(kl_PG.mean()))
     assert metrics["train/kl"] == pytest.approx(float(kl_PG.mean()), rel=1e-5)
     assert metrics["train/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-4)
     completions = [one for group in sampled[0].groups for one in group.completions]
     texts, lengths = [one.text for one in completions], [len(one.token_ids) for one in completions]
     assert metrics["train/raw_reward"] == metrics["train/reward"]
-    assert metrics["train/reward"] == pytest.approx(sum(vowels("", text) for text in texts) / 16, abs=1e-6)
+    assert metrics["train/reward"] == pytest.approx(
+        sum(vowels("", text) for text in texts) / 16, abs=1e-6
+    )
     assert metrics["train/gold_reward"] == pytest.approx(sum(map(len, texts)) / 16 / 100, abs=1e-6)
     assert metrics["train/mean_gen_tokens_per_sample"] == pytest.approx(sum(lengths) / 16)
     assert metrics["planted_env/num_samples"] == 16 and metrics["planted_env/num_failed"] == 0
-    assert metrics["train/num_failed"] == metrics["train/num_masked"] == 0 and metrics["train/lr"] == 1e-30
+    assert (
+        metrics["train/num_failed"] == metrics["train/num_masked"] == 0
+        and metrics["train/lr"] == 1e-30
+    )
     assert metrics["train/prompts_drawn"] == 4 and metrics["epoch"] == pytest.approx(4 / 42)
 
 
@@ -109,7 +142,9 @@ def test_completions_that_the_generator_saw_otherwise_are_left_out(
         run = GRPORun(opened(f"grpo.seq_logprob_error_threshold={limit}"))
         generate = run.setup.generator.generate
 
-        def generate_off(*args: Any, generate: Any = generate, **options: Any) -> list[CompletionGroup]:
+        def generate_off(
+            *args: Any, generate: Any = generate, **options: Any
+        ) -> list[CompletionGroup]:
             groups = []
             for one in generate(*args, **options):
                 first, *others = one.completions
@@ -123,17 +158,29 @@ def test_completions_that_the_generator_saw_otherwise_are_left_out(
         used = advantages(sampled[-1].rewards_PG, run.config.grpo)[sampled[-1].used_PG]
         assert metrics["train/num_masked_seqs_by_logprob_error"] == num_masked
         assert num_used == len(used) == 16
-        assert (metrics["train/advantages_mean"] == pytest.approx(float(used.mean()), abs=1e-7)) == (num_masked == 0)
+        assert (
+            metrics["train/advantages_mean"] == pytest.approx(float(used.mean()), abs=1e-7)
+        ) == (num_masked == 0)
 
 
 def test_validations_begin_where_they_are_asked_to(tiny_grpo: Make, tmp_path: Path) -> None:
-    run(tiny_grpo("grpo.max_num_steps=4", "grpo.val_period=1", "grpo.val_start_at=3", "grpo.val_at_start=true"))
+    run(
+        tiny_grpo(
+            "grpo.max_num_steps=4",
+            "grpo.val_period=1",
+            "grpo.val_start_at=3",
+            "grpo.val_at_start=true",
+        )
+    )
     assert [line["step"] for line in logged(tmp_path, "validation/reward")] == [0, 3, 4]
 
 
 def nodes(groups: list[CompletionGroup]) -> int:
     """Tokens of the trees, counted by hand: different beginnings."""
-    return sum(len({tuple(s[: n + 1]) for s in sequences_of(group) for n in range(len(s))}) for group in groups)
+    return sum(
+        len({tuple(s[: n + 1]) for s in sequences_of(group) for n in range(len(s))})
+        for group in groups
+    )
 
 
 @pytest.mark.slow
@@ -141,9 +188,18 @@ def nodes(groups: list[CompletionGroup]) -> int:
     ("options", "passes"),
     [
         ([], 2),  # the reference, and the update, which is its own old policy
-        (["grpo.updates_per_batch=3", "policy.train_global_batch_size=8"], 5),  # old, reference, three updates
+        (
+            ["grpo.updates_per_batch=3", "policy.train_global_batch_size=8"],
+            5,
+        ),  # old, reference, three updates
         (["loss_fn.kl_in_reward=true", "loss_fn.reference_policy_kl_type=k1"], 3),
-        (["grpo.skip_reference_policy_logprobs_calculation=true", "loss_fn.reference_policy_kl_penalty=0"], 1),
+        (
+            [
+                "grpo.skip_reference_policy_logprobs_calculation=true",
+                "loss_fn.reference_policy_kl_penalty=0",
+            ],
+            1,
+        ),
     ],
 )
 def test_prompts_are_computed_once(
@@ -151,11 +207,20 @@ def test_prompts_are_computed_once(
 ) -> None:
     run(tiny_grpo(*SHORT, *options))
     for line, rollouts in zip(logged(tmp_path, "train/computed_tokens"), sampled, strict=True):
-        used = [g for g in rollouts.groups if all(completion.token_ids for completion in g.completions)]
+        used = [
+            g for g in rollouts.groups if all(completion.token_ids for completion in g.completions)
+        ]
         assert len(used) == len(rollouts.groups) == 4
         rows = sum(len(sequence) for group in used for sequence in sequences_of(group))
-        assert line["train/computed_tokens"] == passes * nodes(used) < passes * rows == line["train/row_tokens"]
-        assert ("train/kl" in line) == (passes > 1) and ("train/kl_penalty" in line) == ("kl_in_reward" in str(options))
+        assert (
+            line["train/computed_tokens"]
+            == passes * nodes(used)
+            < passes * rows
+            == line["train/row_tokens"]
+        )
+        assert ("train/kl" in line) == (passes > 1) and ("train/kl_penalty" in line) == (
+            "kl_in_reward" in str(options)
+        )
 
 
 HACK = (
@@ -194,11 +259,16 @@ def test_completions_that_are_not_the_policys_are_told_once(
     assert "not sampled from the policy" not in caplog.text
     monkeypatch.setattr(grpo_module, "collect", shifted)
     run(tiny_grpo(*SHORT, "grpo.max_num_steps=4"))
-    assert caplog.text.count("not sampled from the policy") == 1 and "off by a factor of 1.30" in caplog.text
+    assert (
+        caplog.text.count("not sampled from the policy") == 1
+        and "off by a factor of 1.30" in caplog.text
+    )
 
 
 @pytest.mark.slow
-def test_a_planted_hack_stops_the_run(tiny_grpo: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_planted_hack_stops_the_run(
+    tiny_grpo: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Gold is what the reward is paid for not to be: it falls while the proxy rises."""
     outcome = run(tiny_grpo(*HACK))
     assert outcome.stopped_by == "gold_falls" and outcome.step < 30 and outcome.exit_code == 0
@@ -206,7 +276,9 @@ def test_a_planted_hack_stops_the_run(tiny_grpo: Make, tmp_path: Path, caplog: p
     assert alarm.step == outcome.step and alarm.stops
     kept = json.loads((tmp_path / "logs" / "alarms.json").read_text())
     assert [one["kind"] for one in kept] == [one.kind for one in outcome.alarms]
-    assert [line["step"] for line in logged(tmp_path, "watch/alarm") if line["watch/alarm"]][-1] == outcome.step
+    assert [line["step"] for line in logged(tmp_path, "watch/alarm") if line["watch/alarm"]][
+        -1
+    ] == outcome.step
     assert outcome.model_folder is not None and outcome.interrupted_by is None
     # The same command does not go on; without `stop_on` it does.
     with caplog.at_level(logging.INFO, "treeward.rl"):
@@ -221,19 +293,28 @@ def test_a_planted_hack_stops_the_run(tiny_grpo: Make, tmp_path: Path, caplog: p
 
 @pytest.mark.slow
 def test_dynamic_sampling_ends_with_the_epochs(
-    tiny_grpo: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tiny_grpo: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Two batches of six for each step: 84 prompts of two epochs are drawn in seven steps, not in 21."""
     import planted
 
-    monkeypatch.setattr(planted, "vowels", lambda prompt, response: len(response) if "and sun" in prompt else 0.5)
+    monkeypatch.setattr(
+        planted, "vowels", lambda prompt, response: len(response) if "and sun" in prompt else 0.5
+    )
     options = ("grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=1.5", "grpo.max_num_steps=null",
                "grpo.dynamic_sampling_max_gen_batches=2", "grpo.max_num_epochs=2", "grpo.log_period=100",
                "data.shuffle=false")  # fmt: skip
     with caplog.at_level("INFO", "treeward.rl"):
         outcome = run(tiny_grpo(*options))
     assert (outcome.step, outcome.total_steps, outcome.interrupted_by) == (7, 7, None)
-    assert outcome.model_folder is not None and outcome.validation and (tmp_path / "checkpoints" / "step_7").is_dir()
+    assert (
+        outcome.model_folder is not None
+        and outcome.validation
+        and (tmp_path / "checkpoints" / "step_7").is_dir()
+    )
     assert [line["train/prompts_drawn"] for line in logged(tmp_path, "train/reward")] == [84]
     assert "drawn the prompts of all 2 epochs in 7 steps" in caplog.text
     assert run(tiny_grpo(*options)).step == 7

@@ -62,14 +62,20 @@ class Trial:
         (self.folder / "orders.json").write_text(json.dumps(told), encoding="utf-8")
 
     def start(self, *more: str) -> GRPOOutcome:
-        options = [option.replace("ORDERS", str(self.folder / "orders.json")) for option in FORGETFUL]
+        options = [
+            option.replace("ORDERS", str(self.folder / "orders.json")) for option in FORGETFUL
+        ]
         return grpo(self.make(*options, *more), show_progress=False)
 
     def assert_as_uninterrupted(self, *options: str) -> None:
         """It came to what the run with these options comes to when nothing stops it."""
         if (key := " ".join(options)) not in UNINTERRUPTED:
             folder = UNINTERRUPTED[key] = self.temporary.mktemp("uninterrupted")
-            self.start(*options, f"checkpointing.checkpoint_dir={folder}/checkpoints", f"logger.log_dir={folder}/logs")
+            self.start(
+                *options,
+                f"checkpointing.checkpoint_dir={folder}/checkpoints",
+                f"logger.log_dir={folder}/logs",
+            )
         assert_same_run(self.folder, UNINTERRUPTED[key])
 
 
@@ -93,16 +99,23 @@ def test_without_validation_prompts_the_completions_of_steps_are_kept(trial: Tri
     trial.assert_as_uninterrupted(*alone)
     samples = read_metrics(trial.folder / "logs" / "samples.jsonl")
     assert [line["step"] for line in samples] == [step for step in (1, 2, 4, 6) for _ in range(4)]
-    assert outcome.report is not None and "Completions over time" in outcome.report.read_text("utf-8")
+    assert outcome.report is not None and "Completions over time" in outcome.report.read_text(
+        "utf-8"
+    )
 
 
 @pytest.mark.slow
 def test_failures_and_signals_change_nothing(trial: Trial) -> None:
     trial.order(after=60, fail=0.8)  # in the middle of a step's draws
-    with pytest.raises(ModelError, match="(?s)too many completions have no reward.*told to fail.*max_failed_share"):
+    with pytest.raises(
+        ModelError, match="(?s)too many completions have no reward.*told to fail.*max_failed_share"
+    ):
         trial.start()
     trial.order()
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(ModelError, match="loss or its gradient is not finite"):
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(ModelError, match="loss or its gradient is not finite"),
+    ):
         patch.setattr(grpo_module, "advantages", lambda *a: advantages(*a) * float("nan"))
         patch.setattr(optimisation, "MOST_SKIPPED_IN_A_ROW", 1)  # a step has several updates
         trial.start()
@@ -117,7 +130,9 @@ def test_failures_and_signals_change_nothing(trial: Trial) -> None:
         patch.setattr(grpo_module, "collect", signalled)
         outcome = trial.start()
     assert (outcome.step, outcome.exit_code) == (4, 143)  # it was to be validated
-    for _ in range(2):  # killed before the made-up validation is saved, it writes none of its lines twice
+    for _ in range(
+        2
+    ):  # killed before the made-up validation is saved, it writes none of its lines twice
         with dying(loop, "write_state", lambda folder, state: state.validation_step == 4):
             trial.start()
     assert trial.start().step == 6
@@ -135,7 +150,9 @@ def test_masters_of_bfloat16_weights_and_skipped_steps_go_on_exactly(
         step = at["step"]
         return collect(run, **at)
 
-    def broken(skipped: SkippedSteps, model: Any, max_norm: float, loss: float, **named: Any) -> float:
+    def broken(
+        skipped: SkippedSteps, model: Any, max_norm: float, loss: float, **named: Any
+    ) -> float:
         return clip(skipped, model, max_norm, float("nan") if step == 1 else loss, **named)
 
     monkeypatch.setattr(grpo_module, "collect", noted)
@@ -145,7 +162,14 @@ def test_masters_of_bfloat16_weights_and_skipped_steps_go_on_exactly(
     assert trial.start("policy.precision=bfloat16").step == 6
     trial.assert_as_uninterrupted("policy.precision=bfloat16")
     lines = read_metrics(trial.folder / "logs" / "metrics.jsonl")
-    assert [line["train/skipped_steps"] for line in lines if "train/skipped_steps" in line] == [0, 4, 4, 4, 4, 4]
+    assert [line["train/skipped_steps"] for line in lines if "train/skipped_steps" in line] == [
+        0,
+        4,
+        4,
+        4,
+        4,
+        4,
+    ]
 
 
 @pytest.mark.slow
@@ -170,7 +194,11 @@ class Dying(ServedPolicy):
 
     def __call__(self, asked: Asked) -> Any:
         self.asked += asked.path == self.dies_in
-        return None if self.dies_at is not None and self.asked >= self.dies_at else super().__call__(asked)
+        return (
+            None
+            if self.dies_at is not None and self.asked >= self.dies_at
+            else super().__call__(asked)
+        )
 
 
 @pytest.mark.slow
@@ -189,9 +217,19 @@ def test_a_generator_that_dies_ends_the_run_which_goes_on_from_its_checkpoint(
 
         def serve(folder: Path) -> GRPOOutcome:
             generation = f"{{backend: vllm, url: {loopback.url}, model: m, max_new_tokens: 8, max_retries: 1}}"
-            folders = f"checkpointing.checkpoint_dir={folder}/checkpoints", f"logger.log_dir={folder}/logs"
-            periods = ("grpo.max_num_steps=4", "checkpointing.save_period=1", "checkpointing.keep_top_k=1")
-            return grpo(tiny_grpo(*periods, f"policy.generation={generation}", *folders), show_progress=False)
+            folders = (
+                f"checkpointing.checkpoint_dir={folder}/checkpoints",
+                f"logger.log_dir={folder}/logs",
+            )
+            periods = (
+                "grpo.max_num_steps=4",
+                "checkpointing.save_period=1",
+                "checkpointing.keep_top_k=1",
+            )
+            return grpo(
+                tiny_grpo(*periods, f"policy.generation={generation}", *folders),
+                show_progress=False,
+            )
 
         if "served" not in UNINTERRUPTED:
             UNINTERRUPTED["served"] = tmp_path / "whole"
@@ -199,14 +237,21 @@ def test_a_generator_that_dies_ends_the_run_which_goes_on_from_its_checkpoint(
         vllm.asked, vllm.policy, vllm.dies_in, vllm.dies_at = 0, None, path, count
         with pytest.raises(GenerationError, match="generator has failed"):
             serve(tmp_path)
-        assert max(folder.name for folder in (tmp_path / "checkpoints").glob("step_*")) == f"step_{saved}"
+        assert (
+            max(folder.name for folder in (tmp_path / "checkpoints").glob("step_*"))
+            == f"step_{saved}"
+        )
         vllm.dies_at, vllm.policy = None, None  # a new server, without the weights
         assert serve(tmp_path).step == 4
     assert_same_run(tmp_path, UNINTERRUPTED["served"])
     # The trainer finds the same log-probabilities: the weights are those of the step, and not of one before.
-    lines = [line for line in read_metrics(tmp_path / "logs" / "metrics.jsonl") if "train/loss" in line]
+    lines = [
+        line for line in read_metrics(tmp_path / "logs" / "metrics.jsonl") if "train/loss" in line
+    ]
     assert len(lines) == 4
-    assert all(line["train/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-4) for line in lines)
+    assert all(
+        line["train/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-4) for line in lines
+    )
 
 
 def test_a_resumed_run_keeps_the_samples_and_alarms_of_another_that_has_used_its_log_folder(
@@ -215,7 +260,10 @@ def test_a_resumed_run_keeps_the_samples_and_alarms_of_another_that_has_used_its
     short = ("grpo.max_num_steps=2", "grpo.num_prompts_per_step=2")
     with dying(GRPORun, "step", lambda run, number: number == 3):
         grpo(tiny_grpo(*short, "grpo.max_num_steps=3"), show_progress=False)
-    grpo(tiny_grpo(*short, "grpo.seed=8", f"checkpointing.checkpoint_dir={tmp_path}/other"), show_progress=False)
+    grpo(
+        tiny_grpo(*short, "grpo.seed=8", f"checkpointing.checkpoint_dir={tmp_path}/other"),
+        show_progress=False,
+    )
     names = ("metrics.jsonl", "samples.jsonl", "alarms.json")
     other = [(tmp_path / "logs" / name).read_bytes() for name in names]
     assert grpo(tiny_grpo(*short, "grpo.max_num_steps=3"), show_progress=False).step == 3

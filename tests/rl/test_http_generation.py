@@ -25,18 +25,31 @@ from treeward.rl.served_generation import CompletionRequest, Served, ServedGener
 
 @contextmanager
 def serving(
-    policy: PolicyModel, tokenizer: Any, *, backend: Any = "vllm", raw: bool = False, **settings: Any
+    policy: PolicyModel,
+    tokenizer: Any,
+    *,
+    backend: Any = "vllm",
+    raw: bool = False,
+    **settings: Any,
 ) -> Iterator[tuple[HttpGenerator, ServedPolicy, Loopback]]:
     served = ServedPolicy(policy, tokenizer, raw=raw)
     with Loopback(served) as loopback:
-        made = HttpGenerator(policy, tokenizer, section(loopback.url, backend=backend, **settings), end_ids=ENDS)
+        made = HttpGenerator(
+            policy, tokenizer, section(loopback.url, backend=backend, **settings), end_ids=ENDS
+        )
         yield made, served, loopback
         made.close()
         made.close()
 
 
 def section(url: str = "http://x", **values: Any) -> GenerationConfig:
-    common = {"backend": "vllm", "model": "m", "timeout_seconds": 20.0, "max_new_tokens": 12, "weight_folder": "absent"}
+    common = {
+        "backend": "vllm",
+        "model": "m",
+        "timeout_seconds": 20.0,
+        "max_new_tokens": 12,
+        "weight_folder": "absent",
+    }
     return GenerationConfig(url=url, **(common | values))
 
 
@@ -50,7 +63,9 @@ def folder(tmp_path: Path) -> dict[str, Any]:
 def test_completions_are_the_tokens_that_the_server_sampled(
     policy: PolicyModel, tiny_tokenizer: Any, backend: str, temperature: float
 ) -> None:
-    with serving(policy, tiny_tokenizer, backend=backend, temperature=temperature, max_new_tokens=6) as (
+    with serving(
+        policy, tiny_tokenizer, backend=backend, temperature=temperature, max_new_tokens=6
+    ) as (
         generator,
         served,
         loopback,
@@ -63,7 +78,9 @@ def test_completions_are_the_tokens_that_the_server_sampled(
         assert len({a.truncated for a in completions_of(groups)}) == 2
         assert generator.generate(PROMPTS, IDS, num_completions=4, seed=1) == groups
         opened = [replace(prompt, opening="<think>") for prompt in PROMPTS]
-        for group, plain in zip(generator.generate(opened, IDS, num_completions=4, seed=1), groups, strict=True):
+        for group, plain in zip(
+            generator.generate(opened, IDS, num_completions=4, seed=1), groups, strict=True
+        ):
             texts = [f"<think>{completion.text}" for completion in plain.completions]
             assert [conversation[-1]["content"] for conversation in group.conversations] == texts
         other = generator.generate(PROMPTS, IDS, num_completions=4, seed=2)
@@ -72,14 +89,22 @@ def test_completions_are_the_tokens_that_the_server_sampled(
             body = asked.json
             if backend == "vllm":
                 ids, reply = body["prompt"], served._completions(body)["choices"]
-                want = [tuple(choice["token_ids"]) for choice in sorted(reply, key=lambda choice: choice["index"])]
+                want = [
+                    tuple(choice["token_ids"])
+                    for choice in sorted(reply, key=lambda choice: choice["index"])
+                ]
             else:
-                ids, want = body["input_ids"][0], [tuple(part["output_ids"]) for part in served._generate(body)]
+                ids, want = (
+                    body["input_ids"][0],
+                    [tuple(part["output_ids"]) for part in served._generate(body)],
+                )
             (group,) = (group for group in other if group.prompt_ids == tuple(ids))
             assert [completion.token_ids for completion in group.completions] == want
 
 
-def test_what_a_server_has_defaults_of_its_own_for_is_said(policy: PolicyModel, tiny_tokenizer: Any) -> None:
+def test_what_a_server_has_defaults_of_its_own_for_is_said(
+    policy: PolicyModel, tiny_tokenizer: Any
+) -> None:
     with serving(policy, tiny_tokenizer, stop_strings=("x y",)) as (generator, _, loopback):
         generator.generate(PROMPTS[:1], IDS[:1], num_completions=2, seed=1)
         assert loopback.requests[0].json.items() >= {
@@ -87,7 +112,11 @@ def test_what_a_server_has_defaults_of_its_own_for_is_said(policy: PolicyModel, 
             "repetition_penalty": 1.0, "stop": ["x y"], "stop_token_ids": ENDS, "logprobs": 1,
             "return_token_ids": True, "model": "m",
         }.items()  # fmt: skip
-    with serving(policy, tiny_tokenizer, backend="sglang", top_p=0.9, top_k=7) as (generator, _, loopback):
+    with serving(policy, tiny_tokenizer, backend="sglang", top_p=0.9, top_k=7) as (
+        generator,
+        _,
+        loopback,
+    ):
         generator.generate(PROMPTS[:1], IDS[:1], num_completions=3, seed=1)
         body = loopback.requests[0].json
         assert body["input_ids"] == [IDS[0]] * 3 and body["return_logprob"] is True
@@ -137,12 +166,18 @@ def test_output_ids_other_than_those_of_the_log_probabilities_are_refused(
     policy: PolicyModel, tiny_tokenizer: Any
 ) -> None:
     with serving(policy, tiny_tokenizer, backend="sglang") as (generator, served, _):
-        served.change = lambda reply: [part | {"output_ids": [i + 1 for i in part["output_ids"]]} for part in reply]
-        with pytest.raises(GenerationError, match="output_ids are others than those of output_token_logprobs"):
+        served.change = lambda reply: [
+            part | {"output_ids": [i + 1 for i in part["output_ids"]]} for part in reply
+        ]
+        with pytest.raises(
+            GenerationError, match="output_ids are others than those of output_token_logprobs"
+        ):
             generator.generate(PROMPTS[:1], IDS[:1], num_completions=2, seed=1)
 
 
-def test_a_trimmed_stop_token_was_sampled_nevertheless(policy: PolicyModel, tiny_tokenizer: Any) -> None:
+def test_a_trimmed_stop_token_was_sampled_nevertheless(
+    policy: PolicyModel, tiny_tokenizer: Any
+) -> None:
     with serving(policy, tiny_tokenizer, backend="sglang") as (generator, served, _):
         want = generator.generate(PROMPTS, IDS, num_completions=1, seed=1)
         served.change = lambda reply: reply[0] | {"output_ids": reply[0]["output_ids"][:-1]}
@@ -161,7 +196,10 @@ def test_weights_by_a_folder(
         for version in (1, 2):
             changed = moved(policy, 0.1 * version)
             generator.load_weights(changed, version)
-            assert {path.name for path in (tmp_path / "weights").iterdir()} == {f"version-{version}", "version-of-mine"}
+            assert {path.name for path in (tmp_path / "weights").iterdir()} == {
+                f"version-{version}",
+                "version-of-mine",
+            }
             (group,) = generator.generate(PROMPTS[:1], IDS[:1], num_completions=1, seed=1)
             own = changed.log_probs([sequences_of(group)], [[len(IDS[0])]]).values_SL[0].detach()
             assert torch.allclose(own, torch.tensor(group.completions[0].log_probs), atol=1e-4)
@@ -176,7 +214,10 @@ def test_weights_by_a_folder(
 
 
 def test_weights_that_did_not_arrive_stop_the_run(
-    policy: PolicyModel, tiny_tokenizer: Any, folder: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    policy: PolicyModel,
+    tiny_tokenizer: Any,
+    folder: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with serving(policy, tiny_tokenizer, backend="sglang", **folder) as (generator, served, _):
         monkeypatch.setattr(ServedPolicy, "_load", lambda self, folder: None)
@@ -191,10 +232,14 @@ def test_weights_that_did_not_arrive_stop_the_run(
             generator.load_weights(policy, 1)
     with serving(policy, tiny_tokenizer, **folder) as (generator, served, loopback):
         served.sees_folders = False
-        with pytest.raises(GenerationError, match=r"(?s)500: .*Repo id must be.*does not see the folder") as raised:
+        with pytest.raises(
+            GenerationError, match=r"(?s)500: .*Repo id must be.*does not see the folder"
+        ) as raised:
             generator.load_weights(policy, 1)
         assert "VLLM_SERVER_DEV_MODE" not in str(raised.value)
-        assert [asked.path for asked in loopback.requests] == ["/collective_rpc"]  # it is asked once
+        assert [asked.path for asked in loopback.requests] == [
+            "/collective_rpc"
+        ]  # it is asked once
         served.sees_folders, served.holds_blocks = True, True
         with pytest.raises(GenerationError, match=r"(?s)reset_prefix_cache.*'success': False"):
             generator.load_weights(policy, 1)
@@ -207,19 +252,31 @@ def test_weights_that_arrived_in_part_stop_the_run(
     with serving(policy, tiny_tokenizer, **folder) as (generator, served, loopback):
         generator.load_weights(moved(policy, 0.002), 1)
         served.keeps_head = True
-        with pytest.raises(GenerationError, match=r"(?s)not those of the policy.*nats.*version 2.*at most 0.001"):
+        with pytest.raises(
+            GenerationError, match=r"(?s)not those of the policy.*nats.*version 2.*at most 0.001"
+        ):
             generator.load_weights(moved(policy, 0.004), 2)
-        prompts = [tuple(asked.json["prompt"]) for asked in loopback.requests if asked.path == "/v1/completions"]
+        prompts = [
+            tuple(asked.json["prompt"])
+            for asked in loopback.requests
+            if asked.path == "/v1/completions"
+        ]
         assert len(set(prompts)) == len(prompts) > 20
 
 
-def test_other_temperatures_show(policy: PolicyModel, tiny_tokenizer: Any, folder: dict[str, Any]) -> None:
+def test_other_temperatures_show(
+    policy: PolicyModel, tiny_tokenizer: Any, folder: dict[str, Any]
+) -> None:
     with (
         serving(policy, tiny_tokenizer, raw=True, temperature=0.5, **folder) as (generator, _, _),
         pytest.raises(GenerationError, match="--logprobs-mode processed_logprobs"),
     ):
         generator.load_weights(policy, 0)
-    with serving(policy, tiny_tokenizer, raw=True, temperature=0.5, top_p=0.9, **folder) as (generator, _, _):
+    with serving(policy, tiny_tokenizer, raw=True, temperature=0.5, top_p=0.9, **folder) as (
+        generator,
+        _,
+        _,
+    ):
         generator.load_weights(policy, 0)  # neither of vLLM's are of use here
         completions = completions_of(generator.generate(PROMPTS, IDS, num_completions=2, seed=1))
         assert all(one.log_probs is None for one in completions)
@@ -233,15 +290,28 @@ class Samplers(ServedGenerator):
     def ask(
         self, requests: Sequence[CompletionRequest], sampling: GenerationConfig, *, log_probs: bool
     ) -> list[list[Served]]:
-        rows = [SampledRow(tuple(one.prompt_ids), one.most, uniforms(one.seed, 0, 0, one.most)) for one in requests]
+        rows = [
+            SampledRow(tuple(one.prompt_ids), one.most, uniforms(one.seed, 0, 0, one.most))
+            for one in requests
+        ]
         for number, policy in enumerate(self.policies):
-            sample(policy, rows[number :: len(self.policies)], ended=self.reader.has_ended, temperature=1.0)
-        return [[Served(token_ids=row.token_ids, log_probs=row.log_probs, finish_reason="length")] for row in rows]
+            sample(
+                policy,
+                rows[number :: len(self.policies)],
+                ended=self.reader.has_ended,
+                temperature=1.0,
+            )
+        return [
+            [Served(token_ids=row.token_ids, log_probs=row.log_probs, finish_reason="length")]
+            for row in rows
+        ]
 
 
 @pytest.fixture
 def samplers(policy: PolicyModel, tiny_tokenizer: Any) -> Samplers:
-    made = Samplers(policy, tiny_tokenizer, GenerationConfig(backend="sglang", url="http://x"), end_ids=[0])
+    made = Samplers(
+        policy, tiny_tokenizer, GenerationConfig(backend="sglang", url="http://x"), end_ids=[0]
+    )
     made.version, made.num_samplers = 1, 2
     return made
 
@@ -252,14 +322,22 @@ def difference(samplers: Samplers, policy: PolicyModel, policies: Sequence[Polic
     try:
         samplers.compare(policy, where="here")
     except GenerationError as error:
-        match = re.search(r"a mean difference of (\S+) nats, after the weights of version 1", str(error))
+        match = re.search(
+            r"a mean difference of (\S+) nats, after the weights of version 1", str(error)
+        )
         assert match is not None
         return float(match[1])
     return 0.0
 
 
-def test_one_of_several_samplers_with_stale_weights_is_enough(samplers: Samplers, policy: PolicyModel) -> None:
+def test_one_of_several_samplers_with_stale_weights_is_enough(
+    samplers: Samplers, policy: PolicyModel
+) -> None:
     stale = moved(policy, 0.003)
     assert difference(samplers, policy, [policy, policy]) == 0.0
-    first, second = (difference(samplers, policy, pair) for pair in ([stale, policy], [policy, stale]))
-    assert min(first, second) > 1e-3 and difference(samplers, policy, [stale, stale]) == max(first, second)
+    first, second = (
+        difference(samplers, policy, pair) for pair in ([stale, policy], [policy, stale])
+    )
+    assert min(first, second) > 1e-3 and difference(samplers, policy, [stale, stale]) == max(
+        first, second
+    )

@@ -34,7 +34,11 @@ def corrected(old: Any, said: Any, tokens: list[int], t: int, settings: PolicyLo
     if not settings.use_importance_sampling_correction:
         return 1.0
     differences = [float(old[u] - said[u]) for u in tokens]
-    weight = math.exp(sum(differences)) if settings.sequence_level_importance_ratios else math.exp(old[t] - said[t])
+    weight = (
+        math.exp(sum(differences))
+        if settings.sequence_level_importance_ratios
+        else math.exp(old[t] - said[t])
+    )
     high = settings.truncated_importance_sampling_ratio or math.inf
     low = settings.truncated_importance_sampling_ratio_min or 0.0
     kind = settings.truncated_importance_sampling_type
@@ -45,7 +49,9 @@ def corrected(old: Any, said: Any, tokens: list[int], t: int, settings: PolicyLo
     return min(max(weight, low), high)
 
 
-def penalised(new: float, stopped: float, reference: float, said: float, settings: PolicyLossConfig) -> float:
+def penalised(
+    new: float, stopped: float, reference: float, said: float, settings: PolicyLossConfig
+) -> float:
     """The penalty of a token. `stopped`: the value of `new` that has no gradient."""
     kind, _, unweighted = settings.reference_policy_kl_type.partition("_")
     x = clamped(new - reference, settings.kl_input_clamp_value)
@@ -64,7 +70,9 @@ def written_out(
     `stopped`: the values of `new` where they have no gradient.
     """
     stopped = new if stopped is None else stopped
-    sums = dict.fromkeys(("loss", "policy_sum", "kl_sum", "old_kl_sum", "clipped", "correction_sum"), 0.0)
+    sums = dict.fromkeys(
+        ("loss", "policy_sum", "kl_sum", "old_kl_sum", "clipped", "correction_sum"), 0.0
+    )
     for s in range(4):
         tokens = [t for t in range(4) if MASK[s, t]]
         a = float(ADVANTAGES[s])
@@ -74,7 +82,10 @@ def written_out(
             ratio = math.exp(float(new[s, t] - old[s, t]))
             if by_completion:
                 ratio = math.exp(sum(float(new[s, u] - old[s, u]) for u in tokens) / len(tokens))
-            gain = min(ratio * a, min(max(ratio, 1 - settings.ratio_clip_min), 1 + settings.ratio_clip_max) * a)
+            gain = min(
+                ratio * a,
+                min(max(ratio, 1 - settings.ratio_clip_min), 1 + settings.ratio_clip_max) * a,
+            )
             sums["clipped"] += ratio * a != gain and not settings.force_on_policy_ratio
             if settings.ratio_clip_c is not None and a < 0:
                 gain = max(gain, settings.ratio_clip_c * a)
@@ -84,9 +95,14 @@ def written_out(
             gain *= correction
             sums["correction_sum"] += correction
             sums["policy_sum"] -= gain
-            for name, y in (("kl_sum", new[s, t] - reference[s, t]), ("old_kl_sum", old[s, t] - new[s, t])):
+            for name, y in (
+                ("kl_sum", new[s, t] - reference[s, t]),
+                ("old_kl_sum", old[s, t] - new[s, t]),
+            ):
                 sums[name] += math.exp(-float(y)) - 1 + float(y)  # k3, whatever the penalty is
-            kl = penalised(*(float(values[s, t]) for values in (new, stopped, reference, said)), settings)
+            kl = penalised(
+                *(float(values[s, t]) for values in (new, stopped, reference, said)), settings
+            )
             beta = 0.0 if settings.kl_in_reward else settings.reference_policy_kl_penalty
             sums["loss"] += weight * (-gain + beta * kl)
     return sums
@@ -97,7 +113,10 @@ PENALTY: dict[str, Any] = {
     "reference_policy_kl_penalty": 0.3, "kl_input_clamp_value": None, "kl_output_clamp_value": None
 }  # fmt: skip
 CORRECTED: dict[str, Any] = {"use_importance_sampling_correction": True}
-BY_COMPLETION: dict[str, Any] = {"sequence_level_importance_ratios": True, "token_level_loss": False}
+BY_COMPLETION: dict[str, Any] = {
+    "sequence_level_importance_ratios": True,
+    "token_level_loss": False,
+}
 TRUNCATED: dict[str, Any] = {
     **CORRECTED,
     "truncated_importance_sampling_ratio": 1.3,
@@ -113,11 +132,27 @@ OPTIONS = [
         {**PENALTY, "kl_in_reward": True, "reference_policy_kl_type": "k1"},
         {**PENALTY, "kl_input_clamp_value": 0.3},
         {**PENALTY, "kl_output_clamp_value": 0.1},
-        {**PENALTY, "kl_input_clamp_value": 0.6, "kl_output_clamp_value": 0.05, "token_level_loss": False},
+        {
+            **PENALTY,
+            "kl_input_clamp_value": 0.6,
+            "kl_output_clamp_value": 0.05,
+            "token_level_loss": False,
+        },
         {**PENALTY, **CORRECTED},
-        {**NO_PENALTY, **CORRECTED, "truncated_importance_sampling_ratio": 1.2, "token_level_loss": False},
+        {
+            **NO_PENALTY,
+            **CORRECTED,
+            "truncated_importance_sampling_ratio": 1.2,
+            "token_level_loss": False,
+        },
         {**PENALTY, **BY_COMPLETION},
-        {**NO_PENALTY, **BY_COMPLETION, "ratio_clip_min": 0.05, "ratio_clip_max": 0.01, "ratio_clip_c": 1.02},
+        {
+            **NO_PENALTY,
+            **BY_COMPLETION,
+            "ratio_clip_min": 0.05,
+            "ratio_clip_max": 0.01,
+            "ratio_clip_c": 1.02,
+        },
         {**NO_PENALTY, **BY_COMPLETION, **CORRECTED, "truncated_importance_sampling_ratio": 1.5},
         {**PENALTY, "reference_policy_kl_type": "k1"},
         {**PENALTY, "reference_policy_kl_type": "k2_unweighted"},
@@ -129,19 +164,28 @@ OPTIONS = [
         {**NO_PENALTY, **TRUNCATED, "truncated_importance_sampling_type": "tis"},
         {**NO_PENALTY, **TRUNCATED, "truncated_importance_sampling_type": "icepop"},
         {**NO_PENALTY, **TRUNCATED, "truncated_importance_sampling_type": "seq-mask-tis"},
-        {**NO_PENALTY, **BY_COMPLETION, **TRUNCATED, "truncated_importance_sampling_type": "icepop"},
+        {
+            **NO_PENALTY,
+            **BY_COMPLETION,
+            **TRUNCATED,
+            "truncated_importance_sampling_type": "icepop",
+        },
     )
 ]
 
 
 @pytest.mark.parametrize("settings", OPTIONS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-5)])
-def test_it_is_the_formula(settings: PolicyLossConfig, dtype: torch.dtype, tolerance: float) -> None:
+def test_it_is_the_formula(
+    settings: PolicyLossConfig, dtype: torch.dtype, tolerance: float
+) -> None:
     for seed in range(5):
         given = batch(seed)
         want = written_out(*given, settings)
         new, old, reference, said = (tensor.to(dtype) for tensor in given)
-        total, sums = policy_loss(new, old, reference, ADVANTAGES, MASK, settings, generated_SL=said)
+        total, sums = policy_loss(
+            new, old, reference, ADVANTAGES, MASK, settings, generated_SL=said
+        )
         # the weights are float32
         at_most = max(tolerance, 1e-6 if not settings.token_level_loss else 0)
         assert float(total) == pytest.approx(want.pop("loss"), abs=at_most)
@@ -160,7 +204,9 @@ def test_gradients_are_the_slopes_of_the_formula(settings: PolicyLossConfig) -> 
         for sign in (1, -1):
             moved = new.detach().clone()
             moved[s, t] += sign * 1e-6
-            ends.append(written_out(moved, old, reference, said, settings, stopped=new.detach())["loss"])
+            ends.append(
+                written_out(moved, old, reference, said, settings, stopped=new.detach())["loss"]
+            )
         assert float(new.grad[s, t]) == pytest.approx((ends[0] - ends[1]) / 2e-6, abs=1e-5)
 
 
@@ -171,7 +217,9 @@ def test_weights_that_are_not_finite_count_as_zero() -> None:
     total, sums = policy_loss(new, old, reference, ADVANTAGES, MASK, settings, generated_SL=said)
     without = MASK.clone()
     without[0, 1] = without[3, 2] = False
-    rest_total, rest = policy_loss(new, old, reference, ADVANTAGES, without, settings, generated_SL=said)
+    rest_total, rest = policy_loss(
+        new, old, reference, ADVANTAGES, without, settings, generated_SL=said
+    )
     assert float(total) == pytest.approx(float(rest_total))
     assert sums.correction_sum == pytest.approx(rest.correction_sum)
     weights = torch.exp(old - said)[without].clamp_max(2.0)

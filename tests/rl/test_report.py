@@ -42,18 +42,38 @@ def write_run(folder: Path, name: str) -> RLRun:
         row: dict[str, Any] = {}
         if step:
             noise = rng.normal(0, 0.15, 8)
-            row = {"train/reward": proxy + noise[0], "train/kl": d * d * (1 + noise[2] / 3), "train/lr": 1e-4}
+            row = {
+                "train/reward": proxy + noise[0],
+                "train/kl": d * d * (1 + noise[2] / 3),
+                "train/lr": 1e-4,
+            }
             row |= {"train/gold_reward": "NaN" if step % 50 == 0 else gold + noise[4]}
         if step % 10 == 0:
-            golds, proxies = (mean + hardness + rng.normal(0, 0.6, NUM_PROMPTS) for mean in (gold, proxy))
+            golds, proxies = (
+                mean + hardness + rng.normal(0, 0.6, NUM_PROMPTS) for mean in (gold, proxy)
+            )
             watch.observe(step, proxy_by_prompt=proxies, gold_by_prompt=golds, kl=d * d, length=length,
                           length_correlation=0.6 if growth > 2 else 0.1)  # fmt: skip
-            row |= {"validation/reward": float(proxies.mean()), "validation/gold_reward": float(golds.mean())}
-            row |= {"validation/mean_gen_tokens_per_sample": length, "validation/kl": d * d} | watch.metrics()
+            row |= {
+                "validation/reward": float(proxies.mean()),
+                "validation/gold_reward": float(golds.mean()),
+            }
+            row |= {
+                "validation/mean_gen_tokens_per_sample": length,
+                "validation/kl": d * d,
+            } | watch.metrics()
             numbers = {"reward": proxy, "gold_reward": gold, "kl": 0.1 * step}
-            completion = numbers | {"num_tokens": int(length), "truncated": length > 150, "text": f"Step {step}."}
+            completion = numbers | {
+                "num_tokens": int(length),
+                "truncated": length > 150,
+                "text": f"Step {step}.",
+            }
             samples += [
-                {"step": step, "prompt": [{"role": "user", "content": text}], "completions": [completion, completion]}
+                {
+                    "step": step,
+                    "prompt": [{"role": "user", "content": text}],
+                    "completions": [completion, completion],
+                }
                 for text in ("Name three primary colours.", "Why is the sky blue?")
             ]
         lines.append({"step": step, "time": 1.7e9 + step, **row})
@@ -81,20 +101,32 @@ def text_of(*runs: RLRun) -> str:
 
 def test_a_run_is_read_as_it_was_logged(runs: list[RLRun], tmp_path: Path) -> None:
     hacked = runs[1]
-    assert hacked.last_step == NUM_STEPS and hacked.alarm_step == 120 and len(hacked.samples) == 21 * 2
+    assert (
+        hacked.last_step == NUM_STEPS and hacked.alarm_step == 120 and len(hacked.samples) == 21 * 2
+    )
     assert list(hacked.curve("validation/gold_reward")) == list(range(0, NUM_STEPS + 1, 10))
-    assert len(hacked.curve("train/gold_reward")) == NUM_STEPS - 4  # without the "NaN" of every 50th step
+    assert (
+        len(hacked.curve("train/gold_reward")) == NUM_STEPS - 4
+    )  # without the "NaN" of every 50th step
     with pytest.raises(DataError, match="no metrics of a run"):
         RLRun.read("r", tmp_path)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/reward": 1.0}\n{"step": 1, "train/kl": 2.0}\n{"st')
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "train/reward": 1.0}\n{"step": 1, "train/kl": 2.0}\n{"st'
+    )
     assert dict(RLRun.read("r", tmp_path).steps) == {1: {"train/reward": 1.0, "train/kl": 2.0}}
 
 
 def test_the_verdict_names_what_became_of_each_run(runs: list[RLRun]) -> None:
     clean, hacked, cured = runs
-    assert [one.outcome for one in (clean, hacked, cured)] == ["improved", "over-optimised", "improved"]
+    assert [one.outcome for one in (clean, hacked, cured)] == [
+        "improved",
+        "over-optimised",
+        "improved",
+    ]
     said = text_of(clean, hacked, cured)
-    assert "no KL exploited the reward model: gold fell while the proxy rose. clean and length" in said
+    assert (
+        "no KL exploited the reward model: gold fell while the proxy rose. clean and length" in said
+    )
     assert "clean and length calibrated got better by gold." in said
     assert hacked.best_step == 50 and hacked.kl == pytest.approx(7.5**2) and hacked.gold is not None
     watched = runs[1].steps[NUM_STEPS]
@@ -102,19 +134,35 @@ def test_the_verdict_names_what_became_of_each_run(runs: list[RLRun]) -> None:
     half = (hacked.gold.by.high or 0) - hacked.gold.by.value
     assert half == pytest.approx(1.96 * watched["watch/gold_change_error"], rel=1e-4)
     assert "; the proxy rose from " in text_of(hacked) and "gold rose from " in text_of(clean)
-    for words in ("200 steps", "gold fell", "KL of 56.25 nats", "at step 50", "60 to 192 tokens", "Alarm at step 120"):
+    for words in (
+        "200 steps",
+        "gold fell",
+        "KL of 56.25 nats",
+        "at step 50",
+        "60 to 192 tokens",
+        "Alarm at step 120",
+    ):
         assert words in text_of(hacked)
 
 
-def measured(proxy: float, gold: float | None = None, *, error: float | None = 0.01, **more: Any) -> RLRun:
+def measured(
+    proxy: float, gold: float | None = None, *, error: float | None = 0.01, **more: Any
+) -> RLRun:
     """Two validations, from 0.0 to these, with such standard errors of the changes."""
     changes = {"proxy": proxy} if gold is None else {"proxy": proxy, "gold": gold}
     rows: dict[int, dict[str, float]] = {}
     for step, share in ((0, 0.0), (10, 1.0)):
         rows[step] = {"validation/reward": share * proxy}
-        rows[step] |= {"validation/kl": share * 9.0} if gold is None else {"validation/gold_reward": share * gold}
+        rows[step] |= (
+            {"validation/kl": share * 9.0}
+            if gold is None
+            else {"validation/gold_reward": share * gold}
+        )
         for name, change in changes.items() if error is not None else ():
-            rows[step] |= {f"watch/{name}_change": share * change, f"watch/{name}_change_error": error or 0.0}
+            rows[step] |= {
+                f"watch/{name}_change": share * change,
+                f"watch/{name}_change_error": error or 0.0,
+            }
     return RLRun("r", rows, **more)
 
 
@@ -127,7 +175,9 @@ def measured(proxy: float, gold: float | None = None, *, error: float | None = 0
         (0.3, None, "unknown", "went"),
     ],
 )
-def test_changes_are_said_by_intervals(change: float, error: float | None, outcome: str, verb: str) -> None:
+def test_changes_are_said_by_intervals(
+    change: float, error: float | None, outcome: str, verb: str
+) -> None:
     summary = measured(1.0, change, error=error)
     said = text_of(summary)
     assert summary.outcome == outcome and f"gold {verb} from 0.000 to " in said
@@ -135,7 +185,9 @@ def test_changes_are_said_by_intervals(change: float, error: float | None, outco
 
 
 def test_gold_and_proxy_over_the_root_of_kl(runs: list[RLRun], page: RLPage) -> None:
-    lines = {line.name: line for line in [*page.over_distance["gold"], *page.over_distance["proxy"]]}
+    lines = {
+        line.name: line for line in [*page.over_distance["gold"], *page.over_distance["proxy"]]
+    }
     gold, proxy = (lines[f"no KL: {what}"] for what in ("gold", "proxy"))
     assert gold.x[-1] == pytest.approx(7.5) and gold.x[0] == 0.0 and gold.y[0] == 0.0
     logged = list(runs[1].curve("validation/gold_reward").values())
@@ -145,7 +197,9 @@ def test_gold_and_proxy_over_the_root_of_kl(runs: list[RLRun], page: RLPage) -> 
     assert page.alarm_steps == [Place(120, "no KL: alarm", 1)]
 
 
-def test_samples_are_first_best_and_last_of_the_same_prompt(runs: list[RLRun], page: RLPage) -> None:
+def test_samples_are_first_best_and_last_of_the_same_prompt(
+    runs: list[RLRun], page: RLPage
+) -> None:
     assert [list(samples.completions) for samples in page.samples] == [[0, 1, 2]] * 2
     hacked = page.samples[0].completions[1]
     assert [completion.step for completion in hacked] == [0, 50, 200]
@@ -154,23 +208,40 @@ def test_samples_are_first_best_and_last_of_the_same_prompt(runs: list[RLRun], p
     said = text_of(*runs)
     assert "step 50 gold is best on average reward " in said and "step 200 cut reward " in said
     last = hacked[2]
-    numbers = [format_number(last.reward, "signed"), *map(format_number, (last.gold, last.kl)), str(last.num_tokens)]
+    numbers = [
+        format_number(last.reward, "signed"),
+        *map(format_number, (last.gold, last.kl)),
+        str(last.num_tokens),
+    ]
     assert "reward {} · gold {} · KL {} · tokens {} Step 200.".format(*numbers) in said
-    line = {"step": 1, "prompt": [], "completions": [{"text": "", "reward": None, "gold_reward": None}]}
+    line = {
+        "step": 1,
+        "prompt": [],
+        "completions": [{"text": "", "reward": None, "gold_reward": None}],
+    }
     assert "(no prompt) step 1 reward – (no text)" in text_of(RLRun("r", {1: {}}, samples=(line,)))
 
 
 def test_runs_with_hardly_anything_are_shown(runs: list[RLRun], tmp_path: Path) -> None:
-    proxies = {n: {name: one for name, one in row.items() if "gold" not in name} for n, row in runs[1].steps.items()}
+    proxies = {
+        n: {name: one for name, one in row.items() if "gold" not in name}
+        for n, row in runs[1].steps.items()
+    }
     blind = replace(runs[1], steps=proxies)
     cases = {
         "one step": RLRun("", {1: {"train/reward": 0.5}}),
         "many steps": RLRun("", {step: {"train/reward": float(step)} for step in range(1, 1001)}),
-        "nothing finite": RLRun("", {1: {"train/reward": math.nan}, 2: {"validation/reward": math.inf}}),
+        "nothing finite": RLRun(
+            "", {1: {"train/reward": math.nan}, 2: {"validation/reward": math.inf}}
+        ),
         "no reward": RLRun("", {1: {"train/loss": 0.5}}, alarms=(Alarm("truncation", 1, "Cut."),)),
         "one validation": RLRun("", {0: {"validation/gold_reward": 1.0, "validation/kl": 0.1}}),
-        "negative KL": RLRun("", {n: {"validation/gold_reward": n, "validation/kl": -0.1 * n} for n in range(3)}),
-        "training alone": RLRun("", {n: {"train/reward": n, "train/gold_reward": -n} for n in range(9)}),
+        "negative KL": RLRun(
+            "", {n: {"validation/gold_reward": n, "validation/kl": -0.1 * n} for n in range(3)}
+        ),
+        "training alone": RLRun(
+            "", {n: {"train/reward": n, "train/gold_reward": -n} for n in range(9)}
+        ),
         "blind": blind,
     }
     named = [replace(run, name=name) for name, run in cases.items()]

@@ -36,28 +36,48 @@ def test_a_step_that_is_taken_again_is_the_same(opened: Callable[..., GRPOSetup]
     run = opened()
     first, again = collect(run, step=3, drawn=12), collect(run, step=3, drawn=12)
     assert texts(first) == texts(again) and torch.equal(first.rewards_PG, again.rewards_PG)
-    assert [g.prompt for g in first.groups] == [run.prompts.prompts[i] for i in run.order.take(12, 4)]
+    assert [g.prompt for g in first.groups] == [
+        run.prompts.prompts[i] for i in run.order.take(12, 4)
+    ]
     other = collect(run, step=4, drawn=12)  # the same prompts, other completions
-    assert [g.prompt for g in other.groups] == [g.prompt for g in first.groups] and texts(other) != texts(first)
-    seeds = [sampling_seed(a, b, c, validation=d) for a in (0, 1) for b in range(9) for c in range(5) for d in (0, 1)]
-    assert len(set(seeds)) == len(seeds) and all(0 <= seed < 2**63 for seed in seeds)  # none is shared
+    assert [g.prompt for g in other.groups] == [g.prompt for g in first.groups] and texts(
+        other
+    ) != texts(first)
+    seeds = [
+        sampling_seed(a, b, c, validation=d)
+        for a in (0, 1)
+        for b in range(9)
+        for c in range(5)
+        for d in (0, 1)
+    ]
+    assert len(set(seeds)) == len(seeds) and all(
+        0 <= seed < 2**63 for seed in seeds
+    )  # none is shared
 
 
 def test_samples_have_the_text_that_environments_read(opened: Callable[..., GRPOSetup]) -> None:
     template = PROMPTING_CHATML.replace("assistant\\n", "assistant\\n<think>\\n")
     format_rule = "+env.form={type: rules, rule: regex, pattern: ^<think>}"
-    run = opened("~env.planted", format_rule, f"policy.tokenizer.chat_template={json.dumps(template)}")
+    run = opened(
+        "~env.planted", format_rule, f"policy.tokenizer.chat_template={json.dumps(template)}"
+    )
     rollouts, validation = collect(run, step=0, drawn=0), measured(run)
     assert rollouts.rewards_PG.eq(1).all() and validation.metrics["validation/reward"] == 1
     for samples in (rollouts.samples, validation.samples):
-        assert all(one["text"].startswith("<think>\n") for sample in samples for one in sample["completions"])
+        assert all(
+            one["text"].startswith("<think>\n")
+            for sample in samples
+            for one in sample["completions"]
+        )
     lengths = [len(one.token_ids) for group in rollouts.groups for one in group.completions]
     logged = [one["num_tokens"] for sample in rollouts.samples for one in sample["completions"]]
     assert logged == lengths  # the opening is not sampled
 
 
 def test_dynamic_sampling_draws_until_there_is_enough(
-    opened: Callable[..., GRPOSetup], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    opened: Callable[..., GRPOSetup],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     import planted
 
@@ -82,10 +102,17 @@ def test_dynamic_sampling_draws_until_there_is_enough(
     assert found.metrics["planted_env/num_samples"] == 4 * found.prompts_drawn
     assert found.metrics["train/groups_without_signal"] == 1 - len(informative) / len(drawn)
     # What is logged is of all that was sampled, as if it were one draw.
-    assert found.metrics["planted_env/mean_reward"] == pytest.approx(found.metrics["train/reward"], rel=1e-5)
-    assert found.metrics["planted_env/std_reward"] == pytest.approx(found.metrics["train/reward_std"], rel=1e-4)
+    assert found.metrics["planted_env/mean_reward"] == pytest.approx(
+        found.metrics["train/reward"], rel=1e-5
+    )
+    assert found.metrics["planted_env/std_reward"] == pytest.approx(
+        found.metrics["train/reward_std"], rel=1e-4
+    )
     few = opened("grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=1")
-    assert 0 < len(collect(few, step=0, drawn=0).groups) < 4 and "of 4 groups in 1 batches" in caplog.text
+    assert (
+        0 < len(collect(few, step=0, drawn=0).groups) < 4
+        and "of 4 groups in 1 batches" in caplog.text
+    )
     monkeypatch.setattr(planted, "vowels", lambda prompt, response: 1.0)
     alike = opened("grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=2")
     with pytest.raises(ModelError, match="(?s)nothing to learn from.*2 batches"):
@@ -111,7 +138,9 @@ def test_the_numbers_are_those_of_the_completions(
         run.policy.hf.get_output_embeddings().weight.mul_(30)  # type: ignore[union-attr, operator]
     measure, entropies = run.updater.measure, list[torch.Tensor]()
     monkeypatch.setattr(
-        run.updater, "measure", lambda groups: (measure(groups), entropies.append(measure(groups)[1]))[0]
+        run.updater,
+        "measure",
+        lambda groups: (measure(groups), entropies.append(measure(groups)[1]))[0],
     )
     found = measured(run)
     completions = [completion for sample in found.samples for completion in sample["completions"]]
@@ -140,9 +169,14 @@ def test_the_numbers_are_those_of_the_completions(
     assert found.watched["gold_by_prompt"].shape == (6,)
 
 
-def test_metrics_by_set(opened: Callable[..., GRPOSetup], write_prompts: Callable[[str, Iterable[Any]], str]) -> None:
+def test_metrics_by_set(
+    opened: Callable[..., GRPOSetup], write_prompts: Callable[[str, Iterable[Any]], str]
+) -> None:
     form = "{{dataset_name: PromptDataset, data_path: {}, name: {}}}"
-    few, many = write_prompts("few.jsonl", ["Hum."]), write_prompts("many.jsonl", [f"Hum {n}." for n in range(3)])
+    few, many = (
+        write_prompts("few.jsonl", ["Hum."]),
+        write_prompts("many.jsonl", [f"Hum {n}." for n in range(3)]),
+    )
     sets = f"data.validation=[{form.format(few, 'few')}, {form.format(many, 'many')}]"
     found = measured(opened(*GOLD, sets))
     rewards = [sample["completions"][0]["reward"] for sample in found.samples]
@@ -151,7 +185,9 @@ def test_metrics_by_set(opened: Callable[..., GRPOSetup], write_prompts: Callabl
     assert {"validation-few/gold_reward", "validation-many/gold_reward"} <= found.metrics.keys()
 
 
-def test_rewards_that_fail_are_in_no_mean(opened: Callable[..., GRPOSetup], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rewards_that_fail_are_in_no_mean(
+    opened: Callable[..., GRPOSetup], monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = opened()
     failed = [Reward(None, error="told to fail")] * 6
     monkeypatch.setattr(run.rewards.environments["planted"], "rewards", lambda *_: failed)

@@ -39,7 +39,9 @@ def test_validation_prompts_are_spread_over_the_sets(tiny_grpo: Make, write_prom
         assert len(set(asked)) == 12 and asked[0] == "Count to 0." and asked[-1] == "Count from 9."
     with contextlib.closing(set_up_grpo(tiny_grpo(sets, "grpo.max_val_samples=null"))) as run:
         assert len(run.validation) == 40
-    with contextlib.closing(set_up_grpo(tiny_grpo(sets, "grpo.max_val_samples=12", "grpo.val_batch_size=5"))) as run:
+    with contextlib.closing(
+        set_up_grpo(tiny_grpo(sets, "grpo.max_val_samples=12", "grpo.val_batch_size=5"))
+    ) as run:
         assert len(run.validation) == 10, "whole batches, as in NeMo RL"
 
 
@@ -47,7 +49,10 @@ def test_validation_prompts_that_are_trained_on_are_told(
     tiny_grpo: Make, write_prompts: Write, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write_prompts("both.jsonl", ["Count to 3.", "Count to 4."])
-    same = [f"data.{role}={{dataset_name: PromptDataset, data_path: {path}}}" for role in ("train", "validation")]
+    same = [
+        f"data.{role}={{dataset_name: PromptDataset, data_path: {path}}}"
+        for role in ("train", "validation")
+    ]
     with contextlib.closing(set_up_grpo(tiny_grpo(*same))):
         assert "2 of 2 validation prompts are also training prompts" in caplog.text
 
@@ -78,7 +83,9 @@ def test_a_schedule_ends_with_the_last_update(opened: Callable[..., Any]) -> Non
     assert rates == pytest.approx([0.01 * (1 - n / 36) for n in range(36)])
 
 
-def test_a_run_that_cannot_be_set_up_closes_its_environments(tiny_grpo: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_cannot_be_set_up_closes_its_environments(
+    tiny_grpo: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     closed: list[Any] = []
     monkeypatch.setattr(rl_setup.EnvironmentRunner, "shutdown", lambda self: closed.append(self))
     with pytest.raises(TreewardError):
@@ -92,11 +99,20 @@ def identity_now(config: Any) -> dict[str, Any]:
 
 
 def test_models_are_known_by_their_weights_wherever_they_lie(
-    tiny_grpo: Make, tiny_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    tiny_grpo: Make,
+    tiny_tokenizer: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: Any,
 ) -> None:
     """The policy, a reward model, and one in a hybrid: the same under another name, and others in the same folder."""
     monkeypatch.chdir(tmp_path)
-    fields = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    fields = {
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+    }
 
     def write_policy(seed: int) -> None:
         loaded = build_policy({**fields, "num_attention_heads": 4}, tiny_tokenizer, seed=seed)
@@ -123,7 +139,9 @@ def test_models_are_known_by_their_weights_wherever_they_lie(
         write(4)
         shutil.copytree("model", "copy", dirs_exist_ok=True)
         assert identity_now(tiny_grpo(*copied)) != first
-    assert "env.reward_model was trained on conversations of at most 64 tokens" in caplog.text  # the policy's: 96
+    assert (
+        "env.reward_model was trained on conversations of at most 64 tokens" in caplog.text
+    )  # the policy's: 96
 
 
 @pytest.mark.slow
@@ -134,9 +152,14 @@ def test_a_reward_model_at_a_server_is_known_by_its_contract(
     for name, seed in (("rm", 3), ("other", 4)):
         write_signed_model(tmp_path / name, tiny_tokenizer, seed=seed, max_length=256)
     one, other = str(tmp_path / "rm"), str(tmp_path / "other")
-    shaped = {"model": one, "shaping": {"normalize_rewards": True, "reward_mean": 1.0, "reward_std": 2.0}}
+    shaped = {
+        "model": one,
+        "shaping": {"normalize_rewards": True, "reward_mean": 1.0, "reward_std": 2.0},
+    }
     pair = {"models": [one, other]}
-    mean, least = ({**pair, "ensemble": {"method": name, "standardize": False}} for name in ("mean", "worst"))
+    mean, least = (
+        {**pair, "ensemble": {"method": name, "standardize": False}} for name in ("mean", "worst")
+    )
     weighted = {"model": one, "head_weights": [2.0]}
     identities = []
     for served in ({"model": one}, {"model": one}, shaped, {"model": other}, mean, least, weighted):

@@ -44,13 +44,19 @@ def experience(seed: int = 0) -> tuple[list[CompletionGroup], Tensor, Tensor]:
     for _ in range(PROMPTS):
         prompt = draw(int(generator.integers(4, 12)))
         drawn = [draw(int(generator.integers(1, 9))) for _ in range(COMPLETIONS)]
-        groups.append(CompletionGroup(Prompt(()), prompt, tuple(SampledCompletion(one, "", False) for one in drawn)))
+        groups.append(
+            CompletionGroup(
+                Prompt(()), prompt, tuple(SampledCompletion(one, "", False) for one in drawn)
+            )
+        )
     used = torch.ones(PROMPTS, COMPLETIONS, dtype=torch.bool)
     used[0, 1] = False
     return groups, torch.from_numpy(generator.normal(size=(PROMPTS, COMPLETIONS))).float(), used
 
 
-def row_log_probs(model: PreTrainedModel, group: CompletionGroup, g: int, temperature: float = 1.0) -> Tensor:
+def row_log_probs(
+    model: PreTrainedModel, group: CompletionGroup, g: int, temperature: float = 1.0
+) -> Tensor:
     sequence = [*group.prompt_ids, *group.completions[g].token_ids]
     return plain_log_probs(model, sequence, len(group.prompt_ids), temperature)[0]
 
@@ -83,8 +89,14 @@ def plain_updates(
     """Written out: passes over the batch, in parts of some prompts, one row at a time. Returns the losses."""
     groups, advantages, used = data
     with torch.no_grad():
-        old = [[row_log_probs(model, group, g) for g in range(len(group.completions))] for group in groups]
-        ref = [[row_log_probs(reference, group, g) for g in range(len(group.completions))] for group in groups]
+        old = [
+            [row_log_probs(model, group, g) for g in range(len(group.completions))]
+            for group in groups
+        ]
+        ref = [
+            [row_log_probs(reference, group, g) for g in range(len(group.completions))]
+            for group in groups
+        ]
     found = []
     for part in [(0, 1), (2,)] * passes:
         losses, tokens, completions = [], 0, 0
@@ -93,7 +105,11 @@ def plain_updates(
                 if not used[p, g] or not completion.token_ids:
                     continue
                 new = row_log_probs(model, groups[p], g)
-                said = None if completion.log_probs is None else torch.tensor(completion.log_probs)[None]
+                said = (
+                    None
+                    if completion.log_probs is None
+                    else torch.tensor(completion.log_probs)[None]
+                )
                 term, _ = policy_loss(  # for one completion; tests of its own compare it with the formula
                     new[None], old[p][g][None], ref[p][g][None], advantages[p, g][None], torch.ones(1, len(new)),
                     settings, generated_SL=said if settings.use_importance_sampling_correction else None,
@@ -130,7 +146,9 @@ SEVERAL = {
     ("name", "micro_batch_tokens", "passes"),
     [("token", 10, 2), ("sequence", 4096, 1), ("truncated", 10, 2), ("gspo", 4096, 2)],
 )
-def test_several_steps_are_those_of_plain_rows(name: str, micro_batch_tokens: int, passes: int) -> None:
+def test_several_steps_are_those_of_plain_rows(
+    name: str, micro_batch_tokens: int, passes: int
+) -> None:
     settings, hf = SEVERAL[name], causal_model("qwen3")
     reference, other = moved(hf), copy.deepcopy(hf)
     optimizer, plain_optimizer = Recorded(hf), Recorded(other)
@@ -141,7 +159,9 @@ def test_several_steps_are_those_of_plain_rows(name: str, micro_batch_tokens: in
     start, clipped = weights(hf), 0.0
     for step in range(3):
         groups, advantages, used = experience(step)
-        groups[2] = replace(groups[2], completions=(*groups[2].completions[:3], SampledCompletion((), "", False)))
+        groups[2] = replace(
+            groups[2], completions=(*groups[2].completions[:3], SampledCompletion((), "", False))
+        )
         data = said_by(other, groups, 0.05, noise=0.2), advantages, used
         metrics = updater.learn(*data)
         clipped += metrics.clipped
@@ -155,7 +175,9 @@ def test_several_steps_are_those_of_plain_rows(name: str, micro_batch_tokens: in
 
 
 @pytest.mark.parametrize("layout", ["tree", "rows"])
-def test_a_group_larger_than_the_budget_is_split(layout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_larger_than_the_budget_is_split(
+    layout: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In evaluate, measure and update alike; only a larger completion runs alone."""
     groups, advantages, used = experience()
     budget, sizes, log_probs = 18, [], PolicyModel.log_probs
@@ -180,14 +202,21 @@ def test_a_group_larger_than_the_budget_is_split(layout: Any, monkeypatch: pytes
         kl_PG, entropy_PG = updater.measure(groups)
         assert evaluated.kl_PG is not None and kl_PG is not None
         results.append((metrics.loss_sum, evaluated.kl_PG, kl_PG, entropy_PG, *optimizer.gradients))
-    assert all(tokens <= budget or completions == 1 for tokens, completions in sizes) and len(sizes) > 5 * PROMPTS
+    assert (
+        all(tokens <= budget or completions == 1 for tokens, completions in sizes)
+        and len(sizes) > 5 * PROMPTS
+    )
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-6, abs=1e-7)
     for whole, parts in zip(results[0][1:], results[1][1:], strict=True):
         assert float((whole - parts).abs().max()) < 2e-6 * max(float(whole.abs().max()), 1.0)
 
 
-@pytest.mark.parametrize(("num_groups", "unused"), [(3, ()), (3, (0, 1)), (3, (0, 1, 2)), (1, ()), (0, ())])
-def test_a_schedule_goes_on_whatever_the_groups_of_a_batch_are_worth(num_groups: int, unused: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("num_groups", "unused"), [(3, ()), (3, (0, 1)), (3, (0, 1, 2)), (1, ()), (0, ())]
+)
+def test_a_schedule_goes_on_whatever_the_groups_of_a_batch_are_worth(
+    num_groups: int, unused: tuple[int, ...]
+) -> None:
     groups, advantages, used = experience()
     groups[0] = replace(groups[0], completions=(SampledCompletion((), "", False),) * COMPLETIONS)
     used[list(unused)] = False
@@ -198,7 +227,9 @@ def test_a_schedule_goes_on_whatever_the_groups_of_a_batch_are_worth(num_groups:
         updates_per_batch=3, on_step=lambda: steps.append(1),
     )  # fmt: skip
     metrics = updater.learn(groups[:num_groups], advantages[:num_groups], used[:num_groups])
-    parts = [p for p in ((1,), (2,)) if p[0] < num_groups and p[0] not in unused]  # the first group has no tokens
+    parts = [
+        p for p in ((1,), (2,)) if p[0] < num_groups and p[0] not in unused
+    ]  # the first group has no tokens
     assert len(steps) == 3 * -(-num_groups // 2) and metrics.updates == 3 * len(parts)
     assert bool(metrics.tokens) == (not torch.equal(weights(hf), start)) == bool(parts)
     assert len(updater.measure(groups[:num_groups])[1]) == num_groups
@@ -212,14 +243,21 @@ def test_kl_to_the_reference_and_entropy_of_each_completion(estimator: Any) -> N
         PolicyModel(hf), torch.optim.SGD(hf.parameters(), lr=0.0), reference=PolicyModel(moved(hf)), temperature=0.8,
         loss=PolicyLossConfig(reference_policy_kl_type=estimator, kl_in_reward=True), micro_batch_tokens=30,
     )  # fmt: skip
-    evaluated, (kl_PG, entropy_PG) = updater.evaluate(groups, for_reward=True), updater.measure(groups)
+    evaluated, (kl_PG, entropy_PG) = (
+        updater.evaluate(groups, for_reward=True),
+        updater.measure(groups),
+    )
     assert evaluated.kl_PG is not None and kl_PG is not None
     with torch.no_grad():
         for p, group in enumerate(groups):
             for g, completion in enumerate(group.completions):
-                x = (row_log_probs(hf, group, g, 0.8) - row_log_probs(moved(hf), group, g, 0.8)).double()
+                x = (
+                    row_log_probs(hf, group, g, 0.8) - row_log_probs(moved(hf), group, g, 0.8)
+                ).double()
                 k = {"k1": x, "k2": x * x / 2, "k3": (-x).exp() - 1 + x}
-                assert float(evaluated.kl_PG[p, g]) == pytest.approx(float(k[estimator].sum()), abs=1e-5)
+                assert float(evaluated.kl_PG[p, g]) == pytest.approx(
+                    float(k[estimator].sum()), abs=1e-5
+                )
                 assert float(kl_PG[p, g]) == pytest.approx(float(k["k3"].sum()), abs=1e-5)
                 _, entropies = plain_log_probs(
                     hf, [*group.prompt_ids, *completion.token_ids], len(group.prompt_ids), 0.8
@@ -229,7 +267,9 @@ def test_kl_to_the_reference_and_entropy_of_each_completion(estimator: Any) -> N
     metrics = updater.update(evaluated, advantages, used)
     assert metrics.old_kl_sum == pytest.approx(0.0, abs=1e-5)
     lengths = completion_lengths(groups)
-    assert metrics.means()["entropy"] == pytest.approx(float((entropy_PG * lengths)[used].sum() / lengths[used].sum()))
+    assert metrics.means()["entropy"] == pytest.approx(
+        float((entropy_PG * lengths)[used].sum() / lengths[used].sum())
+    )
     again = updater.update(evaluated, advantages, used, entropies=False)
     assert again.computed_tokens == metrics.computed_tokens and "entropy" not in again.means()
 
@@ -239,8 +279,13 @@ def test_the_mismatch_with_the_generator_is_measured() -> None:
     hf = causal_model("qwen3")
     said = said_by(hf, groups, 0.1)
     all_tokens = sum(len(a.token_ids) for group in groups for a in group.completions)
-    for updates, tokens in ((1, all_tokens - len(groups[0].completions[1].token_ids)), (2, all_tokens)):
-        updater = PolicyUpdater(PolicyModel(hf), torch.optim.SGD(hf.parameters(), lr=0.0), updates_per_batch=updates)
+    for updates, tokens in (
+        (1, all_tokens - len(groups[0].completions[1].token_ids)),
+        (2, all_tokens),
+    ):
+        updater = PolicyUpdater(
+            PolicyModel(hf), torch.optim.SGD(hf.parameters(), lr=0.0), updates_per_batch=updates
+        )
         metrics = updater.learn(said, advantages, used)
         assert metrics.means()["token_mult_prob_error"] == pytest.approx(math.exp(0.1), abs=1e-4)
         assert metrics.mismatch_tokens == tokens
@@ -255,10 +300,16 @@ def test_a_loss_that_is_not_finite_leaves_the_weights(caplog: pytest.LogCaptureF
     hf = causal_model("qwen3")
     before = weights(hf)
     advantages[1, 1] = torch.inf
-    updater = PolicyUpdater(PolicyModel(hf), torch.optim.SGD(hf.parameters(), lr=0.1), prompts_per_update=1)
+    updater = PolicyUpdater(
+        PolicyModel(hf), torch.optim.SGD(hf.parameters(), lr=0.1), prompts_per_update=1
+    )
     metrics = updater.learn(groups, advantages, used)
-    assert (updater.skipped.total, updater.skipped.in_a_row) == (1, 0) and math.isfinite(metrics.means()["loss"])
-    assert caplog.text.count("or its gradient is not finite") == caplog.text.count(": skipped.") == 1
+    assert (updater.skipped.total, updater.skipped.in_a_row) == (1, 0) and math.isfinite(
+        metrics.means()["loss"]
+    )
+    assert (
+        caplog.text.count("or its gradient is not finite") == caplog.text.count(": skipped.") == 1
+    )
     assert metrics.updates == len(groups) - 1 and not torch.equal(weights(hf), before)
     before = weights(hf)
     updater.prompts_per_update = None
@@ -277,10 +328,14 @@ def test_a_loss_that_is_not_finite_leaves_the_weights(caplog: pytest.LogCaptureF
 def test_the_host_waits_for_nothing_within_a_micro_batch(device: str, loss: str) -> None:
     hf = causal_model("qwen3", head_dim=16).to(device)  # the smallest heads of FlexAttention
     settings = PolicyLossConfig() if loss == "several" else SEVERAL["truncated"]
-    updater = PolicyUpdater(PolicyModel(hf), Recorded(hf), reference=PolicyModel(moved(hf)), loss=settings)
+    updater = PolicyUpdater(
+        PolicyModel(hf), Recorded(hf), reference=PolicyModel(moved(hf)), loss=settings
+    )
     groups, advantages, used = experience()
     evaluated = updater.evaluate(said_by(hf, groups, 0.1))
-    (batch,) = updater._micro_batches(evaluated.groups, [(p, g) for p, g in used.nonzero().tolist()])
+    (batch,) = updater._micro_batches(
+        evaluated.groups, [(p, g) for p, g in used.nonzero().tolist()]
+    )
     advantages = advantages.to(device)
     excused = (*ATTENTION, "treeward/tree/batch.py")  # which plan on the host
     try:

@@ -34,7 +34,20 @@ from imitation import imitate
 
 Make = Callable[..., Any]
 
-THINGS = ("rain", "snow", "the moon", "a river", "bread", "sand", "music", "ice", "an owl", "wood", "salt", "wind")
+THINGS = (
+    "rain",
+    "snow",
+    "the moon",
+    "a river",
+    "bread",
+    "sand",
+    "music",
+    "ice",
+    "an owl",
+    "wood",
+    "salt",
+    "wind",
+)
 TEMPLATE = "{completion_a} {completion_b} [[A]] or [[B]]?"
 ACCURACY = "validation/preference_verdict_env/component/accuracy"
 
@@ -46,7 +59,9 @@ def comparisons(folder: Path, name: str, count: int, *, shuffled: bool = False) 
         texts = [f"{word}, {draw.choice(THINGS)}." for word in ("Yes", "No")]
         if shuffled and draw.random() < 0.5:
             texts.reverse()
-        rows.append({"prompt": f"Is it {draw.choice(THINGS)}?", "chosen": texts[0], "rejected": texts[1]})
+        rows.append(
+            {"prompt": f"Is it {draw.choice(THINGS)}?", "chosen": texts[0], "rejected": texts[1]}
+        )
     return write_jsonl(folder / name, *rows)
 
 
@@ -64,7 +79,9 @@ def tiny_grpo(tiny_grpo: Make, tmp_path: Path) -> Make:
         sizes = ["policy.max_total_sequence_length=256"]
         if "~policy.model_config" not in options:
             sizes.append("policy.model_config.max_position_embeddings=512")
-        return tiny_grpo(f"data={json.dumps(data)}", f"env={json.dumps(env)}", "~env.planted", *sizes, *options)
+        return tiny_grpo(
+            f"data={json.dumps(data)}", f"env={json.dumps(env)}", "~env.planted", *sizes, *options
+        )
 
     return make
 
@@ -77,10 +94,15 @@ def test_both_orders_of_a_comparison_are_drawn_together_and_left_out_together(op
             assert one[FAMILY] == other[FAMILY] and {one[LABEL], other[LABEL]} == {"A", "B"}
     assert run.order.rows_per_epoch == 400 and len(run.validation) == 10
     groups = collect(run, step=0, drawn=0).groups
-    assert [group.prompt.info[FAMILY] for group in groups][::2] == [g.prompt.info[FAMILY] for g in groups][1::2]
+    assert [group.prompt.info[FAMILY] for group in groups][::2] == [
+        g.prompt.info[FAMILY] for g in groups
+    ][1::2]
     longest = max(map(len, run.prompts.token_ids))
     fewer = opened(f"data.max_input_seq_length={longest - 1}")
-    assert len(fewer.prompts) % 2 == 0 and fewer.prompts.counts["too_long"] == 400 - len(fewer.prompts) > 0
+    assert (
+        len(fewer.prompts) % 2 == 0
+        and fewer.prompts.counts["too_long"] == 400 - len(fewer.prompts) > 0
+    )
     assert len({prompt.info[FAMILY] for prompt in fewer.prompts.prompts}) == len(fewer.prompts) / 2
 
 
@@ -92,7 +114,9 @@ def test_what_cannot_be_judged_together_is_refused(opened: Make, tmp_path: Path)
     chat = f"{{dataset_name: PromptDataset, data_path: {path}, env_name: planted}}"
     pairs = f"{{data_path: {tmp_path}/pairs.jsonl, env_name: preference_verdict}}"
     with pytest.raises(ConfigError, match="cannot be mixed"):
-        opened(f"data.train=[{pairs}, {chat}]", "+env.planted={type: custom, function: planted.vowels}")
+        opened(
+            f"data.train=[{pairs}, {chat}]", "+env.planted={type: custom, function: planted.vowels}"
+        )
     path.write_text('{"prompt": "Hi", "chosen": "Ho."}\n', encoding="utf-8")
     with pytest.raises(DataError, match=r"chat\.jsonl:1"):
         opened(f"data.train={{data_path: {path}}}")
@@ -109,7 +133,9 @@ def test_both_orders_share_a_tree_and_the_gradient_is_that_of_two(policy: Policy
     groups = []
     for _ in range(2):
         completions = tuple(SampledCompletion((g, *tokens(2)), "", False) for g in range(61, 65))
-        groups.append(CompletionGroup(Prompt((), {FAMILY: "one"}), beginning + tokens(10), completions))
+        groups.append(
+            CompletionGroup(Prompt((), {FAMILY: "one"}), beginning + tokens(10), completions)
+        )
     apart = [replace(group, prompt=Prompt(())) for group in groups]
     advantages_PG = torch.randn(2, 4, generator=draw)
     found = []
@@ -126,14 +152,19 @@ def test_both_orders_share_a_tree_and_the_gradient_is_that_of_two(policy: Policy
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_is_the_run_that_was_not_stopped(tiny_grpo: Make, tmp_path: Path) -> None:
+def test_a_run_that_goes_on_is_the_run_that_was_not_stopped(
+    tiny_grpo: Make, tmp_path: Path
+) -> None:
     for name, lengths in (("stopped", (2, 4)), ("whole", (4,))):
         folders = (
             f"checkpointing.checkpoint_dir={tmp_path}/{name}/checkpoints",
             f"logger.log_dir={tmp_path}/{name}/logs",
         )
         for steps in lengths:
-            grpo(tiny_grpo(*folders, f"grpo.max_num_steps={steps}", "grpo.val_at_end=false"), show_progress=False)
+            grpo(
+                tiny_grpo(*folders, f"grpo.max_num_steps={steps}", "grpo.val_at_end=false"),
+                show_progress=False,
+            )
     assert_same_run(tmp_path / "stopped", tmp_path / "whole")
     metrics = (tmp_path / "whole" / "logs" / "metrics.jsonl").read_text(encoding="utf-8")
     assert "position_bias" in metrics or "no_verdict" in metrics
@@ -143,15 +174,25 @@ def taught(folder: Path, run: GRPOSetup) -> Path:
     """The run's policy, after it has learnt to write verdicts, of which seven of ten are right."""
     draw, end, groups = random.Random(0), run.tokenizer.eos_token_id, []
     for prompt, token_ids in zip(run.prompts.prompts, run.prompts.token_ids, strict=True):
-        label = str(prompt.info[LABEL]) if draw.random() < 0.7 else "AB".replace(str(prompt.info[LABEL]), "")
-        groups.append((token_ids.tolist(), [[*run.renderer.encode_texts([f"[[{label}]]"])[0], end]]))
+        label = (
+            str(prompt.info[LABEL])
+            if draw.random() < 0.7
+            else "AB".replace(str(prompt.info[LABEL]), "")
+        )
+        groups.append(
+            (token_ids.tolist(), [[*run.renderer.encode_texts([f"[[{label}]]"])[0], end]])
+        )
     imitate(run.policy, groups, epochs=20, groups_per_step=16)
-    export_model(run.policy, run.tokenizer, folder / "taught", chat_template=run.renderer.chat_template)
+    export_model(
+        run.policy, run.tokenizer, folder / "taught", chat_template=run.renderer.chat_template
+    )
     return folder / "taught"
 
 
 @pytest.mark.slow
-def test_a_planted_rule_is_learnt_and_shuffled_labels_are_not(tiny_grpo: Make, opened: Make, tmp_path: Path) -> None:
+def test_a_planted_rule_is_learnt_and_shuffled_labels_are_not(
+    tiny_grpo: Make, opened: Make, tmp_path: Path
+) -> None:
     start = taught(tmp_path, opened())
     options = [
         f"policy.model_name={start}", "~policy.model_config", "~policy.tokenizer", "grpo.max_num_steps=24",
@@ -162,8 +203,17 @@ def test_a_planted_rule_is_learnt_and_shuffled_labels_are_not(tiny_grpo: Make, o
     curves = []
     for shuffled in (False, True):
         folder = tmp_path / f"shuffled_{shuffled}"
-        folders = (f"checkpointing.checkpoint_dir={folder}/checkpoints", f"logger.log_dir={folder}/logs")
+        folders = (
+            f"checkpointing.checkpoint_dir={folder}/checkpoints",
+            f"logger.log_dir={folder}/logs",
+        )
         grpo(tiny_grpo(*options, *folders, shuffled=shuffled), show_progress=False)
-        curves.append([line[ACCURACY] for line in read_metrics(folder / "logs" / "metrics.jsonl") if ACCURACY in line])
+        curves.append(
+            [
+                line[ACCURACY]
+                for line in read_metrics(folder / "logs" / "metrics.jsonl")
+                if ACCURACY in line
+            ]
+        )
     (before, learnt), (same, not_learnt) = curves
     assert before == same and 0.5 < before < 0.8 and learnt > 0.9 and not_learnt < 0.8

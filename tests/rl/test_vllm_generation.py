@@ -33,7 +33,9 @@ def make(policy: PolicyModel, tiny_tokenizer: Any, vllm: None) -> Iterator[Make]
         keys["vllm_cfg"] = {"precision": "float32", **keys.pop("vllm_cfg", {})}
         section = GenerationConfig.model_validate({"backend": "vllm", "max_new_tokens": 6, **keys})
         assert section.starts_engines
-        made.append(VllmGenerator(policy, tiny_tokenizer, section, max_total_tokens=64, end_ids=ENDS))
+        made.append(
+            VllmGenerator(policy, tiny_tokenizer, section, max_total_tokens=64, end_ids=ENDS)
+        )
         return made[-1]
 
     yield start
@@ -46,7 +48,9 @@ def sampled(generator: VllmGenerator, seed: int = 1) -> list[CompletionGroup]:
 
 
 @pytest.mark.slow
-def test_a_colocated_engine_samples_from_the_weights_that_it_was_handed(make: Make, policy: PolicyModel) -> None:
+def test_a_colocated_engine_samples_from_the_weights_that_it_was_handed(
+    make: Make, policy: PolicyModel
+) -> None:
     """Also those of adapters, merged; and no longer than it can."""
     adapted = copy.deepcopy(policy)
     add_adapters(adapted, LoraConfig(enabled=True, dim=4), seed=1)
@@ -54,7 +58,9 @@ def test_a_colocated_engine_samples_from_the_weights_that_it_was_handed(make: Ma
         for name, parameter in adapted.hf.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(2))
-    generator = make(temperature=0.7, probe_tolerance=1e-3, max_new_tokens=24, vllm_cfg={"max_model_len": 28})
+    generator = make(
+        temperature=0.7, probe_tolerance=1e-3, max_new_tokens=24, vllm_cfg={"max_model_len": 28}
+    )
     for version, weights in enumerate([policy, moved(policy, 0.1), adapted]):
         generator.load_weights(weights, version)
         groups = sampled(generator)
@@ -66,14 +72,19 @@ def test_a_colocated_engine_samples_from_the_weights_that_it_was_handed(make: Ma
 
 @pytest.mark.slow
 def test_engines_of_their_own(make: Make, policy: PolicyModel, ray: Any) -> None:
-    keys: dict[str, Any] = {"colocated": {"enabled": False, "resources": {"gpus_per_node": 4}}, "top_p": 0.95}
+    keys: dict[str, Any] = {
+        "colocated": {"enabled": False, "resources": {"gpus_per_node": 4}},
+        "top_p": 0.95,
+    }
     keys["vllm_cfg"] = {"tensor_parallel_size": 2, "precision": None}  # bfloat16
     generator = make(**keys, timeout_seconds=60)
     for version, weights in enumerate([policy, moved(policy, 0.1)]):
         generator.load_weights(weights, version)
         assert_sampled_from(weights, sampled(generator), atol=0.3)
     ray.kill(generator._engines[1])
-    with pytest.raises(GenerationError, match=r"an engine of vLLM has failed(?s:.*)from the last checkpoint"):
+    with pytest.raises(
+        GenerationError, match=r"an engine of vLLM has failed(?s:.*)from the last checkpoint"
+    ):
         sampled(generator)
 
 
@@ -85,13 +96,19 @@ def test_what_goes_wrong_is_said(
         make(colocated={"enabled": False, "resources": {"gpus_per_node": 8}})
     with pytest.raises(ConfigError, match="a divisor of 1, the processes that train"):
         make(vllm_cfg={"tensor_parallel_size": 2})
-    with pytest.raises(GenerationError, match=r"start: Free memory on device is less(?s:.*)gpu_memory_utilization"):
+    with pytest.raises(
+        GenerationError, match=r"start: Free memory on device is less(?s:.*)gpu_memory_utilization"
+    ):
         make(vllm_cfg={"gpu_memory_utilization": 0.96})
-    with pytest.raises(GenerationError, match=r"start: Value error, User-specified max_model_len \(99999\)"):
+    with pytest.raises(
+        GenerationError, match=r"start: Value error, User-specified max_model_len \(99999\)"
+    ):
         make(vllm_kwargs={"max_model_len": 99999})
     generator = make(vllm_kwargs={"keeps_head": True})
     generator.load_weights(policy, 0)
-    with pytest.raises(GenerationError, match=r"not those of the policy(?s:.*)version 1(?s:.*)at most 0.001"):
+    with pytest.raises(
+        GenerationError, match=r"not those of the policy(?s:.*)version 1(?s:.*)at most 0.001"
+    ):
         generator.load_weights(moved(policy, 0.002), 1)
     generator = make(vllm_kwargs={"loses_one": True})
     with pytest.raises(GenerationError, match="0 completions instead of 1"):
@@ -103,10 +120,14 @@ def test_what_goes_wrong_is_said(
     generator = make(vllm_kwargs={"hang_while": str(hang)})
     truth, other = vllm_generation.exported_weights, moved(policy, 0.5)
     with monkeypatch.context() as patch:
-        patch.setattr(vllm_generation, "exported_weights", lambda policy, dtype: truth(other, dtype))
+        patch.setattr(
+            vllm_generation, "exported_weights", lambda policy, dtype: truth(other, dtype)
+        )
         with pytest.raises(GenerationError, match="not those of the policy"):
             generator.load_weights(policy, 0)
     hang.touch()
     generator.config = generator.config.model_copy(update={"timeout_seconds": 1.0})
     with pytest.raises(GenerationError, match=r"failed(?s:.*)timed out(?s:.*)timeout_seconds"):
-        generator.ask([CompletionRequest(IDS[0], 1, 4, 0, "a test")], generator.config, log_probs=True)
+        generator.ask(
+            [CompletionRequest(IDS[0], 1, 4, 0, "a test")], generator.config, log_probs=True
+        )

@@ -27,7 +27,9 @@ def first_alarm(settings: WatchConfig, golds: np.ndarray, proxies: np.ndarray) -
     """The index of the validation that raises gold_falls; golds (T, P) and proxies (T, P) by prompt."""
     watch = OverOptimisationWatch(settings)
     observed = enumerate(zip(golds, proxies, strict=True))
-    return next((t for t, (g, p) in observed if watch.observe(t, gold_by_prompt=g, proxy_by_prompt=p)), None)
+    return next(
+        (t for t, (g, p) in observed if watch.observe(t, gold_by_prompt=g, proxy_by_prompt=p)), None
+    )
 
 
 def runs(
@@ -46,7 +48,9 @@ def runs(
 @pytest.mark.parametrize(("z", "level"), [(3.0, 0.00135), (1.645, 0.05)])
 def test_runs_whose_gold_stays_flat_are_hardly_ever_accused(z: float, level: float) -> None:
     count = 100
-    accused = sum(first_alarm(WatchConfig(z=z), *run) is not None for run in runs(np.zeros(30), count))
+    accused = sum(
+        first_alarm(WatchConfig(z=z), *run) is not None for run in runs(np.zeros(30), count)
+    )
     # A run is accused with probability `level` at most: more than this many happen once in a thousand such tests.
     assert accused <= stats.binom.ppf(0.999, count, level)
 
@@ -82,8 +86,14 @@ def test_the_threshold_is_the_one_that_is_documented() -> None:
             watch.observe(10 * t, proxy_by_prompt=t + SPREAD, gold_by_prompt=values)
         assert kinds(watch) == expected
     alarm = watch.alarms[0]
-    assert alarm.step == 40 and watch.metrics()["watch/gold_fall_error"] == pytest.approx(1 / np.sqrt(99))
-    for words in ("from its best, 10 at step 10,", "the proxy rose by 3, from 1 to 4", "validation 5 asks for"):
+    assert alarm.step == 40 and watch.metrics()["watch/gold_fall_error"] == pytest.approx(
+        1 / np.sqrt(99)
+    )
+    for words in (
+        "from its best, 10 at step 10,",
+        "the proxy rose by 3, from 1 to 4",
+        "validation 5 asks for",
+    ):
         assert words in alarm.sentence
 
 
@@ -104,7 +114,9 @@ def test_prompts_that_failed_are_left_out_of_both_sides() -> None:
     for t, gold in enumerate(golds[:4]):
         assert watch.observe(t, proxy_by_prompt=np.full(64, t), gold_by_prompt=gold) == []
     (alarm,) = watch.observe(4, proxy_by_prompt=np.full(64, 9.0), gold_by_prompt=golds[4])
-    assert alarm.kind == "gold_falls" and watch.metrics()["watch/gold_fall"] == pytest.approx(0.5, abs=0.1)
+    assert alarm.kind == "gold_falls" and watch.metrics()["watch/gold_fall"] == pytest.approx(
+        0.5, abs=0.1
+    )
 
 
 @pytest.mark.parametrize(
@@ -115,13 +127,19 @@ def test_prompts_that_failed_are_left_out_of_both_sides() -> None:
         ("truncation", {"truncation_rate": 0.5}, {"truncation_rate": 0.51}),
         ("no_signal", {"groups_without_signal": 0.9}, {"groups_without_signal": 0.95}),
         ("length_growth", {"length": 199.0}, {"length": 201.0}),
-        ("length_growth", {"length": 201.0, "length_correlation": 0.1}, {"length": 201.0, "length_correlation": 0.5}),
+        (
+            "length_growth",
+            {"length": 201.0, "length_correlation": 0.1},
+            {"length": 201.0, "length_correlation": 0.5},
+        ),
         ("length_growth", {"length": 201.0, "proxy_by_prompt": [-1.0]}, {"length": 201.0}),
         ("length_growth", {"length": 201.0, "gold_by_prompt": [0.0]}, {"length": 201.0}),
         ("length_growth", {"length": 199.0}, {"length": 201.0, "gold_by_prompt": [math.nan]}),
     ],
 )
-def test_signs_are_raised_once_and_may_stop_the_run(kind: Any, calm: dict[str, Any], trouble: dict[str, Any]) -> None:
+def test_signs_are_raised_once_and_may_stop_the_run(
+    kind: Any, calm: dict[str, Any], trouble: dict[str, Any]
+) -> None:
     for stop_on in (("gold_falls",), (kind,)):
         watch = OverOptimisationWatch(WatchConfig(max_kl=5.0, stop_on=stop_on))
         assert watch.observe(0, proxy_by_prompt=[0.0], length=100.0, entropy=1.0, kl=0.0) == []
@@ -141,7 +159,9 @@ def test_what_is_logged_is_paired_with_the_first_and_the_best() -> None:
     for t, gold in enumerate(golds):
         watch.observe(t, gold_by_prompt=gold, proxy_by_prompt=gold * 2)
     logged = {name.removeprefix("watch/"): value for name, value in watch.metrics().items()}
-    assert logged["gold_change"] == pytest.approx(1.0) and logged["proxy_change"] == pytest.approx(2.0)
+    assert logged["gold_change"] == pytest.approx(1.0) and logged["proxy_change"] == pytest.approx(
+        2.0
+    )
     assert logged["gold_change_error"] == pytest.approx(0.0, abs=1e-12)  # each prompt rose by 1
     assert logged["gold_fall"] == pytest.approx(1.0)
     assert logged["gold_fall_error"] == pytest.approx(np.std([1, 2, 0], ddof=1) / np.sqrt(3))
@@ -160,7 +180,9 @@ def test_a_resumed_watch_goes_on_as_if_never_stopped(tmp_path: Path) -> None:
         saved = OverOptimisationWatch()
         saved.load_state_dict(state)
     assert {"gold_falls", "truncation", "entropy_collapse"} <= set(kinds(whole))
-    assert repr(saved.state_dict()) == repr(whole.state_dict()) and saved.metrics() == whole.metrics()  # NaN equals NaN
+    assert (
+        repr(saved.state_dict()) == repr(whole.state_dict()) and saved.metrics() == whole.metrics()
+    )  # NaN equals NaN
     path = tmp_path / "alarms.json"
     write_alarms(path, whole.alarms)
     assert read_alarms(path) == whole.alarms

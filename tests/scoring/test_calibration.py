@@ -45,7 +45,12 @@ def planted(count: int, seed: int = 0) -> list[Preference]:
     rows = []
     for _ in range(count):
         better, worse = sorted((draw.gauss(0, 1), draw.gauss(0, 1)), reverse=True)
-        rows.append(comparison(completion(better, draw.randint(20, 1000)), completion(worse, draw.randint(20, 1000))))
+        rows.append(
+            comparison(
+                completion(better, draw.randint(20, 1000)),
+                completion(worse, draw.randint(20, 1000)),
+            )
+        )
     return rows
 
 
@@ -77,7 +82,9 @@ def test_a_planted_length_bias_is_found_and_taken_away() -> None:
     # the temperature after the curve is that of what the curve leaves
     assert curve.residual_temperature is not None and calibration.temperature is not None
     chats = [[*row.context, *c.messages] for row in planted(600) for c in row.completions]
-    left = np.array([one.value for one in shaper.shape(length_lover().score(chats), chats)], dtype=float)
+    left = np.array(
+        [one.value for one in shaper.shape(length_lover().score(chats), chats)], dtype=float
+    )
     own = fit_temperature(left[::2] - left[1::2])
     assert own is not None and own.value == pytest.approx(curve.residual_temperature.value)
     assert own.value != pytest.approx(calibration.temperature.value, rel=0.05)
@@ -98,7 +105,9 @@ def test_a_known_temperature_is_recovered(temperature: float) -> None:
     assert fitted.nll_after < min(around)
 
 
-def test_the_temperature_of_perfect_scores_is_finite_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_temperature_of_perfect_scores_is_finite_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level(logging.WARNING, logger="treeward"):
         few, many = fit_temperature(np.full(8, 3.0)), fit_temperature(np.full(998, 3.0))
     assert few is not None and many is not None
@@ -124,12 +133,17 @@ def test_pairs_follow_the_ranks_and_ties_are_none() -> None:
     ]
     fitted = calibrated(rows).temperature
     assert fitted is not None and fitted.num_pairs == 3
-    assert fitted.nll_before == pytest.approx(np.mean(np.log1p(np.exp(-np.array([1.0, 3.0, -0.6])))))
+    assert fitted.nll_before == pytest.approx(
+        np.mean(np.log1p(np.exp(-np.array([1.0, 3.0, -0.6]))))
+    )
 
 
 def test_what_cannot_be_scored_is_counted_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
     rows = planted(5)
-    broken = [comparison(completion(1.0, 25), "unscorable"), comparison("unscorable", "unscorable as well")]
+    broken = [
+        comparison(completion(1.0, 25), "unscorable"),
+        comparison("unscorable", "unscorable as well"),
+    ]
     with caplog.at_level(logging.WARNING, logger="treeward"):
         calibration = calibrated([*rows, *broken])
     source = calibration.provenance
@@ -137,7 +151,9 @@ def test_what_cannot_be_scored_is_counted_and_left_out(caplog: pytest.LogCapture
     assert (source.num_comparisons, source.num_conversations, source.num_failed) == (7, 11, 3)
     assert "3 of 14 completions have no score" in caplog.text and "planted so" in caplog.text
     assert calibration.temperature is not None and calibration.temperature.num_pairs == 5
-    with pytest.raises(DataError, match=r"too few(?s:.*)1 with two scored completions, of 3(?s:.*)planted so"):
+    with pytest.raises(
+        DataError, match=r"too few(?s:.*)1 with two scored completions, of 3(?s:.*)planted so"
+    ):
         calibrated([rows[0], *broken])
     with pytest.raises(DataError, match="0 comparisons"):
         calibrated([])

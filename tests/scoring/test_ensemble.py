@@ -18,7 +18,12 @@ from signed import contract_of, signed
 from treeward.config.scoring import EnsembleConfig, ScoringConfig
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError
-from treeward.model.contract import CalibrationProvenance, NormalizationConstants, RewardCalibration, write_contract
+from treeward.model.contract import (
+    CalibrationProvenance,
+    NormalizationConstants,
+    RewardCalibration,
+    write_contract,
+)
 from treeward.model.reward_model import RewardModel
 from treeward.scoring.ensemble import EnsembleScorer, combine, load_scorer
 from treeward.scoring.score import Score
@@ -43,7 +48,9 @@ def scorer(tiny_tokenizer: Any) -> Callable[..., Scorer]:
     def make(seed: int, *, num_labels: int = 1, **settings: Any) -> Scorer:
         model = RewardModel(tiny_model("qwen3", seed=seed, num_labels=num_labels))
         weights = None if num_labels == 1 else [1.0] * num_labels
-        return Scorer(model, Renderer(copy.deepcopy(tiny_tokenizer), **settings), head_weights=weights)
+        return Scorer(
+            model, Renderer(copy.deepcopy(tiny_tokenizer), **settings), head_weights=weights
+        )
 
     return make
 
@@ -54,7 +61,9 @@ def folders(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> li
     made = []
     for seed, (mean, std) in enumerate([(3.0, 2.0), (-1.0, 0.25)]):
         folder = tmp_path_factory.mktemp("member") / "final"
-        _, _, contract = signed(folder, tiny_tokenizer, tiny_model("llama", seed=seed), max_length=200)
+        _, _, contract = signed(
+            folder, tiny_tokenizer, tiny_model("llama", seed=seed), max_length=200
+        )
         constants = RewardCalibration(normalization=NormalizationConstants(mean=mean, std=std))
         write_contract(contract.model_copy(update={"calibration": constants}), folder)
         made.append(folder)
@@ -72,7 +81,11 @@ def by_hand(rows: list[list[float]], method: str, coefficient: float) -> list[fl
     for row in rows:
         mean = sum(row) / len(row)
         variance = sum((value - mean) ** 2 for value in row) / len(row)
-        combined.append({"mean": mean, "worst": sorted(row)[0], "uncertainty": mean - coefficient * variance}[method])
+        combined.append(
+            {"mean": mean, "worst": sorted(row)[0], "uncertainty": mean - coefficient * variance}[
+                method
+            ]
+        )
     return combined
 
 
@@ -88,14 +101,20 @@ finite = st.floats(-1e3, 1e3)
     ),
     st.floats(0, 3),
 )
-def test_formulas(drawn: tuple[list[list[float]], list[tuple[float, float]]], coefficient: float) -> None:
+def test_formulas(
+    drawn: tuple[list[list[float]], list[tuple[float, float]]], coefficient: float
+) -> None:
     """Each row as by hand, whatever the order of the members, and by itself alone."""
     rows, constants = drawn
     means, stds = zip(*constants, strict=True)
     z = [[(r - m) / s for r, m, s in zip(row, means, stds, strict=True)] for row in rows]
 
-    def combined(method: Any, given: list[list[float]], constants: Any = (means, stds)) -> list[float]:
-        return combine(given, method, uncertainty_coefficient=coefficient, constants=constants).tolist()
+    def combined(
+        method: Any, given: list[list[float]], constants: Any = (means, stds)
+    ) -> list[float]:
+        return combine(
+            given, method, uncertainty_coefficient=coefficient, constants=constants
+        ).tolist()
 
     for method in METHODS:
         got = combined(method, rows)
@@ -126,7 +145,9 @@ def test_no_score_without_every_member(scorer: Callable[..., Scorer]) -> None:
     want = ensemble.score([CHATS[0], CHATS[4]])
     assert values([scores[0], scores[3]]) == pytest.approx(values(want), abs=CLOSE)
     assert scores[1].score is None and scores[1].members == ()
-    assert scores[1].error is not None and scores[1].error.startswith("member 2 of 3, b: too long to score")
+    assert scores[1].error is not None and scores[1].error.startswith(
+        "member 2 of 3, b: too long to score"
+    )
     assert scores[2].error is not None and scores[2].error.startswith("member 1 of 3, a: ")
     assert all(score.members and score.error is None for score in (scores[0], scores[3]))
     nothing = ensemble.score([LONG, bad], on_error="mask")
@@ -137,10 +158,16 @@ def test_no_score_without_every_member(scorer: Callable[..., Scorer]) -> None:
     ("seeds", "keys", "message"),
     [
         ([], {"standardize": False}, "no members"),
-        ([0, 1], {}, r"the members cannot be standardized(?s:.*)treeward calibrate MODEL --data FILE"),
+        (
+            [0, 1],
+            {},
+            r"the members cannot be standardized(?s:.*)treeward calibrate MODEL --data FILE",
+        ),
     ],
 )
-def test_what_does_not_fit(seeds: list[int], keys: dict[str, Any], message: str, scorer: Callable[..., Scorer]) -> None:
+def test_what_does_not_fit(
+    seeds: list[int], keys: dict[str, Any], message: str, scorer: Callable[..., Scorer]
+) -> None:
     members = [scorer(seed) for seed in seeds]
     with pytest.raises(ConfigError, match=message):
         EnsembleScorer(members, EnsembleConfig(**keys))
@@ -155,7 +182,9 @@ def test_each_folder_is_standardized_by_its_own_calibration(folders: list[Path])
     assert ensemble.contract is None and ensemble.renderer is ensemble.members[0].renderer
 
 
-def test_members_calibrated_on_different_data_are_not_standardized(folders: list[Path], tmp_path: Path) -> None:
+def test_members_calibrated_on_different_data_are_not_standardized(
+    folders: list[Path], tmp_path: Path
+) -> None:
     """Their means and standard deviations do not compare. The files decide, before any weights are loaded."""
     members = []
     for number, folder in enumerate(folders):
@@ -175,7 +204,9 @@ def test_members_calibrated_on_different_data_are_not_standardized(folders: list
         calibration = contract.calibration.model_copy(update={"provenance": fitted_on})
         write_contract(contract.model_copy(update={"calibration": calibration}), member)
         members.append(str(member))
-    with pytest.raises(ConfigError, match="cannot be standardized(?s:.*)2 of 2 models(?s:.*)on 2 data sets"):
+    with pytest.raises(
+        ConfigError, match="cannot be standardized(?s:.*)2 of 2 models(?s:.*)on 2 data sets"
+    ):
         load_scorer(ScoringConfig(models=tuple(members), ensemble=EnsembleConfig()), device="cpu")
 
 

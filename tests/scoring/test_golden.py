@@ -28,19 +28,28 @@ BOS_TEMPLATE = "{{ '<|system|>' }}{% for m in messages %}{{ m.role + ': ' + m.co
 
 
 @pytest.mark.parametrize("family", ["gemma2", "bert"])
-def test_golden_scores_are_those_of_plain_rows(family: str, tiny_tokenizer: Any, tmp_path: Path) -> None:
+def test_golden_scores_are_those_of_plain_rows(
+    family: str, tiny_tokenizer: Any, tmp_path: Path
+) -> None:
     model, renderer, contract = signed(tmp_path, tiny_tokenizer, tiny_model(family))
     assert contract == read_contract(tmp_path)
     # The template names no tools.
-    assert [example.name for example in contract.golden] == [name for name in GOLDEN_CONVERSATIONS if name != "tools"]
+    assert [example.name for example in contract.golden] == [
+        name for name in GOLDEN_CONVERSATIONS if name != "tools"
+    ]
     for example in contract.golden:
-        assert renderer.encode(example.messages) == example.token_ids and example.heads == [example.score]
+        assert renderer.encode(example.messages) == example.token_ids and example.heads == [
+            example.score
+        ]
     with torch.no_grad():
         want = plain_scores(model.hf, [example.token_ids for example in contract.golden]).tolist()
     assert [example.score for example in contract.golden] == pytest.approx(want, abs=1e-5)
     assert contract.read.plain_transformers
     assert contract.read.position == ("pooled" if family == "bert" else "last token")
-    assert verify(tmp_path, device="cpu").equal and verify(tmp_path, device="cpu", dtype=torch.bfloat16).equal
+    assert (
+        verify(tmp_path, device="cpu").equal
+        and verify(tmp_path, device="cpu", dtype=torch.bfloat16).equal
+    )
 
 
 def test_the_limit_of_the_training_is_not_that_of_scoring(
@@ -53,7 +62,9 @@ def test_the_limit_of_the_training_is_not_that_of_scoring(
     want = plain_scores(model.hf, [scorer.renderer.encode(long)]).tolist()
     with caplog.at_level("WARNING", logger="treeward"):
         scores = [scorer.score([long])[0] for _ in range(2)]
-    assert [score.score for score in scores] == pytest.approx(want * 2, abs=1e-5) and scores[0].num_tokens > 60
+    assert [score.score for score in scores] == pytest.approx(want * 2, abs=1e-5) and scores[
+        0
+    ].num_tokens > 60
     assert caplog.text.count("was trained with at most 60") == 1
     refused = Scorer.load(tmp_path, device="cpu", max_length=60).score([long], on_error="mask")[0]
     assert refused.score is None and "at most 60" in str(refused.error)
@@ -65,24 +76,44 @@ def test_the_limit_of_the_training_is_not_that_of_scoring(
 
 
 def test_what_the_contract_says_of_the_folder(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    settings = {"max_length": 200, "truncation": "truncate_left", "chat_template_kwargs": {"tone": "!"}}
+    settings = {
+        "max_length": 200,
+        "truncation": "truncate_left",
+        "chat_template_kwargs": {"tone": "!"},
+    }
     model, renderer, contract = signed(tmp_path, tiny_tokenizer, tiny_model("llama"), **settings)
     own = contract.rendering
-    assert own.chat_template_sha256 == text_sha256((tmp_path / "chat_template.jinja").read_text(encoding="utf-8"))
+    assert own.chat_template_sha256 == text_sha256(
+        (tmp_path / "chat_template.jinja").read_text(encoding="utf-8")
+    )
     assert own.model_dump(include=set(settings)) == settings
     config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
-    assert own.pad_token_id == config["pad_token_id"] and own.eos_token_id == renderer.tokenizer.eos_token_id
-    assert contract.read.token == "eos" and contract.problem_type == config["problem_type"] == "regression"
-    assert (contract.dtypes.weights, contract.dtypes.head, contract.dtypes.compute) == ("float32",) * 3
+    assert (
+        own.pad_token_id == config["pad_token_id"]
+        and own.eos_token_id == renderer.tokenizer.eos_token_id
+    )
+    assert (
+        contract.read.token == "eos"
+        and contract.problem_type == config["problem_type"] == "regression"
+    )
+    assert (contract.dtypes.weights, contract.dtypes.head, contract.dtypes.compute) == (
+        "float32",
+    ) * 3
     assert contract.weights.architecture == "LlamaForSequenceClassification"
     assert contract.weights.num_parameters == sum(p.numel() for p in model.parameters())
-    assert "long completion" not in {example.name for example in contract.golden}  # of more than 200 tokens
+    assert "long completion" not in {
+        example.name for example in contract.golden
+    }  # of more than 200 tokens
     assert all(len(example.token_ids) <= 200 for example in contract.golden)
     # every tensor is hashed; of a checkpoint the head alone
     hashes = {tensor.name: sha256_of([tensor]) for tensor in StoredModel(tmp_path).tensors}
-    assert hashes.keys() == model.hf.state_dict().keys() and len(set(hashes.values())) == len(hashes)
+    assert hashes.keys() == model.hf.state_dict().keys() and len(set(hashes.values())) == len(
+        hashes
+    )
     assert contract.weights.tensors == {name: digest[:12] for name, digest in hashes.items()}
-    of_checkpoint = sign_exported(tmp_path, model=model, renderer=renderer, is_checkpoint=True).weights
+    of_checkpoint = sign_exported(
+        tmp_path, model=model, renderer=renderer, is_checkpoint=True
+    ).weights
     assert of_checkpoint.sha256 is None and of_checkpoint.tensors == {}
     assert of_checkpoint.head_sha256 == contract.weights.head_sha256
     # the tokenizer's hash survives saving, loading, and calls that leave padding behind
@@ -108,8 +139,13 @@ def test_a_frame_and_its_mistakes(tiny_tokenizer: Any, tmp_path: Path) -> None:
         assert got == pytest.approx(want, abs=1e-5)
 
 
-def test_golden_conversations_that_the_template_refuses_are_left_out(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    refusing = "{% if messages[0].role != 'user' %}{{ raise_exception('no system') }}{% endif %}" + BOS_TEMPLATE
+def test_golden_conversations_that_the_template_refuses_are_left_out(
+    tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    refusing = (
+        "{% if messages[0].role != 'user' %}{{ raise_exception('no system') }}{% endif %}"
+        + BOS_TEMPLATE
+    )
     _, _, contract = signed(tmp_path, tiny_tokenizer, tiny_model("llama"), chat_template=refusing)
     assert {example.messages[0]["role"] for example in contract.golden} == {"user"}
 
@@ -124,7 +160,9 @@ def test_a_template_that_refuses_every_golden_conversation_is_told(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
-def test_the_tolerances_hold_for_every_way_to_compute(family: str, tiny_tokenizer: Any, tmp_path: Path) -> None:
+def test_the_tolerances_hold_for_every_way_to_compute(
+    family: str, tiny_tokenizer: Any, tmp_path: Path
+) -> None:
     """float32: packed, alone, as dense trees. bfloat16: weights and arithmetic. The rounded weights are the signed."""
     model, renderer, contract = signed(tmp_path, tiny_tokenizer, tiny_model(family))
     rows = [example.token_ids for example in contract.golden]
@@ -141,10 +179,16 @@ def test_the_tolerances_hold_for_every_way_to_compute(family: str, tiny_tokenize
 
     _, _, small = signed(tmp_path / "small", renderer.tokenizer, model.hf, dtype=torch.bfloat16)
     assert (small.dtypes.weights, small.dtypes.head) == ("bfloat16", "float32")
-    of_rounded = load_classifier(tmp_path / "small", dtype=torch.float32).model.score_tokens(rows)[:, 0]
+    of_rounded = load_classifier(tmp_path / "small", dtype=torch.float32).model.score_tokens(rows)[
+        :, 0
+    ]
     in_file = torch.tensor([example.score for example in small.golden])
     assert torch.allclose(in_file, of_rounded, atol=1e-6)
-    assert small.tolerance.bfloat16 > float((in_file - golden).abs().max()) > 10 * small.tolerance.float32
+    assert (
+        small.tolerance.bfloat16
+        > float((in_file - golden).abs().max())
+        > 10 * small.tolerance.float32
+    )
 
 
 def test_golden_scores_do_not_depend_on_settings_of_products_nor_the_model_in_memory(
@@ -156,7 +200,9 @@ def test_golden_scores_do_not_depend_on_settings_of_products_nor_the_model_in_me
 
     def note(*_: Any) -> None:
         parts = (backends.cuda.matmul, backends.mkldnn.matmul, backends.cudnn.conv)
-        seen.append((torch.get_float32_matmul_precision(), *(part.fp32_precision for part in parts)))
+        seen.append(
+            (torch.get_float32_matmul_precision(), *(part.fp32_precision for part in parts))
+        )
 
     result = []
     for precision in ("highest", "medium"):
@@ -166,7 +212,9 @@ def test_golden_scores_do_not_depend_on_settings_of_products_nor_the_model_in_me
         hf.base_model.register_forward_pre_hook(note)
         torch.set_float32_matmul_precision(precision)
         try:
-            if precision == "highest":  # as at the start: products follow `torch.backends.fp32_precision`
+            if (
+                precision == "highest"
+            ):  # as at the start: products follow `torch.backends.fp32_precision`
                 backends.cuda.matmul.fp32_precision = backends.mkldnn.matmul.fp32_precision = "none"
             note()
             folder = tmp_path / precision
@@ -184,7 +232,9 @@ def test_golden_scores_do_not_depend_on_settings_of_products_nor_the_model_in_me
     assert sign_folder(tmp_path / "medium").golden == result[1].golden  # loaded in float32
 
 
-def test_weights_that_give_no_score(tiny_tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_weights_that_give_no_score(
+    tiny_tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """They are refused; of a checkpoint, whose next step has the better message, the other conversations are kept."""
     model, renderer, first = signed(tmp_path, tiny_tokenizer, tiny_model("llama"))
     *others, long = first.golden
@@ -196,7 +246,9 @@ def test_weights_that_give_no_score(tiny_tokenizer: Any, tmp_path: Path, caplog:
         sign_exported(tmp_path, model=model, renderer=renderer)
     assert (tmp_path / CONTRACT_FILE).read_bytes() == before
     contract = sign_exported(tmp_path, model=model, renderer=renderer, is_checkpoint=True)
-    assert [one.score for one in contract.golden] == pytest.approx([one.score for one in others], abs=1e-5)
+    assert [one.score for one in contract.golden] == pytest.approx(
+        [one.score for one in others], abs=1e-5
+    )
     assert "no finite score to 1 of 10" in caplog.text
     with pytest.raises(ModelError, match="no finite score(?s:.*)long completion"):
         hash_all(tmp_path, renderer, None)

@@ -16,7 +16,11 @@ from treeward.cli.main import main
 from treeward.scoring.scorer import Scorer
 
 ROWS: list[dict[str, Any]] = [
-    {"prompt": f"What is {i // 3} plus two? " * 3, "responses": ["Two.", "It is " * (i % 7 or i % 70)], "id": i}
+    {
+        "prompt": f"What is {i // 3} plus two? " * 3,
+        "responses": ["Two.", "It is " * (i % 7 or i % 70)],
+        "id": i,
+    }
     for i in range(600)
 ]
 
@@ -25,17 +29,26 @@ ROWS: list[dict[str, Any]] = [
 def score(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, bytes]]:
     """`treeward score` of a file: its exit code, and the file that it wrote or wrote in part."""
 
-    def run(model: str, data: str, *options: str, output: str = "scores.jsonl") -> tuple[int, bytes]:
+    def run(
+        model: str, data: str, *options: str, output: str = "scores.jsonl"
+    ) -> tuple[int, bytes]:
         path = tmp_path / output
         code = main(["score", model, "--data", data, "--output", str(path), *options])
-        return code, (path if path.exists() else path.with_name("scores.partial.jsonl")).read_bytes()
+        return code, (
+            path if path.exists() else path.with_name("scores.partial.jsonl")
+        ).read_bytes()
 
     return run
 
 
 @pytest.mark.slow
 def test_two_workers_go_on_where_one_process_stopped(
-    score: Any, signed_model: Any, ray: Any, write_rows: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    score: Any,
+    signed_model: Any,
+    ray: Any,
+    write_rows: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The same bytes, failed rows too; rows of a prompt are in one chunk, and it is scored in any process alike."""
     data = str(write_rows("in.jsonl", ROWS))
@@ -59,7 +72,12 @@ def test_two_workers_go_on_where_one_process_stopped(
 
 @pytest.mark.slow
 def test_a_worker_that_is_killed_loses_nothing(
-    score: Any, signed_model: Any, ray: Any, write_rows: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    score: Any,
+    signed_model: Any,
+    ray: Any,
+    write_rows: Any,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Of an ensemble, and of the rows before a wrong one, which is named."""
     data = str(write_rows("in.jsonl", [*ROWS * 3, "{not json", *ROWS]))
@@ -75,7 +93,11 @@ def test_a_worker_that_is_killed_loses_nothing(
         """Once there are rows."""
         while not (rows.exists() and rows.stat().st_size) and not has_ended.wait(0.01):
             pass
-        workers = [one for one in psutil.process_iter(["cmdline"]) if "_Worker" in " ".join(one.info["cmdline"] or ())]
+        workers = [
+            one
+            for one in psutil.process_iter(["cmdline"])
+            if "_Worker" in " ".join(one.info["cmdline"] or ())
+        ]
         killed.append(workers[0].pid)
         os.kill(workers[0].pid, signal.SIGKILL)
 

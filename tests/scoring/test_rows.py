@@ -38,14 +38,32 @@ def scorer(tiny_tokenizer: Any) -> Scorer:
     [
         ({"messages": [ASK, FOUR]}, [[ASK, FOUR]]),
         ({"context": [ASK], "completions": [[FOUR], [FIVE]]}, TWO),
-        ({"context": [ASK], "completions": [{"rank": 0, "completion": [FOUR]}, {"rank": 1, "completion": "5"}]}, TWO),
+        (
+            {
+                "context": [ASK],
+                "completions": [{"rank": 0, "completion": [FOUR]}, {"rank": 1, "completion": "5"}],
+            },
+            TWO,
+        ),
         ({"completions": [[ASK, FOUR], [ASK, FIVE]]}, TWO),
         ({"prompt": "2 + 2?", "responses": ["4", "5"]}, TWO),
-        ({"prompt": "2 + 2?", "completions": [{"completion": "4", "score": 1}, {"completion": "5", "score": 2}]}, TWO),
+        (
+            {
+                "prompt": "2 + 2?",
+                "completions": [{"completion": "4", "score": 1}, {"completion": "5", "score": 2}],
+            },
+            TWO,
+        ),
         ({"prompt": "2 + 2?", "response": "4", "helpfulness": 3}, TWO[:1]),
         ({"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}, TWO),
         ({"chosen": [ASK, FOUR], "rejected": [ASK, FIVE]}, TWO),
-        ({"chosen": "\n\nHuman: 2 + 2?\n\nAssistant: 4", "rejected": "\n\nHuman: 2 + 2?\n\nAssistant: 5"}, TWO),
+        (
+            {
+                "chosen": "\n\nHuman: 2 + 2?\n\nAssistant: 4",
+                "rejected": "\n\nHuman: 2 + 2?\n\nAssistant: 5",
+            },
+            TWO,
+        ),
     ],
 )
 def test_every_shape(values: dict[str, Any], want: list[Any], scorer: Scorer) -> None:
@@ -94,9 +112,14 @@ def test_rows_stream_in_order(scorer: Scorer) -> None:
 
 
 def test_too_long_and_truncated_rows_say_so(tiny_tokenizer: Any) -> None:
-    long = {"context": [{"role": "user", "content": "word " * 60}, FOUR, ASK], "completions": ["4", "5 " * 90]}
+    long = {
+        "context": [{"role": "user", "content": "word " * 60}, FOUR, ASK],
+        "completions": ["4", "5 " * 90],
+    }
     model = RewardModel(tiny_model("llama"))
-    (dropped,) = score_rows(Scorer(model, Renderer(tiny_tokenizer, max_length=40)), [Row(long, "a:1")])
+    (dropped,) = score_rows(
+        Scorer(model, Renderer(tiny_tokenizer, max_length=40)), [Row(long, "a:1")]
+    )
     assert dropped["scores"] == [None, None]
     assert "too long to score" in dropped["error"] and "at most 40" in dropped["error"]
     cutting = Scorer(model, Renderer(tiny_tokenizer, max_length=40, truncation="truncate_left"))
@@ -105,11 +128,20 @@ def test_too_long_and_truncated_rows_say_so(tiny_tokenizer: Any) -> None:
     assert "too long" in cut["error"]
 
 
-def test_a_row_without_a_completion_has_an_error_and_one_of_no_shape_ends_the_scoring(scorer: Scorer) -> None:
-    values = [{"messages": [ASK, FOUR]}, {"messages": [ASK]}, {"messages": [ASK, FOUR]}, {"nothing": 1}]
+def test_a_row_without_a_completion_has_an_error_and_one_of_no_shape_ends_the_scoring(
+    scorer: Scorer,
+) -> None:
+    values = [
+        {"messages": [ASK, FOUR]},
+        {"messages": [ASK]},
+        {"messages": [ASK, FOUR]},
+        {"nothing": 1},
+    ]
     done = []
     with pytest.raises(DataError, match=r"in\.jsonl:4: "):
-        for row in score_rows(scorer, [Row(row, f"in.jsonl:{n}") for n, row in enumerate(values, 1)]):
+        for row in score_rows(
+            scorer, [Row(row, f"in.jsonl:{n}") for n, row in enumerate(values, 1)]
+        ):
             done.append(row["score"])
             assert ("no completion" in row.get("error", "")) == (row["score"] is None)
     assert done[0] == done[2] and done[1] is None and len(done) == 3

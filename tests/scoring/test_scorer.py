@@ -27,11 +27,19 @@ CLOSE = 1e-5
 
 
 CHATS = [
-    [user("What is the capital of France, and why is it so famous all over the world?"), assistant(completion)]
+    [
+        user("What is the capital of France, and why is it so famous all over the world?"),
+        assistant(completion),
+    ]
     for completion in ("Paris.", "Paris, of course.", "I do not know.", "Paris.", "")
 ] + [
     [{"role": "system", "content": "Be brief."}, user("2 + 2?"), assistant("4")],
-    [user("Hi"), assistant("Hello! How can I help?"), user("Bye"), assistant("Goodbye, and thank you!" * 5)],
+    [
+        user("Hi"),
+        assistant("Hello! How can I help?"),
+        user("Bye"),
+        assistant("Goodbye, and thank you!" * 5),
+    ],
     [user("Hi"), assistant("Hello! How can I help?"), user("Wait"), assistant("Yes?")],
 ]
 
@@ -41,7 +49,9 @@ def make_scorer(tiny_tokenizer: Any) -> Any:
     def make(family: str = "qwen3", batch_tokens: int = 4096, **settings: Any) -> Scorer:
         layout = {"bert": "encoder", "gptj": "rows"}.get(family, "tree")
         model = RewardModel(tiny_model(family), layout=layout)  # type: ignore[arg-type]
-        return Scorer(model, Renderer(copy.deepcopy(tiny_tokenizer), **settings), batch_tokens=batch_tokens)
+        return Scorer(
+            model, Renderer(copy.deepcopy(tiny_tokenizer), **settings), batch_tokens=batch_tokens
+        )
 
     return make
 
@@ -52,9 +62,12 @@ def values(scores: list[Score]) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("family", "batch_tokens"), [("qwen3", 1), ("qwen3", 60), ("gemma2", 4096), ("gptj", 60), ("bert", 4096)]
+    ("family", "batch_tokens"),
+    [("qwen3", 1), ("qwen3", 60), ("gemma2", 4096), ("gptj", 60), ("bert", 4096)],
 )
-def test_a_call_equals_its_conversations_one_by_one(family: str, batch_tokens: int, make_scorer: Any) -> None:
+def test_a_call_equals_its_conversations_one_by_one(
+    family: str, batch_tokens: int, make_scorer: Any
+) -> None:
     scorer = make_scorer(family, batch_tokens)
     together = scorer.score(CHATS)
     alone = [scorer.score([chat])[0] for chat in CHATS]
@@ -69,18 +82,29 @@ def test_a_call_equals_its_conversations_one_by_one(family: str, batch_tokens: i
 
 def test_what_a_call_has_in_common_is_computed_once(make_scorer: Any) -> None:
     scorer = make_scorer()
-    context = [user("Tell me about the history of bread, from the first ovens to the supermarket. " * 3)]
+    context = [
+        user("Tell me about the history of bread, from the first ovens to the supermarket. " * 3)
+    ]
     completions = [f"Bread is {word}." for word in ("old", "older than you think", "old", "tasty")]
-    scores = scorer.score_completions(context, [completions[0], [assistant(completions[1])], *completions[2:]])
+    scores = scorer.score_completions(
+        context, [completions[0], [assistant(completions[1])], *completions[2:]]
+    )
     rows = [scorer.renderer.encode([*context, assistant(completion)]) for completion in completions]
     assert scorer.num_computed_tokens == TokenTree.from_sequences(rows).num_tokens
     assert scorer.num_row_tokens == sum(map(len, rows)) > 3 * scorer.num_computed_tokens
     shuffled = make_scorer()
     other = [
-        [user("Something else, quite different from that, and long enough to be a prompt?"), assistant(a)]
+        [
+            user("Something else, quite different from that, and long enough to be a prompt?"),
+            assistant(a),
+        ]
         for a in completions
     ]
-    calls = [c for pair in zip([[*context, assistant(a)] for a in completions], other, strict=True) for c in pair]
+    calls = [
+        c
+        for pair in zip([[*context, assistant(a)] for a in completions], other, strict=True)
+        for c in pair
+    ]
     assert values(shuffled.score(calls))[::2] == pytest.approx(values(scores), abs=CLOSE)
     unique = {tuple(shuffled.renderer.encode(c)) for c in calls}
     assert shuffled.num_computed_tokens <= TokenTree.from_sequences(list(unique)).num_tokens + 8
@@ -94,7 +118,9 @@ def test_too_long_is_no_score(make_scorer: Any) -> None:
     length = len(scorer.renderer.encode(long))
     assert none == Score(None, length, error=f"too long to score: {length} tokens, at most 40")
     with pytest.raises(DataError, match=r"here:2(?s:.*)too long"):
-        make_scorer(max_length=40, truncation="error").score([CHATS[5], long], where=["here:1", "here:2"])
+        make_scorer(max_length=40, truncation="error").score(
+            [CHATS[5], long], where=["here:1", "here:2"]
+        )
 
 
 def test_truncation_is_reported_and_spares_the_completion(make_scorer: Any) -> None:
@@ -102,7 +128,9 @@ def test_truncation_is_reported_and_spares_the_completion(make_scorer: Any) -> N
     question = [user("Short question?"), assistant("Short answer.")]
     long = [user("word " * 60), assistant("Yes."), *question]
     cut, same, hopeless = scorer.score([long, long[1:], [user("Q"), assistant("word " * 60)]])
-    assert cut.truncated and cut.num_tokens <= 40 and cut.score == pytest.approx(same.score, abs=CLOSE)
+    assert (
+        cut.truncated and cut.num_tokens <= 40 and cut.score == pytest.approx(same.score, abs=CLOSE)
+    )
     assert not same.truncated and hopeless.score is None and not hopeless.truncated
 
 
@@ -111,7 +139,9 @@ def test_masked_failures_harm_no_other(family: str, make_scorer: Any) -> None:
     scorer = make_scorer(family, max_length=100)
     # One token is poison: whoever holds it has no score.
     poison = scorer.renderer.encode([user("~"), assistant("!")])
-    token = next(i for i in poison if i not in {t for chat in CHATS for t in scorer.renderer.encode(chat)})
+    token = next(
+        i for i in poison if i not in {t for chat in CHATS for t in scorer.renderer.encode(chat)}
+    )
     with torch.no_grad():
         scorer.model.hf.get_input_embeddings().weight[token] = math.nan
     want = values(scorer.score(CHATS))
@@ -128,9 +158,13 @@ def test_masked_failures_harm_no_other(family: str, make_scorer: Any) -> None:
     at = [i for i, one in enumerate(crowd) if one in CHATS]
     assert values([got[i] for i in at]) == pytest.approx(want, abs=CLOSE)
     failed = [score for i, score in enumerate(got) if i not in at]
-    assert [score.score for score in failed] == [None] * 6 and all(score.heads == () for score in failed)
+    assert [score.score for score in failed] == [None] * 6 and all(
+        score.heads == () for score in failed
+    )
     for score, words in zip(
-        failed, ["not finite", "empty", "no completion", "no text", "not a list", "too long to score"], strict=True
+        failed,
+        ["not finite", "empty", "no completion", "no text", "not a list", "too long to score"],
+        strict=True,
     ):
         assert score.error and words in score.error and "\n" not in score.error
     with pytest.raises(DataError):
@@ -166,13 +200,19 @@ def test_other_head_weights_drop_the_calibration(model_folder: Path, tmp_path: P
     folder = Path(shutil.copytree(model_folder, tmp_path / "calibrated"))
     constants = RewardCalibration(normalization=NormalizationConstants(mean=3.0, std=2.0))
     write_contract(contract_of(folder).model_copy(update={"calibration": constants}), folder)
-    same, other = (Scorer.load(folder, device="cpu", head_weights=weights) for weights in (None, [2.0]))
+    same, other = (
+        Scorer.load(folder, device="cpu", head_weights=weights) for weights in (None, [2.0])
+    )
     assert same.contract is not None and same.contract.calibration == constants
     assert other.contract is not None and other.contract.calibration is None
-    assert values(other.score(CHATS)) == pytest.approx([2.0 * score for score in values(same.score(CHATS))], abs=CLOSE)
+    assert values(other.score(CHATS)) == pytest.approx(
+        [2.0 * score for score in values(same.score(CHATS))], abs=CLOSE
+    )
 
 
-def test_the_positions_of_a_model_without_a_contract_are_its_limit(tiny_tokenizer: Any, tmp_path: Path) -> None:
+def test_the_positions_of_a_model_without_a_contract_are_its_limit(
+    tiny_tokenizer: Any, tmp_path: Path
+) -> None:
     tiny_model("llama", max_position_embeddings=64).save_pretrained(tmp_path)
     tiny_tokenizer.save_pretrained(tmp_path)
     question = [user("Short question?"), assistant("Short answer.")]
@@ -187,7 +227,9 @@ def test_text_that_is_no_unicode_has_no_score(make_scorer: Any) -> None:
     """A lone surrogate, as JSON may hold it."""
     scorer = make_scorer()
     with pytest.raises(DataError, match="not valid Unicode") as raised:
-        scorer.score([CHATS[0], [user("Hi \ud800"), assistant("Hello!")]], where=["c.jsonl:2", "c.jsonl:3"])
+        scorer.score(
+            [CHATS[0], [user("Hi \ud800"), assistant("Hello!")]], where=["c.jsonl:2", "c.jsonl:3"]
+        )
     assert raised.value.where == "c.jsonl:3"
     sound, broken = scorer.prepare_texts(["Hi", "Hi \ud800"])
     assert sound.error is None and broken.ids is None and "not valid Unicode" in str(broken.error)
@@ -206,20 +248,33 @@ def test_what_lies_on_the_disk_must_keep_the_contract(model_folder: Path, tmp_pa
     scaled = Path(shutil.copytree(model_folder, tmp_path / "weights"))
     weights = load_file(scaled / "model.safetensors")
     save_file(
-        {**weights, "score.weight": 1.5 * weights["score.weight"]}, scaled / "model.safetensors", {"format": "pt"}
+        {**weights, "score.weight": 1.5 * weights["score.weight"]},
+        scaled / "model.safetensors",
+        {"format": "pt"},
     )
-    with pytest.raises(ModelError, match=r"does not keep its scoring contract(?s:.*)--write --force"):
+    with pytest.raises(
+        ModelError, match=r"does not keep its scoring contract(?s:.*)--write --force"
+    ):
         Scorer.load(scaled, device="cpu")
-    assert Scorer.load(scaled, device="cpu", check_contract=False).score([CHATS[0]])[0].score is not None
+    assert (
+        Scorer.load(scaled, device="cpu", check_contract=False).score([CHATS[0]])[0].score
+        is not None
+    )
 
 
 @pytest.mark.parametrize(("batch_tokens", "max_sequences"), [(None, 3), (150, None)])
-def test_no_pass_is_larger_than_allowed(batch_tokens: int | None, max_sequences: int | None, make_scorer: Any) -> None:
+def test_no_pass_is_larger_than_allowed(
+    batch_tokens: int | None, max_sequences: int | None, make_scorer: Any
+) -> None:
     scorer = make_scorer()
     want, make_batch, batches = values(scorer.score(CHATS)), scorer.model.make_batch, []
     scorer.batch_tokens, scorer.max_sequences = batch_tokens, max_sequences
     scorer.model.make_batch = lambda groups: batches.append(make_batch(groups)) or batches[-1]
     assert values(scorer.score(CHATS)) == pytest.approx(want, abs=CLOSE)
     sizes = [len(batch.ends_S) for batch in batches]
-    assert len(batches) > 1 and sum(sizes) == len(CHATS) and max(sizes) <= (max_sequences or len(CHATS))
+    assert (
+        len(batches) > 1
+        and sum(sizes) == len(CHATS)
+        and max(sizes) <= (max_sequences or len(CHATS))
+    )
     assert max(batch.num_computed_tokens for batch in batches) <= (batch_tokens or 10**4)

@@ -12,11 +12,18 @@ import pytest
 from treeward.config.scoring import RewardShapingConfig
 from treeward.data.conversation import AnyConversation
 from treeward.errors import ConfigError, ModelError
-from treeward.model.contract import CalibratedTemperature, LengthCurve, NormalizationConstants, RewardCalibration
+from treeward.model.contract import (
+    CalibratedTemperature,
+    LengthCurve,
+    NormalizationConstants,
+    RewardCalibration,
+)
 from treeward.scoring.score import OnError, Reward, Score
 from treeward.scoring.shaping import RewardScorer, Shaper
 
-CURVE = LengthCurve(lengths=(10, 20, 40), values=(-1.0, 1.0, 2.0), residual_mean=0.25, residual_std=0.5)
+CURVE = LengthCurve(
+    lengths=(10, 20, 40), values=(-1.0, 1.0, 2.0), residual_mean=0.25, residual_std=0.5
+)
 CALIBRATION = RewardCalibration(
     normalization=NormalizationConstants(mean=2.0, std=4.0),
     length_curve=CURVE,
@@ -62,7 +69,9 @@ def test_lengths_come_before_the_temperature() -> None:
     residual = CalibratedTemperature(value=5.0, nll_before=1.0, nll_after=0.5, num_pairs=3)
     curve = CURVE.model_copy(update={"residual_temperature": residual})
     both = CALIBRATION.model_copy(update={"length_curve": curve})
-    assert reward(7.0, 30, calibration=both, temperature="calibrated", **keys) == pytest.approx((7.0 - 1.5 - 1.0) / 5.0)
+    assert reward(7.0, 30, calibration=both, temperature="calibrated", **keys) == pytest.approx(
+        (7.0 - 1.5 - 1.0) / 5.0
+    )
     assert reward(7.0, 30, calibration=both, temperature="calibrated") == pytest.approx(7.0 / 2.0)
     with pytest.raises(ConfigError, match="temperature needs a temperature"):
         reward(7.0, 30, calibration=CALIBRATION, temperature="calibrated", **keys)
@@ -75,13 +84,20 @@ def test_constants_of_the_contract_are_adapted_to_the_steps_before() -> None:
     for temperature in (None, 8.0):
         got = reward(3.0, 30, length_calibration=True, temperature=temperature, **keys)
         assert got == pytest.approx((3.0 - 1.5 - 0.25) / 0.5)
-    fixed = reward(3.0, 30, length_calibration=True, temperature=2.0, reward_mean=1.0, reward_std=0.5, **keys)
+    fixed = reward(
+        3.0, 30, length_calibration=True, temperature=2.0, reward_mean=1.0, reward_std=0.5, **keys
+    )
     assert fixed == pytest.approx(((3.0 - 1.5) / 2.0 - 1.0) / 0.5)
 
 
 def test_a_curve_over_tokens_of_an_earlier_version_is_not_read_as_one_over_characters() -> None:
     curve = CURVE.model_dump() | {"unit": "tokens"}
-    assert RewardCalibration.model_validate({"length_curve": {**curve, "unit": "characters"}}).length_curve == CURVE
+    assert (
+        RewardCalibration.model_validate(
+            {"length_curve": {**curve, "unit": "characters"}}
+        ).length_curve
+        == CURVE
+    )
     with pytest.raises(ConfigError, match="needs a length curve"):
         shaper(RewardCalibration.model_validate({"length_curve": curve}), length_calibration=True)
 
@@ -92,7 +108,11 @@ def test_a_missing_score_stays_missing() -> None:
         one, *missing = shaper(**keys).shape(scores, [chat("a")] * 4)
         assert one.value is not None and one.raw == 5.0 and one.error is None
         assert [each.value for each in missing] == [None] * 3
-        assert [each.error for each in missing] == ["there is no score", "the score is not finite: nan", "too long"]
+        assert [each.error for each in missing] == [
+            "there is no score",
+            "the score is not finite: nan",
+            "too long",
+        ]
 
 
 # --- rewards in the place of scores -----------------------------------------------------------------------------------
@@ -118,7 +138,9 @@ class Lengths:
 
 def reward_scorer(**section: Any) -> RewardScorer:
     curve = LengthCurve(lengths=(0, 100), values=(0, 300), residual_mean=0.0, residual_std=1.0)
-    constants = RewardCalibration(normalization=NormalizationConstants(mean=2.0, std=4.0), length_curve=curve)
+    constants = RewardCalibration(
+        normalization=NormalizationConstants(mean=2.0, std=4.0), length_curve=curve
+    )
     return RewardScorer(Lengths(), Shaper(RewardShapingConfig(**section), calibration=constants))
 
 
@@ -126,10 +148,16 @@ def test_the_reward_takes_the_place_of_the_score() -> None:
     chats = [chat("a" * n) for n in (1, 4, 9)]
     penalised = reward_scorer(length_penalty={"coefficient": 2.0, "threshold": 3}).score(chats)
     assert [one.score for one in penalised] == [1, 4 - 2, 9 - 12]
-    assert [(one.num_tokens, one.heads, one.error) for one in penalised] == [(9, (1.0, 2.0), None)] * 3
+    assert [(one.num_tokens, one.heads, one.error) for one in penalised] == [
+        (9, (1.0, 2.0), None)
+    ] * 3
     calibrated = [one.score for one in reward_scorer(length_calibration=True).score(chats)]
     assert calibrated == pytest.approx([1 - 3, 4 - 12, 9 - 27])  # the shortest is the best now
-    assert [one.score for one in reward_scorer(normalize_rewards=True).score(chats)] == [-0.25, 0.5, 1.75]
+    assert [one.score for one in reward_scorer(normalize_rewards=True).score(chats)] == [
+        -0.25,
+        0.5,
+        1.75,
+    ]
 
 
 def test_what_has_no_score_has_no_reward() -> None:

@@ -35,7 +35,9 @@ def tokenizer(tiny_tokenizer: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def published(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, dict[str, torch.Tensor]]:
+def published(
+    tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Any, dict[str, torch.Tensor]]:
     """A small Qwen2.5-Math-PRM in a folder as its authors have it, its backbone and its head."""
     folder = tmp_path_factory.mktemp("prm")
     tokenizer.save_pretrained(folder)
@@ -43,7 +45,9 @@ def published(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple
     backbone: Any = randomise(AutoModel.from_config(config, attn_implementation="eager").eval())
     draw = torch.Generator().manual_seed(5)
     shapes = {"0.weight": (SIZE, SIZE), "0.bias": (SIZE,), "2.weight": (2, SIZE), "2.bias": (2,)}
-    head = {f"score.{name}": torch.randn(shape, generator=draw) * 0.3 for name, shape in shapes.items()}
+    head = {
+        f"score.{name}": torch.randn(shape, generator=draw) * 0.3 for name, shape in shapes.items()
+    }
     fields = config.to_dict() | {"architectures": ["Qwen2ForProcessRewardModel"]}
     (folder / "config.json").write_text(json.dumps(fields), encoding="utf-8")
     weights = {f"model.{name}": value for name, value in backbone.state_dict().items()}
@@ -51,11 +55,15 @@ def published(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple
     return folder, backbone, head
 
 
-def expected(published: Any, tokenizer: Any, steps: tuple[str, ...] = STEPS) -> tuple[list[float], int]:
+def expected(
+    published: Any, tokenizer: Any, steps: tuple[str, ...] = STEPS
+) -> tuple[list[float], int]:
     """The probabilities of the steps of the whole text, and its tokens up to the last mark."""
     _, backbone, head = published
     completion = {"role": "assistant", "content": MARK.join(steps) + MARK}
-    ids = tokenizer.apply_chat_template([QUESTION, completion], return_tensors="pt", return_dict=False)
+    ids = tokenizer.apply_chat_template(
+        [QUESTION, completion], return_tensors="pt", return_dict=False
+    )
     with torch.no_grad():
         hidden = backbone(input_ids=ids).last_hidden_state[0]
     inner = F.relu(F.linear(hidden, head["score.0.weight"], head["score.0.bias"]))
@@ -69,7 +77,9 @@ def test_every_step_is_read_in_one_pass(published: Any, tokenizer: Any) -> None:
     assert len(want) == 3 and max(want) - min(want) > 0.05
     scorer.model.num_computed_tokens = scorer.model.num_row_tokens = 0
     [score] = scorer.score([CHAT])
-    assert score.steps == pytest.approx(want, abs=1e-5) and score.score == pytest.approx(math.prod(want), abs=1e-5)
+    assert score.steps == pytest.approx(want, abs=1e-5) and score.score == pytest.approx(
+        math.prod(want), abs=1e-5
+    )
     assert scorer.model.num_computed_tokens == scorer.model.num_row_tokens == num_tokens
     # Marks of its own part the steps; what stands after the last is read too, and none elsewhere counts.
     context = [{"role": "user", "content": f"How many{MARK} are pink?"}]
@@ -83,7 +93,9 @@ def test_every_step_is_read_in_one_pass(published: Any, tokenizer: Any) -> None:
 def test_a_cached_prompt_changes_no_step(published: Any, tokenizer: Any) -> None:
     scorer = Scorer.load(published[0], prefix_cache_bytes=10**8)
     question = {"role": "user", "content": "How many of these are pink? " * 20}
-    chats = [[question, {"role": "assistant", "content": "\n\n".join(STEPS[:n])}] for n in (1, 2, 3)]
+    chats = [
+        [question, {"role": "assistant", "content": "\n\n".join(STEPS[:n])}] for n in (1, 2, 3)
+    ]
     want = Scorer.load(published[0]).score(chats)
     assert scorer.prefix_cache is not None
     for chat, plain in zip(chats, want, strict=True):
@@ -94,10 +106,21 @@ def test_a_cached_prompt_changes_no_step(published: Any, tokenizer: Any) -> None
 
 def test_the_least_step_and_rows_of_a_file(published: Any, tokenizer: Any, tmp_path: Path) -> None:
     want, _ = expected(published, tokenizer)
-    assert Scorer.load(published[0], head_weights="min").score([CHAT])[0].score == pytest.approx(min(want), abs=1e-5)
+    assert Scorer.load(published[0], head_weights="min").score([CHAT])[0].score == pytest.approx(
+        min(want), abs=1e-5
+    )
     data, output = tmp_path / "rows.jsonl", tmp_path / "scores.jsonl"
     data.write_text(json.dumps({"messages": CHAT}) + "\n", encoding="utf-8")
-    command = ["score", str(published[0]), "--data", str(data), "--output", str(output), "--head-weights", "min"]
+    command = [
+        "score",
+        str(published[0]),
+        "--data",
+        str(data),
+        "--output",
+        str(output),
+        "--head-weights",
+        "min",
+    ]
     assert main(command) == 0
     row = json.loads(output.read_text("utf-8"))
     assert row["score"] == pytest.approx(min(want), abs=1e-5)
@@ -117,7 +140,9 @@ def test_what_has_no_steps_is_refused(
     with pytest.raises(ModelError, match="have no weights"):
         Scorer.load(published[0], head_weights="mean")
     environment = RewardModelEnvironment({"model_name": str(published[0]), "precision": "float32"})
-    assert environment.step([CHAT], [{}]).rewards.tolist() == pytest.approx([scorer.score([CHAT])[0].score], abs=1e-6)
+    assert environment.step([CHAT], [{}]).rewards.tolist() == pytest.approx(
+        [scorer.score([CHAT])[0].score], abs=1e-6
+    )
     with pytest.raises(ConfigError, match="has not one value"):
         environment.preprocess_data([CHAT])
     with pytest.raises(ConfigError, match="no model with a value"):

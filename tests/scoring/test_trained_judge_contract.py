@@ -9,14 +9,20 @@ from messages import edit_json
 from safetensors.torch import load_file, save_file
 
 from treeward.cli.main import main
-from treeward.config.reward_environments import JUDGE_FILE, JudgeEnvironmentConfig, PreferenceVerdictConfig
+from treeward.config.reward_environments import (
+    JUDGE_FILE,
+    JudgeEnvironmentConfig,
+    PreferenceVerdictConfig,
+)
 from treeward.config.scoring import ScoringConfig
 from treeward.errors import CheckpointError, ConfigError
 from treeward.scoring.ensemble import load_scorer
 from treeward.scoring.trained_judge import read_judge_contract, verify_judge, write_judge_contract
 from treeward.scoring.verdicts import TEMPLATES, make_question
 
-SHORT = PreferenceVerdictConfig(system_prompt="Judge.", template="{completion_a} {completion_b} A or B?")
+SHORT = PreferenceVerdictConfig(
+    system_prompt="Judge.", template="{completion_a} {completion_b} A or B?"
+)
 
 
 @pytest.fixture
@@ -31,7 +37,8 @@ def test_golden_questions_replay_and_changed_weights_show(
 ) -> None:
     if mode == "rating":
         write_judge_contract(
-            judge, PreferenceVerdictConfig(mode="rating", system_prompt="Judge.", template="{completion}")
+            judge,
+            PreferenceVerdictConfig(mode="rating", system_prompt="Judge.", template="{completion}"),
         )
     result = verify_judge(judge)
     assert result.equal and result.num_scores == 6
@@ -55,10 +62,18 @@ def test_a_judge_is_asked_as_it_was_trained_unless_it_is_told_otherwise(judge: P
     asked = JudgeEnvironmentConfig(model=str(judge))
     assert (asked.mode, asked.system_prompt, asked.highest_rating) == ("pairwise", "Judge.", 9.0)
     assert asked.temperature == 0.7
-    assert make_question(asked, "user: Hi", ("a", "b")) == make_question(SHORT, "user: Hi", ("a", "b"))
+    assert make_question(asked, "user: Hi", ("a", "b")) == make_question(
+        SHORT, "user: Hi", ("a", "b")
+    )
     other = JudgeEnvironmentConfig(model=str(judge), mode="rating", template="{completion}?")
-    assert (other.mode, other.template, other.system_prompt) == ("rating", "{completion}?", "Judge.")
-    assert JudgeEnvironmentConfig(model=str(judge.parent)).mode == "rating"  # of a model without a contract
+    assert (other.mode, other.template, other.system_prompt) == (
+        "rating",
+        "{completion}?",
+        "Judge.",
+    )
+    assert (
+        JudgeEnvironmentConfig(model=str(judge.parent)).mode == "rating"
+    )  # of a model without a contract
 
 
 def test_a_judge_is_no_reward_model(judge: Path) -> None:

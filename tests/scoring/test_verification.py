@@ -141,7 +141,9 @@ def test_damage_is_named(damage: str, folder: Path) -> None:
     first = result.first_difference
     assert first is not None and not result.equal
     assert first.part == part, result.checks
-    assert re.search(words, f"{first.summary} got {first.got} need {first.need} fix {first.fix}"), first
+    assert re.search(words, f"{first.summary} got {first.got} need {first.need} fix {first.fix}"), (
+        first
+    )
     assert first.fix
     assert [one.part for one in result.checks] == list(PARTS)
 
@@ -150,14 +152,20 @@ def test_a_whole_folder_is_equal(folder: Path) -> None:
     result = check(folder)
     assert result.equal and result.first_difference is None
     assert all(one.state == "equal" for one in result.checks), result.checks
-    assert result.num_scores == 10 and result.largest_difference is not None and result.tolerance is not None
+    assert (
+        result.num_scores == 10
+        and result.largest_difference is not None
+        and result.tolerance is not None
+    )
     assert result.largest_difference <= result.tolerance / 4
     assert "21 tensors are equal" in result.checks[-1].summary
 
 
 @pytest.mark.parametrize(("factor", "name"), [(2.0, "score.weight"), (-1.0, "model.norm.weight")])
 @pytest.mark.parametrize("is_checkpoint", [False, True])
-def test_no_activation_is_blamed_for_weights(factor: float, name: str, is_checkpoint: bool, folder: Path) -> None:
+def test_no_activation_is_blamed_for_weights(
+    factor: float, name: str, is_checkpoint: bool, folder: Path
+) -> None:
     """The contract of a checkpoint has the hash of the head alone."""
     contract = contract_of(folder)
     if is_checkpoint:
@@ -166,7 +174,9 @@ def test_no_activation_is_blamed_for_weights(factor: float, name: str, is_checkp
         assert check(folder).equal and "the bytes of the head" in check(folder).checks[-1].summary
     change_weights(folder, lambda tensors: tensors.update({name: tensors[name] * factor}))
     result = check(folder)
-    assert [one.part for one in result.checks if one.state == "differs"] == ["weights"], result.checks
+    assert [one.part for one in result.checks if one.state == "differs"] == ["weights"], (
+        result.checks
+    )
 
 
 def test_the_same_weights_with_other_scores(folder: Path) -> None:
@@ -174,14 +184,20 @@ def test_the_same_weights_with_other_scores(folder: Path) -> None:
     contract = contract_of(folder)
 
     def expect(scores: list[float]) -> list[Any]:
-        golden = [one.model_copy(update={"score": s}) for one, s in zip(contract.golden, scores, strict=True)]
+        golden = [
+            one.model_copy(update={"score": s})
+            for one, s in zip(contract.golden, scores, strict=True)
+        ]
         write_contract(contract.model_copy(update={"golden": golden}), folder)
         return [one for one in check(folder).checks if one.state == "differs"]
 
     (scaled,) = expect([one.score / 2 + 1 for one in contract.golden])
     assert scaled.part == "activation" and "2 x score" in scaled.summary
     (other,) = expect([one.score + 0.3 * (-1) ** i for i, one in enumerate(contract.golden)])
-    assert other.part == "weights" and "the scores are others, though the bytes of 21 tensors" in other.summary
+    assert (
+        other.part == "weights"
+        and "the scores are others, though the bytes of 21 tensors" in other.summary
+    )
     (coarse,) = expect([one.score + 1e-4 * (-1) ** i for i, one in enumerate(contract.golden)])
     assert coarse.part == "precision"
 
@@ -197,8 +213,16 @@ def with_scores(folder: Path, scores: list[float], *, bos: bool = True) -> Scori
     """The folder's contract with these golden scores."""
     golden = []
     for i, (score, early) in enumerate(zip(scores, EARLY, strict=False)):
-        mistakes = {"read_before_end": early} | ({"two_bos": score + 0.3, "no_bos": score - 0.2} if bos else {})
-        fields = {"name": f"chat {i}", "messages": [], "token_ids": [1, 2], "score": score, "heads": [score]}
+        mistakes = {"read_before_end": early} | (
+            {"two_bos": score + 0.3, "no_bos": score - 0.2} if bos else {}
+        )
+        fields = {
+            "name": f"chat {i}",
+            "messages": [],
+            "token_ids": [1, 2],
+            "score": score,
+            "heads": [score],
+        }
         golden.append(GoldenExample.model_validate({**fields, "mistakes": mistakes}))
     contract = contract_of(folder)
     tolerance = contract.tolerance.model_copy(update={"float32": 1e-4, "bfloat16": 0.05})
@@ -222,7 +246,9 @@ def with_scores(folder: Path, scores: list[float], *, bos: bool = True) -> Scori
 def test_what_the_scores_say(
     change: Callable[[float, int], float], part: str | None, words: str, exported: Path
 ) -> None:
-    check = diagnose(with_scores(exported, SCORES), [change(score, i) for i, score in enumerate(SCORES)])
+    check = diagnose(
+        with_scores(exported, SCORES), [change(score, i) for i, score in enumerate(SCORES)]
+    )
     assert (check.part if check.state == "differs" else None) == part
     assert words in check.summary
     if part is not None:
@@ -240,7 +266,9 @@ def renamed(tensors: dict[str, torch.Tensor]) -> None:
     tensors["model.another.weight"] = tensors.pop(UP)
 
 
-@pytest.mark.parametrize("change", [renamed, lambda tensors: tensors.pop(UP)], ids=["renamed", "gone"])
+@pytest.mark.parametrize(
+    "change", [renamed, lambda tensors: tensors.pop(UP)], ids=["renamed", "gone"]
+)
 def test_other_tensors_are_an_error_of_the_weights(change: Any, folder: Path) -> None:
     """Before they are loaded, where shapes would fail in the words of another library."""
     change_weights(folder, change)

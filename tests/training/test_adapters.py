@@ -27,14 +27,21 @@ ANSWERS = ["A warm sun.", "The wind, and rain."]
 
 def plain_scores(model: Any, sequences: list[list[int]]) -> torch.Tensor:
     with torch.no_grad():
-        return torch.stack([model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, 0] for ids in sequences])
+        return torch.stack(
+            [
+                model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, 0]
+                for ids in sequences
+            ]
+        )
 
 
 @pytest.fixture
 def options(policy_folder: Path, write_rows: Callable[..., Path]) -> tuple[str, ...]:
     """Which completion is the better one is planted: the one with the sun in it."""
     rows = [
-        {"prompt": f"Name the {a}.", "chosen": f"A {b} sun.", "rejected": f"A {b} rain."} for a in WORDS for b in WORDS
+        {"prompt": f"Name the {a}.", "chosen": f"A {b} sun.", "rejected": f"A {b} rain."}
+        for a in WORDS
+        for b in WORDS
     ]
     path = write_rows("planted.jsonl", rows)
     return (
@@ -81,7 +88,10 @@ def test_a_run_learns_goes_on_exactly_and_exports_what_it_has_trained(
     assert main(["verify", str(final)]) == 0
     assert "quantization_config" not in json.loads((final / "config.json").read_text())
     scorer = Scorer.load(final)
-    sequences = [scorer.renderer.encode([*QUESTION, {"role": "assistant", "content": text}]) for text in ANSWERS]
+    sequences = [
+        scorer.renderer.encode([*QUESTION, {"role": "assistant", "content": text}])
+        for text in ANSWERS
+    ]
     want = torch.tensor([score.score for score in scorer.score_completions(QUESTION, ANSWERS)])
     assert float(want[0] - want[1]) > 1  # the rule, on a longer completion too
     merged = AutoModelForSequenceClassification.from_pretrained(final)
@@ -95,8 +105,12 @@ def test_a_run_learns_goes_on_exactly_and_exports_what_it_has_trained(
     assert sum(map(is_quantized, trained.modules())) == (14 if load_in_4bit else 0)
     with torch.no_grad():
         assert float((trained(trained.make_batch([sequences])) - want).abs().max()) < 1e-5
-    if not load_in_4bit:  # the folder of adapters, as anybody loads it: with the head that was trained
-        anybody = peft.AutoPeftModelForSequenceClassification.from_pretrained(str(adapter), num_labels=1).eval()
+    if (
+        not load_in_4bit
+    ):  # the folder of adapters, as anybody loads it: with the head that was trained
+        anybody = peft.AutoPeftModelForSequenceClassification.from_pretrained(
+            str(adapter), num_labels=1
+        ).eval()
         assert float((plain_scores(anybody, sequences) - want).abs().max()) < 1e-5
         scores = Scorer.load(adapter).score_completions(QUESTION, ANSWERS)
         assert [score.score for score in scores] == pytest.approx(want.tolist(), abs=1e-5)

@@ -44,7 +44,9 @@ class Killer:
 
     def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
         # Removals name a file by a descriptor of its folder, so those count wherever they are.
-        if event in WRITES and (event in ("os.remove", "os.rmdir") or str(arguments[0]).startswith(self.folder)):
+        if event in WRITES and (
+            event in ("os.remove", "os.rmdir") or str(arguments[0]).startswith(self.folder)
+        ):
             self.count += 1
             if self.count > self.at:
                 raise Killed
@@ -104,7 +106,12 @@ def test_a_checkpoint_is_found_and_sound(tmp_path: Path, monkeypatch: pytest.Mon
         assert saved == again.latest() == again.best() and steps(again) == [1, 2, 10]
         with pytest.raises(CheckpointError, match="another run is using"), opened(tmp_path):
             pass
-    assert leftovers(tmp_path) == leftovers(tmp_path / "step_1") == leftovers(tmp_path / "step_2") == []
+    assert (
+        leftovers(tmp_path)
+        == leftovers(tmp_path / "step_1")
+        == leftovers(tmp_path / "step_2")
+        == []
+    )
 
 
 @settings(deadline=None, max_examples=12)
@@ -137,12 +144,17 @@ def test_the_best_stay_and_the_latest(
 
 
 def content(folder: Path) -> str:
-    (text,) = {(folder / "state.json").read_text(), (folder / "model" / "weights.safetensors").read_text()[:3]}
+    (text,) = {
+        (folder / "state.json").read_text(),
+        (folder / "model" / "weights.safetensors").read_text()[:3],
+    }
     return text
 
 
 @pytest.mark.parametrize("name", ["step_2", "final"])
-def test_killed_at_any_operation_of_a_save_a_whole_checkpoint_is_found(tmp_path: Path, name: str) -> None:
+def test_killed_at_any_operation_of_a_save_a_whole_checkpoint_is_found(
+    tmp_path: Path, name: str
+) -> None:
     """At its first operation on files, at its second, ...: of a new step, with the old one pruned; of the export."""
     found: set[tuple[int, ...]] = set()
     for number in range(99):
@@ -150,7 +162,11 @@ def test_killed_at_any_operation_of_a_save_a_whole_checkpoint_is_found(tmp_path:
         with opened(folder, keep_top_k=1) as store:
             store.save(1, writer("old"))
             store.write_folder("final", writer("old"))
-        with contextlib.suppress(Killed), opened(folder, keep_top_k=1) as store, KILLER.armed(folder, number):
+        with (
+            contextlib.suppress(Killed),
+            opened(folder, keep_top_k=1) as store,
+            KILLER.armed(folder, number),
+        ):
             if name == "final":
                 store.write_folder("final", writer("new"))
             else:
@@ -159,7 +175,9 @@ def test_killed_at_any_operation_of_a_save_a_whole_checkpoint_is_found(tmp_path:
         with opened(folder, keep_top_k=1) as store:
             assert leftovers(folder) == []
             found.add(tuple(steps(store)))
-            assert [content(one.path) for one in store.all()] == ["old" if n == 1 else "new" for n in steps(store)]
+            assert [content(one.path) for one in store.all()] == [
+                "old" if n == 1 else "new" for n in steps(store)
+            ]
             if (folder / "final").exists():
                 assert content(folder / "final") in {"old", "new"}
         if not killed:
@@ -188,7 +206,9 @@ def test_validation_says_what_an_evaluation_of_the_exported_model_says(
 ) -> None:
     stream = open_dataset(DatasetConfig(dataset_name="Bundled", split="length_controlled"))
     rows = [preference_to_dict(preference) for preference, _ in stream]
-    file = write_rows("sets.jsonl", (row | {"task_name": f"task {i % 7}"} for i, row in enumerate(rows[:140])))
+    file = write_rows(
+        "sets.jsonl", (row | {"task_name": f"task {i % 7}"} for i, row in enumerate(rows[:140]))
+    )
     options = ["rm.val_batches=null", "rm.val_period=0", "policy.optimizer.kwargs.lr=0.01"]
     config = tiny_run(*options, f"data.validation=[{{data_path: {file}, name: held_out}}]")
     outcome = train(config, show_progress=False)
@@ -206,29 +226,46 @@ def test_validation_data_that_is_trained_on_is_said_before_the_first_step(
     tiny_run: Callable[..., Any], caplog: pytest.LogCaptureFixture, write_rows: Callable[..., Path]
 ) -> None:
     def rows(numbers: Iterable[int]) -> list[dict[str, str]]:
-        return [{"prompt": f"{n} + 1?", "chosen": f"It is {n + 1}.", "rejected": "No."} for n in numbers]
+        return [
+            {"prompt": f"{n} + 1?", "chosen": f"It is {n + 1}.", "rejected": "No."} for n in numbers
+        ]
 
     binary = "dataset_name: BinaryPreferenceDataset"
-    train_file, val_file = write_rows("train.jsonl", rows(range(30))), write_rows("val.jsonl", rows(range(20, 36)))
+    train_file, val_file = (
+        write_rows("train.jsonl", rows(range(30))),
+        write_rows("val.jsonl", rows(range(20, 36))),
+    )
     options = [
         f"data.train={{{binary}, data_path: {train_file}, split: null}}",
         f"data.validation=[{{{binary}, data_path: {val_file}, name: held_out}}]",
         "rm.val_batches=null",
     ]
     set_up(tiny_run(*options))
-    said = [record.getMessage() for record in caplog.records if "training data" in record.getMessage()]
-    assert len(said) == 1 and said[0].startswith("10 of 16 comparisons of the validation set held_out")
+    said = [
+        record.getMessage() for record in caplog.records if "training data" in record.getMessage()
+    ]
+    assert len(said) == 1 and said[0].startswith(
+        "10 of 16 comparisons of the validation set held_out"
+    )
 
 
 def test_a_metric_without_a_value_ranks_last_and_says_why_once(
-    tiny_run: Callable[..., Any], write_rows: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tiny_run: Callable[..., Any],
+    write_rows: Callable[..., Path],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    rows = [{"prompt": f"{i}?", "chosen": "a long completion " * 4 + str(i), "rejected": "no"} for i in range(8)]
+    rows = [
+        {"prompt": f"{i}?", "chosen": "a long completion " * 4 + str(i), "rejected": "no"}
+        for i in range(8)
+    ]
     file = write_rows("held_out.jsonl", rows)
     data = f"[{{dataset_name: BinaryPreferenceDataset, data_path: {file}, name: held_out}}]"
     with caplog.at_level(logging.WARNING, logger="treeward.training.train"):
         outcome = train(tiny_run(f"data.validation={data}", METRIC), show_progress=False)
-    (warned,) = [record.getMessage() for record in caplog.records if "rank last" in record.getMessage()]
+    (warned,) = [
+        record.getMessage() for record in caplog.records if "rank last" in record.getMessage()
+    ]
     assert 'no scored pair whose right completion is "shorter"' in warned
     assert outcome.model_step == 6 and outcome.caveats == {}, "the latest, as without a metric"
     lines = read_metrics(tmp_path / "logs" / "metrics.jsonl")
@@ -245,14 +282,22 @@ def test_a_metric_that_ranks_few_checkpoints_is_told(
 ) -> None:
     train(tiny_run("checkpointing.save_period=2", "rm.val_period=3"), show_progress=False)
     (warning,) = warnings_of(caplog, "rank last")
-    assert "1 of the 3 checkpoints of this run" in warning and "save_period is 2 and val_period 3" in warning
+    assert (
+        "1 of the 3 checkpoints of this run" in warning
+        and "save_period is 2 and val_period 3" in warning
+    )
 
 
 def test_checkpoints_without_the_metric_are_told_before_they_are_pruned(
     tiny_run: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     period = "checkpointing.save_period=1"
-    without = (period, "checkpointing.metric_name=null", "checkpointing.keep_top_k=null", "rm.val_period=null")
+    without = (
+        period,
+        "checkpointing.metric_name=null",
+        "checkpointing.keep_top_k=null",
+        "rm.val_period=null",
+    )
     train(tiny_run(*without, "rm.max_num_steps=3", "rm.val_at_end=false"), show_progress=False)
     assert not warnings_of(caplog, "pruned first") and not warnings_of(caplog, "rank last")
     with_metric = (period, "checkpointing.keep_top_k=2", "rm.val_period=1")

@@ -27,7 +27,11 @@ from treeward.training.train import train
 FROZEN = "+policy.reward_model_cfg.freeze_backbone=true"
 GRADES = "policy.reward_model_cfg={reward_model_type: attributes, attributes: [score, terse], freeze_backbone: true}"
 KINDS = {
-    "rows": (FROZEN, "policy.attention=rows", "policy.reward_model_cfg.reward_model_type=plackett_luce"),
+    "rows": (
+        FROZEN,
+        "policy.attention=rows",
+        "policy.reward_model_cfg.reward_model_type=plackett_luce",
+    ),
     "parts": (FROZEN, "policy.train_micro_batch_tokens=30", "data.ties=half"),
     "encoder": (FROZEN, *ENCODER_RUN),
     "two heads": (GRADES,),
@@ -40,8 +44,14 @@ def options(write_rows: Callable[..., Path], tmp_path: Path) -> tuple[str, ...]:
     """24 training comparisons of three completions, 10 for validation, and a cache of the test's own."""
     rows = []
     for n in range(34):
-        texts = [f"{WORDS[n % 14]} {WORDS[(n + k) % 13]} {'sun' if k == 0 else 'rain'}." for k in range(3)]
-        graded = [{"completion": text, "score": 2 - k, "terse": (n + k) % 3} for k, text in enumerate(texts)]
+        texts = [
+            f"{WORDS[n % 14]} {WORDS[(n + k) % 13]} {'sun' if k == 0 else 'rain'}."
+            for k in range(3)
+        ]
+        graded = [
+            {"completion": text, "score": 2 - k, "terse": (n + k) % 3}
+            for k, text in enumerate(texts)
+        ]
         rows.append({"prompt": f"Name number {n}.", "completions": graded})
     paths = write_rows("train.jsonl", rows[:24]), write_rows("held_out.jsonl", rows[24:])
     return (
@@ -56,7 +66,9 @@ def options(write_rows: Callable[..., Path], tmp_path: Path) -> tuple[str, ...]:
 
 
 def files(tmp_path: Path) -> set[Path]:
-    return {path for path in (tmp_path / "cache" / "features").glob("*/*") if path.suffix != ".xxh3"}
+    return {
+        path for path in (tmp_path / "cache" / "features").glob("*/*") if path.suffix != ".xxh3"
+    }
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -78,15 +90,23 @@ def test_a_run_is_the_same_with_features_and_without(
         lines.append(read_metrics(tmp_path / name / "logs" / "metrics.jsonl"))
         weights.append(read_weights(outcome.model_folder))
         begun = set_up(config).model.hf.state_dict()
-        changed = {name for name, weight in weights[-1].items() if not torch.equal(weight, begun[name])}
-        assert changed == ({"classifier.weight", "classifier.bias"} if kind == "encoder" else {"score.weight"})
+        changed = {
+            name for name, weight in weights[-1].items() if not torch.equal(weight, begun[name])
+        }
+        assert changed == (
+            {"classifier.weight", "classifier.bias"} if kind == "encoder" else {"score.weight"}
+        )
     left_out = ("time", "timing/", "train/rm/computed_tokens")
     for one, other in zip(*lines, strict=True):
-        values = [{k: v for k, v in line.items() if not k.startswith(left_out)} for line in (one, other)]
+        values = [
+            {k: v for k, v in line.items() if not k.startswith(left_out)} for line in (one, other)
+        ]
         assert values[0] == pytest.approx(values[1], abs=1e-6, rel=1e-6, nan_ok=True)
     for name, weight in weights[0].items():
         assert float((weight - weights[1][name]).abs().max()) < 1e-6, name
-    assert [line["train/rm/computed_tokens"] for line in lines[0] if "train/rm/loss" in line] == [0] * 4
+    assert [line["train/rm/computed_tokens"] for line in lines[0] if "train/rm/loss" in line] == [
+        0
+    ] * 4
     assert all(line["train/rm/computed_tokens"] > 0 for line in lines[1] if "train/rm/loss" in line)
 
 
@@ -104,13 +124,19 @@ def test_other_weights_tokens_numbers_or_rows_are_read_again(
     replace_text(stretched / "config.json", '"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05')
 
     def add(name: Path, *more: str) -> int:
-        own = ("policy.model_config=null", "policy.tokenizer.vocab_size=null", f"policy.model_name={name}")
+        own = (
+            "policy.model_config=null",
+            "policy.tokenizer.vocab_size=null",
+            f"policy.model_name={name}",
+        )
         before = files(tmp_path)
         config = tiny_run(*options, "policy.max_total_sequence_length=128", *own, FROZEN, *more)
         setup = with_features(set_up(config))
         states = setup.features[next(iter(setup.training_sets.values())).path](3)
         assert states.shape == (3, 1, 32)
-        assert states.dtype == (torch.bfloat16 if "policy.precision=bfloat16" in more else torch.float32)
+        assert states.dtype == (
+            torch.bfloat16 if "policy.precision=bfloat16" in more else torch.float32
+        )
         return len(files(tmp_path) - before)
 
     assert add(policy_folder) == 2
@@ -120,14 +146,21 @@ def test_other_weights_tokens_numbers_or_rows_are_read_again(
     assert add(policy_folder, "policy.precision=bfloat16") == 2
     assert add(policy_folder, "policy.attention=rows") == 2
     assert (
-        add(policy_folder, "policy.tokenizer.chat_template='{% for m in messages %}{{ m.content }}{% endfor %}'") == 2
+        add(
+            policy_folder,
+            "policy.tokenizer.chat_template='{% for m in messages %}{{ m.content }}{% endfor %}'",
+        )
+        == 2
     )
     assert add(changed) == 2
     assert add(stretched) == 2
 
 
 def test_a_set_whose_reading_was_killed_is_read_again(
-    options: tuple[str, ...], tiny_run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: tuple[str, ...],
+    tiny_run: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(features_module, "_COMPARISONS_AT_ONCE", 5)
     setup, states, num_read = set_up(tiny_run(*options, FROZEN)), features_module._states, 0
@@ -151,7 +184,10 @@ def test_a_set_whose_reading_was_killed_is_read_again(
 
 
 def test_damaged_features_are_made_again(
-    options: tuple[str, ...], tiny_run: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    options: tuple[str, ...],
+    tiny_run: Callable[..., Any],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     setup = set_up(tiny_run(*options, FROZEN))
     with_features(setup)
@@ -184,5 +220,7 @@ def test_an_encoders_head_reads_the_features_alone_or_is_refused(family: str) ->
     assert torch.equal(model.heads(FeatureBatch(features)), model.heads(batch))
     if family == "roberta":  # as it is, it reads the first token
         model.head.forward = lambda hidden: hidden.mean(dim=1)[:, :1]
-        with pytest.raises(ModelError, match=r"more than one hidden state(?s:.*)freeze_backbone=false"):
+        with pytest.raises(
+            ModelError, match=r"more than one hidden state(?s:.*)freeze_backbone=false"
+        ):
             model.features(batch)

@@ -21,7 +21,11 @@ RUNS: list[tuple[str, Callable[..., Any]]] = [("tiny_run", train), ("tiny_grpo",
 
 @pytest.mark.parametrize(("make", "run"), RUNS)
 def test_processes_that_no_launcher_has_joined_are_refused(
-    make: str, run: Callable[..., Any], request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: str,
+    run: Callable[..., Any],
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     want = "not one group(?s:.*)launch"
     with pytest.raises(ConfigError, match=want):
@@ -38,18 +42,24 @@ def test_a_folder_that_cannot_be_made_is_told_first(
     make: str, run: Callable[..., Any], key: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
-    config = request.getfixturevalue(make)(f"{key}={tmp_path}/file/folder", "policy.tokenizer.vocab_size=1")
+    config = request.getfixturevalue(make)(
+        f"{key}={tmp_path}/file/folder", "policy.tokenizer.vocab_size=1"
+    )
     with pytest.raises(TreewardError, match="cannot be used") as caught:
         run(config, show_progress=False)
     assert key in str(caught.value)
 
 
-def test_too_little_memory_says_what_to_set(tiny_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_says_what_to_set(
+    tiny_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def validate(loop: Loop) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore.")
 
     monkeypatch.setattr(Loop, "validate", validate)
-    with pytest.raises(ModelError, match="(?s)memory is too small.*2 GiB.*train_micro_batch_tokens"):
+    with pytest.raises(
+        ModelError, match="(?s)memory is too small.*2 GiB.*train_micro_batch_tokens"
+    ):
         train(tiny_run("rm.val_at_start=true"), show_progress=False)
 
 
@@ -74,11 +84,16 @@ def test_the_metrics_do_not_depend_on_the_batches(tiny_run: Callable[..., Any]) 
     for one, same, comparison in zip(few.scored, other.scored, dataset[:24], strict=True):
         assert one.scores == pytest.approx(same.scores, abs=1e-5)
         assert (one.example.ranks, one.lengths) == (comparison.ranks, comparison.lengths)
-        assert (one.example.id, one.example.task_name) == (comparison.where, f"held_out/{comparison.subset}")
+        assert (one.example.id, one.example.task_name) == (
+            comparison.where,
+            f"held_out/{comparison.subset}",
+        )
 
 
 def test_it_can_be_stopped_on_the_way_and_leaves_no_gradient(tiny_run: Callable[..., Any]) -> None:
     run = RewardModelRun(set_up(tiny_run("rm.val_micro_batch_size=4")))
     answers = iter([False, False, True])
     assert run.validate_set("held_out", lambda: next(answers)) is None
-    assert run.model.training and all(parameter.grad is None for parameter in run.model.parameters())
+    assert run.model.training and all(
+        parameter.grad is None for parameter in run.model.parameters()
+    )

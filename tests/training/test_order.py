@@ -18,16 +18,24 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 @pytest.mark.parametrize(("most", "steps"), [(500, 120), (120, 120), (50, 50), (None, 120)])
-def test_a_run_says_when_its_data_ends_first(most: int | None, steps: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_says_when_its_data_ends_first(
+    most: int | None, steps: int, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level("INFO", "treeward.training"):
         assert planned_steps(RMConfig(max_num_epochs=3, max_num_steps=most), 120, "rm") == steps
-    said = "The data ends after 120 steps (rm.max_num_epochs=3): rm.max_num_steps=500 is never reached"
+    said = (
+        "The data ends after 120 steps (rm.max_num_epochs=3): rm.max_num_steps=500 is never reached"
+    )
     assert (said in caplog.text) == (most == 500)
 
 
 def epoch_of(order: EpochOrder, size: int, epoch: int) -> list[tuple[int, int]]:
     start = epoch * order.steps_per_epoch(size)
-    return [row for step in range(start, start + order.steps_per_epoch(size)) for row in order.batch(step, size)]
+    return [
+        row
+        for step in range(start, start + order.steps_per_epoch(size))
+        for row in order.batch(step, size)
+    ]
 
 
 @given(st.data(), sizes, batch_sizes, seeds, st.booleans())
@@ -35,8 +43,13 @@ def test_a_weight_is_how_often_each_row_comes_in_an_epoch(
     data: st.DataObject, sizes: list[int], size: int, seed: int, shuffle: bool
 ) -> None:
     # Half of a single row would be none at all.
-    weights = [data.draw(st.sampled_from([1.0, 2.0, 3.0] if n == 1 else [0.5, 1.0, 1.5, 2.0])) for n in sizes]
-    counts = Counter(epoch_of(EpochOrder(sizes, weights=weights, seed=seed, shuffle=shuffle), size, 1))
+    weights = [
+        data.draw(st.sampled_from([1.0, 2.0, 3.0] if n == 1 else [0.5, 1.0, 1.5, 2.0]))
+        for n in sizes
+    ]
+    counts = Counter(
+        epoch_of(EpochOrder(sizes, weights=weights, seed=seed, shuffle=shuffle), size, 1)
+    )
     for dataset, (length, weight) in enumerate(zip(sizes, weights, strict=True)):
         times = [counts[dataset, row] for row in range(length)]
         assert sum(times) == round(length * weight)
@@ -47,10 +60,14 @@ def test_a_weight_is_how_often_each_row_comes_in_an_epoch(
 
 
 @given(sizes, batch_sizes, seeds, st.integers(0, 40))
-def test_what_the_steps_have_seen_is_counted(sizes: list[int], size: int, seed: int, steps: int) -> None:
+def test_what_the_steps_have_seen_is_counted(
+    sizes: list[int], size: int, seed: int, steps: int
+) -> None:
     order = EpochOrder(sizes, seed=seed)
     lengths = [len(order.batch(step, size)) for step in range(steps)]
-    assert order.num_seen(steps, size) == sum(lengths) and all(0 < length <= size for length in lengths)
+    assert order.num_seen(steps, size) == sum(lengths) and all(
+        0 < length <= size for length in lengths
+    )
 
 
 def test_a_half_is_another_half_each_epoch_and_not_the_beginning_of_the_file() -> None:

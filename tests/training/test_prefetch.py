@@ -39,7 +39,11 @@ def test_the_host_waits_for_nothing_within_a_micro_batch(
     run, batches, sums = RewardModelRun(setup), BatchPreparer(setup).step(1), RewardSums()
     setup.model.train()
     # transformers itself asks once a forward whether rows have padding at all.
-    with NoSyncs((*ATTENTION, "transformers/masking_utils.py") if "policy.attention=rows" in overrides else ATTENTION):
+    with NoSyncs(
+        (*ATTENTION, "transformers/masking_utils.py")
+        if "policy.attention=rows" in overrides
+        else ATTENTION
+    ):
         for micro_batch in batches.micro_batches:
             run.backward(micro_batch, batches.num_units, sums)
         with torch.no_grad():
@@ -48,9 +52,13 @@ def test_the_host_waits_for_nothing_within_a_micro_batch(
     assert any(parameter.grad is not None for parameter in setup.model.parameters())
 
 
-def test_nor_does_attention_as_a_gpu_runs_it(tiny_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nor_does_attention_as_a_gpu_runs_it(
+    tiny_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """FlexAttention by PyTorch's own arithmetic: masks and blocks are made on the device, and nothing is excused."""
-    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)  # which refuses gradients on a CPU
+    monkeypatch.setattr(
+        torch_flex, "_validate_device", lambda *_: None
+    )  # which refuses gradients on a CPU
     monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     monkeypatch.setattr(flex, "_compiled", lambda: torch_flex.flex_attention)
     setup = set_up(tiny_run())
@@ -69,25 +77,41 @@ def num_units(step: StepBatches) -> int:
 def test_the_loss_is_divided_by_what_weighs_one(
     tiny_run: Callable[..., Any], write_rows: Callable[..., Path], weight: str, units: int
 ) -> None:
-    rows = [{"prompt": f"{n}?", "completions": [f"{n}.", "No.", "So."], "scores": [5, 4, 3]} for n in range(8)]
+    rows = [
+        {"prompt": f"{n}?", "completions": [f"{n}.", "No.", "So."], "scores": [5, 4, 3]}
+        for n in range(8)
+    ]
     data = f"data.train=[{{data_path: {write_rows('rows.jsonl', rows)}}}]"
     options = f"rm.loss.weight={weight}", "rm.loss.strength=margin"
     step = BatchPreparer(set_up(tiny_run(data, *options))).step(1)
     assert step.num_units == num_units(step) == units
-    margins = [margin for micro_batch in step.micro_batches for margin in micro_batch.labels.pairs.margin_P.tolist()]
+    margins = [
+        margin
+        for micro_batch in step.micro_batches
+        for margin in micro_batch.labels.pairs.margin_P.tolist()
+    ]
     assert sorted(margins) == [1.0] * 16 + [2.0] * 8  # the differences of the scores
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("overrides", [*LAYOUTS, pytest.param(("policy.precision=bfloat16",), id="bfloat16")])
-def test_cuda_waits_for_nothing_within_a_micro_batch(tiny_run: Callable[..., Any], overrides: tuple[str, ...]) -> None:
-    setup = set_up(tiny_run(*overrides, "policy.model_config.head_dim=16"))  # the smallest heads of FlexAttention
+@pytest.mark.parametrize(
+    "overrides", [*LAYOUTS, pytest.param(("policy.precision=bfloat16",), id="bfloat16")]
+)
+def test_cuda_waits_for_nothing_within_a_micro_batch(
+    tiny_run: Callable[..., Any], overrides: tuple[str, ...]
+) -> None:
+    setup = set_up(
+        tiny_run(*overrides, "policy.model_config.head_dim=16")
+    )  # the smallest heads of FlexAttention
     run, preparer, sums = RewardModelRun(setup), BatchPreparer(setup), RewardSums()
     assert setup.model.device.type == "cuda"
     batches = preparer.step(1)
     setup.model.train()
     try:
-        for mode in ("default", "error"):  # the first time compiles, and fills the caches of kernels
+        for mode in (
+            "default",
+            "error",
+        ):  # the first time compiles, and fills the caches of kernels
             torch.cuda.set_sync_debug_mode(mode)
             for micro_batch in batches.micro_batches:
                 run.backward(micro_batch, batches.num_units, sums)
@@ -116,7 +140,9 @@ def test_what_would_wait_is_seen(name: str) -> None:
 
 def test_the_next_step_is_prepared_beside_the_current_one_and_no_step_beyond_the_last() -> None:
     made: list[tuple[int, str]] = []
-    ahead = Prefetcher(lambda number: made.append((number, threading.current_thread().name)) or number, num_steps=4)
+    ahead = Prefetcher(
+        lambda number: made.append((number, threading.current_thread().name)) or number, num_steps=4
+    )
     assert [ahead.get(number) for number in (2, 3, 4)] == [2, 3, 4]
     ahead.close()
     main = threading.current_thread().name

@@ -26,7 +26,9 @@ from treeward.training.train import RewardModelRun, train
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tiny_runs: Callable[[Path], Callable[..., Any]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def uninterrupted(
+    tiny_runs: Callable[[Path], Callable[..., Any]], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """The folder of a run of the tiny configuration that nothing stops."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     train(tiny_runs(folder)(), show_progress=False)
@@ -69,7 +71,10 @@ def test_a_run_that_dies_at_each_of_many_moments_goes_on_exactly(
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_gradient_that_is_not_finite_is_skipped_and_counted_also_by_a_run_that_died(
-    tiny_runs: Callable[[Path], Callable[..., Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+    tiny_runs: Callable[[Path], Callable[..., Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    precision: str,
 ) -> None:
     """In a deterministic run; in bfloat16 the resumed one has the masters of the other too."""
     update = RewardModelRun._update_weights
@@ -99,7 +104,9 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted_also_by_a_run_that
     assert sum(math.isnan(line.get("train/rm/grad_norm", 0.0)) for line in lines) == 3
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)]
+)
 def test_a_signal_saves_and_leaves_and_the_run_goes_on(
     tiny_run: Callable[..., Any],
     tmp_path: Path,
@@ -156,18 +163,31 @@ def test_what_is_exported_is_what_the_outcome_says_also_after_a_longer_run_that_
     train(tiny_run("rm.max_num_steps=2", "checkpointing.metric_name=null"), show_progress=False)
     with dying(RewardModelRun, "complete_export"):
         train(tiny_run("rm.max_num_steps=4", "checkpointing.metric_name=null"), show_progress=False)
-    outcome = train(tiny_run("rm.max_num_steps=4", "checkpointing.metric_name=null"), show_progress=False)
-    exported, last = (read_weights(tmp_path / "checkpoints" / name) for name in ("final", "step_4/model"))
+    outcome = train(
+        tiny_run("rm.max_num_steps=4", "checkpointing.metric_name=null"), show_progress=False
+    )
+    exported, last = (
+        read_weights(tmp_path / "checkpoints" / name) for name in ("final", "step_4/model")
+    )
     assert outcome.model_step == 4 and all(torch.equal(exported[name], last[name]) for name in last)
     with pytest.MonkeyPatch.context() as patch:  # as when it is ranked by another metric
         patch.setattr(CheckpointStore, "best", lambda self: self.all()[0])
-        outcome = train(tiny_run("rm.max_num_steps=4", "checkpointing.metric_name=null"), show_progress=False)
-    exported, first = (read_weights(tmp_path / "checkpoints" / name) for name in ("final", "step_2/model"))
-    assert outcome.model_step == 2 and all(torch.equal(exported[name], first[name]) for name in first)
+        outcome = train(
+            tiny_run("rm.max_num_steps=4", "checkpointing.metric_name=null"), show_progress=False
+        )
+    exported, first = (
+        read_weights(tmp_path / "checkpoints" / name) for name in ("final", "step_2/model")
+    )
+    assert outcome.model_step == 2 and all(
+        torch.equal(exported[name], first[name]) for name in first
+    )
 
 
 def test_a_run_that_is_stopped_in_its_last_validation_chooses_when_it_is_made_up_for(
-    tiny_run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted: Path
+    tiny_run: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    uninterrupted: Path,
 ) -> None:
     validate = RewardModelRun.validate
 
@@ -203,7 +223,9 @@ def test_a_full_disk_is_told_and_the_run_goes_on_when_there_is_room(
     tiny_run: Callable[..., Any], tmp_path: Path, uninterrupted: Path
 ) -> None:
     """A limit of file sizes stands for the disk: the weights are the first that do not fit."""
-    train(tiny_run("checkpointing.enabled=false", "rm.max_num_steps=1"), show_progress=False)  # the rows are cached
+    train(
+        tiny_run("checkpointing.enabled=false", "rm.max_num_steps=1"), show_progress=False
+    )  # the rows are cached
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))
     try:
@@ -232,7 +254,9 @@ def test_a_damaged_checkpoint_is_not_resumed_and_the_one_before_it_is(
     flip(weights)
     with pytest.raises(CheckpointError, match="the checkpoint is damaged") as caught:
         train(tiny_run(), show_progress=False)
-    assert caught.value.where == str(weights) and f"remove {weights.parent.parent}" in str(caught.value)
+    assert caught.value.where == str(weights) and f"remove {weights.parent.parent}" in str(
+        caught.value
+    )
     shutil.rmtree(weights.parent.parent)
     train(tiny_run(), show_progress=False)
     assert_same_run(tmp_path, uninterrupted)
@@ -245,7 +269,10 @@ def test_a_damaged_checkpoint_is_not_exported(tiny_run: Callable[..., Any], tmp_
     final = tmp_path / "checkpoints" / "final" / "model.safetensors"
     exported = final.read_bytes()
     flip(tmp_path / "checkpoints" / "step_2" / "model" / "tokenizer.json")
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError, match="tokenizer.json"):
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(CheckpointError, match="tokenizer.json"),
+    ):
         patch.setattr(CheckpointStore, "best", lambda self: self.all()[0])
         train(tiny_run("rm.max_num_steps=6", *options), show_progress=False)
     assert final.read_bytes() == exported
@@ -259,7 +286,10 @@ def test_a_run_does_not_begin_with_the_damaged_model_of_another(
     train(tiny_runs(tmp_path / "first")("rm.max_num_steps=2"), show_progress=False)
     model = tmp_path / "first" / "checkpoints" / "step_2" / "model"
     second = tiny_runs(tmp_path / "second")(
-        "rm.max_num_steps=2", "~policy.model_config", "~policy.tokenizer.vocab_size", f"policy.model_name={model}"
+        "rm.max_num_steps=2",
+        "~policy.model_config",
+        "~policy.tokenizer.vocab_size",
+        f"policy.model_name={model}",
     )
     flip(model / "model.safetensors")
     with pytest.raises(CheckpointError, match="the checkpoint is damaged"):
@@ -282,7 +312,10 @@ def test_a_contract_that_is_written_anew_does_not_damage_its_checkpoint(
 
 
 def test_a_resumed_run_keeps_the_log_of_another_that_has_used_its_folder(
-    tiny_run: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture, uninterrupted: Path
+    tiny_run: Callable[..., Any],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    uninterrupted: Path,
 ) -> None:
     logs = tmp_path / "logs"
     with killed_before_step(5):
@@ -326,7 +359,9 @@ def test_a_copy_of_a_run_leaves_the_log_of_its_original_whole(
     assert {line["step"] for line in lines} == {3, 4}
 
 
-def test_the_log_may_lie_in_the_folder_of_the_checkpoints(tiny_run: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_log_may_lie_in_the_folder_of_the_checkpoints(
+    tiny_run: Callable[..., Any], tmp_path: Path
+) -> None:
     config = tiny_run("rm.max_num_steps=2", f"logger.log_dir={tmp_path}/checkpoints")
     train(config, show_progress=False)
     assert train(config, show_progress=False).step == 2

@@ -12,7 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from treeward.config.policy import NamedScheduleConfig, OptimizerConfig, TorchScheduleConfig, TorchSchedulerConfig
+from treeward.config.policy import (
+    NamedScheduleConfig,
+    OptimizerConfig,
+    TorchScheduleConfig,
+    TorchSchedulerConfig,
+)
 from treeward.errors import CheckpointError, ConfigError
 from treeward.training.masters import MasterWeights
 from treeward.training.optimisation import build_optimizer, build_scheduler
@@ -45,7 +50,10 @@ def rates(config: Any, steps: int, *, lr: float = 1.0) -> list[float]:
         ({"name": "constant", "warmup_steps": 4}, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]),
         ({"name": "linear"}, [1.0, 0.75, 0.5, 0.25]),
         ({"name": "linear", "warmup_ratio": 0.5, "min_lr_ratio": 0.5}, [0.5, 1.0, 1.0, 0.75]),
-        ({"name": "cosine", "min_lr_ratio": 0.1}, [0.1 + 0.45 * (1 + math.cos(math.pi * n / 5)) for n in range(5)]),
+        (
+            {"name": "cosine", "min_lr_ratio": 0.1},
+            [0.1 + 0.45 * (1 + math.cos(math.pi * n / 5)) for n in range(5)],
+        ),
         ({"name": "cosine", "warmup_steps": 9}, [1 / 9, 2 / 9, 3 / 9]),  # longer than the run
     ],
 )
@@ -63,7 +71,9 @@ def test_named_schedules_rise_and_fall_to_the_end(options: Any, expected: list[f
         ("torch.optim.LBFGS", {"lr": 1.0}, "needs no closure"),
     ],
 )
-def test_an_optimiser_that_cannot_be_is_refused(name: str, kwargs: dict[str, Any], message: str) -> None:
+def test_an_optimiser_that_cannot_be_is_refused(
+    name: str, kwargs: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         build_optimizer(nn.Linear(2, 1), OptimizerConfig(name=name, kwargs=kwargs))
 
@@ -75,10 +85,14 @@ def test_an_optimiser_that_cannot_be_is_refused(name: str, kwargs: dict[str, Any
         ("torch.optim.lr_scheduler.ReduceLROnPlateau", {}, "not a schedule over steps"),
     ],
 )
-def test_a_schedule_that_cannot_be_is_refused(name: str, kwargs: dict[str, Any], message: str) -> None:
+def test_a_schedule_that_cannot_be_is_refused(
+    name: str, kwargs: dict[str, Any], message: str
+) -> None:
     config = TorchScheduleConfig(schedulers=(TorchSchedulerConfig(name=name, kwargs=kwargs),))
     with pytest.raises(ConfigError, match=message) as caught:
-        build_scheduler(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), config, total_steps=4)
+        build_scheduler(
+            torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), config, total_steps=4
+        )
     assert "policy.scheduler[0]" in str(caught.value)
 
 
@@ -98,11 +112,15 @@ class Session:
         on_host: bool = False,
     ) -> None:
         torch.manual_seed(5)
-        self.model = nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, 8), nn.Linear(8, 1)).to(dtype)
+        self.model = nn.Sequential(
+            nn.Linear(3, width), nn.Tanh(), nn.Linear(width, 8), nn.Linear(8, 1)
+        ).to(dtype)
         self.model[-1].float()
         self.optimizer = build_optimizer(self.model, optimizer)
         if on_host:
-            make = partial(import_object(optimizer.name, where="here", field="name"), **optimizer.kwargs)
+            make = partial(
+                import_object(optimizer.name, where="here", field="name"), **optimizer.kwargs
+            )
             self.optimizer = MasterWeights(self.model.parameters(), make, on_host=True)
         self.scheduler = build_scheduler(self.optimizer, schedule, total_steps=TOTAL)
         self.rates: list[float] = []
@@ -156,23 +174,37 @@ def resumes_exactly(folder: Path, optimizer: OptimizerConfig, schedule: Any, **m
         ("Adafactor", {}),
     ],
 )
-def test_a_resumed_optimiser_goes_on_bit_for_bit(tmp_path: Path, name: str, kwargs: dict[str, Any]) -> None:
+def test_a_resumed_optimiser_goes_on_bit_for_bit(
+    tmp_path: Path, name: str, kwargs: dict[str, Any]
+) -> None:
     optimizer = OptimizerConfig(name=f"torch.optim.{name}", kwargs={"lr": 0.01, **kwargs})
     resumes_exactly(tmp_path, optimizer, NamedScheduleConfig(name="cosine", warmup_steps=3))
 
 
-def test_masters_go_on_bit_for_bit_and_take_steps_below_the_rounding_of_bfloat16(tmp_path: Path) -> None:
-    config, schedule = OptimizerConfig(kwargs={"lr": 3e-4}), NamedScheduleConfig(name="cosine", warmup_steps=3)
+def test_masters_go_on_bit_for_bit_and_take_steps_below_the_rounding_of_bfloat16(
+    tmp_path: Path,
+) -> None:
+    config, schedule = (
+        OptimizerConfig(kwargs={"lr": 3e-4}),
+        NamedScheduleConfig(name="cosine", warmup_steps=3),
+    )
     resumes_exactly(tmp_path, config, schedule, dtype=torch.bfloat16)
-    rounded, exact = (Session(config, schedule, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
+    rounded, exact = (
+        Session(config, schedule, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)
+    )
     exact.model.load_state_dict(rounded.model.state_dict())
     exact.optimizer = build_optimizer(exact.model, config)
     exact.scheduler = build_scheduler(exact.optimizer, schedule, total_steps=TOTAL)
     before = [p.detach().float().clone() for p in rounded.model.parameters()]
     for session in (rounded, exact):
         session.train(range(TOTAL))
-    assert isinstance(rounded.optimizer, MasterWeights) and rounded.optimizer.inner.defaults["fused"] is True
-    for weight, want, old in zip(rounded.model.parameters(), exact.model.parameters(), before, strict=True):
+    assert (
+        isinstance(rounded.optimizer, MasterWeights)
+        and rounded.optimizer.inner.defaults["fused"] is True
+    )
+    for weight, want, old in zip(
+        rounded.model.parameters(), exact.model.parameters(), before, strict=True
+    ):
         # Steps of 3e-4 on weights of up to 0.6 would be rounded away; the masters' sum is within one rounding.
         assert torch.allclose(weight.float(), want, rtol=2**-8, atol=2e-4)
         assert float((want.detach() - old).abs().max()) > 1e-3
@@ -181,12 +213,16 @@ def test_masters_go_on_bit_for_bit_and_take_steps_below_the_rounding_of_bfloat16
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "Adafactor"])
-def test_states_in_the_memory_of_the_host_are_the_same_states(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+def test_states_in_the_memory_of_the_host_are_the_same_states(
+    tmp_path: Path, name: str, dtype: torch.dtype
+) -> None:
     """One parameter is stepped after another, by gradients as they are when they have been clipped."""
     config = OptimizerConfig(name=f"torch.optim.{name}", kwargs={"lr": 0.01})
     schedule = NamedScheduleConfig(name="cosine", warmup_steps=3)
     resumes_exactly(tmp_path, config, schedule, dtype=dtype, on_host=True)
-    here, there = (Session(config, schedule, dtype=dtype, on_host=on_host) for on_host in (False, True))
+    here, there = (
+        Session(config, schedule, dtype=dtype, on_host=on_host) for on_host in (False, True)
+    )
     for session in (here, there):
         session.train(range(TOTAL))
     for weight, want in zip(there.model.parameters(), here.model.parameters(), strict=True):
@@ -199,7 +235,10 @@ def test_torchao_goes_on_bit_for_bit(tmp_path: Path, stochastic: bool) -> None:
     """Eight-bit states, and bfloat16 rounded stochastically by PyTorch's generator; otherwise with masters."""
     kwargs = {"lr": 0.01} | ({} if stochastic else {"bf16_stochastic_round": False})
     optimizer = OptimizerConfig(name="torchao.optim.AdamW8bit", kwargs=kwargs)
-    model = {"dtype": torch.bfloat16, "width": 2048}  # states of fewer than 4096 numbers are not quantised
+    model = {
+        "dtype": torch.bfloat16,
+        "width": 2048,
+    }  # states of fewer than 4096 numbers are not quantised
     schedule = NamedScheduleConfig(name="cosine", warmup_steps=3)
     assert isinstance(Session(optimizer, schedule, **model).optimizer, MasterWeights) != stochastic
     resumes_exactly(tmp_path, optimizer, schedule, **model)
@@ -212,13 +251,19 @@ def test_torchao_goes_on_bit_for_bit(tmp_path: Path, stochastic: bool) -> None:
         ("CyclicLR", {"base_lr": 0.001, "max_lr": 0.1, "step_size_up": 3}),
     ],
 )
-def test_a_resumed_schedule_goes_on_bit_for_bit(tmp_path: Path, name: str, kwargs: dict[str, Any]) -> None:
+def test_a_resumed_schedule_goes_on_bit_for_bit(
+    tmp_path: Path, name: str, kwargs: dict[str, Any]
+) -> None:
     one = TorchSchedulerConfig(name=f"torch.optim.lr_scheduler.{name}", kwargs=kwargs)
-    warmup = TorchSchedulerConfig(name="torch.optim.lr_scheduler.LinearLR", kwargs={"total_iters": 3})
+    warmup = TorchSchedulerConfig(
+        name="torch.optim.lr_scheduler.LinearLR", kwargs={"total_iters": 3}
+    )
     sgd = OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 0.01, "momentum": 0.9})
     resumes_exactly(tmp_path, sgd, TorchScheduleConfig(schedulers=(one,)))
     if name != "OneCycleLR":  # which wants to be alone
-        resumes_exactly(tmp_path, sgd, TorchScheduleConfig(schedulers=(warmup, one), milestones=(4,)))
+        resumes_exactly(
+            tmp_path, sgd, TorchScheduleConfig(schedulers=(warmup, one), milestones=(4,))
+        )
 
 
 def test_state_and_random_numbers_come_back_exactly(tmp_path: Path) -> None:
@@ -227,14 +272,21 @@ def test_state_and_random_numbers_come_back_exactly(tmp_path: Path) -> None:
         7,
         {"the model": "ä ${x}"},
         validation_step=6,
-        validation={"a/loss": 0.1 + 0.2, "a/accuracy": 1 / 3, "a/reward_margin": 5e-324, "b/loss": math.inf},
+        validation={
+            "a/loss": 0.1 + 0.2,
+            "a/accuracy": 1 / 3,
+            "a/reward_margin": 5e-324,
+            "b/loss": math.inf,
+        },
         run={"prompts_drawn": 3, "rewards": {"mean": 0.1}},
     )
     torch.manual_seed(3)
     save_state(tmp_path, state, session.optimizer, session.scheduler)
     expected = torch.rand(4)
     torch.manual_seed(99)
-    assert load_state(tmp_path, session.optimizer, session.scheduler) == state == read_state(tmp_path)
+    assert (
+        load_state(tmp_path, session.optimizer, session.scheduler) == state == read_state(tmp_path)
+    )
     assert torch.equal(torch.rand(4), expected)
 
 
@@ -253,7 +305,9 @@ def test_an_optimiser_that_could_not_be_loaded_again_is_not_saved(tmp_path: Path
     session = Session(OptimizerConfig(), CONSTANT)
     for odd, named in ((Code(), "posix.getcwd"), (lambda: 1, "lambda")):
         session.optimizer.param_groups[0]["odd"] = odd
-        with pytest.raises(CheckpointError, match=rf"(?s)policy.optimizer.*cannot be saved.*{named}"):
+        with pytest.raises(
+            CheckpointError, match=rf"(?s)policy.optimizer.*cannot be saved.*{named}"
+        ):
             session.save(tmp_path, 1)
 
 
@@ -304,7 +358,9 @@ def test_every_file_of_a_checkpoint_has_a_digest(tmp_path: Path) -> None:
 def test_a_state_that_is_written_anew_keeps_the_digests(tmp_path: Path) -> None:
     session = Session(OptimizerConfig(), CONSTANT)
     session.save(tmp_path, 1)
-    write_state(tmp_path, RunState(1, {"what": "x"}, validation_step=1, validation={"a/loss": math.nan}))
+    write_state(
+        tmp_path, RunState(1, {"what": "x"}, validation_step=1, validation={"a/loss": math.nan})
+    )
     check_files(tmp_path)
     flip(tmp_path / "optimizer.pt")
     with pytest.raises(CheckpointError, match="the checkpoint is damaged"):
@@ -312,7 +368,9 @@ def test_a_state_that_is_written_anew_keeps_the_digests(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("loss", "metric"), [(0.5, 0.5), (math.nan, None), (math.inf, None)])
-def test_a_metric_that_is_not_finite_ranks_nothing(tmp_path: Path, loss: float, metric: float | None) -> None:
+def test_a_metric_that_is_not_finite_ranks_nothing(
+    tmp_path: Path, loss: float, metric: float | None
+) -> None:
     session = Session(OptimizerConfig(), CONSTANT)
     state = RunState(1, {}, validation_step=1, validation={"eval/rm/loss": loss})
     save_state(tmp_path, state, session.optimizer, session.scheduler)

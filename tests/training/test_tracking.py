@@ -16,7 +16,9 @@ from treeward.training.tracking import TrackerGroup, log_folder, open_trackers, 
 
 
 def needs(package):
-    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
+    return pytest.mark.skipif(
+        importlib.util.find_spec(package) is None, reason=f"{package} is not installed"
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +40,9 @@ def log_steps(tracker, first, last):
             tracker.log({"validation-default/accuracy": 0.5 + step / 100}, step)
 
 
-def test_values_that_are_not_finite_are_strict_json_and_come_back_as_soon_as_they_are_logged(tmp_path):
+def test_values_that_are_not_finite_are_strict_json_and_come_back_as_soon_as_they_are_logged(
+    tmp_path,
+):
     path = tmp_path / "logs" / "metrics.jsonl"
     group, before = TrackerGroup(path), time.time()
     group.log({"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1}, step=12)
@@ -77,7 +81,9 @@ def test_a_failing_tracker_is_left_out_with_a_warning(tmp_path, caplog):
     group.close("finished")
     assert len(read_metrics(path)) == 6 and failing.calls == [1, 2]
     (said,) = caplog.messages
-    assert said.startswith("gone failed, training goes on without it: ConnectionError: no route to host")
+    assert said.startswith(
+        "gone failed, training goes on without it: ConnectionError: no route to host"
+    )
 
 
 def read_tensorboard(folder):
@@ -85,7 +91,8 @@ def read_tensorboard(folder):
 
     accumulator = EventAccumulator(str(folder)).Reload()
     scalars = {
-        tag: [(event.step, event.value) for event in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]
+        tag: [(event.step, event.value) for event in accumulator.Scalars(tag)]
+        for tag in accumulator.Tags()["scalars"]
     }
     return scalars, accumulator
 
@@ -105,7 +112,9 @@ def test_tensorboard_reads_back_and_a_resume_leaves_no_trace(tmp_path):
     assert values[:7] == pytest.approx([1 / step for step in range(1, 7)] + [70.0])
     assert math.isnan(values[7])
     assert [step for step, _ in scalars["validation-default/accuracy"]] == [2, 4, 6]
-    assert b'"seed": 42' in accumulator.Tensors("config/text_summary")[-1].tensor_proto.string_val[0]
+    assert (
+        b'"seed": 42' in accumulator.Tensors("config/text_summary")[-1].tensor_proto.string_val[0]
+    )
 
 
 class WandbRun:
@@ -127,7 +136,9 @@ def test_a_run_of_wandb_is_continued(tmp_path, monkeypatch):
     import wandb
 
     runs = []
-    monkeypatch.setattr(wandb, "init", lambda **options: runs.append(WandbRun(**options)) or runs[-1])
+    monkeypatch.setattr(
+        wandb, "init", lambda **options: runs.append(WandbRun(**options)) or runs[-1]
+    )
     config = logger_config(tmp_path, wandb_enabled=True, wandb={"project": "rm", "name": "first"})
     with open_trackers(config, {"rm": {"seed": 42}}, None) as first:
         log_steps(first, 1, 2)
@@ -135,7 +146,13 @@ def test_a_run_of_wandb_is_continued(tmp_path, monkeypatch):
         second.log({"a": math.nan}, 3)
         raise RuntimeError
     one, other = runs
-    assert one.options == {"dir": str(tmp_path), "id": None, "resume": None, "project": "rm", "name": "first"}
+    assert one.options == {
+        "dir": str(tmp_path),
+        "id": None,
+        "resume": None,
+        "project": "rm",
+        "name": "first",
+    }
     assert [step for step, _ in one.rows] == [1, 2, 2] and one.rows[0][1]["train/rm/loss"] == 1.0
     assert one.exit_code == 0 and other.exit_code == 1 and math.isnan(other.rows[0][1]["a"])
     assert (other.options["id"], other.options["resume"]) == ("new", "allow")
@@ -151,8 +168,14 @@ def read_mlflow(folder, experiment):
 
 @needs("mlflow")
 def test_mlflow_files_read_back_and_a_resume_continues_the_run(tmp_path, caplog):
-    config = logger_config(tmp_path, mlflow_enabled=True, mlflow={"experiment_name": "rm", "run_name": "first"})
-    settings = {"rm": {"seed": 42, "num": 2}, "long": "x" * 10_000, "many": {f"k{i}": i for i in range(150)}}
+    config = logger_config(
+        tmp_path, mlflow_enabled=True, mlflow={"experiment_name": "rm", "run_name": "first"}
+    )
+    settings = {
+        "rm": {"seed": 42, "num": 2},
+        "long": "x" * 10_000,
+        "many": {f"k{i}": i for i in range(150)},
+    }
     with pytest.raises(KeyboardInterrupt), open_trackers(config, settings, None) as first:
         log_steps(first, 1, 6)
         raise KeyboardInterrupt
@@ -168,7 +191,9 @@ def test_mlflow_files_read_back_and_a_resume_continues_the_run(tmp_path, caplog)
     client, (run,) = read_mlflow(tmp_path, "rm")
     assert run.info.status == "FINISHED" and "failed" not in caplog.text
     history = client.get_metric_history(run.info.run_id, "train/rm/loss")
-    assert [(point.step, point.value) for point in history] == [(step, 1 / step) for step in range(1, 11)]
+    assert [(point.step, point.value) for point in history] == [
+        (step, 1 / step) for step in range(1, 11)
+    ]
     assert math.isnan(run.data.metrics["set _odd_/loss"]) and run.data.params["rm.num"] == "2"
 
 
@@ -181,9 +206,13 @@ def written(path: Path, steps: range, *, resume_step: int | None = None) -> None
     file.close()
 
 
-@pytest.mark.parametrize("tail", ["", '{"step": 7, "te', '{"step": 6, "text": "late"}', '{"step": 9}\n', "\x00\x00"])
+@pytest.mark.parametrize(
+    "tail", ["", '{"step": 7, "te', '{"step": 6, "text": "late"}', '{"step": 9}\n', "\x00\x00"]
+)
 @pytest.mark.parametrize("resume_step", [-1, 3, 5])
-def test_a_resumed_file_equals_that_of_a_run_that_was_not_killed(tmp_path: Path, tail: str, resume_step: int) -> None:
+def test_a_resumed_file_equals_that_of_a_run_that_was_not_killed(
+    tmp_path: Path, tail: str, resume_step: int
+) -> None:
     whole, killed = tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
     written(whole, range(9))
     written(killed, range(resume_step + 3))
@@ -205,14 +234,19 @@ def test_a_new_run_keeps_the_files_of_earlier_ones(tmp_path: Path) -> None:
 def test_one_run_writes_a_log_folder(tmp_path: Path) -> None:
     with log_folder(logger_config(tmp_path / "logs")):
         words = "another run is writing this log folder"
-        with pytest.raises(ConfigError, match=words) as caught, log_folder(logger_config(tmp_path / "logs")):
+        with (
+            pytest.raises(ConfigError, match=words) as caught,
+            log_folder(logger_config(tmp_path / "logs")),
+        ):
             pass
         assert caught.value.got == str(tmp_path / "logs") and "logger.log_dir" in str(caught.value)
     with log_folder(logger_config(tmp_path / "logs")):
         pass
 
 
-def test_a_log_that_is_deleted_while_it_is_written_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_log_that_is_deleted_while_it_is_written_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "logs" / "metrics.jsonl"
     file = StepFile(path)
     file.append({"step": 1})

@@ -34,7 +34,10 @@ def trained(tiny_run: Callable[..., Any], tmp_path: Path) -> Trained:
 
     def run(*overrides: str) -> tuple[Any, Lines]:
         folder = tmp_path / f"run_{next(numbers)}"
-        paths = [f"checkpointing.checkpoint_dir={folder}/checkpoints", f"logger.log_dir={folder}/logs"]
+        paths = [
+            f"checkpointing.checkpoint_dir={folder}/checkpoints",
+            f"logger.log_dir={folder}/logs",
+        ]
         outcome = train(tiny_run(*paths, *overrides), show_progress=False)
         return outcome, read_metrics(folder / "logs" / "metrics.jsonl")
 
@@ -59,13 +62,25 @@ def plain(
     return outcome, read_metrics(folder / "logs" / "metrics.jsonl")
 
 
-def test_metrics_have_the_names_that_are_promised_and_come_when_they_should(plain: tuple[Any, Lines]) -> None:
+def test_metrics_have_the_names_that_are_promised_and_come_when_they_should(
+    plain: tuple[Any, Lines],
+) -> None:
     outcome, lines = plain
     names = {name for line in lines for name in line}
     metrics = ["loss", "accuracy", "chosen_rewards", "rejected_rewards", "reward_margin"]
-    assert names >= {f"{group}/{m}" for group in ("train/rm", "validation-held_out", "eval/rm") for m in metrics}
-    assert names >= {f"{group}/{m}" for group in ("validation-held_out", "eval/rm") for m in GATE_METRICS}
-    assert names >= {"train/rm/lr", "train/rm/grad_norm", "episode", "epoch", "timing/train/total_step_time"}
+    assert names >= {
+        f"{group}/{m}" for group in ("train/rm", "validation-held_out", "eval/rm") for m in metrics
+    }
+    assert names >= {
+        f"{group}/{m}" for group in ("validation-held_out", "eval/rm") for m in GATE_METRICS
+    }
+    assert names >= {
+        "train/rm/lr",
+        "train/rm/grad_norm",
+        "episode",
+        "epoch",
+        "timing/train/total_step_time",
+    }
     assert names >= {"timing/validation/total_validation_time", "data/train/Bundled/kept"}
     assert set(METRICS) == {*metrics, *GATE_METRICS, "mse", "pearson"}
     assert [line["step"] for line in lines if "train/rm/loss" in line] == [1, 2, 3, 4]
@@ -74,11 +89,15 @@ def test_metrics_have_the_names_that_are_promised_and_come_when_they_should(plai
     assert outcome.validation_sizes == {"held_out": 16}
     card = (outcome.model_folder / "README.md").read_text()
     contract = read_contract(outcome.model_folder)
-    assert contract is not None and contract.readme_sha256 == hashlib.sha256(card.encode()).hexdigest()
+    assert (
+        contract is not None and contract.readme_sha256 == hashlib.sha256(card.encode()).hexdigest()
+    )
     assert "| held_out | 16 |" in card and "a meaning: P(a is preferred to b) = sigmoid(" in card
 
 
-def test_a_run_may_be_logged_and_validated_less_and_keep_nothing(trained: Trained, tmp_path: Path) -> None:
+def test_a_run_may_be_logged_and_validated_less_and_keep_nothing(
+    trained: Trained, tmp_path: Path
+) -> None:
     outcome, lines = trained(
         "rm.max_num_steps=5", "rm.log_period=3", "rm.val_period=0", "rm.val_at_end=false", "rm.val_at_start=true",
         "checkpointing.metric_name=null", "checkpointing.enabled=false",
@@ -89,16 +108,23 @@ def test_a_run_may_be_logged_and_validated_less_and_keep_nothing(trained: Traine
     assert list(tmp_path.rglob("*.safetensors")) == []
 
 
-def test_pooled_metrics_count_every_comparison_once(trained: Trained, write_rows: Callable[..., Path]) -> None:
+def test_pooled_metrics_count_every_comparison_once(
+    trained: Trained, write_rows: Callable[..., Path]
+) -> None:
     sizes, sets = {"small": 3, "large": 13}, []
     for name, size in sizes.items():
-        rows = [{"prompt": f"{n} + 1?", "chosen": f"It is {n + 1}.", "rejected": f"{name} {n}."} for n in range(size)]
+        rows = [
+            {"prompt": f"{n} + 1?", "chosen": f"It is {n + 1}.", "rejected": f"{name} {n}."}
+            for n in range(size)
+        ]
         sets.append(f"{{data_path: {write_rows(f'{name}.jsonl', rows)}, name: {name}}}")
     options = ["rm.val_batches=null", "rm.max_num_steps=1", "checkpointing.metric_name=val_loss"]
     _, lines = trained(f"data.validation=[{', '.join(sets)}]", *options)
     line = next(line for line in lines if "eval/rm/loss" in line)
     for metric in METRIC_NAMES:
-        expected = sum(line[f"validation-{name}/{metric}"] * size for name, size in sizes.items()) / 16
+        expected = (
+            sum(line[f"validation-{name}/{metric}"] * size for name, size in sizes.items()) / 16
+        )
         assert line[f"eval/rm/{metric}"] == pytest.approx(expected)
     worst = min(line[f"validation-{name}/worst_subset"] for name in sizes)
     assert line["eval/rm/worst_subset"] == worst, "subsets of one name in two sets stay two"
@@ -108,7 +134,11 @@ def test_pooled_metrics_count_every_comparison_once(trained: Trained, write_rows
     "options",
     [
         ["policy.train_micro_batch_tokens=70"],
-        ["policy.train_micro_batch_tokens=null", "+policy.train_micro_batch_size=3", "+policy.attention=rows"],
+        [
+            "policy.train_micro_batch_tokens=null",
+            "+policy.train_micro_batch_size=3",
+            "+policy.attention=rows",
+        ],
         ["+policy.activation_checkpointing_enabled=true"],
         [],
     ],
@@ -121,7 +151,10 @@ def test_how_a_step_is_computed_does_not_change_the_trajectory(
     if not options:  # one seed is one run, bit for bit
         assert losses(lines) == losses(expected)
         weights = read_weights(again.model_folder)
-        assert all(torch.equal(one, weights[name]) for name, one in read_weights(outcome.model_folder).items())
+        assert all(
+            torch.equal(one, weights[name])
+            for name, one in read_weights(outcome.model_folder).items()
+        )
     for name in ("train/rm/loss", "train/rm/grad_norm", "validation-held_out/loss"):
         found = column(expected, name)[-len(column(lines, name)) :]
         assert column(lines, name) == pytest.approx(found, rel=1e-3, abs=1e-4), name
@@ -129,7 +162,9 @@ def test_how_a_step_is_computed_does_not_change_the_trajectory(
     assert losses(lines)[0] == pytest.approx(losses(expected)[0], rel=1e-5)
 
 
-def test_the_trajectory_is_that_of_a_plain_loop(plain: tuple[Any, Lines], tiny_run: Callable[..., Any]) -> None:
+def test_the_trajectory_is_that_of_a_plain_loop(
+    plain: tuple[Any, Lines], tiny_run: Callable[..., Any]
+) -> None:
     """Written out in PyTorch: one conversation at a time, one loss per step."""
     run = set_up(tiny_run(*PLAIN))
     optimizer = torch.optim.AdamW(run.model.parameters(), lr=1e-3)
@@ -140,7 +175,12 @@ def test_the_trajectory_is_that_of_a_plain_loop(plain: tuple[Any, Lines], tiny_r
             comparison = list(run.training_sets.values())[which][row]
             scores = [run.model(run.model.make_batch([[ids]]))[0] for ids in comparison.token_ids]
             ranked = list(zip(scores, comparison.ranks, strict=True))
-            pairs = [-F.logsigmoid(a - b) for a, rank_a in ranked for b, rank_b in ranked if rank_a < rank_b]
+            pairs = [
+                -F.logsigmoid(a - b)
+                for a, rank_a in ranked
+                for b, rank_b in ranked
+                if rank_a < rank_b
+            ]
             groups.append(torch.stack(pairs).mean())
         loss = torch.stack(groups).mean()
         expected.append(loss.item())
@@ -157,13 +197,20 @@ def test_bfloat16_stays_near_and_is_exported_as_it_was_validated(
     trained: Trained, plain: tuple[Any, Lines], read_weights: Callable[..., Any]
 ) -> None:
     outcome, lines = trained(*PLAIN, "policy.precision=bfloat16")
-    assert losses(lines) == pytest.approx(losses(plain[1]), abs=0.1) and losses(lines) != losses(plain[1])
+    assert losses(lines) == pytest.approx(losses(plain[1]), abs=0.1) and losses(lines) != losses(
+        plain[1]
+    )
     weights = read_weights(outcome.model_folder)
-    assert {weight.dtype for name, weight in weights.items() if name != "score.weight"} == {torch.bfloat16}
+    assert {weight.dtype for name, weight in weights.items() if name != "score.weight"} == {
+        torch.bfloat16
+    }
     assert weights["score.weight"].dtype == torch.float32
     checkpoint = outcome.model_folder.parent / f"step_{outcome.model_step}" / "model"
     for file in checkpoint.iterdir():
-        assert file.name == CONTRACT_FILE or file.read_bytes() == (outcome.model_folder / file.name).read_bytes()
+        assert (
+            file.name == CONTRACT_FILE
+            or file.read_bytes() == (outcome.model_folder / file.name).read_bytes()
+        )
     exported, saved = read_contract(outcome.model_folder), read_contract(checkpoint)
     assert exported is not None and saved is not None and exported.golden == saved.golden
     assert verify(outcome.model_folder, device="cpu").equal
@@ -193,18 +240,29 @@ def test_the_model_is_pushed_to_the_hub(
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
     folder = tmp_path / "my first run"
-    words = ["rm.max_num_steps=1", "+hub.push_to_hub=true", f"checkpointing.checkpoint_dir={folder}"]
+    words = [
+        "rm.max_num_steps=1",
+        "+hub.push_to_hub=true",
+        f"checkpointing.checkpoint_dir={folder}",
+    ]
     config = tiny_run(*words)
     failed = train(config, show_progress=False)
     assert failed.exit_code == 1 and "the network is down" in str(failed.upload_error)
     assert "nobody is logged in to the hub" in caplog.text
-    assert failed.model_folder == folder / "final" and failed.validation["held_out"]["accuracy"] is not None
+    assert (
+        failed.model_folder == folder / "final"
+        and failed.validation["held_out"]["accuracy"] is not None
+    )
     assert main(["train", "--config", str(tmp_path / "run.yaml"), *words]) == 1
     results, _, warning = capsys.readouterr().out.partition("WARNING: the model is not on the hub")
     assert "held_out" in results and "the network is down" in warning
     assert train(config, show_progress=False).exit_code == 0
-    assert "hf upload my-first-run" in str(failed.upload_error) and "--private" in str(failed.upload_error)
-    assert [call["created"] for call in calls[::2]] == ["my-first-run"] * 3 and calls[0]["private"] is True
+    assert "hf upload my-first-run" in str(failed.upload_error) and "--private" in str(
+        failed.upload_error
+    )
+    assert [call["created"] for call in calls[::2]] == ["my-first-run"] * 3 and calls[0][
+        "private"
+    ] is True
     assert [(call["repo_id"], Path(call["folder_path"])) for call in calls[1::2]] == [
         ("me/my-first-run", folder / "final")
     ] * 3

@@ -23,9 +23,21 @@ from treeward.training.validation import learnt
                 "0.720, has parted from that of training, 0.270",
             ],
         ),
-        (0.84, 200, 0.41, 0.39, ["is better than chance", "0.410, has not parted from that of training, 0.390"]),
+        (
+            0.84,
+            200,
+            0.41,
+            0.39,
+            ["is better than chance", "0.410, has not parted from that of training, 0.390"],
+        ),
         (0.1, 50, 1.2, 0.69, ["is worse than chance", "has parted"]),
-        (0.84, 200, 0.41, None, ["is better than chance, 50%."]),  # of a run that was complete already
+        (
+            0.84,
+            200,
+            0.41,
+            None,
+            ["is better than chance, 50%."],
+        ),  # of a run that was complete already
         (math.nan, 200, 0.41, 0.39, None),  # graded comparisons, all tied
     ],
 )

@@ -59,7 +59,9 @@ def test_trees_equal_rows(family: str, path: str, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("family", DECODERS)
 def test_real_chats(family: str, real_chats: list[Any], tiny_tokenizer: Any) -> None:
     renderer = Renderer(tiny_tokenizer)
-    groups = [[renderer.encode([*p.context, *c.messages]) for c in p.completions] for p in real_chats]
+    groups = [
+        [renderer.encode([*p.context, *c.messages]) for c in p.completions] for p in real_chats
+    ]
     assert_tree_equals_rows(RewardModel(tiny_model(family)), groups)
 
 
@@ -70,7 +72,9 @@ def test_padding_that_is_the_end_of_text(family: str) -> None:
     groups = [[[*sequence, 0] for sequence in group] for group in forest()]
     assert_tree_equals_rows(RewardModel(hf), groups)
     row = torch.tensor([groups[0][0]])
-    assert score_error(hf(input_ids=row).logits[0], plain_scores(hf, groups[0][:1])) > 1e-2  # why we read by length
+    assert (
+        score_error(hf(input_ids=row).logits[0], plain_scores(hf, groups[0][:1])) > 1e-2
+    )  # why we read by length
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3", "gpt_neox", "gpt2"])
@@ -95,7 +99,9 @@ def test_bfloat16(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _packed_positions(batch: TreeBatch) -> TreeBatch:
-    return replace(batch, layout=replace(batch.layout, positions_T=torch.arange(len(batch.tokens_T))))
+    return replace(
+        batch, layout=replace(batch.layout, positions_T=torch.arange(len(batch.tokens_T)))
+    )
 
 
 def _one_sibling_visible(batch: TreeBatch) -> TreeBatch:
@@ -132,7 +138,9 @@ def test_a_seeded_bug_in_the_batch_is_seen(
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("family", ["mistral", "gemma3", "phi3", "gpt_oss"])
-def test_a_window_off_by_one_is_seen(family: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_off_by_one_is_seen(
+    family: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     right = PositionMask.allowed
 
     def wider(self: PositionMask, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -145,13 +153,17 @@ def test_a_window_off_by_one_is_seen(family: str, path: str, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("path", ["slices", "dense"])
-@pytest.mark.parametrize(("family", "place"), [("gemma2", 5), ("gpt_oss", 6)], ids=["soft-cap", "sinks"])
+@pytest.mark.parametrize(
+    ("family", "place"), [("gemma2", 5), ("gpt_oss", 6)], ids=["soft-cap", "sinks"]
+)
 def test_an_ignored_soft_cap_or_sink_is_seen(
     family: str, place: int, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = attention.written_out
     monkeypatch.setattr(
-        attention, "written_out", lambda *args: right(*(None if i == place else a for i, a in enumerate(args)))
+        attention,
+        "written_out",
+        lambda *args: right(*(None if i == place else a for i, a in enumerate(args))),
     )
     model = RewardModel(tiny_model(family))
     with computed_by(path, model, monkeypatch), pytest.raises(AssertionError, match="scores"):
@@ -168,7 +180,10 @@ def test_a_bug_in_the_backward_alone_is_seen(monkeypatch: pytest.MonkeyPatch) ->
     attention_backward = attention.SlicedAttention.backward
     monkeypatch.setattr(attention, "SlicedAttention", Forgetful)
     model = RewardModel(tiny_model("llama"))
-    with computed_by("slices", model, monkeypatch), pytest.raises(AssertionError, match="gradients"):
+    with (
+        computed_by("slices", model, monkeypatch),
+        pytest.raises(AssertionError, match="gradients"),
+    ):
         assert_tree_equals_rows(model, forest())
 
 
@@ -202,7 +217,9 @@ def test_the_mask_is_that_of_the_paths(function: Callable[..., Any]) -> None:
                 at = None if at.parent is None else tree.segments[at.parent]
             for position in range(segment.depth, segment.depth + len(segment)):
                 for key, place in enumerate(path):
-                    want[path[position], place] = bool(function(0, 0, torch.tensor(position), torch.tensor(key)))
+                    want[path[position], place] = bool(
+                        function(0, 0, torch.tensor(position), torch.tensor(key))
+                    )
     assert torch.equal(dense_mask(PositionMask(function, layout)), want)
 
 
@@ -210,7 +227,10 @@ def test_the_mask_is_that_of_the_paths(function: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("function", [causal, window, chunks])
 @pytest.mark.parametrize("call_cost", [0, 10**12])
 def test_slices_equal_masked_attention(
-    heads: tuple[int, int], function: Callable[..., Any], call_cost: int, monkeypatch: pytest.MonkeyPatch
+    heads: tuple[int, int],
+    function: Callable[..., Any],
+    call_cost: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Forward and backward of the fast path, of one masked call per tree (what a GPU runs) and of the dense one."""
     monkeypatch.setattr(position_mask, "CALL_COST", call_cost)
@@ -218,7 +238,8 @@ def test_slices_equal_masked_attention(
     positions = PositionMask(function, layout)
     generator = torch.Generator().manual_seed(0)
     query, key, value, grad = (
-        torch.randn(1, n, layout.num_tokens, 8, generator=generator) for n in (heads[0], heads[1], heads[1], heads[0])
+        torch.randn(1, n, layout.num_tokens, 8, generator=generator)
+        for n in (heads[0], heads[1], heads[1], heads[0])
     )
     inputs = [x.requires_grad_() for x in (query, key, value)]
 
@@ -242,7 +263,9 @@ class Largest(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, tuple | list) else [out]:
             if isinstance(tensor, torch.Tensor):
-                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
+                self.elements = max(
+                    self.elements, tensor.untyped_storage().nbytes() // tensor.element_size()
+                )
         return out
 
 
@@ -254,14 +277,18 @@ def test_memory_follows_the_window(family: str) -> None:
     tokens = torch.randint(3, 600, (2300,), generator=torch.Generator().manual_seed(0)).tolist()
     model = RewardModel(hf)
     with Largest() as largest:
-        batch = model.make_batch([[tokens[:2000] + tokens[2000:2100], tokens[:2000] + tokens[2100:]]])
+        batch = model.make_batch(
+            [[tokens[:2000] + tokens[2000:2100], tokens[:2000] + tokens[2100:]]]
+        )
         model(batch).sum().backward()
     assert largest.elements < 2300 * 2300 / 4
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt_oss", "gemma3"])
 @pytest.mark.parametrize("block", [1, 2, 5, 16])
-def test_windows_in_blocks_of_any_size(family: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_in_blocks_of_any_size(
+    family: str, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(position_mask, "BLOCK", block)
     model = RewardModel(tiny_model(family))
     with computed_by("slices", model, monkeypatch):
@@ -272,7 +299,9 @@ def test_what_cannot_be_served_exactly_is_refused() -> None:
     layout = layout_of([[[1, 2, 3], [1, 2, 4]]])
     with pytest.raises(ModelError, match="later tokens"):
         _ = PositionMask(lambda b, h, q, k: (q >= 0) & (k >= 0), layout).parts
-    with pytest.raises(ModelError, match="holes"):  # even positions see nothing, not even themselves
+    with pytest.raises(
+        ModelError, match="holes"
+    ):  # even positions see nothing, not even themselves
         _ = PositionMask(lambda b, h, q, k: (k <= q) & (q % 2 == 1), layout).parts
     with pytest.raises(ModelError, match="holes"):  # nothing sees itself
         _ = PositionMask(lambda b, h, q, k: k < q, layout).parts
@@ -281,7 +310,9 @@ def test_what_cannot_be_served_exactly_is_refused() -> None:
     with model.attention(attention.TREE), pytest.raises(ModelError, match="without a tree"):
         model.hf(torch.tensor([[1, 2, 3]]))
     with pytest.raises(ModelError, match="attention mask by itself"):
-        attention.layer_attention_of(attention.tree_attention)(module, x, x, x, torch.zeros(1, 1, 4, 4))
+        attention.layer_attention_of(attention.tree_attention)(
+            module, x, x, x, torch.zeros(1, 1, 4, 4)
+        )
     for name in ("position_bias", "indices"):
         with pytest.raises(ModelError, match=name):
             of_layers = attention.layer_attention_of(attention.tree_attention)

@@ -39,12 +39,16 @@ def test_every_tensor_goes_to_the_device(batch: TreeBatch | RowBatch) -> None:
 
 @given(GROUPS, st.booleans())
 @settings(deadline=None)
-def test_computed_tokens_are_the_deduplicated_tokens(groups: list[list[list[int]]], with_system: bool) -> None:
+def test_computed_tokens_are_the_deduplicated_tokens(
+    groups: list[list[list[int]]], with_system: bool
+) -> None:
     if with_system:
         groups = [[SYSTEM + sequence for sequence in group] for group in groups]
     batch = TreeBatch.from_groups(groups)
     per_group = sum(TokenTree.from_sequences(group).num_tokens for group in groups)
-    everything = TokenTree.from_sequences([sequence for group in groups for sequence in group]).num_tokens
+    everything = TokenTree.from_sequences(
+        [sequence for group in groups for sequence in group]
+    ).num_tokens
     # short beginnings are shared within a group, long ones within the batch
     assert batch.num_computed_tokens == (everything if with_system else per_group)
 

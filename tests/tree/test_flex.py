@@ -13,7 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from families import DECODERS, assert_tree_equals_rows, dense_mask, forest, plain_scores, score_error, tiny_model
+from families import (
+    DECODERS,
+    assert_tree_equals_rows,
+    dense_mask,
+    forest,
+    plain_scores,
+    score_error,
+    tiny_model,
+)
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention as torch_flex
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
@@ -55,7 +63,9 @@ def random_forest(seed: int) -> list[list[list[int]]]:
     groups = []
     for _ in range(draw(1, 5)):
         prompt = tokens(draw(1, 400))
-        groups.append([prompt[: draw(1, len(prompt) + 1)] + tokens(draw(1, 200)) for _ in range(draw(1, 6))])
+        groups.append(
+            [prompt[: draw(1, len(prompt) + 1)] + tokens(draw(1, 200)) for _ in range(draw(1, 6))]
+        )
     return groups
 
 
@@ -63,11 +73,17 @@ def chunks(_b: Any, _h: Any, query: Any, key: Any) -> Any:
     return (key <= query) & (query // 150 == key // 150)
 
 
-MASKS = {"causal": causal_mask_function, "window": sliding_window_causal_mask_function(150), "chunks": chunks}
+MASKS = {
+    "causal": causal_mask_function,
+    "window": sliding_window_causal_mask_function(150),
+    "chunks": chunks,
+}
 
 
 @pytest.mark.parametrize("function", MASKS.values(), ids=MASKS)
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 12))])
+@pytest.mark.parametrize(
+    "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 12))]
+)
 def test_blocks_and_rule_are_the_mask(seed: int, function: Callable[..., Any]) -> None:
     """What the kernel computes: full blocks without the rule, partial ones with it, and nothing elsewhere."""
     first = [] if seed else [[[3] * 255]]  # a tree that ends one token before a block does
@@ -99,14 +115,20 @@ def _touched(seen: torch.Tensor) -> set[tuple[int, int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_the_compiled_kernel_visits_the_right_blocks(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compiled_kernel_visits_the_right_blocks(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Of one length: with lengths left open, PyTorch 2.13 writes C++ that does not compile for a window's mask.
-    monkeypatch.setattr(flex, "_compiled", lambda: torch.compile(torch_flex.flex_attention, dynamic=False))
+    monkeypatch.setattr(
+        flex, "_compiled", lambda: torch.compile(torch_flex.flex_attention, dynamic=False)
+    )
     model = flex_model(family, head_dim=16)
     groups = [[row for row in group if len(row) < 1000] for group in random_forest(3)]
     with torch.no_grad():
         got = model(model.make_batch(groups))
-    assert score_error(got, plain_scores(model.hf, [row for group in groups for row in group])) <= 1e-5
+    assert (
+        score_error(got, plain_scores(model.hf, [row for group in groups for row in group])) <= 1e-5
+    )
 
 
 @pytest.mark.slow
@@ -137,7 +159,10 @@ def test_under_autocast(eager_flex: None) -> None:
 def test_padding_changes_nothing(eager_flex: None) -> None:
     model = flex_model("qwen3")
     batch = TreeBatch.from_groups(forest())
-    assert len(batch.padded().tokens_T) == 256 and batch.padded().num_computed_tokens == batch.num_computed_tokens
+    assert (
+        len(batch.padded().tokens_T) == 256
+        and batch.padded().num_computed_tokens == batch.num_computed_tokens
+    )
     torch.testing.assert_close(model(batch.padded()), model(batch), rtol=0, atol=1e-6)
 
 
@@ -155,7 +180,10 @@ def test_a_decoder_layer_is_one_graph(family: str, eager_flex: None) -> None:
         scores = model(TreeBatch.from_groups(groups).padded())
         scores.sum().backward()
         assert score_error(scores, plain_scores(plain, sequences)) <= 1e-5
-        assert score_error(plain_scores(model.hf, sequences[:1]), plain_scores(plain, sequences[:1])) <= 1e-6
+        assert (
+            score_error(plain_scores(model.hf, sequences[:1]), plain_scores(plain, sequences[:1]))
+            <= 1e-6
+        )
         compiled.append(counter.frame_count)
     # For the first length; once more, for all lengths; so for each kind of layer; and so
     # for the plain rows, which run without the model's own `attention`.
@@ -183,7 +211,9 @@ def test_on_a_gpu(family: str, compiled: bool) -> None:
     trees.sum().backward()
     assert all(torch.isfinite(p.grad).all() for p in hf.parameters() if p.grad is not None)
     rows = torch.cat([model(model.make_batch([[row]])) for row in sequences])
-    error, theirs = ((found.detach().cpu().double() - exact).square().mean().sqrt() for found in (trees, rows))
+    error, theirs = (
+        (found.detach().cpu().double() - exact).square().mean().sqrt() for found in (trees, rows)
+    )
     assert error <= 1.5 * theirs + 1e-3
 
 
@@ -219,7 +249,9 @@ def test_what_is_kept_of_prompts_compiles_nothing_anew(eager_flex: None) -> None
     with torch.no_grad():
         for lengths in ([150, 20], [300, 10, 30], [40, 50], [90, 210, 30, 11], [400, 9]):
             prompts = [[3 + p] * length for p, length in enumerate(lengths)]
-            batch = TreeBatch.from_groups([[ids] for ids in prompts], keep=[(p, 0, n) for p, n in enumerate(lengths)])
+            batch = TreeBatch.from_groups(
+                [[ids] for ids in prompts], keep=[(p, 0, n) for p, n in enumerate(lengths)]
+            )
             assert score_error(model(batch), plain_scores(plain, prompts)) <= 1e-5
             assert batch.layout.exchange is not None
             assert [len(kept) for kept in batch.layout.exchange.kept()] == lengths

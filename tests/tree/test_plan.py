@@ -59,7 +59,10 @@ def test_micro_batches_of_several_ranks_are_of_like_cost() -> None:
     for ranks, tokens in ((4, 100_000), (3, 6000)):
         plan = plan_padded(shapes, max_tokens=tokens, num_ranks=ranks)
         for start in range(0, len(plan), ranks):
-            costs = [2 * len(members) * max(sizes[i] for i in members) for members in plan[start : start + ranks]]
+            costs = [
+                2 * len(members) * max(sizes[i] for i in members)
+                for members in plan[start : start + ranks]
+            ]
             assert min(costs) > 0.6 * max(costs)
 
 
@@ -71,9 +74,13 @@ CALL = st.lists(st.tuples(st.booleans(), SEQUENCE), max_size=14).map(
 
 @given(CALL, st.integers(1, 60), st.booleans())
 @settings(deadline=None)
-def test_sequence_plans_hold_each_once_within_the_budget(sequences: list[list[int]], budget: int, share: bool) -> None:
+def test_sequence_plans_hold_each_once_within_the_budget(
+    sequences: list[list[int]], budget: int, share: bool
+) -> None:
     plan = plan_sequences(sequences, max_tokens=budget, share=share)
-    assert sorted(i for groups in plan for group in groups for i in group) == list(range(len(sequences)))
+    assert sorted(i for groups in plan for group in groups for i in group) == list(
+        range(len(sequences))
+    )
     for groups in plan:
         assert groups and all(groups)
         members = [[sequences[i] for i in group] for group in groups]
@@ -83,7 +90,9 @@ def test_sequence_plans_hold_each_once_within_the_budget(sequences: list[list[in
             else RowBatch.from_groups(members, pad_token_id=0).num_computed_tokens
         )
         different = {tuple(s) for group in members for s in group}
-        assert computed <= budget or len(different if share else [s for g in members for s in g]) == 1
+        assert (
+            computed <= budget or len(different if share else [s for g in members for s in g]) == 1
+        )
     assert plan == plan_sequences(sequences, max_tokens=budget, share=share)
 
 
@@ -93,7 +102,11 @@ def test_prompts_are_shared_across_a_call() -> None:
     sequences = [(one if i % 2 else other) + [200 + i, 300 + i] for i in range(20)]
     (groups,) = plan_sequences(sequences, max_tokens=1000)
     batch = TreeBatch.from_groups([[sequences[i] for i in group] for group in groups])
-    assert batch.num_computed_tokens == TokenTree.from_sequences(sequences).num_tokens == 40 + 30 + 20 * 2
+    assert (
+        batch.num_computed_tokens
+        == TokenTree.from_sequences(sequences).num_tokens
+        == 40 + 30 + 20 * 2
+    )
     assert batch.num_row_tokens == sum(map(len, sequences))
 
 
@@ -115,7 +128,11 @@ def test_padded_plans_keep_the_budget_and_lose_nothing(
         assert max_tokens is None or padded <= max_tokens or len(members) == 1
 
 
-@given(groups=st.lists(st.lists(SEQUENCE, max_size=6), max_size=4), max_tokens=st.integers(1, 40), share=st.booleans())
+@given(
+    groups=st.lists(st.lists(SEQUENCE, max_size=6), max_size=4),
+    max_tokens=st.integers(1, 40),
+    share=st.booleans(),
+)
 def test_a_plan_has_every_sequence_once_and_keeps_to_the_budget(
     groups: list[list[list[int]]], max_tokens: int, share: bool
 ) -> None:
@@ -133,7 +150,9 @@ def test_a_plan_has_every_sequence_once_and_keeps_to_the_budget(
     for g, group in enumerate(groups):
         whole = [np.array(row) for row in group]
         if share and whole and count_tree_tokens(whole) <= max_tokens:
-            assert len(split_group(group, max_tokens=max_tokens)) == 1, f"group {g} fits and was split"
+            assert len(split_group(group, max_tokens=max_tokens)) == 1, (
+                f"group {g} fits and was split"
+            )
 
 
 def test_the_gradient_of_parts_is_that_of_the_whole() -> None:
@@ -143,7 +162,9 @@ def test_the_gradient_of_parts_is_that_of_the_whole() -> None:
     assert not torch.equal(order_S[order_S], torch.arange(4)), "else an inverse order would pass"
     table = torch.nn.Embedding(10, 1)
 
-    def gradient(max_tokens: int, scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    def gradient(
+        max_tokens: int, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
         table.weight.grad = None
         parts = split_group(sequences, max_tokens=max_tokens)
 

@@ -36,13 +36,20 @@ class InFloat64(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         wide = {torch.float32: torch.float64}
         args = tuple(wide.get(x, x) if isinstance(x, torch.dtype) else x for x in args)
-        kwargs = {key: wide.get(x, x) if isinstance(x, torch.dtype) else x for key, x in (kwargs or {}).items()}
+        kwargs = {
+            key: wide.get(x, x) if isinstance(x, torch.dtype) else x
+            for key, x in (kwargs or {}).items()
+        }
         return (torch.Tensor.double if func is torch.Tensor.float else func)(*args, **kwargs)
 
 
-def scores_and_gradients(model: RewardModel, groups: list[list[list[int]]]) -> tuple[Tensors, Tensors]:
+def scores_and_gradients(
+    model: RewardModel, groups: list[list[list[int]]]
+) -> tuple[Tensors, Tensors]:
     scores_S = torch.cat([model(model.make_batch([group])) for group in groups])
-    weights_S = torch.linspace(-1.0, 1.0, len(scores_S), dtype=scores_S.dtype, device=scores_S.device) + 0.1
+    weights_S = (
+        torch.linspace(-1.0, 1.0, len(scores_S), dtype=scores_S.dtype, device=scores_S.device) + 0.1
+    )
     (scores_S * weights_S).sum().backward()  # type: ignore[no-untyped-call]
     grads = {name: p.grad.double() for name, p in model.hf.named_parameters() if p.grad is not None}
     return {"scores": scores_S.detach().double()}, grads

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -29,7 +31,9 @@ def test_scores_are_those_without_a_cache(family: str) -> None:
     generator = np.random.default_rng(0)
     system = _ids(generator, 40)
     prompts = [system + _ids(generator, 30), system + _ids(generator, 50), _ids(generator, 35)]
-    turns = [prompt + _ids(generator, 33) for prompt in prompts]  # what is kept of them continues what is known
+    turns = [
+        prompt + _ids(generator, 33) for prompt in prompts
+    ]  # what is kept of them continues what is known
     # First nothing is known, then the prompts are.
     for starts, completions in (
         (prompts, (1, 7, 20)),
@@ -50,7 +54,10 @@ def test_only_what_is_new_is_computed() -> None:
     model, cache = RewardModel(tiny_model("llama")).eval(), PrefixCache(2**30)
     generator = np.random.default_rng(1)
     prompt, other = _ids(generator, 64), _ids(generator, 40)
-    score = lambda sequences, lengths: model.score_tokens(sequences, cache=cache, prompt_lengths=lengths)  # noqa: E731
+
+    def score(sequences: Any, lengths: Any) -> Any:
+        return model.score_tokens(sequences, cache=cache, prompt_lengths=lengths)
+
     score([prompt + [5, 6]], [64])
     assert model.num_computed_tokens == 66
     score([prompt + [7], prompt + [8, 9], other + [7]], [64, 64, 40])

@@ -21,9 +21,16 @@ def path_to(tree: TokenTree, read: int) -> list[int]:
     return tokens
 
 
-@given(SEQUENCES | st.lists(st.lists(st.sampled_from([0, 255, 256, 2**31, 2**32, 2**63 - 1]), min_size=1), min_size=1))
+@given(
+    SEQUENCES
+    | st.lists(
+        st.lists(st.sampled_from([0, 255, 256, 2**31, 2**32, 2**63 - 1]), min_size=1), min_size=1
+    )
+)
 @settings(deadline=None)
-def test_every_path_is_its_sequence_and_every_beginning_is_held_once(sequences: list[list[int]]) -> None:
+def test_every_path_is_its_sequence_and_every_beginning_is_held_once(
+    sequences: list[list[int]],
+) -> None:
     tree = TokenTree.from_sequences(sequences)
     assert [path_to(tree, int(read)) for read in tree.ends_S] == sequences
     assert tree.num_tokens == len({tuple(s[:n]) for s in sequences for n in range(1, len(s) + 1)})
@@ -55,7 +62,9 @@ def test_segments_tile_the_row_and_subtrees_are_ranges(sequences: list[list[int]
 
 @given(SEQUENCES, st.randoms(use_true_random=False))
 @settings(deadline=None)
-def test_the_order_of_the_sequences_changes_only_the_order_of_the_reads(sequences: list[list[int]], random) -> None:
+def test_the_order_of_the_sequences_changes_only_the_order_of_the_reads(
+    sequences: list[list[int]], random
+) -> None:
     order = list(range(len(sequences)))
     random.shuffle(order)
     one, other = map(TokenTree.from_sequences, (sequences, [sequences[i] for i in order]))

@@ -27,8 +27,15 @@ class Judge(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         question = str(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"])
         self.asked.append(question)
-        message = {"role": "assistant", "content": "So [[A=B]]" if "one half" in question else "So [[A!=B]]"}
-        choice = {"index": 0, "message": message, "finish_reason": "length" if "mumble" in question else "stop"}
+        message = {
+            "role": "assistant",
+            "content": "So [[A=B]]" if "one half" in question else "So [[A!=B]]",
+        }
+        choice = {
+            "index": 0,
+            "message": message,
+            "finish_reason": "length" if "mumble" in question else "stop",
+        }
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.end_headers()
@@ -40,7 +47,14 @@ class Judge(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def judge_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+    for name in (
+        "http_proxy",
+        "https_proxy",
+        "all_proxy",
+        "HTTP_PROXY",
+        "HTTPS_PROXY",
+        "ALL_PROXY",
+    ):
         monkeypatch.delenv(name, raising=False)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
     Thread(target=server.serve_forever, daemon=True).start()
@@ -53,14 +67,20 @@ def judge_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 @pytest.fixture
 def client(judge_port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., TestClient]]:
     """A function: a client of the server as configured in the folder; keywords change its section."""
-    merged = yaml.safe_load((FOLDER / "configs" / "math_with_judge.yaml").read_text(encoding="utf-8"))
-    merged["policy_model"] = {"responses_api_models": {"openai_model": {"host": "127.0.0.1", "port": judge_port}}}
+    merged = yaml.safe_load(
+        (FOLDER / "configs" / "math_with_judge.yaml").read_text(encoding="utf-8")
+    )
+    merged["policy_model"] = {
+        "responses_api_models": {"openai_model": {"host": "127.0.0.1", "port": judge_port}}
+    }
     monkeypatch.setenv("NEMO_GYM_CONFIG_DICT", yaml.safe_dump(merged))
     made = []
 
     def make(**changes: Any) -> TestClient:
         section = merged["math_with_judge"]["resources_servers"]["math_with_judge"]
-        made.append(APP["MathWithJudge"](config=section | {"library_verifier_max_concurrency": 1} | changes))
+        made.append(
+            APP["MathWithJudge"](config=section | {"library_verifier_max_concurrency": 1} | changes)
+        )
         return TestClient(made[-1].setup_webserver())
 
     yield make
@@ -69,25 +89,54 @@ def client(judge_port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
 
 def rollout(answer: str, **row: Any) -> dict[str, Any]:
-    message = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": answer}]}
+    message = {
+        "type": "message",
+        "role": "assistant",
+        "content": [{"type": "output_text", "text": answer}],
+    }
     params = {"input": [{"role": "user", "content": "What is 1/4 + 1/4?"}]}
-    return {"responses_create_params": params, "response": {"output": [message]}, "expected_answer": "1/2", **row}
+    return {
+        "responses_create_params": params,
+        "response": {"output": [message]},
+        "expected_answer": "1/2",
+        **row,
+    }
 
 
 @pytest.mark.slow
 def test_the_rule_first_and_the_judge_for_the_rest(client: Callable[..., TestClient]) -> None:
     server = client()
     right = server.post("/verify", json=rollout(r"So it is \boxed{0.5}.", note=[1])).json()
-    assert (right["reward"], right["library_reward"], right["judge_reward"], right["note"]) == (1.0, 1.0, None, [1])
+    assert (right["reward"], right["library_reward"], right["judge_reward"], right["note"]) == (
+        1.0,
+        1.0,
+        None,
+        [1],
+    )
     assert Judge.asked == []
     in_words = server.post("/verify", json=rollout("It is one half, from 2 parts.")).json()
-    assert (in_words["reward"], in_words["library_reward"], in_words["judge_reward"]) == (1.0, 0.0, 1.0)
+    assert (in_words["reward"], in_words["library_reward"], in_words["judge_reward"]) == (
+        1.0,
+        0.0,
+        1.0,
+    )
     assert len(Judge.asked) == 2 and in_words["reward_components"]["judge_inconsistent"] == 0.0
-    for thought in (r"<think>It is one half, \boxed{0.5}", r"<think>It is one half, \boxed{0.5}</think>I do not know."):
+    for thought in (
+        r"<think>It is one half, \boxed{0.5}",
+        r"<think>It is one half, \boxed{0.5}</think>I do not know.",
+    ):
         cut = server.post("/verify", json=rollout(thought)).json()
         assert (cut["reward"], cut["library_reward"], cut["judge_reward"]) == (0.0, 0.0, 0.0)
-    assert client(strip_reasoning=False).post("/verify", json=rollout(thought)).json()["library_reward"] == 1.0
-    for row in (right, rollout(r"\boxed{0.5}", ground_truth="7")):  # verified again; a key that is not the answer's
+    assert (
+        client(strip_reasoning=False)
+        .post("/verify", json=rollout(thought))
+        .json()["library_reward"]
+        == 1.0
+    )
+    for row in (
+        right,
+        rollout(r"\boxed{0.5}", ground_truth="7"),
+    ):  # verified again; a key that is not the answer's
         again = server.post("/verify", json=row).json()
         assert (again["reward"], again["library_reward"]) == (1.0, 1.0)
     wrong = server.post("/verify", json=rollout(r"\boxed{3}")).json()
@@ -95,7 +144,9 @@ def test_the_rule_first_and_the_judge_for_the_rest(client: Callable[..., TestCli
     unclear = server.post("/verify", json=rollout(r"\boxed{4} mumble")).json()
     assert unclear["mask_sample"] is True and "judge" in unclear["failure_reason"]
     assert server.post("/verify", json={**rollout("x"), "expected_answer": None}).status_code == 422
-    metrics = server.post("/aggregate_metrics", json={"verify_responses": [right, in_words, wrong, unclear]}).json()
+    metrics = server.post(
+        "/aggregate_metrics", json={"verify_responses": [right, in_words, wrong, unclear]}
+    ).json()
     assert metrics["key_metrics"]["mean/reward"] == pytest.approx(2 / 3)
     assert metrics["key_metrics"]["mean/library_reward"] == pytest.approx(1 / 3)
 
@@ -117,5 +168,12 @@ def test_the_examples_are_right_by_their_own_answers(client: Callable[..., TestC
     server = client(should_use_judge=False)
     for line in (FOLDER / "data" / "example.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
-        message = {"type": "message", "role": "assistant", "content": rf"\boxed{{{row['expected_answer']}}}"}
-        assert server.post("/verify", json=row | {"response": {"output": [message]}}).json()["reward"] == 1.0
+        message = {
+            "type": "message",
+            "role": "assistant",
+            "content": rf"\boxed{{{row['expected_answer']}}}",
+        }
+        assert (
+            server.post("/verify", json=row | {"response": {"output": [message]}}).json()["reward"]
+            == 1.0
+        )

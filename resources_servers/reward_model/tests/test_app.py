@@ -23,8 +23,13 @@ def test_the_configuration_is_the_servers() -> None:
     assert config.models[0].models == ("a/model",)
 
 
-@pytest.mark.parametrize("file", ["resources_servers/reward_model/data/example.jsonl", "data/train.jsonl"])
+@pytest.mark.parametrize(
+    "file", ["resources_servers/reward_model/data/example.jsonl", "data/train.jsonl"]
+)
 def test_the_examples_can_be_scored(file: str) -> None:
     for line in (FOLDER.parents[1] / file).read_text(encoding="utf-8").splitlines():
         params = json.loads(line)["responses_create_params"]
-        assert conversation_of(params, [{"role": "assistant", "content": "Yes."}])[-2]["role"] == "user"
+        assert (
+            conversation_of(params, [{"role": "assistant", "content": "Yes."}])[-2]["role"]
+            == "user"
+        )

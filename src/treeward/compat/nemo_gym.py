@@ -119,7 +119,9 @@ class SimpleResourcesServer(_Open):
         """The reward of a rollout by `score` or `predict`, which are called one at a time beside the event loop."""
         score = getattr(self, "score", None) or getattr(self, "predict", None)
         if score is None:
-            raise NotImplementedError(f"{type(self).__name__} needs verify(body), or score(prompt, response)")
+            raise NotImplementedError(
+                f"{type(self).__name__} needs verify(body), or score(prompt, response)"
+            )
         prompt = prompt_text(conversation_of(body.responses_create_params.model_dump(), []))
         response = extract_response(body.response)
         reward = await anyio.to_thread.run_sync(score, prompt, response, limiter=_ONE_AT_A_TIME)
@@ -150,7 +152,10 @@ class SimpleResourcesServer(_Open):
             settings: Any = {"name": where.split(".")[0], **section}
             server = cls(config=settings)  # nothing listens before the model is loaded
             app = server.setup_webserver()
-        except (TreewardError, ValidationError) as error:  # pydantic's holds what model_post_init raises
+        except (
+            TreewardError,
+            ValidationError,
+        ) as error:  # pydantic's holds what model_post_init raises
             sys.stderr.write(f"{cls.__name__}: {error}\n")
             sys.exit(2)
         config = server.config
@@ -180,7 +185,9 @@ def handed_over() -> tuple[str, dict[str, Any]]:
     """
     name = os.environ.get("NEMO_GYM_CONFIG_PATH", "")
     try:
-        [(implementation, section)] = OmegaConf.select(merged_config(), f"{name}.resources_servers").items()
+        [(implementation, section)] = OmegaConf.select(
+            merged_config(), f"{name}.resources_servers"
+        ).items()
         values = cast(dict[str, Any], OmegaConf.to_container(section, resolve=True))
     except (OmegaConfBaseException, YAMLError, ValueError, AttributeError) as error:
         raise ConfigError(
@@ -210,7 +217,9 @@ def _masking(verify: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[J
             reason = f"the reward is {verdict['reward']!r}"
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-            logger.warning("A rollout has no reward: %a", reason, exc_info=not isinstance(error, TreewardError))
+            logger.warning(
+                "A rollout has no reward: %a", reason, exc_info=not isinstance(error, TreewardError)
+            )
         body = next(value for value in arguments.values() if isinstance(value, BaseVerifyRequest))
         return JSONResponse(body.model_dump(mode="json") | failure(reason))
 

@@ -150,27 +150,44 @@ class RawDataset:
         """Keep the section as `data_config`, and make `task_spec` of it."""
         self.data_config = data_config
         names = [name for name in TaskDataSpec.__dataclass_fields__ if name != "task_name"]
-        self.task_spec = TaskDataSpec(self.task_name, **{name: data_config.get(name) for name in names})
+        self.task_spec = TaskDataSpec(
+            self.task_name, **{name: data_config.get(name) for name in names}
+        )
 
     def split_train_validation(self, test_size: float, seed: int) -> None:
         """Hold out a share of the rows, or from 1 on a number of them, as `val_dataset`."""
         if test_size > 0:
-            parts = self.dataset.train_test_split(int(test_size) if test_size >= 1 else test_size, seed=seed)
+            parts = self.dataset.train_test_split(
+                int(test_size) if test_size >= 1 else test_size, seed=seed
+            )
             self.dataset, self.val_dataset = parts["train"], parts["test"]
 
 
-def load_dataset_from_path(data_path: str, data_subset: str | None = None, data_split: str | None = "train") -> Any:
+def load_dataset_from_path(
+    data_path: str, data_subset: str | None = None, data_split: str | None = "train"
+) -> Any:
     """A file (arrow, csv, json, jsonl, parquet, txt), a dataset of the hub, or a folder of `save_to_disk`.
 
     `data_split`: None or "" for "train". Raises what `datasets` raises.
     """
-    kinds = {"json": "json", "jsonl": "json", "txt": "text", "arrow": "arrow", "csv": "csv", "parquet": "parquet"}
+    kinds = {
+        "json": "json",
+        "jsonl": "json",
+        "txt": "text",
+        "arrow": "arrow",
+        "csv": "csv",
+        "parquet": "parquet",
+    }
     suffix = Path(data_path).suffix.removeprefix(".")
     if suffix in kinds:
         if data_subset is not None:
-            raise ConfigError("a file has no subsets", field="data_subset", got=data_subset, need="null")
+            raise ConfigError(
+                "a file has no subsets", field="data_subset", got=data_subset, need="null"
+            )
         loaded = datasets.load_dataset(kinds[suffix], data_files=data_path)
-    elif (Path(data_path) / "state.json").is_file() or (Path(data_path) / "dataset_dict.json").is_file():
+    elif (Path(data_path) / "state.json").is_file() or (
+        Path(data_path) / "dataset_dict.json"
+    ).is_file():
         loaded = datasets.load_from_disk(data_path)
     else:
         loaded = datasets.load_dataset(data_path, data_subset)
@@ -186,7 +203,9 @@ class EnvironmentInterface(abc.ABC, Generic[_Metadata]):
     """The base of an environment of one's own, which `env.NAME.type` names by its dotted path."""
 
     @abc.abstractmethod
-    def step(self, message_log_batch: list[LLMMessageLogType], metadata: list[_Metadata]) -> EnvironmentReturn:
+    def step(
+        self, message_log_batch: list[LLMMessageLogType], metadata: list[_Metadata]
+    ) -> EnvironmentReturn:
         """The rewards of completions: a tensor (B,), or `{"reward/NAME": (B,)}`."""
 
     @abc.abstractmethod
@@ -293,14 +312,22 @@ class _PreferenceSets:
     ) -> None:
         arguments = {key: value for key, value in locals().items() if isinstance(value, str)}
         newer = {"data_path": "train_data_path", "split": "train_split"}
-        section = {"dataset_name": self.dataset_name, **arguments, **{newer.get(key, key): keys[key] for key in keys}}
+        section = {
+            "dataset_name": self.dataset_name,
+            **arguments,
+            **{newer.get(key, key): keys[key] for key in keys},
+        }
         data = load_section(_DataSection, section, where=type(self).__name__)
         train, *validation = (open_dataset(section) for section in (*data.train, *data.validation))
         held_out = _rows(validation[0]) if validation else None
         self.formatted_ds: dict[str, Dataset] = {"train": _rows(train), "validation": held_out}
         self.task_name = train.task_name
-        self.task_spec = TaskDataSpec(self.task_name, train.config.prompt_file, train.config.system_prompt_file)
-        self.dataset = self.formatted_ds["train"].select_columns(["context", "completions", "task_name"])
+        self.task_spec = TaskDataSpec(
+            self.task_name, train.config.prompt_file, train.config.system_prompt_file
+        )
+        self.dataset = self.formatted_ds["train"].select_columns(
+            ["context", "completions", "task_name"]
+        )
         self.prompt_key = train.config.prompt_key
         self.chosen_key = train.config.chosen_key
         self.rejected_key = train.config.rejected_key
@@ -315,7 +342,9 @@ def load_preference_dataset(data_config: Mapping[str, Any]) -> _PreferenceSets:
 def _rows(dataset: RowDataset) -> Dataset:
     preferences = (dataset.to_preference(row) for row in dataset.rows())
     rows = [preference_to_dict(preference) for preference in preferences if preference is not None]
-    return Dataset.from_list(rows, on_mixed_types="use_json")  # contents are texts or lists of parts
+    return Dataset.from_list(
+        rows, on_mixed_types="use_json"
+    )  # contents are texts or lists of parts
 
 
 class PreferenceDataset(_PreferenceSets):
@@ -366,8 +395,16 @@ _MODULES: Mapping[str, tuple[object, ...]] = {
 def install() -> None:
     """Make `import nemo_rl` mean these modules, in this process. Raises `ConfigError` where NeMo RL is installed."""
     if "nemo_rl" not in sys.modules and importlib.util.find_spec("nemo_rl") is not None:
-        summary, need = "NeMo RL is installed", "a Python without it: its own modules would be hidden"
-        raise ConfigError(summary, where="nemo_rl.install()", need=need, fix="import from nemo_rl without install()")
+        summary, need = (
+            "NeMo RL is installed",
+            "a Python without it: its own modules would be hidden",
+        )
+        raise ConfigError(
+            summary,
+            where="nemo_rl.install()",
+            need=need,
+            fix="import from nemo_rl without install()",
+        )
     _add_modules("nemo_rl", ModuleType("nemo_rl"))
 
 

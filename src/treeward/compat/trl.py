@@ -93,7 +93,9 @@ class TreeForward:
             self._attention = None
 
     def _is_of_loss(self, kwargs: dict[str, Any]) -> bool:
-        arguments = {name for name, value in kwargs.items() if value is not None and value is not False} - _HARMLESS
+        arguments = {
+            name for name, value in kwargs.items() if value is not None and value is not False
+        } - _HARMLESS
         wanted = self.arguments | {"input_ids", "attention_mask"}
         if self.arguments - arguments or "use_cache" in arguments:  # of generation, or of the user
             return False
@@ -101,7 +103,9 @@ class TreeForward:
             _say(f"the model is called with {', '.join(sorted(arguments - wanted))}")
         return arguments == wanted
 
-    def _on_trees(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None, **_: Any) -> Any:
+    def _on_trees(
+        self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None, **_: Any
+    ) -> Any:
         if self.is_exact is None:
             with _same_config(self.hf), torch.autocast(self._model.device.type, enabled=False):
                 reason = why_not_tree(self.hf) or self._why_not_padded()
@@ -114,7 +118,9 @@ class TreeForward:
         """Why the model's own forward gives rows of this padding other values than without it, or None."""
         return None
 
-    def _compute(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Any:
+    def _compute(
+        self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None
+    ) -> Any:
         """What the model's own forward gives; None where that must compute it."""
         raise NotImplementedError
 
@@ -139,7 +145,9 @@ class TreeForward:
 class ScoresForward(TreeForward):
     """Of a sequence classifier: logits, read where transformers reads them."""
 
-    def _compute(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Any:
+    def _compute(
+        self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None
+    ) -> Any:
         ids_BL, mask_BL = _on_host(input_ids, attention_mask)
         kept_BL = mask_BL != 0
         pad, places_L = self.hf.config.pad_token_id, np.arange(ids_BL.shape[1])
@@ -148,7 +156,9 @@ class ScoresForward(TreeForward):
             return None
         batch, reads_B = self._pack(ids_BL, kept_BL & (places_L <= last_B[:, None]))
         head = self.hf.get_submodule("score")
-        return SequenceClassifierOutputWithPast(logits=head(self._hidden(batch, reads_B, input_ids.device)))
+        return SequenceClassifierOutputWithPast(
+            logits=head(self._hidden(batch, reads_B, input_ids.device))
+        )
 
 
 class LogProbsForward(TreeForward):
@@ -165,12 +175,16 @@ class LogProbsForward(TreeForward):
         ids_BL = torch.arange(8, device=self._model.device).remainder(4).expand(2, 8)
         mask_BL = (torch.arange(8, device=ids_BL.device) > 3).long().expand(2, 8)
         with self._model.plain_attention():
-            padded = self._model.backbone(input_ids=ids_BL, attention_mask=mask_BL, use_cache=False)[0][0, -1].float()
+            padded = self._model.backbone(
+                input_ids=ids_BL, attention_mask=mask_BL, use_cache=False
+            )[0][0, -1].float()
             alone = self._model.backbone(input_ids=ids_BL[:, 4:], use_cache=False)[0][0, -1].float()
         is_same = (padded - alone).norm() < 0.05 * alone.norm()
         return None if is_same else "its positions count the padding on the left"
 
-    def _compute(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Any:
+    def _compute(
+        self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None
+    ) -> Any:
         assert labels is not None
         device = input_ids.device
         ids_BL, mask_BL, labels_BL = _on_host(input_ids, attention_mask, labels)
@@ -180,23 +194,33 @@ class LogProbsForward(TreeForward):
             return None
         batch, ends_B = self._pack(ids_BL, kept_BL)
         paths = batch.layout.places(ends_B.tolist())
-        at_rows = [before[predicted] for before, predicted in zip(before_BL, predicted_BL, strict=True)]
+        at_rows = [
+            before[predicted] for before, predicted in zip(before_BL, predicted_BL, strict=True)
+        ]
         # a token of a tree has one predecessor, so that its own place names the pair
         places = np.concatenate([path[at] for path, at in zip(paths, at_rows, strict=True)])
         at_N, first_N, index = np.unique(places, return_index=True, return_inverse=True)
-        before_N = np.concatenate([path[at - 1] for path, at in zip(paths, at_rows, strict=True)])[first_N]
+        before_N = np.concatenate([path[at - 1] for path, at in zip(paths, at_rows, strict=True)])[
+            first_N
+        ]
         targets_N = batch.tokens_T[torch.from_numpy(at_N)].to(device)
         with _giving(self._model.backbone, self._hidden(batch, before_N, device)[None]):
-            output = self._plain(input_ids=targets_N[None], shift_labels=targets_N[None], fused_lm_head=True)
+            output = self._plain(
+                input_ids=targets_N[None], shift_labels=targets_N[None], fused_lm_head=True
+            )
         mask = labels[:, 1:] != -100
         index_on = torch.from_numpy(index).to(device)
 
         def spread(values: Tensor | None) -> Tensor | None:
             if values is None:
                 return None
-            return values.new_zeros(mask.shape).masked_scatter(mask, values[0].index_select(0, index_on))
+            return values.new_zeros(mask.shape).masked_scatter(
+                mask, values[0].index_select(0, index_on)
+            )
 
-        return FusedCausalLMOutput(log_probs=spread(output.log_probs), entropy=spread(output.entropy), label_mask=mask)
+        return FusedCausalLMOutput(
+            log_probs=spread(output.log_probs), entropy=spread(output.entropy), label_mask=mask
+        )
 
 
 def _on_host(*tensors: Tensor) -> np.ndarray:
@@ -241,8 +265,10 @@ def _why_not(trainer: Any, hf: Any) -> str | None:
         "torch_compile is on": trainer.accelerator.state.dynamo_plugin.backend != "NO",
         "one process has several GPUs (use `accelerate launch`)": trainer.args.n_gpu > 1,
         "NEFTune noise depends on the padding": trainer.args.neftune_noise_alpha is not None,
-        "the sequence is split over devices": parallel is not None and (parallel.cp_enabled or parallel.sp_enabled),
-        "the layers are on several devices": len(set(getattr(hf, "hf_device_map", {}).values())) > 1,
+        "the sequence is split over devices": parallel is not None
+        and (parallel.cp_enabled or parallel.sp_enabled),
+        "the layers are on several devices": len(set(getattr(hf, "hf_device_map", {}).values()))
+        > 1,
         "it is not a text model": config is not hf.config,
         "a router loss is asked for": bool(getattr(config, "output_router_logits", False)),
         "dropout is on (disable_dropout=True, lora_dropout=0)": any(
@@ -261,7 +287,11 @@ class _OnTrees:
         model = self.accelerator.unwrap_model(model)  # type: ignore[attr-defined]
         hf = model.get_base_model() if hasattr(model, "get_base_model") else model
         reason = _why_not(self, hf)
-        if reason is None and kind is ScoresForward and not isinstance(hf, GenericForSequenceClassification):
+        if (
+            reason is None
+            and kind is ScoresForward
+            and not isinstance(hf, GenericForSequenceClassification)
+        ):
             reason = f"{type(hf).__name__} has a head of its own"
         if reason is not None:
             _say(reason)
@@ -311,9 +341,17 @@ class GRPOTrainer(_OnTrees, trl.GRPOTrainer):  # type: ignore[misc,name-defined]
         # these compare a completion with the others of its micro-batch
         is_mixed = self.loss_type == "bnpo" or self.top_entropy_quantile < 1.0
         is_mixed = is_mixed or self._entropy_bonus_enabled or self.aux_loss_enabled
-        if self._buffered_inputs is before or not self.trees or is_mixed or max(steps, accumulated) % window:
+        if (
+            self._buffered_inputs is before
+            or not self.trees
+            or is_mixed
+            or max(steps, accumulated) % window
+        ):
             return inputs
-        parts = [_by_prompt(self._buffered_inputs[start : start + window]) for start in range(0, steps, window)]
+        parts = [
+            _by_prompt(self._buffered_inputs[start : start + window])
+            for start in range(0, steps, window)
+        ]
         self._buffered_inputs = [batch for part in parts for batch in part]
         return self._buffered_inputs[self._step % steps]
 

@@ -21,7 +21,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Self, Union, cast, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -39,7 +46,9 @@ Location = tuple[str, ...]
 
 Limit = Annotated[PositiveInt | None, BeforeValidator(lambda value: None if value == -1 else value)]
 """The most that something may be. Other toolkits write -1 for no limit."""
-Period = Annotated[PositiveInt | None, BeforeValidator(lambda value: None if str(value) in ("0", "-1") else value)]
+Period = Annotated[
+    PositiveInt | None, BeforeValidator(lambda value: None if str(value) in ("0", "-1") else value)
+]
 """Steps from one event to the next, or another number for which other toolkits write 0 or -1 for none."""
 OneIsAList = BeforeValidator(lambda text: (text,) if isinstance(text, str) else text)
 TextOrTexts = Annotated[tuple[str, ...], OneIsAList]
@@ -54,7 +63,9 @@ class _ReadableErrors(ModelMetaclass):
             return super().__call__(*args, **values)
         except ValidationError as error:
             problems = problems_of(error, cast(type[Strict], cls))
-            raise one_error([problem.but(where=cls.__name__) for problem in problems], cls.__name__) from None
+            raise one_error(
+                [problem.but(where=cls.__name__) for problem in problems], cls.__name__
+            ) from None
 
 
 class Strict(BaseModel, metaclass=_ReadableErrors):
@@ -83,9 +94,16 @@ class Strict(BaseModel, metaclass=_ReadableErrors):
         `watch.max_kl` is a key of an inner section.
         """
         spelt = {name: field.alias or name for name, field in type(self).model_fields.items()}
-        values = {spelt.get(key, key): as_yaml(functools.reduce(getattr, key.split("."), self)) for key in keys.split()}
+        values = {
+            spelt.get(key, key): as_yaml(functools.reduce(getattr, key.split("."), self))
+            for key in keys.split()
+        }
         first, *others = values
-        summary = f"{' and '.join(values)} do not fit together" if others else f"{first} cannot be {values[first]}"
+        summary = (
+            f"{' and '.join(values)} do not fit together"
+            if others
+            else f"{first} cannot be {values[first]}"
+        )
         got = ", ".join(f"{key}: {value}" for key, value in values.items())
         return ConfigError(summary, field=first, got=got, need=need, fix=fix)
 
@@ -183,7 +201,9 @@ def _problem(
     )
 
 
-def _unknown_key(location: Location, root: type[Strict], keys: Mapping[Location, str], got: Any) -> ConfigError:
+def _unknown_key(
+    location: Location, root: type[Strict], keys: Mapping[Location, str], got: Any
+) -> ConfigError:
     *parents, key = location
     command = COMMANDS.get(".".join(location)) if "policy" in root.model_fields else None
     if command is not None:
@@ -199,14 +219,20 @@ def _unknown_key(location: Location, root: type[Strict], keys: Mapping[Location,
     within = "".join(f"{part}." for part in without_numbers(parents))
     meant = run_paths.get(key, [])
     if not meant:
-        section_names = [alias for alias, paths in run_paths.items() if any(path.startswith(within) for path in paths)]
+        section_names = [
+            alias
+            for alias, paths in run_paths.items()
+            if any(path.startswith(within) for path in paths)
+        ]
         near = nearest_name(key, [*siblings, *section_names])
         meant = [key_path((*parents, near))] if near in siblings else run_paths.get(near or "", [])
     meant = meant or [key_path(path) for path in keys if path[-1] == key][:1]
     need, fix = f"one of {', '.join(siblings)}", f"did you mean {' and '.join(meant)}?"
     if key in KEY_NOTES:
         fix = f"{fix} {KEY_NOTES[key]}"
-    return ConfigError("there is no such key", got=got, need=None if meant else need, fix=fix if meant else None)
+    return ConfigError(
+        "there is no such key", got=got, need=None if meant else need, fix=fix if meant else None
+    )
 
 
 def _keys(

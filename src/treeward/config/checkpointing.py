@@ -22,7 +22,9 @@ METRICS: Mapping[str, bool | None] = {
     **dict.fromkeys(("loss", "ece", "mse"), False),
     **dict.fromkeys(("accuracy", "length_controlled_accuracy", "worst_subset"), True),
     **dict.fromkeys(("accuracy_longer_right", "accuracy_shorter_right"), True),
-    **dict.fromkeys(("reward_margin", "kendall_tau", "group_accuracy", "best_of_k", "pearson"), True),
+    **dict.fromkeys(
+        ("reward_margin", "kendall_tau", "group_accuracy", "best_of_k", "pearson"), True
+    ),
     **dict.fromkeys(("chosen_rewards", "rejected_rewards", "accuracy_gap")),
 }
 """The validation metrics of a reward model -> whether higher is better; None where neither direction is.
@@ -39,7 +41,9 @@ GRPO_METRICS: Mapping[str, bool | None] = {
 """The validation metrics of GRPO -> whether higher is better; None where neither direction is."""
 
 _DURATION = re.compile(r"(\d+):([01]?\d|2[0-3]):([0-5]?\d):([0-5]?\d)")
-_SPELLINGS = "val_<metric>, or of one set val:validation-<name>_<metric> or validation-<name>/<metric>"
+_SPELLINGS = (
+    "val_<metric>, or of one set val:validation-<name>_<metric> or validation-<name>/<metric>"
+)
 
 
 class MetricKey(NamedTuple):
@@ -49,22 +53,30 @@ class MetricKey(NamedTuple):
     metric: str
 
 
-def parse_metric_name(name: str, sets: Sequence[str] = (), metrics: Collection[str] = METRICS) -> MetricKey:
+def parse_metric_name(
+    name: str, sets: Sequence[str] = (), metrics: Collection[str] = METRICS
+) -> MetricKey:
     """The metric that a name means, in any accepted spelling.
 
     `sets`: the names of the validation sets. With underscores `validation-a_group_accuracy` is the metric
     `group_accuracy` of the set `a` or `accuracy` of `a_group`: the first such set of `sets` decides. Raises
     `ConfigError` for any other name.
     """
-    forms: dict[str, str | None] = {form: None for form in ("val:", "val_", "eval/rm/", "validation/")}
+    forms: dict[str, str | None] = {
+        form: None for form in ("val:", "val_", "eval/rm/", "validation/")
+    }
     for validation in reversed(sets):
         forms |= {f"validation-{validation}{separator}": validation for separator in "_/"}
-    names = {f"{form}{metric}": MetricKey(forms[form], metric) for form in forms for metric in metrics}
+    names = {
+        f"{form}{metric}": MetricKey(forms[form], metric) for form in forms for metric in metrics
+    }
     key = names.get(name) or names.get(name.removeprefix("val:"))
     if key is None:
         need = f"{_SPELLINGS}; <metric> is one of {', '.join(metrics)}"
         need += f"; <name> is one of {', '.join(sets)}" if sets else ""
-        raise ConfigError.unknown("a metric is not known", name, names, field="checkpointing.metric_name", need=need)
+        raise ConfigError.unknown(
+            "a metric is not known", name, names, field="checkpointing.metric_name", need=need
+        )
     return key
 
 
@@ -111,7 +123,9 @@ class CheckpointingConfig(Strict):
     def _metric(self) -> str | None:
         """The metric of `metric_name`: the longest that it ends with."""
         name = self.metric_name or ""
-        return max((metric for metric in self.metrics if name.endswith(metric)), key=len, default=None)
+        return max(
+            (metric for metric in self.metrics if name.endswith(metric)), key=len, default=None
+        )
 
     def check(self) -> None:
         if self._metric is None:

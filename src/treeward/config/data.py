@@ -56,7 +56,11 @@ class SetConfig(Strict):
     @property
     def section(self) -> dict[str, Any]:
         """The keys that the file gives for the set, those of a class of its own among them."""
-        given = {key: getattr(self, key) for key in type(self).model_fields if key in self.model_fields_set}
+        given = {
+            key: getattr(self, key)
+            for key in type(self).model_fields
+            if key in self.model_fields_set
+        }
         ours = {"kwargs", "part", "name"}
         return {key: value for key, value in given.items() if key not in ours} | self.kwargs
 
@@ -69,7 +73,9 @@ class SetConfig(Strict):
         if self.kwargs and known is not None:
             raise self.error("kwargs dataset_name", "no kwargs, or the dotted path of a class")
         if self.part is not None and self.split_validation_size == 0.0:
-            raise self.error("part split_validation_size", "split_validation_size above 0, or no part")
+            raise self.error(
+                "part split_validation_size", "split_validation_size above 0, or no part"
+            )
 
 
 class DatasetConfig(SetConfig):
@@ -114,12 +120,19 @@ class _Sets(Strict, Generic[_Set]):
         names = [dataset.name for dataset in self.validation]
         for i, dataset in enumerate(self.validation):
             if dataset.name in names[:i]:
-                need, summary = "a name for each: it names their metrics", "two validation sets have the same name"
-                raise ConfigError(summary, field=f"validation[{i}].name", got=dataset.name, need=need)
+                need, summary = (
+                    "a name for each: it names their metrics",
+                    "two validation sets have the same name",
+                )
+                raise ConfigError(
+                    summary, field=f"validation[{i}].name", got=dataset.name, need=need
+                )
             if dataset.weight != 1.0:
                 summary = "a validation set has a weight, which would have no effect"
                 need = "no such key: each of its rows counts once"
-                raise ConfigError(summary, field=f"validation[{i}].weight", got=dataset.weight, need=need)
+                raise ConfigError(
+                    summary, field=f"validation[{i}].weight", got=dataset.weight, need=need
+                )
 
 
 class DataConfig(_Sets[DatasetConfig]):
@@ -152,8 +165,14 @@ class PromptSetConfig(SetConfig):
     @property
     def comparisons(self) -> DatasetConfig:
         """The same set as comparisons, for questions to a judge: `dataset_name` is then one of a reward model's."""
-        keys = {key: getattr(self, key) for key in SetConfig.model_fields if key in self.model_fields_set}
-        return DatasetConfig(**keys, **({} if self.input_key is None else {"prompt_key": self.input_key}))
+        keys = {
+            key: getattr(self, key)
+            for key in SetConfig.model_fields
+            if key in self.model_fields_set
+        }
+        return DatasetConfig(
+            **keys, **({} if self.input_key is None else {"prompt_key": self.input_key})
+        )
 
 
 class PromptDataConfig(_Sets[PromptSetConfig]):

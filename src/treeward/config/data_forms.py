@@ -43,7 +43,14 @@ _SHARED_KEYS = (
 """Keys of a block that may stand beside the blocks, for all of them."""
 _TRAINING_KEYS = ("split_validation_size",)
 """The same, for the training sets alone."""
-_PATH_KEYS = ("train_data_path", "train_split", "val_data_path", "val_data_paths", "val_split", "default")
+_PATH_KEYS = (
+    "train_data_path",
+    "train_split",
+    "val_data_path",
+    "val_data_paths",
+    "val_split",
+    "default",
+)
 
 
 def form_keys(block_keys: Sequence[str]) -> list[str]:
@@ -54,7 +61,9 @@ def form_keys(block_keys: Sequence[str]) -> list[str]:
     return [*keys, *_PATH_KEYS]
 
 
-def as_blocks(raw: Mapping[str, Any], block_keys: Sequence[str], is_valid: Callable[[Block], bool]) -> dict[str, Any]:
+def as_blocks(
+    raw: Mapping[str, Any], block_keys: Sequence[str], is_valid: Callable[[Block], bool]
+) -> dict[str, Any]:
     """`data` with `train` and `validation` as lists of whole blocks, without the keys of the other forms.
 
     `block_keys`: those that a block may have. `is_valid`: whether a block makes a set. Unknown keys stay, for the
@@ -75,16 +84,25 @@ def as_blocks(raw: Mapping[str, Any], block_keys: Sequence[str], is_valid: Calla
     is_a_class = "." in name
     if not train and (brings_data or is_a_class):
         train = [dict(shared)]
-    if brings_data and raw.get("train") is None and not validation and train[0].get("data_path") is None:
+    if (
+        brings_data
+        and raw.get("train") is None
+        and not validation
+        and train[0].get("data_path") is None
+    ):
         for validation_name, split in known_sets[name].validation_splits.items():
             block = {**shared, "name": validation_name, "split": flat.get("val_split") or split}
             validation.append(block)
     if flat.get("val_split") is not None and not validation:
         need = "data.val_data_path too, or no val_split"
-        raise ConfigError("val_split is given, but there is no validation set", field="val_split", need=need)
+        raise ConfigError(
+            "val_split is given, but there is no validation set", field="val_split", need=need
+        )
 
     for_training = {key: flat[key] for key in _TRAINING_KEYS if key in flat}
-    train = [{**for_training, **_with_own_split(block, known_sets, is_train=True)} for block in train]
+    train = [
+        {**for_training, **_with_own_split(block, known_sets, is_train=True)} for block in train
+    ]
     validation = [_with_own_split(block, known_sets, is_train=False) for block in validation]
     validation = _with_names(validation)
     if not _are_comparisons(block_keys) and raw.get("train") is None and not validation:
@@ -108,25 +126,37 @@ def _shared_values(flat: Block, block_keys: Sequence[str]) -> Block:
             near = nearest_name(key, block_keys)
             fix = f"did you mean data.default.{near}?" if near else None
             need = f"one of {', '.join(block_keys)}"
-            raise ConfigError("there is no such key", field=f"default.{key}", got=default[key], need=need, fix=fix)
-    return _combined(shared, {key: value for key, value in default.items() if value is not None}, "default.")
+            raise ConfigError(
+                "there is no such key", field=f"default.{key}", got=default[key], need=need, fix=fix
+            )
+    return _combined(
+        shared, {key: value for key, value in default.items() if value is not None}, "default."
+    )
 
 
 def _training_blocks(value: Any, flat: Block, shared: Block) -> list[Block]:
     train = _list_of_blocks(value, "train", shared)
-    flat_train = {key: flat[f"train_{key}"] for key in ("data_path", "split") if f"train_{key}" in flat}
+    flat_train = {
+        key: flat[f"train_{key}"] for key in ("data_path", "split") if f"train_{key}" in flat
+    }
     if not flat_train:
         return train
     if len(train) > 1:
         got = next(iter(flat_train.values()))
         need = "only the list data.train"
-        raise ConfigError("training data is given in two forms", field="train_data_path", got=got, need=need)
+        raise ConfigError(
+            "training data is given in two forms", field="train_data_path", got=got, need=need
+        )
     return [_combined(train[0] if train else shared, flat_train, "train_")]
 
 
-def _validation_blocks(value: Any, flat: Block, shared: Block, block_keys: Sequence[str]) -> list[Block]:
+def _validation_blocks(
+    value: Any, flat: Block, shared: Block, block_keys: Sequence[str]
+) -> list[Block]:
     """The validation sets; `val_split` is that of the flat ones, or of all blocks."""
-    are_named = isinstance(value, Mapping) and all(isinstance(block, Mapping) for block in value.values())
+    are_named = isinstance(value, Mapping) and all(
+        isinstance(block, Mapping) for block in value.values()
+    )
     if value and are_named and not set(value) & set(block_keys):
         value = [{"name": str(name), **block} for name, block in value.items()]
     validation = _list_of_blocks(value, "validation", shared)
@@ -147,10 +177,15 @@ def _list_of_blocks(value: Any, where: str, shared: Block) -> list[Block]:
     if value is None:
         return []
     items = list(value) if isinstance(value, list | tuple) else [value]
-    return [{**shared, **_mapping(item, where, "{data_path: ..., ...} or a list of blocks")} for item in items]
+    return [
+        {**shared, **_mapping(item, where, "{data_path: ..., ...} or a list of blocks")}
+        for item in items
+    ]
 
 
-def _with_own_split(block: Block, known_sets: Mapping[str, KnownDataset], *, is_train: bool) -> Block:
+def _with_own_split(
+    block: Block, known_sets: Mapping[str, KnownDataset], *, is_train: bool
+) -> Block:
     """The block with the split of a set that brings its own data, unless it says which data."""
     known = known_sets.get(str(block.get("dataset_name")))
     if known is None or not known.brings_data:
@@ -164,7 +199,9 @@ def _with_own_split(block: Block, known_sets: Mapping[str, KnownDataset], *, is_
     splits = known.validation_splits
     if not splits:
         summary = f"{block['dataset_name']} has no validation split"
-        raise ConfigError(summary, field="validation", need="a split, or another set to validate on")
+        raise ConfigError(
+            summary, field="validation", need="a split, or another set to validate on"
+        )
     first_split = next(iter(splits.values()))
     return {**block, "split": splits.get(str(block.get("name")), first_split)}
 
@@ -178,8 +215,12 @@ def _with_names(validation: list[Block]) -> list[Block]:
     if len(set(names.values())) < len(names):
         field = f"validation[{unnamed[1]}].name"
         need = "a name for each of those with the same dataset_name"
-        raise ConfigError("several validation sets have no name", field=field, got="no name", need=need)
-    return [{**block, "name": names[i]} if i in names else block for i, block in enumerate(validation)]
+        raise ConfigError(
+            "several validation sets have no name", field=field, got="no name", need=need
+        )
+    return [
+        {**block, "name": names[i]} if i in names else block for i, block in enumerate(validation)
+    ]
 
 
 def _add_validation_of_nemo_rl(
@@ -193,13 +234,19 @@ def _add_validation_of_nemo_rl(
         if known.held_out:
             block["split_validation_size"] = known.held_out
         if known.validated_on is not None:
-            shared = {key: value for key, value in block.items() if key not in ("data_path", "split")}
+            shared = {
+                key: value for key, value in block.items() if key not in ("data_path", "split")
+            }
             other = {**shared, "dataset_name": known.validated_on, "name": "default"}
             validation[:] = [_with_own_split(other, known_sets, is_train=False)]
 
 
 def _add_held_out(
-    train: list[Block], validation: list[Block], is_valid: Callable[[Block], bool], *, are_comparisons: bool
+    train: list[Block],
+    validation: list[Block],
+    is_valid: Callable[[Block], bool],
+    *,
+    are_comparisons: bool,
 ) -> None:
     """Make the rows that training sets hold out validation sets, unless they are ones already."""
     for block in validation:
@@ -228,5 +275,7 @@ def _combined(block: Block, values: Block, prefix: str) -> Block:
     for key, value in values.items():
         if block.get(key) not in (None, value):
             got = f"{value!r} and {block[key]!r}"
-            raise ConfigError(f"data has two values of {key}", field=f"{prefix}{key}", got=got, need="one of them")
+            raise ConfigError(
+                f"data has two values of {key}", field=f"{prefix}{key}", got=got, need="one of them"
+            )
     return {**block, **values}

@@ -33,8 +33,16 @@ class Rate(NamedTuple):
 RATES = (
     Rate("all-MiniLM-L6-v2", 22.7e6, 1e-4, "16", "run here, an encoder"),
     Rate("SmolLM2-135M-Instruct", 135e6, 5e-5, "16", "run here, the recipe `real_demo`"),
-    Rate("Qwen2-0.5B-Instruct", 494e6, 1e-5, "8 on each device", "TRL, `examples/scripts/reward_modeling.py`"),
-    Rate("Llama-3.2-1B-Instruct", 1.24e9, 2e-6, "128", "the recipe `rm`, after NeMo RL's `rm.yaml`"),
+    Rate(
+        "Qwen2-0.5B-Instruct",
+        494e6,
+        1e-5,
+        "8 on each device",
+        "TRL, `examples/scripts/reward_modeling.py`",
+    ),
+    Rate(
+        "Llama-3.2-1B-Instruct", 1.24e9, 2e-6, "128", "the recipe `rm`, after NeMo RL's `rm.yaml`"
+    ),
     Rate("Llama-2-7b-chat", 6.74e9, 9e-6, "128", "OpenRLHF, `examples/scripts/train_rm_llama.sh`"),
     Rate("Llama-3-8B-Instruct", 8.03e9, 2e-6, "512", "RLHFlow, `bradley-terry-rm/llama3_rm.py`"),
     Rate("Llama-3.1-Tulu-3-8B-SFT", 8.03e9, 3e-6, "256", "Tulu 3, the recipe `rm_tulu3_8b`"),
@@ -98,7 +106,9 @@ def rate_of(parameters: float) -> Rate:
     return min(RATES, key=lambda rate: abs(math.log(parameters / rate.parameters)))
 
 
-def choose(config: RewardModelRunConfig, facts: RunFacts, *, model: bool, data: bool, run: bool) -> list[Choice]:
+def choose(
+    config: RewardModelRunConfig, facts: RunFacts, *, model: bool, data: bool, run: bool
+) -> list[Choice]:
     """What a named `model`, named `data` and a whole `run` without a configuration leave open."""
     choices: list[Choice] = []
     if data:
@@ -154,14 +164,23 @@ def _run_choices(config: RewardModelRunConfig, facts: RunFacts) -> Iterable[Choi
             size = candidate
     why = f"comparisons a step: {math.ceil(facts.comparisons / size):,} steps or fewer an epoch"
     yield Choice("policy.train_global_batch_size", str(size), why)
-    yield Choice("policy.scheduler.warmup_ratio", str(_WARMUP_RATIO), "pretrained weights need a warm-up")
+    yield Choice(
+        "policy.scheduler.warmup_ratio", str(_WARMUP_RATIO), "pretrained weights need a warm-up"
+    )
     if facts.positions is not None and facts.positions < config.policy.max_total_sequence_length:
-        yield Choice("policy.max_total_sequence_length", str(facts.positions), "the model has no more positions")
+        yield Choice(
+            "policy.max_total_sequence_length",
+            str(facts.positions),
+            "the model has no more positions",
+        )
 
 
 def _learning_rate(config: RewardModelRunConfig, parameters: int) -> Choice:
     near = rate_of(parameters)
-    lr, why = near.lr, f"{near.model} is nearest in size to {parameters / 1e6:,.0f} million parameters"
+    lr, why = (
+        near.lr,
+        f"{near.model} is nearest in size to {parameters / 1e6:,.0f} million parameters",
+    )
     if config.policy.reward_model_cfg.freeze_backbone:
         lr, why = _HEAD_ALONE, "the head alone is trained"
     elif config.policy.dtensor_cfg.lora_cfg.enabled:

@@ -18,7 +18,9 @@ from treeward.config.run import ScheduleConfig
 Estimator = Literal["grpo", "leave_one_out", "reinforce_plus_plus"]
 KLPenalty = Literal["k1", "k2", "k3", "k2_unweighted", "k3_unweighted"]
 Truncation = Literal["tis", "icepop", "seq-mask-tis"]
-AlarmKind = Literal["gold_falls", "kl_budget", "length_growth", "entropy_collapse", "truncation", "no_signal"]
+AlarmKind = Literal[
+    "gold_falls", "kl_budget", "length_growth", "entropy_collapse", "truncation", "no_signal"
+]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
 
 
@@ -68,16 +70,24 @@ class PolicyLossConfig(Strict):
     def needs_generator_log_probs(self) -> bool:
         """Whether the loss reads the generator's log-probabilities."""
         penalises = self.reference_policy_kl_penalty > 0 and not self.kl_in_reward
-        return self.use_importance_sampling_correction or (penalises and self.use_on_policy_kl_approximation)
+        return self.use_importance_sampling_correction or (
+            penalises and self.use_on_policy_kl_approximation
+        )
 
     def check(self) -> None:
-        if self.use_on_policy_kl_approximation and self.reference_policy_kl_type.endswith("_unweighted"):
+        if self.use_on_policy_kl_approximation and self.reference_policy_kl_type.endswith(
+            "_unweighted"
+        ):
             keys = "reference_policy_kl_type use_on_policy_kl_approximation"
             raise self.error(keys, "k1, k2 or k3: the others have no weight")
         if self.sequence_level_importance_ratios and self.token_level_loss:
-            raise self.error("sequence_level_importance_ratios token_level_loss", "token_level_loss: false")
+            raise self.error(
+                "sequence_level_importance_ratios token_level_loss", "token_level_loss: false"
+            )
         if self.ratio_clip_c is not None and self.ratio_clip_c <= 1.0 + self.ratio_clip_max:
-            raise self.error("ratio_clip_c ratio_clip_max", "more than 1 + ratio_clip_max; usually 3")
+            raise self.error(
+                "ratio_clip_c ratio_clip_max", "more than 1 + ratio_clip_max; usually 3"
+            )
         self._check_truncation()
 
     def _check_truncation(self) -> None:
@@ -86,7 +96,11 @@ class PolicyLossConfig(Strict):
         low = self.truncated_importance_sampling_ratio_min
         is_given = kind is not None or high is not None or low is not None
         if is_given and not self.use_importance_sampling_correction:
-            first = "truncated_importance_sampling_ratio" if high is not None else "truncated_importance_sampling_type"
+            first = (
+                "truncated_importance_sampling_ratio"
+                if high is not None
+                else "truncated_importance_sampling_type"
+            )
             keys = f"{first} use_importance_sampling_correction"
             raise self.error(keys, "use_importance_sampling_correction: true, or no truncation")
         if is_given and high is None:
@@ -100,7 +114,9 @@ class PolicyLossConfig(Strict):
             raise self.error(keys, "at most truncated_importance_sampling_ratio")
         if kind == "seq-mask-tis" and self.sequence_level_importance_ratios:
             keys = "truncated_importance_sampling_type sequence_level_importance_ratios"
-            raise self.error(keys, "tis or icepop: with sequence-level ratios a completion has one weight")
+            raise self.error(
+                keys, "tis or icepop: with sequence-level ratios a completion has one weight"
+            )
 
 
 class AdvantageEstimatorConfig(Strict):
@@ -230,11 +246,15 @@ class GRPOConfig(ScheduleConfig):
 
     def check(self) -> None:
         if self.batch_multiplier != 1.0 and not self.use_dynamic_sampling:
-            raise self.error("batch_multiplier use_dynamic_sampling", "1, or use_dynamic_sampling: true")
+            raise self.error(
+                "batch_multiplier use_dynamic_sampling", "1, or use_dynamic_sampling: true"
+            )
         if self.most_val_prompts == 0:
             need = "at most max_val_samples: there would be no prompt to validate on"
             raise self.error("val_batch_size max_val_samples", need, "set grpo.val_batch_size=null")
         low, high = self.advantage_clip_low, self.advantage_clip_high
         if low is not None and high is not None and low >= high:
             keys = "advantage_clip_low advantage_clip_high"
-            raise self.error(keys, "advantage_clip_low below advantage_clip_high", "set one of the two to null")
+            raise self.error(
+                keys, "advantage_clip_low below advantage_clip_high", "set one of the two to null"
+            )

@@ -90,7 +90,11 @@ class GenerationConfig(Strict):
     def starts_engines(self) -> bool:
         """Whether the run starts engines of vLLM; colocated ones only where vLLM is installed."""
         is_installed = importlib.util.find_spec("vllm") is not None
-        return self.backend == "vllm" and self.url is None and (is_installed or not self.colocated.enabled)
+        return (
+            self.backend == "vllm"
+            and self.url is None
+            and (is_installed or not self.colocated.enabled)
+        )
 
     @property
     def gives_log_probs(self) -> bool:
@@ -110,11 +114,16 @@ class GenerationConfig(Strict):
     def check(self) -> None:
         if self.vllm_cfg.enforce_eager and not self.vllm_kwargs.get("enforce_eager", True):
             raise self.error(
-                "vllm_cfg.enforce_eager vllm_kwargs", "the same value in both", "remove it from vllm_kwargs"
+                "vllm_cfg.enforce_eager vllm_kwargs",
+                "the same value in both",
+                "remove it from vllm_kwargs",
             )
         gpus, size = self.colocated.resources.gpus_per_node, self.vllm_cfg.tensor_parallel_size
         if self.backend == "hf" and self.url is not None:
-            raise self.error("url backend", "backend: vllm or sglang, or no url: backend hf samples in this process")
+            raise self.error(
+                "url backend",
+                "backend: vllm or sglang, or no url: backend hf samples in this process",
+            )
         if self.url is not None or self.colocated.enabled:
             return
         if self.backend != "vllm":
@@ -148,8 +157,15 @@ class GRPOPolicyConfig(TrainedModelConfig):
         if self.hf_config_overrides and self.architecture is not None:
             raise self.error("hf_config_overrides", "these keys in policy.model_config")
         if (self.generation.max_new_tokens or 0) > self.max_total_sequence_length:
-            need, fix = "at most policy.max_total_sequence_length", "set policy.generation.max_new_tokens=null"
+            need, fix = (
+                "at most policy.max_total_sequence_length",
+                "set policy.generation.max_new_tokens=null",
+            )
             raise self.error("generation.max_new_tokens max_total_sequence_length", need, fix)
-        positions = {**(self.architecture or {}), **self.hf_config_overrides}.get("max_position_embeddings")
+        positions = {**(self.architecture or {}), **self.hf_config_overrides}.get(
+            "max_position_embeddings"
+        )
         if isinstance(positions, int) and positions < self.max_total_sequence_length:
-            raise self.error("max_total_sequence_length", f"at most {positions}, the positions of the model")
+            raise self.error(
+                "max_total_sequence_length", f"at most {positions}, the positions of the model"
+            )

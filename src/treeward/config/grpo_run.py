@@ -58,19 +58,31 @@ class GRPORunConfig(Strict):
     def named_environments(self) -> tuple[str, ...]:
         """The environments that the sets of data name, each once."""
         sets = (*self.data.train, *self.data.validation)
-        return tuple(dict.fromkeys(dataset.env_name for dataset in sets if dataset.env_name is not None))
+        return tuple(
+            dict.fromkeys(dataset.env_name for dataset in sets if dataset.env_name is not None)
+        )
 
     @property
     def used_environments(self) -> tuple[str, ...]:
         """The environments that reward training, each once; rows of the data may name others."""
-        every_set_names = all(dataset.env_name is not None for dataset in (*self.data.train, *self.data.validation))
-        default = () if every_set_names or self.default_environment is None else (self.default_environment,)
+        every_set_names = all(
+            dataset.env_name is not None for dataset in (*self.data.train, *self.data.validation)
+        )
+        default = (
+            ()
+            if every_set_names or self.default_environment is None
+            else (self.default_environment,)
+        )
         return tuple(dict.fromkeys((*self.named_environments, *default)))
 
     @property
     def used_sections(self) -> list[tuple[str, str, dict[str, Any]]]:
         """The name, kind and keys of each environment that the run starts, and of the members of hybrids."""
-        used = {name: self.env[name] for name in (*self.used_environments, self.grpo.gold_environment) if name}
+        used = {
+            name: self.env[name]
+            for name in (*self.used_environments, self.grpo.gold_environment)
+            if name
+        }
         return list(environment_sections(used))
 
     def judged_by(self, dataset: PromptSetConfig) -> PreferenceVerdictConfig | None:
@@ -83,7 +95,10 @@ class GRPORunConfig(Strict):
     @property
     def has_other_gpus(self) -> bool:
         """Whether engines, or replicas of a reward model, have other GPUs than those that train."""
-        return any(reward_model.needs_ray for reward_model in self.reward_models.values()) or self._has_engines_apart
+        return (
+            any(reward_model.needs_ray for reward_model in self.reward_models.values())
+            or self._has_engines_apart
+        )
 
     @property
     def training_cluster(self) -> ClusterConfig:
@@ -91,7 +106,9 @@ class GRPORunConfig(Strict):
 
         Raises `ConfigError` where none is left.
         """
-        num_gpus = sum(model.num_gpus for name, model in self.reward_models.items() if model.needs_ray)
+        num_gpus = sum(
+            model.num_gpus for name, model in self.reward_models.items() if model.needs_ray
+        )
         generation = self.policy.generation
         if self._has_engines_apart:
             num_gpus += generation.num_engines * generation.vllm_cfg.tensor_parallel_size
@@ -101,11 +118,16 @@ class GRPORunConfig(Strict):
     def reward_models(self) -> dict[str, RewardModelEnvironmentConfig]:
         """The environments that are reward models, members of hybrids too, by their names."""
         sections = {name: keys for name, kind, keys in self.used_sections if kind == "reward_model"}
-        return {name: RewardModelEnvironmentConfig.model_validate(keys) for name, keys in sections.items()}
+        return {
+            name: RewardModelEnvironmentConfig.model_validate(keys)
+            for name, keys in sections.items()
+        }
 
     @property
     def _has_engines_apart(self) -> bool:
-        return self.policy.generation.starts_engines and not self.policy.generation.colocated.enabled
+        return (
+            self.policy.generation.starts_engines and not self.policy.generation.colocated.enabled
+        )
 
     @property
     def prompts_per_update(self) -> int:
@@ -151,7 +173,8 @@ class GRPORunConfig(Strict):
         generation = self.policy.generation
         remarks = {
             f"policy.generation.backend is {generation.backend} and no url is given: the policy itself samples, in "
-            "this process": generation.backend != "hf" and not (generation.url or generation.starts_engines),
+            "this process": generation.backend != "hf"
+            and not (generation.url or generation.starts_engines),
             "grpo.watch has nothing to watch: data has no validation set": not self.data.validation,
         }
         return [remark for remark, applies in remarks.items() if applies]
@@ -177,7 +200,9 @@ class GRPORunConfig(Strict):
         }
         for key, needs in needs_reference.items():
             if needs and not self.needs_reference:
-                raise self.error(f"{skip} {key}", f"the reference policy for {key}", f"set {skip}=false")
+                raise self.error(
+                    f"{skip} {key}", f"the reference policy for {key}", f"set {skip}=false"
+                )
         if (self.data.max_input_seq_length or 0) > self.policy.max_total_sequence_length:
             keys = "data.max_input_seq_length policy.max_total_sequence_length"
             fix = "set data.max_input_seq_length=null"
@@ -193,7 +218,9 @@ class GRPORunConfig(Strict):
             raise self.error(keys, need, fix)
         if loss.force_on_policy_ratio and self.updates_per_pass * self.grpo.updates_per_batch > 1:
             keys = "loss_fn.force_on_policy_ratio policy.train_global_batch_size grpo.updates_per_batch"
-            need = f"one update from the {whole} completions of a step: with more the ratio is not 1"
+            need = (
+                f"one update from the {whole} completions of a step: with more the ratio is not 1"
+            )
             fix = "set policy.train_global_batch_size=null and grpo.updates_per_batch=1"
             raise self.error(keys, need, fix)
         lacks_log_probs = (sampling.url or sampling.starts_engines) and not sampling.gives_log_probs
@@ -210,25 +237,37 @@ class GRPORunConfig(Strict):
 
     def _check_environments(self) -> None:
         if not self.environments:
-            raise self.error("env", "an environment that is enabled", f"set env.{next(iter(self.env))}.enabled=true")
+            raise self.error(
+                "env",
+                "an environment that is enabled",
+                f"set env.{next(iter(self.env))}.enabled=true",
+            )
         named = {"grpo.gold_environment": self.grpo.gold_environment}
         for kind, sets in (("train", self.data.train), ("validation", self.data.validation)):
-            named |= {f"data.{kind}[{i}].env_name": dataset.env_name for i, dataset in enumerate(sets)}
+            named |= {
+                f"data.{kind}[{i}].env_name": dataset.env_name for i, dataset in enumerate(sets)
+            }
         for field, name in named.items():
             if name is None or name in self.environments:
                 continue
             fix = f"add or enable the section env.{name}"
             if name in self.env:
                 need = f"one of {', '.join(self.environments)}"
-                raise ConfigError(f"env.{name} is switched off", field=field, got=name, need=need, fix=fix)
+                raise ConfigError(
+                    f"env.{name} is switched off", field=field, got=name, need=need, fix=fix
+                )
             summary = f"there is no environment {name} in env"
             raise ConfigError.unknown(summary, name, self.environments, field=field, fix=fix)
 
     def _check_watch_and_metric(self) -> None:
         gold, watch, metric = self.grpo.gold_environment, self.grpo.watch, self.ranking_metric
         if gold is not None and gold in self.used_environments:
-            need = "a gold environment that is not trained on: no set of data names it as its env_name"
-            raise self.error("grpo.gold_environment", need, "set grpo.gold_environment=null, or another env_name")
+            need = (
+                "a gold environment that is not trained on: no set of data names it as its env_name"
+            )
+            raise self.error(
+                "grpo.gold_environment", need, "set grpo.gold_environment=null, or another env_name"
+            )
         if "gold_falls" in watch.stop_on and gold is None:
             need = "a gold_environment, or other kinds of alarms in stop_on"
             fix = "set grpo.gold_environment, or grpo.watch.stop_on=[kl_budget]"
@@ -236,11 +275,14 @@ class GRPORunConfig(Strict):
         validates = bool(self.data.validation) and self.grpo.validates
         if watch.stop_on and not validates:
             fix = "give data.val_data_path, or set grpo.watch.stop_on=[]"
-            raise self.error("grpo.watch.stop_on grpo.val_period", "a set in data.validation to validate on", fix)
+            raise self.error(
+                "grpo.watch.stop_on grpo.val_period", "a set in data.validation to validate on", fix
+            )
         is_measured = {
             "a set in data.validation, and grpo.val_period or grpo.val_at_end": validates,
             "grpo.gold_environment": metric != "gold_reward" or gold is not None,
-            "grpo.skip_reference_policy_logprobs_calculation: false": metric != "kl" or self.needs_reference,
+            "grpo.skip_reference_policy_logprobs_calculation: false": metric != "kl"
+            or self.needs_reference,
         }
         for need, is_there in is_measured.items():
             if metric is not None and not is_there:

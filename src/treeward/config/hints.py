@@ -68,7 +68,10 @@ VALUES_ELSEWHERE: Mapping[str, str] = {
 """A value of TRL or verl -> the same value here."""
 
 COMMANDS: Mapping[str, str] = {
-    **dict.fromkeys(("env", "grpo", "loss_fn", "policy.generation", "policy.logprob_chunk_size"), "treeward grpo"),
+    **dict.fromkeys(
+        ("env", "grpo", "loss_fn", "policy.generation", "policy.logprob_chunk_size"),
+        "treeward grpo",
+    ),
     **dict.fromkeys(("rm", "hub"), "treeward train"),
 }
 """Keys of a run -> the only command that reads them."""

@@ -27,7 +27,15 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from treeward.config.base import Location, Strict, key_path, located, one_error, problems_of, without_numbers
+from treeward.config.base import (
+    Location,
+    Strict,
+    key_path,
+    located,
+    one_error,
+    problems_of,
+    without_numbers,
+)
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.nemo_rl import further_keys, to_native
 from treeward.config.run import RewardModelRunConfig
@@ -42,11 +50,15 @@ _FILE_KEYS = ("prompt_file", "system_prompt_file", "chat_template")
 """Keys of files that a configuration may have beside it."""
 _RATE = "optimizer.kwargs.lr"
 _ABSENT = object()
-_OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~|)(?P<key>\w[\w./-]*(?:\[\d+\][\w./-]*)*)(?P<value>=.+)?", re.DOTALL)
+_OVERRIDE = re.compile(
+    r"(?P<sign>\+\+|\+|~|)(?P<key>\w[\w./-]*(?:\[\d+\][\w./-]*)*)(?P<value>=.+)?", re.DOTALL
+)
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "mul": lambda a, b: a * b,
     # A whole number where there is no remainder: most keys are counts.
-    "div": lambda a, b: a // b if isinstance(a, int) and isinstance(b, int) and a % b == 0 else a / b,
+    "div": lambda a, b: (
+        a // b if isinstance(a, int) and isinstance(b, int) and a % b == 0 else a / b
+    ),
     "max": lambda a, b: max(a, b),
     "min": lambda a, b: min(a, b),
     "int": lambda a: int(a),
@@ -75,7 +87,9 @@ def load_grpo_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -
     return config
 
 
-def load_run(path: str | PathLike[str], overrides: Sequence[str] = ()) -> RewardModelRunConfig | GRPORunConfig:
+def load_run(
+    path: str | PathLike[str], overrides: Sequence[str] = ()
+) -> RewardModelRunConfig | GRPORunConfig:
     """A run of either kind, without remarks: one with environments is a run of GRPO."""
     if any("env" in tree for _, tree in _layers(_find(path), ())):
         return load_file(GRPORunConfig, path, overrides)
@@ -99,7 +113,9 @@ def load_file(
     layers = [] if file is None else _layers(file, ())
     tree: dict[str, Any] = {}
     for layer in (*(layer for _, layer in layers), values or {}):
-        tree = _laid_over(_without_other_model(tree, partial(_value, OmegaConf.create(dict(layer)))), layer)
+        tree = _laid_over(
+            _without_other_model(tree, partial(_value, OmegaConf.create(dict(layer)))), layer
+        )
     config = OmegaConf.create(_without_other_model(tree, partial(_overriding_value, overrides)))
     overridden = {_apply_override(config, text): text for text in overrides}
 
@@ -130,7 +146,9 @@ def load_section(section: type[_Section], values: Mapping[str, Any], *, where: s
 
 def save_config(config: RewardModelRunConfig | GRPORunConfig, path: str | PathLike[str]) -> None:
     """Write every key, defaults included, as YAML that the config's own loader reads back to an equal configuration."""
-    OmegaConf.save(OmegaConf.create(_escape(config.model_dump(mode="json", by_alias=True))), Path(path))
+    OmegaConf.save(
+        OmegaConf.create(_escape(config.model_dump(mode="json", by_alias=True))), Path(path)
+    )
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -139,15 +157,23 @@ def read_yaml(path: Path) -> dict[str, Any]:
         tree = OmegaConf.to_container(OmegaConf.load(path))
     except FileNotFoundError as error:
         near = nearest_path(path) or nearest_name(path.stem, recipe_names())
-        fix = f"did you mean {near}?" if near else f"correct the path; relative paths begin at {Path.cwd()}"
-        raise ConfigError("there is no such file", where=str(path), need=_needed_file(), fix=fix) from error
+        fix = (
+            f"did you mean {near}?"
+            if near
+            else f"correct the path; relative paths begin at {Path.cwd()}"
+        )
+        raise ConfigError(
+            "there is no such file", where=str(path), need=_needed_file(), fix=fix
+        ) from error
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         # A ValueError is a number with more digits than Python reads, or text that is not UTF-8.
         reason = "it is nested too deep" if isinstance(error, RecursionError) else str(error)
         summary = f"the YAML cannot be read: {' '.join(reason.split())}"
         raise ConfigError(summary, where=str(path), need="a YAML file in UTF-8") from error
     if not isinstance(tree, dict):
-        raise ConfigError("the configuration is not a mapping", where=str(path), got=tree, need="policy: {...}")
+        raise ConfigError(
+            "the configuration is not a mapping", where=str(path), got=tree, need="policy: {...}"
+        )
     return {str(key): value for key, value in tree.items()}
 
 
@@ -175,7 +201,9 @@ def _apply_override(config: DictConfig, text: str) -> Location:
     match = _OVERRIDE.fullmatch(text)
     if match is None or (match["value"] is None) != (match["sign"] == "~"):
         need = "key=value, +key=value, ++key=value or ~key, as policy.optimizer.kwargs.lr=1e-5; null for no value"
-        raise ConfigError("an override is not understood", where="command line", got=text, need=need)
+        raise ConfigError(
+            "an override is not understood", where="command line", got=text, need=need
+        )
     sign, path = match["sign"], tuple(re.sub(r"\[(\d+)\]", r".\1", match["key"]).split("."))
     key = ".".join(path)
     try:
@@ -184,7 +212,9 @@ def _apply_override(config: DictConfig, text: str) -> Location:
             if isinstance(parent, DictConfig) and path[-1] not in parent:
                 near = nearest_name(path[-1], map(str, parent))
                 fix = f"did you mean {near}?" if near else None
-                raise ConfigError("a key to be removed is not there", where="command line", got=text, fix=fix)
+                raise ConfigError(
+                    "a key to be removed is not there", where="command line", got=text, fix=fix
+                )
             del parent[int(path[-1]) if isinstance(parent, ListConfig) else path[-1]]
             return path
         # What the key refers to need not exist: it is replaced.
@@ -192,17 +222,24 @@ def _apply_override(config: DictConfig, text: str) -> Location:
         if sign == "+" and old is not _ABSENT:
             summary, fix = "+ adds a key, and it is there already", f"write {text[1:]}"
             raise ConfigError(summary, where="command line", got=text, fix=fix)
-        value: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value{match['value']}"]))["value"]  # type: ignore[call-overload, index]
-        OmegaConf.update(config, key, value, merge=isinstance(value, dict) and isinstance(old, DictConfig))
+        parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value{match['value']}"]))
+        value = parsed["value"]
+        OmegaConf.update(
+            config, key, value, merge=isinstance(value, dict) and isinstance(old, DictConfig)
+        )
     except RecursionError:
         need = "a value that is nested less deep"
-        raise ConfigError("an override is nested too deep", where="command line", got=text, need=need) from None
+        raise ConfigError(
+            "an override is nested too deep", where="command line", got=text, need=need
+        ) from None
     except (OmegaConfBaseException, yaml.YAMLError, LookupError, TypeError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
         summary = f"an override cannot be applied: {str(getattr(error, 'problem', None) or error).splitlines()[0]}"
         fix = "put a value with special characters in single quotes, and in double quotes for the shell"
-        raise ConfigError(summary, where="command line", got=text, need="a key, and a value in YAML", fix=fix) from None
+        raise ConfigError(
+            summary, where="command line", got=text, need="a key, and a value in YAML", fix=fix
+        ) from None
     return path
 
 
@@ -223,7 +260,10 @@ def _layers(file: Path, readers: tuple[Path, ...]) -> list[tuple[Path, dict[str,
             need = f"{_needed_file()}; or a list of these. Paths are relative to the folder of this file"
             raise ConfigError(summary, where=str(file), field="defaults", got=name, need=need)
         if parent.resolve() in chain:
-            summary, need = "defaults go round in a circle", "a file that does not lead back to this one"
+            summary, need = (
+                "defaults go round in a circle",
+                "a file that does not lead back to this one",
+            )
             raise ConfigError(summary, where=str(file), field="defaults", got=name, need=need)
         layers += _layers(parent, chain)
     return [*layers, (file, tree)]
@@ -255,7 +295,9 @@ def _laid_over(base: dict[str, Any], tree: Mapping[str, Any]) -> dict[str, Any]:
         old = merged.get(key)
         if isinstance(value, dict):
             replaces = value.get("_override_") is True or not isinstance(old, dict)
-            value = _laid_over({} if replaces else old or {}, {k: v for k, v in value.items() if k != "_override_"})
+            value = _laid_over(
+                {} if replaces else old or {}, {k: v for k, v in value.items() if k != "_override_"}
+            )
         merged[key] = value
     return merged
 
@@ -294,7 +336,9 @@ def _overriding_value(overrides: Sequence[str], key: str) -> Any:
     return _ABSENT
 
 
-def _checked(section: type[_Section], config: DictConfig, where: str, origin: Callable[[Location], str]) -> _Section:
+def _checked(
+    section: type[_Section], config: DictConfig, where: str, origin: Callable[[Location], str]
+) -> _Section:
     """Resolve references and validate."""
     # hydra-core 1.3, and so verl and NeMo RL, cannot have more than OmegaConf 2.3. There
     # `register_resolver` is an older function, which passes texts instead of numbers. 2.4 warns

@@ -47,10 +47,18 @@ LOSSES: Mapping[str, Loss] = {
     "bradley_terry": Loss(
         function="bradley_terry",
         learns="pairs",
-        options=("weight", "strength", "strength_scale", "label_smoothing", "center_rewards_coefficient"),
+        options=(
+            "weight",
+            "strength",
+            "strength_scale",
+            "label_smoothing",
+            "center_rewards_coefficient",
+        ),
         meaning=_LOG_ODDS,
     ),
-    "plackett_luce": Loss(function="plackett_luce", learns="choices", options=("weight",), meaning=_LOG_ODDS),
+    "plackett_luce": Loss(
+        function="plackett_luce", learns="choices", options=("weight",), meaning=_LOG_ODDS
+    ),
     "regression": Loss(function="squared_error", learns="grades", options=(), meaning=_GRADES),
     "attributes": Loss(function="squared_error", learns="grades", options=(), meaning=_GRADES),
 }

@@ -117,7 +117,9 @@ class _Translation:
         if not isinstance(values, Mapping):
             return values
         tree = {str(key): value for key, value in values.items()}
-        for spelling in reversed(spellings(section)):  # a class may read a form of its own before its base does
+        for spelling in reversed(
+            spellings(section)
+        ):  # a class may read a form of its own before its base does
             if spelling.rewrite is not None:
                 try:
                     tree = spelling.rewrite(tree)
@@ -130,7 +132,9 @@ class _Translation:
             tree = self._renamed(section, spelling, tree, path)
         return self._with_inner_sections(section, tree, path)
 
-    def _without_foreign_keys(self, section: type[Strict], spelling: Spelling, tree: Values, path: Location) -> Values:
+    def _without_foreign_keys(
+        self, section: type[Strict], spelling: Spelling, tree: Values, path: Location
+    ) -> Values:
         kept = Values()
         for key, value in tree.items():
             rule = None if key in section.model_fields else _rule_of(spelling, key)
@@ -142,7 +146,9 @@ class _Translation:
                 self._add_mistake(_not_supported(key, value, rule), path)
         return kept
 
-    def _renamed(self, section: type[Strict], spelling: Spelling, tree: Values, path: Location) -> Values:
+    def _renamed(
+        self, section: type[Strict], spelling: Spelling, tree: Values, path: Location
+    ) -> Values:
         renamed = dict(tree)
         for alias, name in spelling.renamed.items():
             if alias not in tree:
@@ -151,7 +157,9 @@ class _Translation:
             if name in renamed and renamed[name] != value:
                 got = f"{as_yaml(renamed[name])} and {as_yaml(value)}"
                 summary = f"{name} and {alias} contradict each other"
-                error = ConfigError(summary, field=name, got=got, need="one of the two", fix=f"remove {alias}")
+                error = ConfigError(
+                    summary, field=name, got=got, need="one of the two", fix=f"remove {alias}"
+                )
                 self._add_mistake(error, path)
                 continue
             if value is None and section.model_fields[name].is_required():
@@ -193,8 +201,13 @@ class _Translation:
             if known is not None:
                 # Keys of the place where it stands: its kind, and its weight in a hybrid.
                 place = {key: values[key] for key in ("type", "weight") if key in values}
-                others = {key: value for key, value in values.items() if key not in (*place, "enabled")}
-                translated[name] = {**place, **self.section(known.section, others, (*path, str(name)))}
+                others = {
+                    key: value for key, value in values.items() if key not in (*place, "enabled")
+                }
+                translated[name] = {
+                    **place,
+                    **self.section(known.section, others, (*path, str(name))),
+                }
         return translated
 
     def _add_mistake(self, error: ConfigError, path: Location) -> None:
@@ -261,7 +274,9 @@ def _with_activation_checkpointing(values: Values) -> Values:
         return values
     values = dict(values)
     section = dict(values.get("dtensor_cfg") or {})
-    if values.pop("activation_checkpointing_enabled") and not section.get("activation_checkpointing"):
+    if values.pop("activation_checkpointing_enabled") and not section.get(
+        "activation_checkpointing"
+    ):
         values["dtensor_cfg"] = {**section, "activation_checkpointing": True}
     return values
 
@@ -288,9 +303,13 @@ def _with_batching_budget(values: Values, tokens_key: str, size_key: str) -> Val
     for name in _BATCHING_SECTIONS:
         section = values.get(name) or {}
         if not isinstance(section, Mapping):
-            raise ConfigError("this is not a section", field=name, got=section, need="its keys, as enabled: false")
+            raise ConfigError(
+                "this is not a section", field=name, got=section, need="its keys, as enabled: false"
+            )
         for key in section.keys() - set(known):
-            raise ConfigError.unknown("there is no such key", str(key), known, field=f"{name}.{key}")
+            raise ConfigError.unknown(
+                "there is no such key", str(key), known, field=f"{name}.{key}"
+            )
         sets_budget = section.get("enabled") and section.get("train_mb_tokens") is not None
         if sets_budget and values.get(tokens_key) is None:
             result[tokens_key] = section["train_mb_tokens"]
@@ -331,7 +350,9 @@ def _sampled_alike(values: Values) -> Values:
         other = values.get(key, value)
         if other != value:
             need = f"the value of {own_key}, or no such key"
-            raise ConfigError("validation samples as training does", field=key, got=other, need=need)
+            raise ConfigError(
+                "validation samples as training does", field=key, got=other, need=need
+            )
     return kept
 
 
@@ -361,7 +382,9 @@ def _with_rule_of_the_verifier(values: Values) -> Values:
         return values
     if verifier not in _VERIFIERS:
         need = f"one of {', '.join(_VERIFIERS)}"
-        raise ConfigError("there is no such verifier", field="math_verify_impl", got=verifier, need=need)
+        raise ConfigError(
+            "there is no such verifier", field="math_verify_impl", got=verifier, need=need
+        )
     return {"rule": _VERIFIERS[verifier], **values}
 
 
@@ -411,13 +434,17 @@ _ON_POLICY = "every completion is sampled by the policy that learns from it"
 _RESUME = "remove the section; a resumed run samples the step again, with the same seeds"
 _STOP = "set it to null; grpo.watch.stop_on ends a run that exploits its reward"
 _RULE = "use an environment with a rule for the form of completions instead"
-_SHARDS = "save memory with dtensor_cfg.activation_checkpointing or fewer policy.train_micro_batch_tokens"
+_SHARDS = (
+    "save memory with dtensor_cfg.activation_checkpointing or fewer policy.train_micro_batch_tokens"
+)
 _MATH_PROCESSORS = ("math_hf_data_processor", "math_data_processor")
 
 SPELLINGS: Mapping[type[Strict], Spelling] = {
     # the run
     run.RewardModelRunConfig: Spelling(
-        off={"evaluation": "remove the section: `treeward eval MODEL --data FILE` writes the report"},
+        off={
+            "evaluation": "remove the section: `treeward eval MODEL --data FILE` writes the report"
+        },
     ),
     GRPORunConfig: Spelling(
         unread="data_plane",  # how the data of a step travel between processes
@@ -433,7 +460,12 @@ SPELLINGS: Mapping[type[Strict], Spelling] = {
     ),
     checkpointing.CheckpointingConfig: Spelling(
         unread="save_consolidated save_optimizer model_cache_dir model_repo_id is_async",
-        fixed={"model_save_format": (("safetensors",), "set it to safetensors: pickled weights would be code")},
+        fixed={
+            "model_save_format": (
+                ("safetensors",),
+                "set it to safetensors: pickled weights would be code",
+            )
+        },
     ),
     checkpointing.GRPOCheckpointingConfig: Spelling(unread="save_data_plane load_replay_buffer"),
     run.ClusterConfig: Spelling(unread="master_port_range* segment_size"),
@@ -473,7 +505,9 @@ SPELLINGS: Mapping[type[Strict], Spelling] = {
     ),
     policy.LoraConfig: Spelling(
         unread="use_triton dropout_position lora_A_init",
-        off={"dropout": "set it to 0: scores and log-probabilities are functions of the tokens, in training too"},
+        off={
+            "dropout": "set it to 0: scores and log-probabilities are functions of the tokens, in training too"
+        },
     ),
     policy.TokenizerConfig: Spelling(unread="use_fast*"),
     # the data
@@ -487,12 +521,19 @@ SPELLINGS: Mapping[type[Strict], Spelling] = {
     ),
     data.PromptSetConfig: Spelling(
         unread="repeat download_dir",
-        fixed={"processor": (_MATH_PROCESSORS, "remove it: the format of the set says how rows are read")},
+        fixed={
+            "processor": (
+                _MATH_PROCESSORS,
+                "remove it: the format of the set says how rows are read",
+            )
+        },
         rewrite=partial(_with_keys_of_a_class, data.PromptSetConfig),
     ),
     data.PromptDataConfig: Spelling(
         unread="num_workers num_prompts_per_dataloader custom_dataloader",
-        off={"use_multiple_dataloader": "set it to false; data.train[i].weight says how often each set comes"},
+        off={
+            "use_multiple_dataloader": "set it to false; data.train[i].weight says how often each set comes"
+        },
         rewrite=partial(_blocks, data.PromptSetConfig),
     ),
     # GRPO
@@ -580,13 +621,20 @@ SPELLINGS: Mapping[type[Strict], Spelling] = {
     ),
     reward_environments.MathEnvironmentConfig: Spelling(
         unread="stop_strings",
-        fixed={"verifier_type": (("math",), "for a choice among letters use the rules exact_match or regex")},
+        fixed={
+            "verifier_type": (
+                ("math",),
+                "for a choice among letters use the rules exact_match or regex",
+            )
+        },
         renamed={"num_workers": "workers"},
         forms=("math_verify_impl",),
         rewrite=_with_rule_of_the_verifier,
     ),
     reward_environments.JudgePromptConfig: Spelling(
-        fixed={"num_samples": ((1,), "a question is asked once; use_logprobs takes the expectation")},
+        fixed={
+            "num_samples": ((1,), "a question is asked once; use_logprobs takes the expectation")
+        },
     ),
     reward_environments.HybridEnvironmentConfig: Spelling(
         fixed={"fallback_on": ((["failed", "wrong"],), "remove it: both go to the next member")},

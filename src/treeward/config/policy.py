@@ -43,7 +43,9 @@ class OptimizerConfig(Strict):
     def _check_kwargs(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
         lr = kwargs.get("lr")
         if isinstance(lr, bool) or not isinstance(lr, int | float) or not lr > 0:
-            raise ConfigError("there is no learning rate", field="lr", got=lr, need="a positive number, as 3.0e-6")
+            raise ConfigError(
+                "there is no learning rate", field="lr", got=lr, need="a positive number, as 3.0e-6"
+            )
         return kwargs
 
 
@@ -83,7 +85,9 @@ class TorchScheduleConfig(Strict):
 
     def check(self) -> None:
         num_steps = len(self.schedulers) - 1
-        if len(self.milestones) != num_steps or list(self.milestones) != sorted(set(self.milestones)):
+        if len(self.milestones) != num_steps or list(self.milestones) != sorted(
+            set(self.milestones)
+        ):
             need = f"{num_steps} rising steps: where each scheduler but the first begins"
             raise self.error("milestones", need)
 
@@ -95,10 +99,20 @@ def _schedule(raw: Any) -> Any:
     if isinstance(raw, Mapping) and ("kwargs" in raw or "." in str(raw.get("name", ""))):
         raw = [raw]
     if isinstance(raw, Sequence):
-        milestones = [entry["milestones"] for entry in raw if isinstance(entry, Mapping) and [*entry] == ["milestones"]]
+        milestones = [
+            entry["milestones"]
+            for entry in raw
+            if isinstance(entry, Mapping) and [*entry] == ["milestones"]
+        ]
         if len(milestones) > 1:
-            raise ConfigError("milestones are given more than once", got=milestones, need="one list of steps")
-        schedulers = [entry for entry in raw if not (isinstance(entry, Mapping) and [*entry] == ["milestones"])]
+            raise ConfigError(
+                "milestones are given more than once", got=milestones, need="one list of steps"
+            )
+        schedulers = [
+            entry
+            for entry in raw
+            if not (isinstance(entry, Mapping) and [*entry] == ["milestones"])
+        ]
         raw = {"schedulers": schedulers, "milestones": milestones[0] if milestones else ()}
     if not isinstance(raw, Mapping):
         return raw
@@ -112,7 +126,9 @@ SchedulerConfig = Annotated[NamedScheduleConfig | TorchScheduleConfig, BeforeVal
 _MICRO_BATCH_TOKENS = 4096
 _VOCAB_SIZE = 4096
 _PRECISIONS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-_short_names = BeforeValidator(lambda name: _PRECISIONS.get(str(name), str(name).removeprefix("torch.")))
+_short_names = BeforeValidator(
+    lambda name: _PRECISIONS.get(str(name), str(name).removeprefix("torch."))
+)
 
 Precision = Annotated[Literal["float32", "bfloat16"], _short_names]
 """Of a model that is trained."""
@@ -138,7 +154,9 @@ class ResourcesConfig(Strict):
 
     gpus_per_node: Annotated[NonNegativeInt, BeforeValidator(lambda number: number or 0)] = 1
     """GPUs on each node; where the machines have none, as many processes on CPUs. 0 (or null): none, the CPU."""
-    num_nodes: Annotated[PositiveInt, BeforeValidator(lambda number: 1 if number is None else number)] = 1
+    num_nodes: Annotated[
+        PositiveInt, BeforeValidator(lambda number: 1 if number is None else number)
+    ] = 1
     """Nodes."""
 
 
@@ -178,8 +196,12 @@ class PolicyDTensorConfig(ShardingConfig):
 
     def check(self) -> None:
         if self.tensor_parallel_size > 1 and self.lora_cfg.enabled:
-            fix = "save memory with activation_checkpointing or fewer policy.train_micro_batch_tokens"
-            raise self.error("tensor_parallel_size lora_cfg.enabled", "1 with adapters, which are not cut", fix)
+            fix = (
+                "save memory with activation_checkpointing or fewer policy.train_micro_batch_tokens"
+            )
+            raise self.error(
+                "tensor_parallel_size lora_cfg.enabled", "1 with adapters, which are not cut", fix
+            )
 
 
 class ScoringTokenizerConfig(Strict):
@@ -187,7 +209,9 @@ class ScoringTokenizerConfig(Strict):
 
     name: str | None = None
     """Hub name or folder. None: the model's own."""
-    chat_template: Annotated[str | None, BeforeValidator(lambda text: None if text == "default" else text)] = None
+    chat_template: Annotated[
+        str | None, BeforeValidator(lambda text: None if text == "default" else text)
+    ] = None
     """A Jinja template, or the path of a file that holds one. None (or `default`): the model's own."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Passed through to the chat template. None: those of the model's scoring contract, if it has one."""
@@ -198,7 +222,9 @@ class ScoringTokenizerConfig(Strict):
     @property
     def rendering(self) -> dict[str, Any]:
         """The arguments of a `Renderer` that do not follow the model."""
-        return self.model_dump(include={"chat_template", "chat_template_kwargs", "num_bos"}, exclude_none=True)
+        return self.model_dump(
+            include={"chat_template", "chat_template_kwargs", "num_bos"}, exclude_none=True
+        )
 
 
 class TokenizerConfig(ScoringTokenizerConfig):
@@ -239,7 +265,11 @@ class RewardModelConfig(Strict):
     @property
     def head_names(self) -> tuple[str, ...]:
         """The names of the heads; none for a single score without a grade, and for published models, which have own."""
-        return tuple(f"LABEL_{h}" for h in range(self.num_heads)) if self.num_heads > 1 else self.labels
+        return (
+            tuple(f"LABEL_{h}" for h in range(self.num_heads))
+            if self.num_heads > 1
+            else self.labels
+        )
 
 
 class TrainedModelConfig(Strict):
@@ -310,12 +340,20 @@ class TrainedModelConfig(Strict):
         trained, rows = self.trained_vocab_size, (self.architecture or {}).get("vocab_size")
         if (self.model_name is None) == (self.architecture is None):
             need = "model_name, a hub name or a folder, or model_config to train from scratch"
-            raise self.error("model_name architecture", need, "give policy.model_name or policy.model_config")
-        if self.architecture is not None and not isinstance(self.architecture.get("model_type"), str):
-            raise self.error("architecture", "with model_type, a model family of transformers, as qwen3 or llama")
+            raise self.error(
+                "model_name architecture", need, "give policy.model_name or policy.model_config"
+            )
+        if self.architecture is not None and not isinstance(
+            self.architecture.get("model_type"), str
+        ):
+            raise self.error(
+                "architecture", "with model_type, a model family of transformers, as qwen3 or llama"
+            )
         if self.load_in_4bit and not self.dtensor_cfg.lora_cfg.enabled:
             fix = "set policy.dtensor_cfg.lora_cfg.enabled=true"
-            raise self.error("load_in_4bit", "adapters to train: 4-bit weights cannot be trained", fix)
+            raise self.error(
+                "load_in_4bit", "adapters to train: 4-bit weights cannot be trained", fix
+            )
         if trained is None and self.tokenizer.vocab_size is not None:
             need = "no vocab_size, or policy.model_config with no policy.tokenizer.name"
             fix = "remove the size of a tokenizer that is trained: ~policy.tokenizer.vocab_size"
@@ -323,7 +361,9 @@ class TrainedModelConfig(Strict):
         if not isinstance(rows, int | None):
             raise self.error("architecture", "a whole number as vocab_size")
         if rows is not None and rows < (trained or 0):
-            raise self.error("tokenizer.vocab_size", f"at most {rows}, the vocab_size of model_config")
+            raise self.error(
+                "tokenizer.vocab_size", f"at most {rows}, the vocab_size of model_config"
+            )
         if self.use_liger_kernel and self.dtensor_cfg.tensor_parallel_size > 1:
             need = "false: Liger's kernels take whole weights"
             raise self.error("use_liger_kernel dtensor_cfg.tensor_parallel_size", need)
@@ -342,10 +382,17 @@ class PolicyConfig(TrainedModelConfig):
 
     def check(self) -> None:
         super().check()
-        kind, names, key = self.reward_model_cfg, self.reward_model_cfg.attributes, "reward_model_cfg"
+        kind, names, key = (
+            self.reward_model_cfg,
+            self.reward_model_cfg.attributes,
+            "reward_model_cfg",
+        )
         has_attributes = kind.reward_model_type == "attributes"
         if kind.freeze_backbone and self.dtensor_cfg.lora_cfg.enabled:
-            keys, fix = f"{key}.freeze_backbone dtensor_cfg.lora_cfg.enabled", "set one of them to false"
+            keys, fix = (
+                f"{key}.freeze_backbone dtensor_cfg.lora_cfg.enabled",
+                "set one of them to false",
+            )
             raise self.error(keys, "the head alone, or adapters with the head", fix)
         if has_attributes != bool(names) or len(set(names)) < len(names):
             need = "names of grades, each once, with type attributes alone"

@@ -19,7 +19,9 @@ from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.run import RewardModelRunConfig
 from treeward.errors import ConfigError, nearest_path, pip_install
 
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.jsonl)(?<!\.json)(?<!\.csv)(?<!\.parquet)(?<!\.gz)")
+_HUB_NAME = re.compile(
+    r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.jsonl)(?<!\.json)(?<!\.csv)(?<!\.parquet)(?<!\.gz)"
+)
 
 
 def check_inputs(config: RewardModelRunConfig | GRPORunConfig) -> None:
@@ -28,7 +30,9 @@ def check_inputs(config: RewardModelRunConfig | GRPORunConfig) -> None:
     for kind, sets in (("train", config.data.train), ("validation", config.data.validation)):
         for i, dataset in enumerate(sets):
             path, field = dataset.data_path, f"data.{kind}[{i}].data_path"
-            if path is None or "." in dataset.dataset_name:  # a class of the user knows what its path means
+            if (
+                path is None or "." in dataset.dataset_name
+            ):  # a class of the user knows what its path means
                 continue
             if not glob.has_magic(path) and not _HUB_NAME.fullmatch(path):
                 _check_path(path, field, "a file, a folder or a hub name, as org/name")
@@ -41,7 +45,9 @@ def check_packages(config: RewardModelRunConfig | GRPORunConfig) -> None:
         if importlib.util.find_spec(module) is None:
             install = "pip install vllm" if extra == "vllm" else pip_install(extra)
             fix = f"{install}, or {alternative}"
-            raise ConfigError(f"the package {module} is not installed", field=field, need=module, fix=fix)
+            raise ConfigError(
+                f"the package {module} is not installed", field=field, need=module, fix=fix
+            )
 
 
 def _packages(config: RewardModelRunConfig | GRPORunConfig) -> Iterator[tuple[str, str, str, str]]:
@@ -51,7 +57,12 @@ def _packages(config: RewardModelRunConfig | GRPORunConfig) -> Iterator[tuple[st
             field = f"logger.{name}_enabled"
             yield field, name, name, f"set {field}=false: metrics.jsonl is always written"
     if config.policy.use_liger_kernel:
-        yield "policy.use_liger_kernel", "liger_kernel", "liger", "set policy.use_liger_kernel=false"
+        yield (
+            "policy.use_liger_kernel",
+            "liger_kernel",
+            "liger",
+            "set policy.use_liger_kernel=false",
+        )
     if config.policy.load_in_4bit:
         yield "policy.load_in_4bit", "bitsandbytes", "qlora", "set policy.load_in_4bit=false"
     if config.policy.dtensor_cfg.lora_cfg.enabled:
@@ -71,7 +82,12 @@ def _packages(config: RewardModelRunConfig | GRPORunConfig) -> Iterator[tuple[st
             yield f"env.{name}", "ray", "ray", f"set env.{name}.resources.gpus_per_node=1"
     if config.policy.generation.starts_engines:
         for module in ("vllm", "ray"):
-            yield "policy.generation.backend", module, module, "give the url of a server, or sample with backend: hf"
+            yield (
+                "policy.generation.backend",
+                module,
+                module,
+                "give the url of a server, or sample with backend: hf",
+            )
 
 
 def _check_models(config: RewardModelRunConfig | GRPORunConfig) -> None:
@@ -85,7 +101,11 @@ def _check_models(config: RewardModelRunConfig | GRPORunConfig) -> None:
             names += [(f"env.{name}.model_name", model) for model in section.models]
     for field, model in names:
         if model is not None and (model.startswith((".", "/", "~")) or model.count("/") > 1):
-            _check_path(os.path.expanduser(model), field, "the folder of a model, or a hub name, as org/name")
+            _check_path(
+                os.path.expanduser(model),
+                field,
+                "the folder of a model, or a hub name, as org/name",
+            )
 
 
 def _check_path(path: str, field: str, need: str) -> None:
@@ -93,5 +113,9 @@ def _check_path(path: str, field: str, need: str) -> None:
     if Path(path).exists():
         return
     near = nearest_path(path)
-    fix = f"did you mean {near}?" if near else f"correct the path; relative paths begin at {os.getcwd()}"
+    fix = (
+        f"did you mean {near}?"
+        if near
+        else f"correct the path; relative paths begin at {os.getcwd()}"
+    )
     raise ConfigError("there is no such file or folder", field=field, got=path, need=need, fix=fix)

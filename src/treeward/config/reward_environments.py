@@ -29,7 +29,12 @@ from pydantic import (
 )
 
 from treeward.config.base import Strict, TextOrTexts, one_error, problems_of
-from treeward.config.policy import ResourcesConfig, RewardModelConfig, ScoringPrecision, ShardingConfig
+from treeward.config.policy import (
+    ResourcesConfig,
+    RewardModelConfig,
+    ScoringPrecision,
+    ShardingConfig,
+)
 from treeward.config.scoring import ScoringConfig
 from treeward.errors import ConfigError
 
@@ -82,7 +87,11 @@ class RewardModelEnvironmentConfig(ScoringConfig):
     @property
     def num_gpus(self) -> int:
         """GPUs of all replicas, where the machines have any."""
-        return self.num_workers * self.dtensor_cfg.tensor_parallel_size if self.resources.gpus_per_node else 0
+        return (
+            self.num_workers * self.dtensor_cfg.tensor_parallel_size
+            if self.resources.gpus_per_node
+            else 0
+        )
 
     @property
     def needs_ray(self) -> bool:
@@ -99,8 +108,12 @@ class RewardModelEnvironmentConfig(ScoringConfig):
             raise self.error("models", "http:// before the address of a server")
         needs_server = self.served_model or self.token_env or any(map(server_address, self.models))
         if needs_server and (self.url is None or len(self.models) > 1):
-            raise self.error("models served_model token_env", "the address of a server as the only model_name")
-        if self.url is not None and (self.has_other_score or self.tokenizer.rendering or self.shaping is not None):
+            raise self.error(
+                "models served_model token_env", "the address of a server as the only model_name"
+            )
+        if self.url is not None and (
+            self.has_other_score or self.tokenizer.rendering or self.shaping is not None
+        ):
             need = "a model alone: its server is started with the others, as models of its configuration"
             raise self.error("models head_weights ensemble tokenizer shaping", need)
 
@@ -130,7 +143,9 @@ class RuleEnvironmentConfig(Strict):
 
     def check(self) -> None:
         if self.pattern is not None and self.rule != "regex":
-            raise self.error("pattern rule", "rule: regex; extract finds the answer for the other rules")
+            raise self.error(
+                "pattern rule", "rule: regex; extract finds the answer for the other rules"
+            )
         if self.strips_reasoning and "think>" in (self.extract or ""):
             need = "strip_reasoning: false, or an extract without <think>: the reasoning is taken off before extract"
             raise self.error("extract strip_reasoning", need)
@@ -171,7 +186,9 @@ class JudgePromptConfig(Strict):
     """Temperature of the judge. None: not sent, for models that refuse it; in the process 1."""
 
     def check(self) -> None:
-        places = ("{completion}",) if self.mode == "rating" else ("{completion_a}", "{completion_b}")
+        places = (
+            ("{completion}",) if self.mode == "rating" else ("{completion_a}", "{completion_b}")
+        )
         if self.template is not None and any(place not in self.template for place in places):
             need = f"{' and '.join(places)} in the template, where the texts to judge go"
             raise self.error("template mode", need)
@@ -224,8 +241,12 @@ class JudgeEnvironmentConfig(JudgePromptConfig):
             return raw
         trained = json.loads(contract.read_text("utf-8"))
         prompt = trained.get("prompt", {})
-        prompt.pop("num_samples", None)  # of an earlier version, in which a question could be asked several times
-        return prompt | {"chat_template_kwargs": trained.get("chat_template_kwargs", {})} | dict(raw)
+        prompt.pop(
+            "num_samples", None
+        )  # of an earlier version, in which a question could be asked several times
+        return (
+            prompt | {"chat_template_kwargs": trained.get("chat_template_kwargs", {})} | dict(raw)
+        )
 
     def check(self) -> None:
         super().check()
@@ -291,7 +312,12 @@ class HybridEnvironmentConfig(Strict):
         for name, member in self.members.items():
             if self.mode == "fallback" and "weight" in member.model_fields_set:
                 need = "no weights in mode fallback"
-                raise ConfigError("this weight cannot be", field=f"members.{name}.weight", got=member.weight, need=need)
+                raise ConfigError(
+                    "this weight cannot be",
+                    field=f"members.{name}.weight",
+                    got=member.weight,
+                    need=need,
+                )
 
 
 class EnvironmentKind(NamedTuple):
@@ -303,7 +329,9 @@ class EnvironmentKind(NamedTuple):
 
 _HERE = "treeward.environments"
 ENVIRONMENTS: Mapping[str, EnvironmentKind] = {
-    "reward_model": EnvironmentKind(RewardModelEnvironmentConfig, f"{_HERE}.reward_model.RewardModelEnvironment"),
+    "reward_model": EnvironmentKind(
+        RewardModelEnvironmentConfig, f"{_HERE}.reward_model.RewardModelEnvironment"
+    ),
     "rules": EnvironmentKind(RuleEnvironmentConfig, f"{_HERE}.rules.RuleEnvironment"),
     "math": EnvironmentKind(MathEnvironmentConfig, f"{_HERE}.rules.MathEnvironment"),
     "judge": EnvironmentKind(JudgeEnvironmentConfig, f"{_HERE}.judge.JudgeEnvironment"),
@@ -318,7 +346,11 @@ ENVIRONMENTS: Mapping[str, EnvironmentKind] = {
 
 def server_address(model: str) -> str | None:
     """The address of a `treeward serve` that stands in the place of a model's name; None for any other name."""
-    return model.removesuffix("/").removesuffix("/v1") if model.startswith(("http://", "https://")) else None
+    return (
+        model.removesuffix("/").removesuffix("/v1")
+        if model.startswith(("http://", "https://"))
+        else None
+    )
 
 
 def is_enabled(section: Any) -> bool:
@@ -326,7 +358,9 @@ def is_enabled(section: Any) -> bool:
     return not isinstance(section, Mapping) or section.get("enabled", True) is not False
 
 
-def environment_sections(env: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str, dict[str, Any]]]:
+def environment_sections(
+    env: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """The name, kind and keys of each enabled section of `env`, and of members of hybrids, as `mixed.members.math`.
 
     Raises `ConfigError`, its `field` relative to `env`, for a section that is not a mapping.
@@ -341,7 +375,10 @@ def environment_sections(env: Mapping[str, Any], prefix: str = "") -> Iterator[t
         kind = str(section.get("type") or name)
         yield f"{prefix}{name}", kind, keys
         if kind == "hybrid" and isinstance(keys.get("members"), Mapping):
-            inner = {key: HybridMember.model_validate(member).section for key, member in keys["members"].items()}
+            inner = {
+                key: HybridMember.model_validate(member).section
+                for key, member in keys["members"].items()
+            }
             yield from environment_sections(inner, f"{prefix}{name}.members.")
 
 
@@ -358,7 +395,11 @@ def check_environments(env: Mapping[str, Any]) -> None:
             except ValidationError as error:
                 problems = []
                 for problem in problems_of(error, known.section):
-                    problems.append(problem.but(where=name, field=f"{name}.{problem.field}" if problem.field else name))
+                    problems.append(
+                        problem.but(
+                            where=name, field=f"{name}.{problem.field}" if problem.field else name
+                        )
+                    )
                 raise one_error(problems, name) from None
         elif "." not in kind:
             field = name if name.split(".")[-1] == kind else f"{name}.type"

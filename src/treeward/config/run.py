@@ -133,9 +133,15 @@ class ClusterConfig(Strict):
         if num_left < 1:
             got = f"{self.num_processes}, of which reward models and engines have {num_gpus}"
             fix = f"set cluster.num_nodes={num_gpus // per_node + 1}, or fewer resources of those"
-            raise ConfigError("no GPU is left to train on", field="cluster", got=got, need="one or more", fix=fix)
-        num_nodes = next(n for n in range(-(-num_left // per_node), num_left + 1) if num_left % n == 0)
-        return self.model_copy(update={"num_nodes": num_nodes, "gpus_per_node": num_left // num_nodes})
+            raise ConfigError(
+                "no GPU is left to train on", field="cluster", got=got, need="one or more", fix=fix
+            )
+        num_nodes = next(
+            n for n in range(-(-num_left // per_node), num_left + 1) if num_left % n == 0
+        )
+        return self.model_copy(
+            update={"num_nodes": num_nodes, "gpus_per_node": num_left // num_nodes}
+        )
 
 
 class HubConfig(Strict):
@@ -174,7 +180,11 @@ class RewardModelRunConfig(Strict):
 
     def _graded(self, sets: tuple[DatasetConfig, ...]) -> tuple[DatasetConfig, ...]:
         update = {"attributes": self.policy.reward_model_cfg.labels}
-        return tuple(dataset.model_copy(update=update) for dataset in sets) if update["attributes"] else sets
+        return (
+            tuple(dataset.model_copy(update=update) for dataset in sets)
+            if update["attributes"]
+            else sets
+        )
 
     @property
     def training_cluster(self) -> ClusterConfig:
@@ -201,7 +211,9 @@ class RewardModelRunConfig(Strict):
     def hub_repo_id(self) -> str:
         """The repository of the upload; without an organisation it is one of the account that is logged in."""
         folder = Path(self.checkpointing.checkpoint_dir).resolve().name
-        words = re.findall(r"[A-Za-z0-9_]+(?:\.[A-Za-z0-9_]+)*", folder)  # the hub allows no other names
+        words = re.findall(
+            r"[A-Za-z0-9_]+(?:\.[A-Za-z0-9_]+)*", folder
+        )  # the hub allows no other names
         return self.hub.repo_id or "-".join(words)[:96].rstrip("-.") or "reward-model"
 
     def check(self) -> None:
@@ -219,7 +231,10 @@ class RewardModelRunConfig(Strict):
 
     def _check_loss(self) -> None:
         """Whether the type of the reward model reads the options of the loss, and the data has what it learns from."""
-        kind, key = self.policy.reward_model_cfg.reward_model_type, "policy.reward_model_cfg.reward_model_type"
+        kind, key = (
+            self.policy.reward_model_cfg.reward_model_type,
+            "policy.reward_model_cfg.reward_model_type",
+        )
         for name, option in LossConfig.model_fields.items():
             if name not in LOSSES[kind].options and getattr(self.rm.loss, name) != option.default:
                 need = f"no such key, or the type {' or '.join(readers(name))}"
@@ -229,11 +244,16 @@ class RewardModelRunConfig(Strict):
             raise self.error(f"data.ties {key}", f"drop, or the type {' or '.join(types)}")
 
     def _check_ranking_metric(self, given: str, names: list[str]) -> None:
-        field, fix = "checkpointing.metric_name", "set checkpointing.metric_name=null to keep the latest checkpoints"
+        field, fix = (
+            "checkpointing.metric_name",
+            "set checkpointing.metric_name=null to keep the latest checkpoints",
+        )
         if not names:
             need = "a set in data.validation, to measure it on"
             raise self.error(field, need, f"give data.val_data_path, or {fix}")
         if not self.rm.validates:
             keys = f"{field} rm.val_period rm.val_at_end"
-            raise self.error(keys, "a validation, to measure it", f"set rm.val_at_end=true, or {fix}")
+            raise self.error(
+                keys, "a validation, to measure it", f"set rm.val_at_end=true, or {fix}"
+            )
         parse_metric_name(given, names)

@@ -14,7 +14,15 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, NonNegativeFloat, PositiveFloat, PositiveInt, Tag
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Tag,
+)
 
 from treeward.config.base import Strict, TextOrTexts
 from treeward.config.policy import ScoringPrecision, ScoringTokenizerConfig
@@ -64,11 +72,17 @@ class RewardShapingConfig(Strict):
     @property
     def uses_calibration(self) -> bool:
         """Whether it needs constants of the model's contract, which are fitted on comparisons."""
-        return self.uses_contract_constants or self.length_calibration or self.temperature == "calibrated"
+        return (
+            self.uses_contract_constants
+            or self.length_calibration
+            or self.temperature == "calibrated"
+        )
 
     def check(self) -> None:
         if (self.reward_mean is None) != (self.reward_std is None):
-            keys = "reward_mean reward_std" if self.reward_mean is None else "reward_std reward_mean"
+            keys = (
+                "reward_mean reward_std" if self.reward_mean is None else "reward_std reward_mean"
+            )
             raise self.error(keys, "both of them, or neither for those of the model's contract")
         if self.preference_score and self.normalize_rewards:
             raise self.error("preference_score normalize_rewards", "rewards in [0, 1] as they are")
@@ -91,7 +105,8 @@ class EnsembleConfig(Strict):
 
 
 _Ensemble = Annotated[
-    EnsembleConfig, BeforeValidator(lambda given: {"method": given} if isinstance(given, str) else given)
+    EnsembleConfig,
+    BeforeValidator(lambda given: {"method": given} if isinstance(given, str) else given),
 ]
 
 

@@ -78,7 +78,9 @@ class ServerConfig(Strict):
         names = [model.served_name for model in self.models]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             need = "models[i].name, another for each"
-            raise ConfigError("two served models have one name", field="models", got=", ".join(twice), need=need)
+            raise ConfigError(
+                "two served models have one name", field="models", got=", ".join(twice), need=need
+            )
 
 
 def model_name(model: str) -> str:

@@ -43,7 +43,11 @@ def _plain(cls: type[RayActor]) -> type:
 
     methods = inspect.getmembers(cls, inspect.isfunction)
     body = {name: _forwarding(name, method) for name, method in methods if not name.startswith("_")}
-    return type(cls.__name__, (), {"__init__": construct, "__doc__": cls.__doc__, "__module__": cls.__module__, **body})
+    return type(
+        cls.__name__,
+        (),
+        {"__init__": construct, "__doc__": cls.__doc__, "__module__": cls.__module__, **body},
+    )
 
 
 def _forwarding(name: str, method: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,7 +23,13 @@ from typing import Any, NamedTuple
 
 from treeward.config.reward_environments import CustomEnvironmentConfig
 from treeward.data.conversation import Message
-from treeward.environments.interface import WHERE, ConfiguredEnvironment, Conversations, Infos, Reward
+from treeward.environments.interface import (
+    WHERE,
+    ConfiguredEnvironment,
+    Conversations,
+    Infos,
+    Reward,
+)
 from treeward.errors import ConfigError
 from treeward.http import run_async
 from treeward.scoring.score import NO_COMPLETION, completion_text, prompt_text
@@ -60,12 +66,26 @@ def _verl(sample: _Sample, plural: str = "") -> dict[str, Any]:
 
 
 _CONVENTIONS = (
-    _Convention("conversations", True, lambda s: {"conversations": s.conversation, "env_infos": s.info}),
-    _Convention("conversation", False, lambda s: {"conversation": s.conversation, "env_info": s.info}),
-    _Convention("response", False, lambda s: {"prompt": prompt_text(s.conversation[:-1]), "response": s.completion}),
-    _Convention("responses", True, lambda s: {"prompts": prompt_text(s.conversation[:-1]), "responses": s.completion}),
+    _Convention(
+        "conversations", True, lambda s: {"conversations": s.conversation, "env_infos": s.info}
+    ),
+    _Convention(
+        "conversation", False, lambda s: {"conversation": s.conversation, "env_info": s.info}
+    ),
+    _Convention(
+        "response",
+        False,
+        lambda s: {"prompt": prompt_text(s.conversation[:-1]), "response": s.completion},
+    ),
+    _Convention(
+        "responses",
+        True,
+        lambda s: {"prompts": prompt_text(s.conversation[:-1]), "responses": s.completion},
+    ),
     _Convention(  # TRL's
-        "completions", True, lambda s: s.info | {"prompts": s.conversation[:-1], "completions": s.conversation[-1:]}
+        "completions",
+        True,
+        lambda s: s.info | {"prompts": s.conversation[:-1], "completions": s.conversation[-1:]},
     ),
     _Convention("solution_str", False, _verl),
     _Convention("solution_strs", True, lambda s: _verl(s, "s")),
@@ -88,23 +108,35 @@ class CustomEnvironment(ConfiguredEnvironment[CustomEnvironmentConfig]):
         if isinstance(self._function, type):
             self._function, self._kwargs = self._method(self._function), {}
         if not callable(self._function):
-            raise ConfigError("not a function or class", where=WHERE, field="function", got=self.config.function)
+            raise ConfigError(
+                "not a function or class", where=WHERE, field="function", got=self.config.function
+            )
         self._source = source_digest(function)
         signature = inspect.signature(self._function)
         self._parameters = signature.parameters
         at: dict[str, Any] = {"where": WHERE, "got": f"{self.config.function}{signature}"}
-        conventions = [convention for convention in _CONVENTIONS if convention.sign in self._parameters]
+        conventions = [
+            convention for convention in _CONVENTIONS if convention.sign in self._parameters
+        ]
         if not conventions:
-            need = f"one of the parameters {', '.join(convention.sign for convention in _CONVENTIONS)}"
+            need = (
+                f"one of the parameters {', '.join(convention.sign for convention in _CONVENTIONS)}"
+            )
             summary = "the parameters of the function fit no known signature"
-            raise ConfigError(summary, field="function", **at, need=need, fix="rename the parameters")
+            raise ConfigError(
+                summary, field="function", **at, need=need, fix="rename the parameters"
+            )
         self._convention = conventions[0]
-        is_trl = self._convention.sign == "completions"  # whose other parameters are columns of the data
+        is_trl = (
+            self._convention.sign == "completions"
+        )  # whose other parameters are columns of the data
         try:
             bind = signature.bind_partial if is_trl else signature.bind
             bind(**self._accepted(self._convention.arguments(_Sample([], {}, ""))))
         except TypeError as error:
-            raise ConfigError(f"the function cannot be called: {error}", field="kwargs", **at) from None
+            raise ConfigError(
+                f"the function cannot be called: {error}", field="kwargs", **at
+            ) from None
 
     @property
     def user_code(self) -> str:
@@ -118,18 +150,26 @@ class CustomEnvironment(ConfiguredEnvironment[CustomEnvironmentConfig]):
             if text is not None
         ]
         rewards = iter(self._found(samples) if samples else [])
-        return [Reward(None, error=NO_COMPLETION) if text is None else next(rewards) for text in texts]
+        return [
+            Reward(None, error=NO_COMPLETION) if text is None else next(rewards) for text in texts
+        ]
 
     def _found(self, samples: Sequence[_Sample]) -> list[Reward]:
         arguments = [self._convention.arguments(sample) for sample in samples]
         if not self._convention.batched:
             return [_reward(value) for value in self._called(arguments)]
         names = dict.fromkeys(name for values in arguments for name in values)
-        [value] = self._called([{name: [values.get(name) for values in arguments] for name in names}])
+        [value] = self._called(
+            [{name: [values.get(name) for values in arguments] for name in names}]
+        )
         if isinstance(value, Reward) and value.value is None:
             return [value] * len(samples)
         rewards = value.tolist() if hasattr(value, "tolist") else value
-        if not isinstance(rewards, Sequence) or isinstance(rewards, str | bytes) or len(rewards) != len(samples):
+        if (
+            not isinstance(rewards, Sequence)
+            or isinstance(rewards, str | bytes)
+            or len(rewards) != len(samples)
+        ):
             summary = f"the function does not return one reward per sample: {len(samples)}"
             raise ConfigError(summary, where=WHERE, got=f"{rewards!r:.100}")
         return [_reward(reward) for reward in rewards]
@@ -147,8 +187,12 @@ class CustomEnvironment(ConfiguredEnvironment[CustomEnvironmentConfig]):
         return values
 
     def _accepted(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in self._parameters.values())
-        return {k: v for k, v in arguments.items() if takes_any or k in self._parameters} | self._kwargs
+        takes_any = any(
+            parameter.kind is parameter.VAR_KEYWORD for parameter in self._parameters.values()
+        )
+        return {
+            k: v for k, v in arguments.items() if takes_any or k in self._parameters
+        } | self._kwargs
 
     async def _awaited(self, values: Sequence[Any]) -> list[Any]:
         async def one(value: Any) -> Any:
@@ -170,7 +214,9 @@ class CustomEnvironment(ConfiguredEnvironment[CustomEnvironmentConfig]):
         try:
             instance = cls(**self._kwargs)
         except TypeError as error:
-            raise ConfigError(f"the class cannot be constructed: {error}", field="kwargs", **at) from error
+            raise ConfigError(
+                f"the class cannot be constructed: {error}", field="kwargs", **at
+            ) from error
         for name in _METHODS:
             if callable(getattr(instance, name, None)):
                 return getattr(instance, name)
@@ -182,7 +228,11 @@ def _reward(value: Any) -> Reward:
     """A returned value as a `Reward`; its value is None, with a reason, unless it is a finite number."""
     if isinstance(value, Reward):
         finite = value.value is None or _number(value.value) is not None
-        return value if finite else Reward(None, error=f"the reward is {value.value!r:.100}, no finite number")
+        return (
+            value
+            if finite
+            else Reward(None, error=f"the reward is {value.value!r:.100}, no finite number")
+        )
     components: dict[str, float] = {}
     if isinstance(value, Mapping):
         components = {
@@ -196,7 +246,11 @@ def _reward(value: Any) -> Reward:
     number = _number(value)
     if number is not None:
         return Reward(number, components=components)
-    error = "the function gave no reward" if value is None else f"the function gave {value!r:.100}, no finite number"
+    error = (
+        "the function gave no reward"
+        if value is None
+        else f"the function gave {value!r:.100}, no finite number"
+    )
     return Reward(None, components=components, error=error)
 
 

@@ -36,7 +36,15 @@ square ways integers dollars mph inches hours km units \ldots sue points feet mi
 meters meals edges students childrentickets multiples
 """
 _MARKS = (
-    *(r"\text{s}", r"\text{.}", "\\text{\ns}", r"\text{}^2", r"\text{}^3", "\\text{\n}", r"\text{}"),
+    *(
+        r"\text{s}",
+        r"\text{.}",
+        "\\text{\ns}",
+        r"\text{}^2",
+        r"\text{}^3",
+        "\\text{\n}",
+        r"\text{}",
+    ),
     *(r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}", '"', r"\dots"),
 )
 _REMOVED = (*_UNITS.split(), *_MARKS)

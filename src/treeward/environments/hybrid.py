@@ -62,7 +62,10 @@ class HybridEnvironment(ConfiguredEnvironment[HybridEnvironmentConfig]):
         with ThreadPoolExecutor(len(self.members)) as threads:
             rewards = dict(zip(self.members, threads.map(ask, self.members.values()), strict=True))
         weights = {name: member.weight for name, member in self.config.members.items()}
-        return [_weighted_sum({name: rewards[name][i] for name in rewards}, weights) for i in range(len(conversations))]
+        return [
+            _weighted_sum({name: rewards[name][i] for name in rewards}, weights)
+            for i in range(len(conversations))
+        ]
 
     def shutdown(self) -> bool:
         return all([member.shutdown() for member in self.members.values()])
@@ -73,7 +76,9 @@ class HybridEnvironment(ConfiguredEnvironment[HybridEnvironmentConfig]):
         for name, member in self.members.items():
             if not pending:
                 break
-            rewards = member.rewards([conversations[i] for i in pending], [env_infos[i] for i in pending])
+            rewards = member.rewards(
+                [conversations[i] for i in pending], [env_infos[i] for i in pending]
+            )
             for i, reward in zip(pending, rewards, strict=True):
                 parts_by_sample[i][name] = reward
             pending = [i for i in pending if _falls_back(parts_by_sample[i][name])]
@@ -91,7 +96,9 @@ def _weighted_sum(parts: Mapping[str, Reward], weights: Mapping[str, float]) -> 
     There is none where a part has none. Names of components, and reasons, begin with the name of their part.
     """
     components = _components(parts)
-    judgement = "\n\n".join(part.score.judgement for part in parts.values() if part.score.judgement) or None
+    judgement = (
+        "\n\n".join(part.score.judgement for part in parts.values() if part.score.judgement) or None
+    )
     if error := _errors(parts):
         return Reward(None, Score(None, judgement=judgement), components=components, error=error)
     total = sum(weights[name] * (part.value or 0.0) for name, part in parts.items())
@@ -103,7 +110,9 @@ def _weighted_sum(parts: Mapping[str, Reward], weights: Mapping[str, float]) -> 
 
 def _last(parts: Mapping[str, Reward]) -> Reward:
     *_, last = parts.values()
-    return replace(last, components=_components(parts), error=_errors(parts) if last.value is None else None)
+    return replace(
+        last, components=_components(parts), error=_errors(parts) if last.value is None else None
+    )
 
 
 def _components(parts: Mapping[str, Reward]) -> dict[str, float]:
@@ -116,4 +125,7 @@ def _components(parts: Mapping[str, Reward]) -> dict[str, float]:
 
 
 def _errors(parts: Mapping[str, Reward]) -> str | None:
-    return "; ".join(f"{name}: {part.error}" for name, part in parts.items() if part.value is None) or None
+    return (
+        "; ".join(f"{name}: {part.error}" for name, part in parts.items() if part.value is None)
+        or None
+    )

@@ -32,7 +32,13 @@ from torch import Tensor
 
 from treeward.config.base import Strict
 from treeward.config.load import load_section
-from treeward.data.conversation import Conversation, Message, read_template_kwargs, template_kwargs_of, with_messages
+from treeward.data.conversation import (
+    Conversation,
+    Message,
+    read_template_kwargs,
+    template_kwargs_of,
+    with_messages,
+)
 from treeward.environments.actors import RayActor
 from treeward.errors import DataError
 from treeward.scoring.score import Reward as Reward
@@ -50,7 +56,14 @@ WHERE = "env_config"
 
 _KEYS_OF_LOOPS = frozenset(
     {
-        *("token_ids", "generation_logprobs", "token_loss_mask", "advantages", "prev_logprobs", "routed_experts"),
+        *(
+            "token_ids",
+            "generation_logprobs",
+            "token_loss_mask",
+            "advantages",
+            "prev_logprobs",
+            "routed_experts",
+        ),
         *("logprobs", "is_invalid_tool_call", "has_malformed_thinking"),
     }
 )
@@ -109,16 +122,25 @@ class Environment(RayActor, abc.ABC):
         env_infos = env_infos or [None] * len(message_logs)  # NeMo RL's reward models get none
         if len(message_logs) != len(env_infos):
             got = f"{len(message_logs)} message logs and {len(env_infos)} env_infos"
-            raise DataError("there is not one env_info for each message log", where=self.name, got=got)
+            raise DataError(
+                "there is not one env_info for each message log", where=self.name, got=got
+            )
         conversations = []
         for i, (log, info) in enumerate(zip(message_logs, env_infos, strict=True)):
             if not isinstance(info, Mapping | None):
-                raise DataError("the env_info is not a mapping", where=f"{self.name}, sample {i}", got=info)
+                raise DataError(
+                    "the env_info is not a mapping", where=f"{self.name}, sample {i}", got=info
+                )
             messages = conversation_of_log(log, where=f"sample {i}")
-            variables = {**template_kwargs_of(messages), **read_template_kwargs(info or {}, f"sample {i}")}
+            variables = {
+                **template_kwargs_of(messages),
+                **read_template_kwargs(info or {}, f"sample {i}"),
+            }
             conversations.append(Conversation(messages, chat_template_kwargs=variables))
         rewards = self.rewards(conversations, [dict(info or {}) for info in env_infos])
-        assert len(rewards) == len(conversations), f"{self.name}: {len(rewards)} rewards for {len(conversations)} logs"
+        assert len(rewards) == len(conversations), (
+            f"{self.name}: {len(rewards)} rewards for {len(conversations)} logs"
+        )
         if failed := [i for i, reward in enumerate(rewards) if reward.value is None]:
             first = f"sample {failed[0]}: {rewards[failed[0]].error}"
             words = "%s: %d of %d samples have no reward; the first: %s"
@@ -128,13 +150,23 @@ class Environment(RayActor, abc.ABC):
     def step(self, message_logs: Logs, env_infos: AnyInfos) -> EnvironmentReturn:
         """`reward`, in the form of NeMo RL."""
         rewards = self.reward(message_logs, env_infos)
-        details = [{"raw": r.raw, "components": dict(r.components), "error": r.error} for r in rewards]
+        details = [
+            {"raw": r.raw, "components": dict(r.components), "error": r.error} for r in rewards
+        ]
         infos = env_infos or [None] * len(rewards)
         return EnvironmentReturn(
-            observations=[{"role": "environment", "content": f"Environment: {reward.value}"} for reward in rewards],
-            metadata=[{**(info or {}), DETAILS: detail} for info, detail in zip(infos, details, strict=True)],
+            observations=[
+                {"role": "environment", "content": f"Environment: {reward.value}"}
+                for reward in rewards
+            ],
+            metadata=[
+                {**(info or {}), DETAILS: detail}
+                for info, detail in zip(infos, details, strict=True)
+            ],
             next_stop_strings=[None] * len(rewards),
-            rewards=torch.tensor([math.nan if r.value is None else r.value for r in rewards], dtype=torch.float32),
+            rewards=torch.tensor(
+                [math.nan if r.value is None else r.value for r in rewards], dtype=torch.float32
+            ),
             terminateds=torch.ones(len(rewards), dtype=torch.bool),
             answers=[completion_text(conversation_of_log(log)) for log in message_logs],
         )
@@ -147,7 +179,11 @@ class Environment(RayActor, abc.ABC):
         """
         values = next((batch[key] for key in ("rewards", "total_reward") if key in batch), None)
         if values is None:
-            raise DataError("the batch has no rewards", got=f"keys {sorted(batch)}", need="rewards or total_reward")
+            raise DataError(
+                "the batch has no rewards",
+                got=f"keys {sorted(batch)}",
+                need="rewards or total_reward",
+            )
         rewards = torch.as_tensor(values, dtype=torch.float32).flatten()
         failed = ~torch.isfinite(rewards)
         if "loss_multiplier" in batch and bool(failed.any()):
@@ -193,6 +229,10 @@ def _message(message: Mapping[str, Any]) -> Message:
     for key, value in message.items():
         if isinstance(value, np.ndarray) and value.dtype == object:
             value = value.tolist()  # a list from parquet
-        if value is not None and key not in _KEYS_OF_LOOPS and not isinstance(value, Tensor | np.ndarray):
+        if (
+            value is not None
+            and key not in _KEYS_OF_LOOPS
+            and not isinstance(value, Tensor | np.ndarray)
+        ):
             kept[key] = value
     return kept

@@ -30,11 +30,25 @@ from typing import Any, NamedTuple
 
 from treeward.config.reward_environments import JudgeEnvironmentConfig
 from treeward.data.conversation import Message, template_kwargs_of
-from treeward.environments.interface import GROUP, ConfiguredEnvironment, Conversations, Infos, Reward
+from treeward.environments.interface import (
+    GROUP,
+    ConfiguredEnvironment,
+    Conversations,
+    Infos,
+    Reward,
+)
 from treeward.environments.judge_endpoint import EndpointJudge
 from treeward.errors import ModelError
 from treeward.scoring.judge_local import LocalJudge
-from treeward.scoring.score import NO_COMPLETION, Cost, Score, completion_text, message_text, plain, transcript
+from treeward.scoring.score import (
+    NO_COMPLETION,
+    Cost,
+    Score,
+    completion_text,
+    message_text,
+    plain,
+    transcript,
+)
 from treeward.scoring.verdicts import NoVerdict, Verdict, make_question, share_of_scale
 
 _FIRST_QUESTIONS = 4
@@ -72,7 +86,9 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
             conversation = conversations[sample]
             shown = transcript(conversation[:-1], template_kwargs_of(conversation).get("tools"))
             questions.append(make_question(self.config, shown, match.texts))
-        answers: dict[int, list[tuple[int, Verdict | NoVerdict]]] = {i: [] for i in texts}  # with the sample's place
+        answers: dict[int, list[tuple[int, Verdict | NoVerdict]]] = {
+            i: [] for i in texts
+        }  # with the sample's place
         for match, answer in zip(matches, self._answers(questions), strict=True):
             for place, i in enumerate(match.places):
                 if i is not None:
@@ -82,7 +98,9 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
             for i in range(len(conversations))
         ]
 
-    def _matches(self, conversations: Conversations, env_infos: Infos, texts: Mapping[int, str]) -> Iterator[_Match]:
+    def _matches(
+        self, conversations: Conversations, env_infos: Infos, texts: Mapping[int, str]
+    ) -> Iterator[_Match]:
         """The matches to judge: each sample alone, or each pair in both orders."""
         if self.config.mode == "rating":
             yield from (_Match((i,), (text,)) for i, text in texts.items())
@@ -98,7 +116,10 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
                 groups[prompt if group is None else group].append(i)
         for members in groups.values():
             neighbours = zip(members, members[1:] + members[:1], strict=True)
-            pairs += [((i, texts[i]), (j, texts[j])) for i, j in [*neighbours][: None if len(members) > 2 else -1]]
+            pairs += [
+                ((i, texts[i]), (j, texts[j]))
+                for i, j in [*neighbours][: None if len(members) > 2 else -1]
+            ]
         for first, second in pairs:
             for ordered in ((first, second), (second, first)):
                 yield _Match(*zip(*ordered, strict=True))
@@ -111,7 +132,11 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
         before = time.perf_counter()
         has_first = not self._has_begun and len(questions) >= _FIRST_QUESTIONS
         answers = self._judge.ask(questions[:_FIRST_QUESTIONS]) if has_first else []
-        reasons = [answer for answer in answers if isinstance(answer, NoVerdict) and not answer.is_temporary]
+        reasons = [
+            answer
+            for answer in answers
+            if isinstance(answer, NoVerdict) and not answer.is_temporary
+        ]
         if answers and len(reasons) == len(answers):
             sent = "send only settings that the server knows (null: not sent), and shorter prompts"
             wrote = (
@@ -133,17 +158,23 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
     def _reward(self, answers: Sequence[tuple[int, Verdict | NoVerdict]]) -> Reward:
         """The reward of a sample from all its answers, each with the place of the sample; pairs follow one another."""
         if not answers:
-            alone = ", and it is the only one of its prompt" if self.config.mode == "pairwise" else ""
+            alone = (
+                ", and it is the only one of its prompt" if self.config.mode == "pairwise" else ""
+            )
             missing = f"the sample has no reference completion: no text in {self.config.reference_key}{alone}"
             return Reward(None, error=missing)
-        score = Score(None, judgement="\n\n".join(answer.text for _, answer in answers if answer.text) or None)
+        score = Score(
+            None, judgement="\n\n".join(answer.text for _, answer in answers if answer.text) or None
+        )
         verdicts: list[Verdict] = []
         values: tuple[list[float], list[float]] = [], []  # by place, in the order of pairs
         for place, answer in answers:
             if isinstance(answer, NoVerdict):
                 return Reward(None, score, error=answer.reason)
             verdicts.append(answer)
-            is_turned = place == 1 and self.config.mode == "pairwise"  # the value is that of the first place
+            is_turned = (
+                place == 1 and self.config.mode == "pairwise"
+            )  # the value is that of the first place
             values[place].append(1.0 - answer.value if is_turned else answer.value)
         components: dict[str, float] = {}
         if masses := [verdict.mass for verdict in verdicts if verdict.mass is not None]:
@@ -156,7 +187,10 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
         reward = statistics.fmean(forward + swapped)
         components |= {"forward": statistics.fmean(forward), "swapped": statistics.fmean(swapped)}
         components["position_bias"] = components["forward"] - components["swapped"]
-        changed = [_winner(first) != _winner(second) for first, second in zip(forward, swapped, strict=True)]
+        changed = [
+            _winner(first) != _winner(second)
+            for first, second in zip(forward, swapped, strict=True)
+        ]
         components["inconsistent"] = sum(changed) / len(changed)
         if self.config.mode == "equivalence":
             reward = max(map(min, forward, swapped))

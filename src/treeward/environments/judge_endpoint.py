@@ -46,12 +46,20 @@ class EndpointJudge:
     async def _ask_all(self, questions: Sequence[Sequence[Message]]) -> list[Verdict | NoVerdict]:
         config = self.config
         slots = asyncio.Semaphore(config.max_concurrency)
-        async with openai_client(  # a client belongs to an event loop, and `run_async` makes one for each step
-            self.url, api_key=self._key, timeout_seconds=config.timeout_seconds, max_retries=config.max_retries
-        ) as client:
+        async with (
+            openai_client(  # a client belongs to an event loop, and `run_async` makes one for each step
+                self.url,
+                api_key=self._key,
+                timeout_seconds=config.timeout_seconds,
+                max_retries=config.max_retries,
+            ) as client
+        ):
             try:
                 async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(self._verdict(client, slots, question)) for question in questions]
+                    tasks = [
+                        group.create_task(self._verdict(client, slots, question))
+                        for question in questions
+                    ]
             except ExceptionGroup as errors:  # of a request that would fail for every question
                 raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
@@ -80,13 +88,18 @@ class EndpointJudge:
         """The judge's message, empty if it is not text."""
         seconds = self.config.timeout_seconds * (self.config.max_retries + 1)
         content = await post(
-            client, "/chat/completions", {**self._settings, "messages": messages}, total_seconds=seconds
+            client,
+            "/chat/completions",
+            {**self._settings, "messages": messages},
+            total_seconds=seconds,
         )
         try:
             choice = content["choices"][0]
             text = choice["message"]["content"]
             usage = content.get("usage") or {}
-            tokens = [_token(entry) for entry in (choice.get("logprobs") or {}).get("content") or ()]
+            tokens = [
+                _token(entry) for entry in (choice.get("logprobs") or {}).get("content") or ()
+            ]
         except (LookupError, TypeError, AttributeError) as error:
             summary = "the server sends no chat completion"
             raise ServerError(summary, status=200, where=self.url, got=content) from error
@@ -107,5 +120,7 @@ class EndpointJudge:
 
 
 def _token(content: Mapping[str, Any]) -> TokenChoice:
-    others = {entry["token"]: float(entry["logprob"]) for entry in content.get("top_logprobs") or ()}
+    others = {
+        entry["token"]: float(entry["logprob"]) for entry in content.get("top_logprobs") or ()
+    }
     return TokenChoice(content["token"], {content["token"]: float(content["logprob"]), **others})

@@ -87,7 +87,9 @@ class MathChecker:
             assert process.stdin is not None and process.stdout is not None
             verdict = ""  # as of a process that has died
             with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(json.dumps([self.timeout_seconds, list(item[0]), item[1]]) + "\n")
+                process.stdin.write(
+                    json.dumps([self.timeout_seconds, list(item[0]), item[1]]) + "\n"
+                )
                 process.stdin.flush()
                 verdict = process.stdout.readline().strip()
             if verdict:
@@ -95,7 +97,11 @@ class MathChecker:
             late = process.wait() == -signal.SIGALRM
             _end(process)
             process = None
-            reason = "the answer could not be compared in time" if late else "the process that compared the answer died"
+            reason = (
+                "the answer could not be compared in time"
+                if late
+                else "the process that compared the answer died"
+            )
             return MathVerdict(None, error=reason)
         finally:
             self._processes.put(process)
@@ -109,7 +115,9 @@ def marked(text: str) -> str:
 def last_box(text: str) -> str | None:
     """The content of the last `\\boxed{}` or `\\fbox{}` that is closed; None without one."""
     last: tuple[int, int] | None = None
-    opened: list[int | None] = []  # where the content of each open box begins; None for another brace
+    opened: list[
+        int | None
+    ] = []  # where the content of each open box begins; None for another brace
     for match in _BRACE.finditer(text):
         if match["box"]:
             opened.append(match.end())
@@ -166,9 +174,13 @@ def serve() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs whole completions
-    _compare(["1/2"], "It is 0.5")  # its imports take a second, outside the time limit of the first item
+    _compare(
+        ["1/2"], "It is 0.5"
+    )  # its imports take a second, outside the time limit of the first item
     with contextlib.suppress(ValueError, OSError):  # not every system has this limit
-        resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+        resource.setrlimit(
+            resource.RLIMIT_DATA, (_MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_DATA)[1])
+        )
     print("ready", file=out, flush=True)  # noqa: T201
     for line in sys.stdin:
         seconds, golds, completion = json.loads(line)
@@ -190,12 +202,18 @@ def _compare(golds: Sequence[str], completion: str) -> tuple[bool | None, bool, 
     import math_verify
 
     try:
-        parsed: list[Any] = [math_verify.parse(marked(_answer(gold)), parsing_timeout=None) for gold in golds]
+        parsed: list[Any] = [
+            math_verify.parse(marked(_answer(gold)), parsing_timeout=None) for gold in golds
+        ]
         if not any(parsed):
             return None, True, "the ground truth is not mathematics that can be parsed"
         answer = math_verify.parse(_answer(completion), parsing_timeout=None)
         if not answer:
             return False, False, None
-        return any(math_verify.verify(gold, answer, timeout_seconds=None) for gold in parsed if gold), True, None
+        return (
+            any(math_verify.verify(gold, answer, timeout_seconds=None) for gold in parsed if gold),
+            True,
+            None,
+        )
     except MemoryError:
         return None, True, "comparing the answer took too much memory"

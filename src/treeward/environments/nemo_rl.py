@@ -60,14 +60,18 @@ class NemoRLEnvironment(Environment):
 
     def __init__(self, env_config: Mapping[str, Any]) -> None:
         section = {key: value for key, value in env_config.items() if key != "enabled"}
-        self.config = load_section(NemoRLConfig, section.pop(_SECTION, None) or {}, where=f"{WHERE}.{_SECTION}")
+        self.config = load_section(
+            NemoRLConfig, section.pop(_SECTION, None) or {}, where=f"{WHERE}.{_SECTION}"
+        )
         self.environment = make_environment("reward_model", section)
         self.name = self.environment.name
 
     def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
         return self.environment.rewards(conversations, env_infos)
 
-    def step(self, message_logs: Logs, env_infos: AnyInfos, return_extracted_answer: bool = False) -> EnvironmentReturn:
+    def step(
+        self, message_logs: Logs, env_infos: AnyInfos, return_extracted_answer: bool = False
+    ) -> EnvironmentReturn:
         """The environment's step, every reward finite. Raises `ModelError` for a missing reward without a substitute.
 
         `return_extracted_answer`: of NeMo RL's evaluation; `answers` are always returned.
@@ -75,7 +79,9 @@ class NemoRLEnvironment(Environment):
         result = self.environment.step(message_logs, env_infos)
         return result._replace(
             rewards=self._filled(result, message_logs),
-            observations=[observation | {"content": _OBSERVATION} for observation in result.observations],
+            observations=[
+                observation | {"content": _OBSERVATION} for observation in result.observations
+            ],
         )
 
     def shutdown(self) -> bool:
@@ -115,7 +121,9 @@ def fill_with_group_means(rewards: Tensor, groups: Sequence[Hashable]) -> Tensor
             members.setdefault(group, []).append(index)
     for indices in members.values():
         rows = torch.tensor(indices)
-        filled[rows[~has_reward[rows]]] = rewards[rows[has_reward[rows]]].mean()  # NaN if there is none
+        filled[rows[~has_reward[rows]]] = rewards[
+            rows[has_reward[rows]]
+        ].mean()  # NaN if there is none
     return filled
 
 
@@ -130,7 +138,9 @@ def register(name: str = "reward_model") -> None:
         from nemo_rl.distributed.virtual_cluster import PY_EXECUTABLES
         from nemo_rl.environments.utils import ENV_REGISTRY
     except ImportError as error:
-        raise ConfigError("NeMo RL is not installed", got=str(error), fix="run this in NeMo RL's own Python") from error
+        raise ConfigError(
+            "NeMo RL is not installed", got=str(error), fix="run this in NeMo RL's own Python"
+        ) from error
     path = f"{NemoRLEnvironment.__module__}.{NemoRLEnvironment.__qualname__}"
     ENV_REGISTRY[name] = {**ENV_REGISTRY.get(name, {}), "actor_class_fqn": path}
     ACTOR_ENVIRONMENT_REGISTRY[path] = PY_EXECUTABLES.SYSTEM

@@ -63,16 +63,24 @@ def open_questions(config: PromptSetConfig, section: JudgePromptConfig) -> Promp
             info = {FAMILY: family, "task_name": preference.task_name}
             info |= {} if config.env_name is None else {"environment": config.env_name}
             both_orders = {"A": texts, "B": texts[::-1]}
-            asked = {"better": texts[:1], "worse": texts[1:]} if section.mode == "rating" else both_orders
+            asked = (
+                {"better": texts[:1], "worse": texts[1:]}
+                if section.mode == "rating"
+                else both_orders
+            )
             for label, shown in asked.items():
                 context = transcript(preference.context, preference.template_kwargs.get("tools"))
                 messages = make_question(section, context, shown)
                 questions.append(Prompt(messages, {**info, LABEL: label}, where))
     if not questions:
         got, need = f"{num_tied // 2} pairs of equal rank", "two completions of different rank"
-        raise DataError("no comparison has a better completion", where=dataset.name, got=got, need=need)
+        raise DataError(
+            "no comparison has a better completion", where=dataset.name, got=got, need=need
+        )
     if num_strong:
-        logger.info("%s: the strength of %d comparisons is not used by verdicts.", dataset.name, num_strong)
+        logger.info(
+            "%s: the strength of %d comparisons is not used by verdicts.", dataset.name, num_strong
+        )
     counts = Counter(read=len(questions) + num_tied, kept=len(questions), tied=num_tied)
     return PromptSet(dataset.name, questions, counts, config.weight, together=2)
 
@@ -103,7 +111,9 @@ class PreferenceVerdictEnvironment(ConfiguredEnvironment[PreferenceVerdictConfig
                 rewards.append(Reward(None, error=_NO_QUESTION))
                 continue
             if i not in verdicts:
-                rewards.append(Reward(self.config.no_verdict, components={"accuracy": 0.0, "no_verdict": 1.0}))
+                rewards.append(
+                    Reward(self.config.no_verdict, components={"accuracy": 0.0, "no_verdict": 1.0})
+                )
                 continue
             others = answers[family, _OTHER[label]]
             right = self._right(verdicts[i], label, [verdicts[j] for j in others if j in verdicts])
@@ -114,7 +124,9 @@ class PreferenceVerdictEnvironment(ConfiguredEnvironment[PreferenceVerdictConfig
                 parts["position_bias"] = 2.0 * verdicts[i].value - 1.0
                 number = answers[family, label].index(i)
                 if number < len(others) and others[number] in verdicts:
-                    parts["consistent"] = float(verdicts[i].value == 1.0 - verdicts[others[number]].value)
+                    parts["consistent"] = float(
+                        verdicts[i].value == 1.0 - verdicts[others[number]].value
+                    )
             rewards.append(Reward(right, components=parts))
         return rewards
 
@@ -123,7 +135,11 @@ class PreferenceVerdictEnvironment(ConfiguredEnvironment[PreferenceVerdictConfig
         if self.config.mode == "pairwise":
             return float(verdict.label == label)
         sign = 1.0 if label == "better" else -1.0
-        return fmean(float(sign * (verdict.value - other.value) > 0) for other in others) if others else 0.0
+        return (
+            fmean(float(sign * (verdict.value - other.value) > 0) for other in others)
+            if others
+            else 0.0
+        )
 
 
 _OTHER = {"A": "B", "B": "A", "better": "worse", "worse": "better"}

@@ -29,7 +29,9 @@ def environment_class(kind: str) -> Callable[[Mapping[str, Any]], Environment]:
     path = ENVIRONMENTS[kind].path if kind in ENVIRONMENTS else kind
     if "." not in path:
         need = f"one of {', '.join(ENVIRONMENTS)}, or the dotted path of a class"
-        raise ConfigError.unknown("there is no such kind of environment", kind, ENVIRONMENTS, field="type", need=need)
+        raise ConfigError.unknown(
+            "there is no such kind of environment", kind, ENVIRONMENTS, field="type", need=need
+        )
     cls = import_object(path, field="type")
     if inspect.isabstract(cls):
         need = f"a class that implements {', '.join(sorted(cls.__abstractmethods__))}"
@@ -40,7 +42,9 @@ def environment_class(kind: str) -> Callable[[Mapping[str, Any]], Environment]:
         return partial(SteppedEnvironment, cls)
     if hasattr(cls, "remote") and hasattr(cls, "options"):  # of @ray.remote
         return partial(SteppedEnvironment, cls)
-    need = "a subclass of treeward.environments.interface.Environment, or a class with NeMo RL's step"
+    need = (
+        "a subclass of treeward.environments.interface.Environment, or a class with NeMo RL's step"
+    )
     raise ConfigError("this is not an environment", field="type", got=kind, need=need)
 
 

@@ -104,7 +104,10 @@ class ReplicaPool:
             field="resources",
         )
         share = {name: amount / size for name, amount in room.items()}
-        bundles: dict[str, Any] = {"placement_group_bundles": [share] * size, "placement_group_strategy": "STRICT_PACK"}
+        bundles: dict[str, Any] = {
+            "placement_group_bundles": [share] * size,
+            "placement_group_strategy": "STRICT_PACK",
+        }
         self._handle = self._open.enter_context(
             running(
                 _Replica,
@@ -151,6 +154,9 @@ class ReplicaPool:
 
 def _chunks(conversations: Sequence[AnyConversation], most: int) -> list[list[AnyConversation]]:
     """At most so many parts, in order, of equal numbers of prompts; neighbours with one prompt stay together."""
-    prompts = [list(group) for _, group in groupby(conversations, key=lambda conversation: list(conversation[:-1]))]
+    prompts = [
+        list(group)
+        for _, group in groupby(conversations, key=lambda conversation: list(conversation[:-1]))
+    ]
     size = max(1, math.ceil(len(prompts) / most))
     return [list(chain(*prompts[start : start + size])) for start in range(0, len(prompts), size)]

@@ -60,7 +60,9 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
 
     def __init__(self, env_config: Mapping[str, Any] | RewardModelEnvironmentConfig) -> None:
         super().__init__(env_config)
-        self._lock = threading.Lock()  # steps may come from several threads; the model takes one at a time
+        self._lock = (
+            threading.Lock()
+        )  # steps may come from several threads; the model takes one at a time
         self._shaper = None if self.config.url else load_shaper(self.config)
         self._model: ScoringWorker | ReplicaPool | RewardServer | None
         if self.config.url is not None:
@@ -70,7 +72,9 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
                 from treeward.environments.replicas import ReplicaPool
             except ImportError as error:
                 fix = f"{pip_install('serve', 'ray')}, or use one replica"
-                raise ConfigError("Ray Serve is not installed", where=WHERE, got=str(error), fix=fix) from error
+                raise ConfigError(
+                    "Ray Serve is not installed", where=WHERE, got=str(error), fix=fix
+                ) from error
             self._model = ReplicaPool(self.config)
         else:
             on_gpu = self.config.resources.gpus_per_node > 0 and torch.cuda.is_available()
@@ -84,22 +88,31 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
                 rewards = model.rewards(conversations)
             else:
                 rewards = rewards_of(model.score(conversations), conversations, self._shaper)
-        return [replace(reward, components={**reward.components, **reward.score.parts}) for reward in rewards]
+        return [
+            replace(reward, components={**reward.components, **reward.score.parts})
+            for reward in rewards
+        ]
 
-    def preprocess_data(self, message_logs: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Tensor]:
+    def preprocess_data(
+        self, message_logs: Sequence[Sequence[Mapping[str, Any]]]
+    ) -> dict[str, Tensor]:
         """The model's input: `{"input_ids": int64 (B, L), "input_lengths": int64 (B,)}`, right-padded.
 
         Raises `DataError` for a conversation that has no completion, cannot be rendered or is too long, and
         `ConfigError` if the model is not in this process.
         """
-        return self._here("preprocess_data").preprocess([conversation_of_log(log) for log in message_logs])
+        return self._here("preprocess_data").preprocess(
+            [conversation_of_log(log) for log in message_logs]
+        )
 
     @property
     def reward_model_policy(self) -> RewardModel:
         """The model, if one runs in this process: its `score(preprocess_data(logs))["scores"]` are unshaped scores."""
         members = self._here("reward_model_policy").scorer.members
         if len(members) > 1 or members[0].steps is not None:
-            summary = "an ensemble and a process reward model are no model with a value of a conversation"
+            summary = (
+                "an ensemble and a process reward model are no model with a value of a conversation"
+            )
             raise ConfigError(summary, field="model_name", got=list(self.config.models))
         return members[0].model
 
@@ -112,7 +125,9 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
 
     def _running(self) -> ScoringWorker | ReplicaPool | RewardServer:
         if self._model is None:
-            raise ModelError("the environment was shut down", fix="make a new RewardModelEnvironment")
+            raise ModelError(
+                "the environment was shut down", fix="make a new RewardModelEnvironment"
+            )
         return self._model
 
     def _here(self, what: str) -> ScoringWorker:
@@ -149,8 +164,13 @@ class RewardServer:
 
     def __init__(self, config: RewardModelEnvironmentConfig) -> None:
         token = key_from(config.token_env, where=WHERE, field="token_env")
-        limits = {"max_retries": config.max_retries, "timeout_seconds": config.worker_timeout_seconds or 600.0}
-        self.client = RewardClient(str(config.url), token=token, model=config.served_model, **limits)  # type: ignore[arg-type]
+        self.client = RewardClient(
+            str(config.url),
+            token=token,
+            model=config.served_model,
+            max_retries=config.max_retries,
+            timeout_seconds=config.worker_timeout_seconds or 600.0,
+        )
         self.model = self._described()
 
     def rewards(self, conversations: Sequence[AnyConversation]) -> list[Reward]:
@@ -160,14 +180,18 @@ class RewardServer:
             description = self._described()  # afterwards, to describe the model that has scored
         except RewardServerError as error:
             if error.status in (401, 403, 404):  # it would refuse every later request too
-                raise ModelError(error.summary, where=error.where, got=error.got, fix=error.fix) from error
+                raise ModelError(
+                    error.summary, where=error.where, got=error.got, fix=error.fix
+                ) from error
             reason = f"{error.where}: {error.summary} ({error.got})"
             return [Reward(None, Score(None, error=reason), error=reason) for _ in conversations]
         if description != self.model:
             summary = "the server's model, or its settings, have changed"
             raise ModelError(summary, where=self.client.url, got=description, need=str(self.model))
         names = tuple(description["heads"])
-        return [replace(reward, score=replace(reward.score, head_names=names)) for reward in rewards]
+        return [
+            replace(reward, score=replace(reward.score, head_names=names)) for reward in rewards
+        ]
 
     def shutdown(self) -> None:
         """Close the connections."""
@@ -178,7 +202,15 @@ class RewardServer:
         name, models = self.client.model, self.client.models()
         entry = next((model for model in models if name in (None, model["id"])), {})
         if "identity" not in entry:  # other servers list models too
-            got, need = ", ".join(model["id"] for model in models), f"a `treeward serve` with {name or 'a model'}"
-            summary, fix = "the server does not have this reward model", "name one of its models as served_model"
-            raise ConfigError(summary, where=self.client.url, got=f"models {got}", need=need, fix=fix)
+            got, need = (
+                ", ".join(model["id"] for model in models),
+                f"a `treeward serve` with {name or 'a model'}",
+            )
+            summary, fix = (
+                "the server does not have this reward model",
+                "name one of its models as served_model",
+            )
+            raise ConfigError(
+                summary, where=self.client.url, got=f"models {got}", need=need, fix=fix
+            )
         return {key: entry[key] for key in ("id", "identity", "heads")}

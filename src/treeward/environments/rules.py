@@ -21,7 +21,13 @@ from treeward.config.reward_environments import MathEnvironmentConfig, RuleEnvir
 from treeward.data.conversation import Message
 from treeward.data.reasoning import without_reasoning
 from treeward.environments.dapo_answers import find_answer, normal_form
-from treeward.environments.interface import WHERE, ConfiguredEnvironment, Conversations, Infos, Reward
+from treeward.environments.interface import (
+    WHERE,
+    ConfiguredEnvironment,
+    Conversations,
+    Infos,
+    Reward,
+)
 from treeward.environments.math_answers import MathChecker, MathVerdict, marked, number_text
 from treeward.errors import ConfigError
 from treeward.scoring.score import NO_COMPLETION, completion_text, plain
@@ -40,11 +46,15 @@ class RuleEnvironment(ConfiguredEnvironment[RuleEnvironmentConfig]):
             try:
                 regex.compile(pattern or "")
             except regex.error as error:
-                raise ConfigError(f"not a regular expression: {error}", where=WHERE, field=field, got=pattern) from None
+                raise ConfigError(
+                    f"not a regular expression: {error}", where=WHERE, field=field, got=pattern
+                ) from None
         self._strips_reasoning = self.config.strips_reasoning
         math = self.config.rule == "math"
         self._checker = (
-            MathChecker(workers=self.config.workers, timeout_seconds=self.config.timeout_seconds) if math else None
+            MathChecker(workers=self.config.workers, timeout_seconds=self.config.timeout_seconds)
+            if math
+            else None
         )
 
     def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
@@ -58,9 +68,14 @@ class RuleEnvironment(ConfiguredEnvironment[RuleEnvironmentConfig]):
                     results.append(answer if self._checker else self._reward(self._matches(answer)))
             except _UndecidedError as error:
                 results.append(Reward(None, error=str(error)))
-        compared = [(result.golds, result.text) for result in results if isinstance(result, _Answer)]
+        compared = [
+            (result.golds, result.text) for result in results if isinstance(result, _Answer)
+        ]
         verdicts = iter(self._checker.check(compared) if self._checker else [])
-        return [result if isinstance(result, Reward) else self._judged(next(verdicts)) for result in results]
+        return [
+            result if isinstance(result, Reward) else self._judged(next(verdicts))
+            for result in results
+        ]
 
     def shutdown(self) -> bool:
         if self._checker is not None:
@@ -73,7 +88,9 @@ class RuleEnvironment(ConfiguredEnvironment[RuleEnvironmentConfig]):
         return self._reward(verdict.correct, answered=verdict.parsed)
 
     def _reward(self, correct: bool, *, answered: bool = True) -> Reward:
-        return Reward(float(correct), components={"correct": float(correct), "answered": float(answered)})
+        return Reward(
+            float(correct), components={"correct": float(correct), "answered": float(answered)}
+        )
 
     def _read(self, conversation: Sequence[Message], info: Mapping[str, Any]) -> _Answer | None:
         """The answer in the completion, and its ground truths; None if `extract` does not match."""
@@ -82,7 +99,11 @@ class RuleEnvironment(ConfiguredEnvironment[RuleEnvironmentConfig]):
             raise _UndecidedError(NO_COMPLETION)
         if self._strips_reasoning:
             text = without_reasoning(text)
-        golds = (self.config.pattern,) if self.config.pattern is not None else _golds(info, self.config.answer_key)
+        golds = (
+            (self.config.pattern,)
+            if self.config.pattern is not None
+            else _golds(info, self.config.answer_key)
+        )
         if self.config.rule == "dapo" and self.config.extract is None:
             answer = find_answer(text)
             return None if answer is None else _Answer(answer, golds)
@@ -108,7 +129,9 @@ class RuleEnvironment(ConfiguredEnvironment[RuleEnvironmentConfig]):
         except regex.error as error:
             raise _UndecidedError(f"the pattern is not a regular expression: {error}") from None
         except TimeoutError:
-            raise _UndecidedError(f"the pattern {pattern!r} took more than {seconds:g} seconds") from None
+            raise _UndecidedError(
+                f"the pattern {pattern!r} took more than {seconds:g} seconds"
+            ) from None
 
     def _normal(self, text: str) -> str:
         if self.config.rule == "dapo":
@@ -139,7 +162,9 @@ def _golds(info: Mapping[str, Any], keys: Sequence[str]) -> tuple[str, ...]:
     if key is None:
         raise _UndecidedError(f"the sample has no {' or '.join(keys)}")
     value = plain(info[key])
-    values = value if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value]
+    values = (
+        value if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value]
+    )
     if not values:
         raise _UndecidedError(f"{key} is empty")
     return tuple(_gold_text(plain(gold), key) for gold in values)

@@ -34,7 +34,9 @@ class EnvironmentScorer:
         """A list of scores for each group, with the components of the rewards as heads. `infos`: the data's columns for
         each group, as `ground_truth`."""
         flat = [conversation for group in groups for conversation in group]
-        env_infos = [{**info, GROUP: f"group {g}"} for g, info in enumerate(infos) for _ in groups[g]]
+        env_infos = [
+            {**info, GROUP: f"group {g}"} for g, info in enumerate(infos) for _ in groups[g]
+        ]
         rewards = self.environment.reward(flat, env_infos)
         scores = iter(
             Score(

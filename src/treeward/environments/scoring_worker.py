@@ -58,8 +58,12 @@ class ScoringWorker:
                 cut(member.model, cutting)
                 member.model.to(self._device)
             except ConfigError as error:
-                logger.info("The reward model is sharded instead of tensor-parallel: %s", error.summary)
-                shard(member.model.requires_grad_(False), sharding, dtype=DTYPES[self._config.dtype])
+                logger.info(
+                    "The reward model is sharded instead of tensor-parallel: %s", error.summary
+                )
+                shard(
+                    member.model.requires_grad_(False), sharding, dtype=DTYPES[self._config.dtype]
+                )
 
     def address(self) -> str:
         """The address `host:port` for a group to meet in this process."""
@@ -71,9 +75,18 @@ class ScoringWorker:
         if address is not None:
             host, _, port = address.rpartition(":")
             # each worker sees its own GPU alone
-            launched = {"RANK": self._rank, "WORLD_SIZE": size, "LOCAL_RANK": 0, "MASTER_ADDR": host}
-            os.environ.update({name: str(value) for name, value in launched.items()}, MASTER_PORT=port)
-            os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # of torchrun, where it has started Ray
+            launched = {
+                "RANK": self._rank,
+                "WORLD_SIZE": size,
+                "LOCAL_RANK": 0,
+                "MASTER_ADDR": host,
+            }
+            os.environ.update(
+                {name: str(value) for name, value in launched.items()}, MASTER_PORT=port
+            )
+            os.environ.pop(
+                "TORCHELASTIC_USE_AGENT_STORE", None
+            )  # of torchrun, where it has started Ray
             self._group.enter_context(joined())
         only_size = config.batch_tokens is None and config.batch_size is not None
         self.scorer = load_scorer(
@@ -108,10 +121,14 @@ class ScoringWorker:
         rows = []
         for item in scorer.prepare(conversations):
             if item.ids is None:
-                raise DataError("the conversation cannot be tokenized", where=item.name, got=item.error)
+                raise DataError(
+                    "the conversation cannot be tokenized", where=item.name, got=item.error
+                )
             rows.append(item.ids)
         lengths_B = torch.tensor([len(row) for row in rows], dtype=torch.int64)
-        ids_BL = torch.full((len(rows), max(map(len, rows), default=0)), scorer.renderer.tokenizer.pad_token_id or 0)
+        ids_BL = torch.full(
+            (len(rows), max(map(len, rows), default=0)), scorer.renderer.tokenizer.pad_token_id or 0
+        )
         for i, row in enumerate(rows):
             ids_BL[i, : len(row)] = torch.tensor(row)
         return {"input_ids": ids_BL, "input_lengths": lengths_B}

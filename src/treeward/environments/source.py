@@ -52,7 +52,9 @@ class RewardSource:
         self._requests: queue.SimpleQueue[_Request] = queue.SimpleQueue()
         threading.Thread(target=self._serve, name="treeward-rewards", daemon=True).start()
 
-    def submit(self, messages: Sequence[Mapping[str, Any]], env_info: Mapping[str, Any]) -> Future[Reward]:
+    def submit(
+        self, messages: Sequence[Mapping[str, Any]], env_info: Mapping[str, Any]
+    ) -> Future[Reward]:
         """Ask for the reward of one conversation. The future raises the exception of the step."""
         request = _Request(messages, env_info, Future())
         self._requests.put(request)
@@ -63,9 +65,13 @@ class RewardSource:
             requests = [self._requests.get()]
             while not self._requests.empty():  # no other thread reads it
                 requests.append(self._requests.get())
-            requests = [request for request in requests if request.future.set_running_or_notify_cancel()]
+            requests = [
+                request for request in requests if request.future.set_running_or_notify_cancel()
+            ]
             try:
-                rewards = self._environment.reward([r.messages for r in requests], [r.env_info for r in requests])
+                rewards = self._environment.reward(
+                    [r.messages for r in requests], [r.env_info for r in requests]
+                )
             except Exception as error:  # the callers wait, and more requests will come
                 for request in requests:
                     request.future.set_exception(error)
@@ -91,9 +97,16 @@ def reward_source(settings: Mapping[str, Any]) -> tuple[RewardSource, RewardSour
     """
     config = load_section(RewardSourceConfig, OmegaConf.create(dict(settings)), where=_WHERE)
     # A forked process does not have the threads of its parent.
-    key = (os.getpid(), json.dumps(config.model_dump(exclude={"on_failure"}), sort_keys=True, default=str))
+    key = (
+        os.getpid(),
+        json.dumps(config.model_dump(exclude={"on_failure"}), sort_keys=True, default=str),
+    )
     with _LOCK:
         if key not in _SOURCES:
-            section = {"model_name": config.model} if config.environment is None else config.environment
-            _SOURCES[key] = RewardSource(make_environment("reward_model", section, where=f"{_WHERE}.environment"))
+            section = (
+                {"model_name": config.model} if config.environment is None else config.environment
+            )
+            _SOURCES[key] = RewardSource(
+                make_environment("reward_model", section, where=f"{_WHERE}.environment")
+            )
         return _SOURCES[key], config

@@ -57,7 +57,8 @@ class SteppedEnvironment(Environment):
         if not isinstance(result.rewards, Mapping):
             return [_reward(value, {}) for value in self._numbers(result.rewards, len(logs))]
         values = {
-            str(name).removeprefix(_PREFIX): self._numbers(tensor, len(logs)) for name, tensor in result.rewards.items()
+            str(name).removeprefix(_PREFIX): self._numbers(tensor, len(logs))
+            for name, tensor in result.rewards.items()
         }
         parts = [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
         return [_reward(sum(components.values()), components) for components in parts]
@@ -66,7 +67,9 @@ class SteppedEnvironment(Environment):
         numbers = torch.as_tensor(rewards).double()
         if numbers.shape != (count,):
             need = f"one reward for each of {count} samples"
-            raise ConfigError("the rewards do not fit", where=WHERE, got=tuple(numbers.shape), need=need)
+            raise ConfigError(
+                "the rewards do not fit", where=WHERE, got=tuple(numbers.shape), need=need
+            )
         return numbers.tolist()
 
     def shutdown(self) -> bool:

@@ -20,7 +20,9 @@ from treeward.environments.reward_model import RewardModelEnvironment
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_NOT_COLUMNS = frozenset({"trainer_state", "log_extra", "log_metric", "environments", "completion_ids"})
+_NOT_COLUMNS = frozenset(
+    {"trainer_state", "log_extra", "log_metric", "environments", "completion_ids"}
+)
 """TRL's arguments that are not columns of the dataset (`GRPOTrainer._calculate_rewards`)."""
 
 
@@ -53,21 +55,30 @@ def as_trl(
     if policy_tokenizer is not None:
         renderer = Renderer(policy_tokenizer, chat_template_kwargs=policy_template_kwargs)
 
-    def rewards_of(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
+    def rewards_of(
+        prompts: Sequence[Any], completions: Sequence[Any], **columns: Any
+    ) -> list[float | None]:
         """The rewards of B completions, None for none. `prompts`, `completions`: B lists of messages, or B texts."""
         logs = []
         for prompt, completion in zip(prompts, completions, strict=True):
             messages = _messages(completion, "assistant")
-            if renderer is not None and not isinstance(prompt, str):  # a text has gone through no template
+            if renderer is not None and not isinstance(
+                prompt, str
+            ):  # a text has gone through no template
                 messages = _opened(prompt, messages, renderer)
             logs.append(without_nulls(_messages(prompt, "user")) + messages)
         log_metric = columns.get("log_metric")
         cells = {column: values for column, values in columns.items() if column not in _NOT_COLUMNS}
         # The prompts and the columns come from Arrow's tables.
-        infos = [without_nulls({name: values[i] for name, values in cells.items()}) for i in range(len(logs))]
+        infos = [
+            without_nulls({name: values[i] for name, values in cells.items()})
+            for i in range(len(logs))
+        ]
         rewards = environment.reward(logs, infos)
         if log_metric is not None and rewards:
-            log_metric(f"{name}/failed", sum(reward.value is None for reward in rewards) / len(rewards))
+            log_metric(
+                f"{name}/failed", sum(reward.value is None for reward in rewards) / len(rewards)
+            )
             raw = [reward.raw for reward in rewards if reward.raw is not None]
             if raw:
                 log_metric(f"{name}/raw_mean", sum(raw) / len(raw))
@@ -77,12 +88,16 @@ def as_trl(
     return rewards_of
 
 
-def _opened(prompt: Sequence[Any], completion: list[dict[str, Any]], renderer: Renderer) -> list[dict[str, Any]]:
+def _opened(
+    prompt: Sequence[Any], completion: list[dict[str, Any]], renderer: Renderer
+) -> list[dict[str, Any]]:
     """The completion with the opening of its first message."""
     if not completion or not isinstance(completion[0].get("content"), str):
         return completion
     if completion[0].get("reasoning_content") is not None:
-        return completion  # TRL has read the reasoning, which the prompt opens, into a key of its own
+        return (
+            completion  # TRL has read the reasoning, which the prompt opens, into a key of its own
+        )
     first = {**completion[0], "content": renderer.opening(prompt) + completion[0]["content"]}
     return [first, *completion[1:]]
 

@@ -72,7 +72,9 @@ def compute_scores(
     infos = [None] * len(solution_strs) if extra_infos is None else list(extra_infos)
     samples = list(zip(data_sources, solution_strs, ground_truths, infos, strict=True))
     submissions = [(*_submit(*sample, reward_kwargs), sample[0]) for sample in samples]
-    return [_score(future.result(), config, data_source) for future, config, data_source in submissions]
+    return [
+        _score(future.result(), config, data_source) for future, config, data_source in submissions
+    ]
 
 
 def _submit(
@@ -82,7 +84,9 @@ def _submit(
     extra_info: Mapping[str, Any] | None,
     reward_kwargs: Mapping[str, Any],
 ) -> tuple[Future[Reward], RewardSourceConfig]:
-    source, config = reward_source({key: v for key, v in reward_kwargs.items() if key not in _FROM_VERL})
+    source, config = reward_source(
+        {key: v for key, v in reward_kwargs.items() if key not in _FROM_VERL}
+    )
     info = dict(extra_info or {})
     has_prompt = any(info.get(key) is not None for key in _PROMPT_KEYS)
     is_rule = config.environment is not None and config.environment.get("type") in ("rules", "math")
@@ -98,7 +102,9 @@ def _prompt(extra_info: Mapping[str, Any], data_source: str) -> list[Mapping[str
         if isinstance(prompt, str):
             return [{"role": "user", "content": prompt}]
         if prompt is not None:
-            return [without_nulls(message) for message in prompt]  # from parquet it is a list or an array
+            return [
+                without_nulls(message) for message in prompt
+            ]  # from parquet it is a list or an array
     raise DataError(
         "a reward model reads the prompt too, and verl does not pass it on",
         where=f"data_source {data_source}",

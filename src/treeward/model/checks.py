@@ -51,7 +51,9 @@ def tree_or_rows(hf: PreTrainedModel, requested: Literal["tree", "rows"]) -> Lay
     """`choose_layout` for any decoder."""
     reason = why_not_tree(hf) if requested == "tree" else None
     if reason is not None:
-        logger.warning("%s cannot share prefixes (%s): it runs as padded rows.", type(hf).__name__, reason)
+        logger.warning(
+            "%s cannot share prefixes (%s): it runs as padded rows.", type(hf).__name__, reason
+        )
     return "rows" if requested == "rows" or reason is not None else "tree"
 
 
@@ -63,14 +65,18 @@ def why_not_tree(hf: PreTrainedModel) -> str | None:
     other = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS
     if other:
         return f"it has layers of type {', '.join(sorted(other))}"
-    if getattr(config, "attn_temperature_tuning", False):  # Llama 4, from 8192 tokens on: a probe would not show it
+    if getattr(
+        config, "attn_temperature_tuning", False
+    ):  # Llama 4, from 8192 tokens on: a probe would not show it
         return "its attention temperature depends on the place in the row"
     if hf.device.type == "meta":
         return None
     model, sequences = WrappedModel(hf, layout="tree"), _probe_sequences(hf)
     rows = [torch.tensor([ids], device=model.device) for ids in sequences]
     with model.plain_attention():
-        states = [model.backbone(input_ids=ids, use_cache=False).last_hidden_state[:, -1] for ids in rows]
+        states = [
+            model.backbone(input_ids=ids, use_cache=False).last_hidden_state[:, -1] for ids in rows
+        ]
     plain_SD = torch.cat(states).float()
     with probing(model.max_positions or _LONGEST_PATH):
         reason = _why_not_equal(model, sequences, plain_SD)
@@ -78,11 +84,17 @@ def why_not_tree(hf: PreTrainedModel) -> str | None:
         return reason
 
 
-def _why_not_equal(model: WrappedModel, sequences: Sequence[TokenIds], plain_SD: Tensor) -> str | None:
+def _why_not_equal(
+    model: WrappedModel, sequences: Sequence[TokenIds], plain_SD: Tensor
+) -> str | None:
     """Why the last hidden states of a tree of the sequences differ from `plain_SD`; None if they do not."""
     try:
         batch = TreeBatch.from_groups([sequences]).to(model.device)
-        tree_SD = model.tree_hidden(batch, batch.reads.places_N).index_select(0, batch.reads.index_R).float()
+        tree_SD = (
+            model.tree_hidden(batch, batch.reads.places_N)
+            .index_select(0, batch.reads.index_R)
+            .float()
+        )
     except Exception as error:  # models that are not made for it fail in any way
         return (str(error) or type(error).__name__).splitlines()[0]
     difference = float((tree_SD - plain_SD).abs().max() / plain_SD.abs().max().clamp_min(1e-6))
@@ -126,7 +138,9 @@ def check_before_training(
 
 
 @torch.no_grad()
-def check_policy(policy: PolicyModel, prompts: Sequence[TokenIds], *, exact: PolicyModel | None = None) -> None:
+def check_policy(
+    policy: PolicyModel, prompts: Sequence[TokenIds], *, exact: PolicyModel | None = None
+) -> None:
     """Raise `ModelError` if the policy's log-probabilities differ from plain transformers', or for unknown tokens.
 
     `prompts`: real ones, as tokens; the four shortest are checked, with completions of their own tokens. Computed
@@ -139,7 +153,9 @@ def check_policy(policy: PolicyModel, prompts: Sequence[TokenIds], *, exact: Pol
     for prompt in sorted(prompts, key=len)[:4]:
         ids = [int(token) for token in prompt]
         tail = ids[-8:]
-        groups.append((len(ids), [ids + end for end in (tail, tail[: len(tail) // 2] + tail[::-1], tail[:1])]))
+        groups.append(
+            (len(ids), [ids + end for end in (tail, tail[: len(tail) // 2] + tail[::-1], tail[:1])])
+        )
     together = [policy.log_probs([rows], [[start] * len(rows)]) for start, rows in groups]
     together_N = torch.cat([log_probs.values_SL[log_probs.mask_SL] for log_probs in together])
     plain_N = exact_N = _plain_log_probs(policy, groups)
@@ -154,8 +170,13 @@ def check_policy(policy: PolicyModel, prompts: Sequence[TokenIds], *, exact: Pol
         rounding = 0.025
     rounding = max(rounding, float((plain_N - exact_N).abs().mean()))
     off, allowed = float((together_N - exact_N).abs().mean()), 1e-3 + 2 * rounding
-    name, summary = str(dtype).removeprefix("torch."), f"{off:.1e} off a token, the mean of {len(exact_N)}"
-    logger.info("The policy's log-probabilities in %s: %s; %.1e is allowed.", name, summary, allowed)
+    name, summary = (
+        str(dtype).removeprefix("torch."),
+        f"{off:.1e} off a token, the mean of {len(exact_N)}",
+    )
+    logger.info(
+        "The policy's log-probabilities in %s: %s; %.1e is allowed.", name, summary, allowed
+    )
     if not off <= allowed:
         raise _not_plain(policy, "log-probability", summary, f"at most {allowed:.1e}")
 
@@ -167,7 +188,9 @@ def _plain_log_probs(policy: PolicyModel, groups: Sequence[tuple[int, list[list[
         for row in rows:
             ids = torch.tensor([row], device=policy.device)
             logits_TV = policy.plain_logits(input_ids=ids, use_cache=False)[0, start - 1 : -1]
-            log_probs.append(logits_TV.float().log_softmax(-1).gather(-1, ids[0, start:, None])[:, 0])
+            log_probs.append(
+                logits_TV.float().log_softmax(-1).gather(-1, ids[0, start:, None])[:, 0]
+            )
     return torch.cat(log_probs)
 
 
@@ -183,7 +206,9 @@ def check_positions(model: WrappedModel, length: int) -> None:
         )
 
 
-def _check_tokens(rows: int, sequences: Sequence[TokenIds], highest_token: int | None = None) -> None:
+def _check_tokens(
+    rows: int, sequences: Sequence[TokenIds], highest_token: int | None = None
+) -> None:
     highest = max(highest_token or 0, *(int(max(sequence)) for sequence in sequences))
     if highest >= rows:
         raise ModelError(
@@ -194,7 +219,9 @@ def _check_tokens(rows: int, sequences: Sequence[TokenIds], highest_token: int |
         )
 
 
-def _check_last_tokens(model: RewardModel, sequences: Sequence[TokenIds], tokenizer: PreTrainedTokenizerBase) -> None:
+def _check_last_tokens(
+    model: RewardModel, sequences: Sequence[TokenIds], tokenizer: PreTrainedTokenizerBase
+) -> None:
     last = Counter(int(sequence[-1]) for sequence in sequences)
     pad = model.hf.config.get_text_config().pad_token_id
     if pad in last:
@@ -205,7 +232,12 @@ def _check_last_tokens(model: RewardModel, sequences: Sequence[TokenIds], tokeni
         )
     token, count = last.most_common(1)[0]
     text = tokenizer.decode([token])
-    logger.info("The score is read at the last token: %r in %d of %d conversations.", text, count, len(sequences))
+    logger.info(
+        "The score is read at the last token: %r in %d of %d conversations.",
+        text,
+        count,
+        len(sequences),
+    )
     if count < len(sequences):
         logger.warning(
             "Conversations end with %d different tokens: the chat template writes no end of turn, so the model cannot "
@@ -216,10 +248,15 @@ def _check_last_tokens(model: RewardModel, sequences: Sequence[TokenIds], tokeni
 
 @torch.no_grad()
 def _check_scores(model: RewardModel, sequences: Sequence[TokenIds]) -> None:
-    ours_SH, plain_SH = model.heads(model.make_batch([sequences])).cpu(), _plain_values(model, sequences)
+    ours_SH, plain_SH = (
+        model.heads(model.make_batch([sequences])).cpu(),
+        _plain_values(model, sequences),
+    )
     # Not relative to the scores, which may be close to zero.
     dtype = model.compute_dtype or model.hf.dtype
-    tolerance = max(1e-3, _TOLERANCE.get(dtype, 5e-2)) * max(1.0, float(plain_SH.nan_to_num().abs().max()))
+    tolerance = max(1e-3, _TOLERANCE.get(dtype, 5e-2)) * max(
+        1.0, float(plain_SH.nan_to_num().abs().max())
+    )
     for ours_H, plain_H in zip(ours_SH, plain_SH, strict=True):
         if not torch.allclose(ours_H, plain_H, rtol=0, atol=tolerance, equal_nan=True):
             raise _not_plain(model, "score", ours_H.tolist(), plain_H.tolist())
@@ -227,7 +264,9 @@ def _check_scores(model: RewardModel, sequences: Sequence[TokenIds]) -> None:
 
 def _plain_values(model: RewardModel, sequences: Sequence[TokenIds]) -> Tensor:
     """The values of plain transformers, (S, H): one row at a time, the score read at its last token."""
-    configs = {id(config): config for config in (model.hf.config, model.hf.config.get_text_config())}.values()
+    configs = {
+        id(config): config for config in (model.hf.config, model.hf.config.get_text_config())
+    }.values()
     padding = [config.pad_token_id for config in configs]
     # transformers gives a float32 head the hidden states of a bfloat16 backbone, and PyTorch refuses.
     hook = model.head.register_forward_pre_hook(
@@ -236,8 +275,12 @@ def _plain_values(model: RewardModel, sequences: Sequence[TokenIds]) -> Tensor:
     try:
         for config in configs:
             config.pad_token_id = None
-        rows = [torch.tensor([[int(token) for token in ids]], device=model.device) for ids in sequences]
-        return torch.cat([model.plain_logits(input_ids=row, use_cache=False).float().cpu() for row in rows])
+        rows = [
+            torch.tensor([[int(token) for token in ids]], device=model.device) for ids in sequences
+        ]
+        return torch.cat(
+            [model.plain_logits(input_ids=row, use_cache=False).float().cpu() for row in rows]
+        )
     finally:
         hook.remove()
         for config, pad in zip(configs, padding, strict=True):
@@ -262,5 +305,7 @@ def _probe_sequences(hf: PreTrainedModel) -> list[list[int]]:
     drawn = [generator.randrange(vocabulary) for _ in range(64)]
     tokens = [token for token in drawn if token != pad][:16]
     if len(tokens) < 16:
-        raise ModelError("the vocabulary is too small", got=vocabulary, need="two tokens besides padding")
+        raise ModelError(
+            "the vocabulary is too small", got=vocabulary, need="two tokens besides padding"
+        )
     return [tokens[:12], tokens[:6] + tokens[12:16]]

@@ -15,7 +15,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 from transformers.utils.hub import cached_file
 
 from treeward.config.base import Strict
@@ -35,10 +42,14 @@ CONTRACT_VERSION = 2
 MOST_GOLDEN = 100
 """Golden conversations of a contract. treeward signs eleven at most; each is scored whenever the model is verified."""
 
-SCORE_MEANING = "higher is better; only differences between completions of one prompt have a meaning"
+SCORE_MEANING = (
+    "higher is better; only differences between completions of one prompt have a meaning"
+)
 """Meaning of the value of a head trained on comparisons."""
 
-ESTIMATE_MEANING = "an estimate of the score, which is the mean of all; where they differ it is uncertain"
+ESTIMATE_MEANING = (
+    "an estimate of the score, which is the mean of all; where they differ it is uncertain"
+)
 """Meaning of the value of one of several heads that have learnt the same score."""
 
 
@@ -69,7 +80,9 @@ class RenderingContract(Strict):
     @property
     def settings(self) -> dict[str, Any]:
         """The arguments of a `Renderer`, but for the template, which is its tokenizer's."""
-        return self.model_dump(include={"chat_template_kwargs", "num_bos", "max_length", "truncation"})
+        return self.model_dump(
+            include={"chat_template_kwargs", "num_bos", "max_length", "truncation"}
+        )
 
 
 class ReadContract(Strict):
@@ -180,7 +193,9 @@ class LengthCurve(Strict):
 
     def check(self) -> None:
         if len(self.lengths) != len(self.values) or list(self.lengths) != sorted(set(self.lengths)):
-            raise self.error("lengths values", "strictly increasing lengths, and one value for each")
+            raise self.error(
+                "lengths values", "strictly increasing lengths, and one value for each"
+            )
 
 
 class CalibrationProvenance(Strict):
@@ -215,7 +230,9 @@ class RewardCalibration(Strict):
         if isinstance(curve, Mapping):
             values["length_curve"] = {key: value for key, value in curve.items() if key != "unit"}
             if curve.get("unit") == "tokens":
-                logger.warning("A length curve over tokens is not read: `treeward calibrate` fits one over characters.")
+                logger.warning(
+                    "A length curve over tokens is not read: `treeward calibrate` fits one over characters."
+                )
                 values["length_curve"] = None
         return values
 
@@ -248,7 +265,9 @@ class ScoringContract(Strict):
     def _without_shaping(cls, raw: Any) -> Any:
         """A contract without the key of an earlier version, in which it could hold a section of shaping."""
         return (
-            {key: value for key, value in raw.items() if key != "reward_shaping"} if isinstance(raw, Mapping) else raw
+            {key: value for key, value in raw.items() if key != "reward_shaping"}
+            if isinstance(raw, Mapping)
+            else raw
         )
 
     @property
@@ -272,9 +291,13 @@ def read_contract(name: str | Path) -> ScoringContract | None:
     if not path.parent.is_dir():
         check_local(str(name))
         try:
-            cached = cached_file(str(name), CONTRACT_FILE, _raise_exceptions_for_missing_entries=False)
+            cached = cached_file(
+                str(name), CONTRACT_FILE, _raise_exceptions_for_missing_entries=False
+            )
         except OSError as error:
-            raise ModelError("the scoring contract cannot be downloaded", where=str(name), got=str(error)) from error
+            raise ModelError(
+                "the scoring contract cannot be downloaded", where=str(name), got=str(error)
+            ) from error
         path = Path(cached or path)
     if not path.is_file():
         return None
@@ -286,7 +309,9 @@ def read_contract(name: str | Path) -> ScoringContract | None:
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         if version in (None, CONTRACT_VERSION):
             fix = "restore the file from where the model came from"
-            raise ModelError("the scoring contract is damaged", where=str(path), got=str(error), fix=fix) from error
+            raise ModelError(
+                "the scoring contract is damaged", where=str(path), got=str(error), fix=fix
+            ) from error
         raise ModelError(
             "the scoring contract is of another version",
             where=str(path),
@@ -306,7 +331,9 @@ def write_contract(contract: ScoringContract, folder: str | Path) -> Path:
     """Write the contract into a model folder, replacing an older one atomically; returns its path. In a checkpoint of
     a run its digest is replaced too: to calibrate the model there is no damage."""
     path = Path(folder).expanduser() / CONTRACT_FILE
-    write_text(path, json.dumps(contract.model_dump(mode="json"), indent=2, ensure_ascii=False) + "\n")
+    write_text(
+        path, json.dumps(contract.model_dump(mode="json"), indent=2, ensure_ascii=False) + "\n"
+    )
     reseal(path)
     return path
 

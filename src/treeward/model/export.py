@@ -54,9 +54,13 @@ def export_model(
     is_policy = isinstance(model, PolicyModel)
     dtype = dtype or model.compute_dtype or (None if is_policy else model.hf.dtype)
     # Otherwise pipelines of transformers, and servers like them, apply a sigmoid to a single label.
-    changes = {"dtype": dtype or model.hf.dtype} | ({} if is_policy else {"problem_type": "regression"})
+    changes = {"dtype": dtype or model.hf.dtype} | (
+        {} if is_policy else {"problem_type": "regression"}
+    )
     processes.on_main(lambda: write_settings(model.hf, tokenizer, folder, changes, chat_template))
-    _write_weights(folder, exported_weights(model, dtype, float32=None if is_policy else head_name(model.hf)))
+    _write_weights(
+        folder, exported_weights(model, dtype, float32=None if is_policy else head_name(model.hf))
+    )
 
 
 def _write_weights(folder: Path, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -70,7 +74,10 @@ def _write_weights(folder: Path, weights: Iterable[tuple[str, torch.Tensor]]) ->
         processes.on_main(lambda: save_file(pending, path, metadata={"format": "pt"}))
 
     for name, weight in weights:
-        if pending and sum(tensor.nbytes for tensor in pending.values()) + weight.nbytes > FILE_BYTES:
+        if (
+            pending
+            and sum(tensor.nbytes for tensor in pending.values()) + weight.nbytes > FILE_BYTES
+        ):
             write_file()
             pending, number = {}, number + 1
         pending[name] = weight.to("cpu" if processes.is_main() else "meta").contiguous()
@@ -87,7 +94,9 @@ def _write_weights(folder: Path, weights: Iterable[tuple[str, torch.Tensor]]) ->
         weight_map = {key: names[n] for key, n in file_numbers.items()}
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         if number > 1:
-            (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2), encoding="utf-8")
+            (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(
+                json.dumps(index, indent=2), encoding="utf-8"
+            )
 
     processes.on_main(name_files)
 
@@ -114,7 +123,10 @@ def write_settings(
         tokenizer.chat_template = chat_template
         tokenizer.save_pretrained(folder)
     finally:
-        hf.config.dtype, tokenizer.chat_template = own_dtype, own_template  # saving sets the dtype of the weights
+        hf.config.dtype, tokenizer.chat_template = (
+            own_dtype,
+            own_template,
+        )  # saving sets the dtype of the weights
         if quantizer is not None:
             hf.hf_quantizer = quantizer
 
@@ -132,14 +144,19 @@ def exported_weights(
         return match.group() if match else weight[0]
 
     hf = model.hf
-    left_out = {*(getattr(hf, "all_tied_weights_keys", None) or ()), *(hf._keys_to_ignore_on_save or ())}
+    left_out = {
+        *(getattr(hf, "all_tied_weights_keys", None) or ()),
+        *(hf._keys_to_ignore_on_save or ()),
+    }
     for _, weights in itertools.groupby(plain_weights(model), key=layer):
         whole_weights = {
             name: whole(plain(torch.float32 if name.split(".")[0] == float32 else dtype))
             for name, _, plain in weights
             if name not in left_out
         }
-        yield from revert_weight_conversion(hf, whole_weights).items()  # transformers saves some as other tensors
+        yield from revert_weight_conversion(
+            hf, whole_weights
+        ).items()  # transformers saves some as other tensors
 
 
 def push_folder(folder: Path, repo_id: str, *, private: bool) -> str:
@@ -148,7 +165,9 @@ def push_folder(folder: Path, repo_id: str, *, private: bool) -> str:
     api = HfApi()
     try:
         page = api.create_repo(repo_id, private=private, exist_ok=True)
-        api.upload_folder(repo_id=page.repo_id, folder_path=folder, commit_message="Upload reward model")
+        api.upload_folder(
+            repo_id=page.repo_id, folder_path=folder, commit_message="Upload reward model"
+        )
         return str(page)
     except (OSError, ValueError, HTTP_ERROR) as error:
         raise ModelError(

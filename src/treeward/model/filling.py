@@ -25,7 +25,11 @@ def without_weights(model_class: Any, config: PreTrainedConfig, **settings: Any)
     with torch.device("meta"):
         make = getattr(model_class, "from_config", None)
         options = {"dtype": torch.float32, "attn_implementation": "eager"}
-        hf = make(config, **options, **settings) if make else model_class._from_config(config, **options)
+        hf = (
+            make(config, **options, **settings)
+            if make
+            else model_class._from_config(config, **options)
+        )
     return hf.eval()  # type: ignore[no-any-return]
 
 

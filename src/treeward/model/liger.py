@@ -18,7 +18,10 @@ from treeward.model.wrapped import WrappedModel
 
 def use_liger_kernel(model: WrappedModel) -> None:
     """Raises `ConfigError` without liger-kernel, or without kernels for the model's family. Needs CUDA."""
-    common: dict[str, Any] = {"where": "policy.use_liger_kernel", "fix": "set policy.use_liger_kernel=false"}
+    common: dict[str, Any] = {
+        "where": "policy.use_liger_kernel",
+        "fix": "set policy.use_liger_kernel=false",
+    }
     try:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance as apply
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as families
@@ -26,7 +29,9 @@ def use_liger_kernel(model: WrappedModel) -> None:
         raise ConfigError("liger-kernel cannot be imported", got=str(error), **common) from error
     family, need = str(model.hf.config.model_type), f"one of {', '.join(sorted(families))}"
     if family not in families:
-        raise ConfigError("Liger has no kernels for this family of models", got=family, need=need, **common)
+        raise ConfigError(
+            "Liger has no kernels for this family of models", got=family, need=need, **common
+        )
     family_module = sys.modules[type(model.hf).__module__]
     before = dict(vars(family_module))
     apply(model=model.hf, rope=False, fused_linear_cross_entropy=False, cross_entropy=False)

@@ -34,7 +34,13 @@ from treeward.errors import ModelError
 from treeward.model.checks import choose_layout, tree_or_rows
 from treeward.model.filling import fill, without_weights
 from treeward.model.policy_model import PolicyModel
-from treeward.model.pretrained import bare_model, load_tokenizer, load_weights, override_fields, read_config
+from treeward.model.pretrained import (
+    bare_model,
+    load_tokenizer,
+    load_weights,
+    override_fields,
+    read_config,
+)
 from treeward.model.published import Adapter, find, refuse, set_template
 from treeward.model.reward_model import RewardModel, head_name
 from treeward.model.wrapped import WrappedModel
@@ -92,7 +98,11 @@ def load_classifier(
         vars(config).update(_named(labels))
     elif published is None and not (several_heads and is_classifier):
         config.num_labels = 1  # a causal LM names no labels, and would get two
-    settings: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "load_in_4bit": load_in_4bit}
+    settings: dict[str, Any] = {
+        "dtype": dtype,
+        "trust_remote_code": trust_remote_code,
+        "load_in_4bit": load_in_4bit,
+    }
     tokenizer = tokenizer or load_tokenizer(str(name), trust_remote_code=trust_remote_code)
     model_class = classifier_class(config, trust_remote_code)
     if published is not None:
@@ -104,12 +114,16 @@ def load_classifier(
     if on_meta:
         hf = without_weights(model_class, config)
     else:
-        hf = _with_weights(str(name), config, model_class, published, tokenizer, head_seed, **settings)
+        hf = _with_weights(
+            str(name), config, model_class, published, tokenizer, head_seed, **settings
+        )
     if published is not None:
         published.settle(hf)
     num_known_tokens, pad = RewardModel(hf).num_embeddings, config.get_text_config().pad_token_id
     keep_padding = keep_padding and published is None
-    model = _ready(hf, tokenizer, attention, "meta" if on_meta else device, keep_padding=keep_padding)
+    model = _ready(
+        hf, tokenizer, attention, "meta" if on_meta else device, keep_padding=keep_padding
+    )
     model.num_known_tokens = num_known_tokens
     if on_meta:
         same: dict[str, Any] = {"head_seed": head_seed, "labels": labels}
@@ -142,15 +156,23 @@ def _with_weights(
         hf = published.of_tokens(model_class, config, hf, tokenizer)
     for child_name, child in hf.named_children():
         if child_name != head_name(hf) and any(kept in child_name for kept in _HEADS):
-            child.to(settings["dtype"])  # transformers matches parts of names: pre_classifier as well
+            child.to(
+                settings["dtype"]
+            )  # transformers matches parts of names: pre_classifier as well
     if new_head and head_seed is None:
-        lost = new_head if published is None else [published.stored_name(config, weight) for weight in new_head]
+        lost = (
+            new_head
+            if published is None
+            else [published.stored_name(config, weight) for weight in new_head]
+        )
         architecture = ", ".join(config.architectures or ["an unknown architecture"])
         raise ModelError(
             "this checkpoint has no reward head: its scores would be random",
             where=name,
             got=f"{architecture}, without {', '.join(lost[:3])}",
-            fix=f"train one: treeward train --config FILE policy.model_name={name}" if published is None else None,
+            fix=f"train one: treeward train --config FILE policy.model_name={name}"
+            if published is None
+            else None,
         )
     if new_head:
         initialise_head(hf, seed=head_seed or 0)
@@ -194,7 +216,10 @@ def build_reward_model(
 
 def _named(labels: Sequence[str]) -> dict[str, Any]:
     """The fields of a configuration that name its labels."""
-    return {"id2label": dict(enumerate(labels)), "label2id": {name: i for i, name in enumerate(labels)}}
+    return {
+        "id2label": dict(enumerate(labels)),
+        "label2id": {name: i for i, name in enumerate(labels)},
+    }
 
 
 def _ready(
@@ -239,7 +264,11 @@ def load_policy(
         )
     override_fields(config, config_overrides or {}, "policy.hf_config_overrides")
     tokenizer = tokenizer or load_tokenizer(str(name), trust_remote_code=trust_remote_code)
-    settings: dict[str, Any] = {"config": config, "dtype": dtype, "trust_remote_code": trust_remote_code}
+    settings: dict[str, Any] = {
+        "config": config,
+        "dtype": dtype,
+        "trust_remote_code": trust_remote_code,
+    }
     if not on_meta:
         hf, _ = load_weights(AutoModelForCausalLM, str(name), load_in_4bit=load_in_4bit, **settings)
         return _policy(hf, tokenizer, str(name), attention, device)
@@ -276,7 +305,9 @@ def _policy(
     hf.to(device)  # type: ignore[arg-type]
     embeddings = hf.get_input_embeddings()
     if isinstance(embeddings, nn.Embedding):
-        embeddings.padding_idx = None  # a policy is never padded, and its padding token may be its end of turn
+        embeddings.padding_idx = (
+            None  # a policy is never padded, and its padding token may be its end of turn
+        )
     model = PolicyModel(hf, layout=tree_or_rows(hf, attention))
     if len(tokenizer) > model.num_embeddings:
         raise ModelError(
@@ -292,7 +323,10 @@ def initialise_head(hf: PreTrainedModel, *, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for module in hf.get_submodule(head_name(hf)).modules():
         if isinstance(module, nn.Linear):
-            weight = torch.randn(module.weight.shape, generator=generator) * (module.in_features + 1) ** -0.5
+            weight = (
+                torch.randn(module.weight.shape, generator=generator)
+                * (module.in_features + 1) ** -0.5
+            )
             with torch.no_grad():
                 if module.weight.dtype != torch.float32:
                     module.float()
@@ -308,8 +342,12 @@ def ensure_pad_token(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
     ends = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])}  # Llama 3 has three
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id in ends:
         vocabulary = tokenizer.get_vocab()
-        spare = [t for t in ("<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]") if t in vocabulary]
-        tokenizer.add_special_tokens({"pad_token": next((t for t in spare if vocabulary[t] not in ends), PAD_TOKEN)})
+        spare = [
+            t for t in ("<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]") if t in vocabulary
+        ]
+        tokenizer.add_special_tokens(
+            {"pad_token": next((t for t in spare if vocabulary[t] not in ends), PAD_TOKEN)}
+        )
     if len(tokenizer) > RewardModel(hf).num_embeddings:
         num_rows = RewardModel(hf).num_embeddings
         with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -342,7 +380,11 @@ def classifier_class(config: PreTrainedConfig, trust_remote_code: bool) -> type[
         )
     base_class: Any = AutoModel._model_mapping[type(config)]
     name = type(config).__name__.removesuffix("Config") + "ForSequenceClassification"
-    body = {"__module__": base_class.__module__, "config_class": type(config), "made_by_treeward": True}
+    body = {
+        "__module__": base_class.__module__,
+        "config_class": type(config),
+        "made_by_treeward": True,
+    }
     made: Any = type(name, (GenericForSequenceClassification, base_class.__mro__[1]), body)
     AutoModelForSequenceClassification.register(type(config), made)
     logger.warning(

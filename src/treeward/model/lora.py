@@ -51,7 +51,9 @@ def add_adapters(model: WrappedModel, config: LoraConfig, *, seed: int) -> None:
         import peft
     except ModuleNotFoundError as error:
         fix = f"{pip_install('lora')}, or set policy.dtensor_cfg.lora_cfg.enabled=false"
-        raise ModelError("the package peft is not installed", where=_WHERE, got=str(error), fix=fix) from error
+        raise ModelError(
+            "the package peft is not installed", where=_WHERE, got=str(error), fix=fix
+        ) from error
     layers = _chosen_layers(model, config)
     settings = peft.LoraConfig(
         r=config.dim,
@@ -67,8 +69,12 @@ def add_adapters(model: WrappedModel, config: LoraConfig, *, seed: int) -> None:
             peft.inject_adapter_in_model(settings, model.hf, _NAME)
     except ValueError as error:
         fix = "leave such layers out by exclude_modules, or name others by target_modules"
-        raise ModelError("peft cannot adapt this model", where=_WHERE, got=str(error), fix=fix) from error
-    _settings(model).modules_to_save = _trained_whole(model) or None  # not before: peft would keep a copy of them
+        raise ModelError(
+            "peft cannot adapt this model", where=_WHERE, got=str(error), fix=fix
+        ) from error
+    _settings(model).modules_to_save = (
+        _trained_whole(model) or None
+    )  # not before: peft would keep a copy of them
     for weight in _whole_weights(model).values():
         weight.requires_grad_(True)
     for layer in adapted_layers(model).values():
@@ -81,7 +87,11 @@ def add_adapters(model: WrappedModel, config: LoraConfig, *, seed: int) -> None:
     count = sum(weight.numel() for weight in _matrices(model).values())
     names = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
     logger.info(
-        "%s parameters in adapters of rank %d beside %d layers: %s.", f"{count:,}", config.dim, len(layers), names
+        "%s parameters in adapters of rank %d beside %d layers: %s.",
+        f"{count:,}",
+        config.dim,
+        len(layers),
+        names,
     )
 
 
@@ -134,7 +144,10 @@ def _matrices(model: WrappedModel) -> dict[str, Tensor]:
 
 def save_adapters(model: WrappedModel, folder: Path) -> None:
     """Write the trained tensors as peft does; the caller makes it atomic. Every process of a run calls it."""
-    state = {name: whole(weight.detach()).cpu().contiguous() for name, weight in adapter_state(model).items()}
+    state = {
+        name: whole(weight.detach()).cpu().contiguous()
+        for name, weight in adapter_state(model).items()
+    }
 
     def write() -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -151,9 +164,13 @@ def load_adapters(model: WrappedModel, folder: Path) -> None:
     try:
         saved = load_file(folder / _WEIGHTS)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError("the adapters cannot be read", where=str(folder), got=str(error)) from error
+        raise CheckpointError(
+            "the adapters cannot be read", where=str(folder), got=str(error)
+        ) from error
     if missing := adapter_state(model).keys() - saved.keys():
-        raise CheckpointError("the adapters lack layers of the model", where=str(folder), got=f"no {min(missing)}")
+        raise CheckpointError(
+            "the adapters lack layers of the model", where=str(folder), got=f"no {min(missing)}"
+        )
 
     def read() -> None:
         for name, weight in adapter_state(model).items():  # anew: they may have been sharded since
@@ -165,13 +182,17 @@ def load_adapters(model: WrappedModel, folder: Path) -> None:
         read()
 
 
-def plain_weights(model: WrappedModel) -> Iterator[tuple[str, Tensor, Callable[[torch.dtype | None], Tensor]]]:
+def plain_weights(
+    model: WrappedModel,
+) -> Iterator[tuple[str, Tensor, Callable[[torch.dtype | None], Tensor]]]:
     """Each weight and buffer by its name in the plain model, and a function that makes it plain, in a dtype: merged and
     dequantized."""
     layers, matrices = adapted_layers(model), {id(weight) for weight in _matrices(model).values()}
     quantized = {name: module for name, module in model.hf.named_modules() if is_quantized(module)}
     for name, weight in model.hf.state_dict(keep_vars=True).items():
-        if id(weight) in matrices or name.rpartition(".weight.")[0] in quantized:  # which are codes and scales
+        if (
+            id(weight) in matrices or name.rpartition(".weight.")[0] in quantized
+        ):  # which are codes and scales
             continue
         owner, _, part = name.rpartition(".base_layer.")
         layer = layers.get(owner)
@@ -189,7 +210,9 @@ def _plain(weight: Tensor, layer: Any, four_bit_layer: Any, dtype: torch.dtype |
     plain_dtype = plain.dtype
     if layer is not None:
         delta = layer.get_delta_weight(_NAME)
-        plain = plain + (delta if isinstance(plain, DTensor) else whole(delta))  # four bits are whole on each process
+        plain = plain + (
+            delta if isinstance(plain, DTensor) else whole(delta)
+        )  # four bits are whole on each process
     if four_bit_layer is not None and issubclass(four_bit_layer.source_cls, Conv1D):
         plain = plain.T.contiguous()  # bitsandbytes has turned it
     return plain.to(dtype or plain_dtype) if plain.is_floating_point() else plain
@@ -210,7 +233,9 @@ def merge_adapters(hf: PreTrainedModel, folder: Path) -> set[str]:
         import peft
     except ModuleNotFoundError as error:
         fix = f"{pip_install('lora')}, or where peft is installed {fix}"
-        raise ModelError("adapters need the package peft", where=str(folder), got=str(error), fix=fix) from error
+        raise ModelError(
+            "adapters need the package peft", where=str(folder), got=str(error), fix=fix
+        ) from error
     try:
         with safe_open(folder / _WEIGHTS, framework="pt") as file:
             saved = set(file.keys())
@@ -223,21 +248,41 @@ def merge_adapters(hf: PreTrainedModel, folder: Path) -> set[str]:
         config.task_type = None  # its wrapper would want more of the model than a merge does
         config.modules_to_save = sorted({*(config.modules_to_save or ()), *above}) or None
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of tensors that do not fit too, which are errors below
-            adapted = peft.PeftModel.from_pretrained(hf, str(folder), config=config, torch_device=str(hf.device))
-        if other := sorted(saved ^ set(peft.get_peft_model_state_dict(adapted, save_embedding_layers=False))):
-            raise ValueError(f"{len(other)} tensors are in the file or in the model, but not in both, as {other[0]}")
+            warnings.simplefilter(
+                "ignore"
+            )  # of tensors that do not fit too, which are errors below
+            adapted = peft.PeftModel.from_pretrained(
+                hf, str(folder), config=config, torch_device=str(hf.device)
+            )
+        if other := sorted(
+            saved ^ set(peft.get_peft_model_state_dict(adapted, save_embedding_layers=False))
+        ):
+            raise ValueError(
+                f"{len(other)} tensors are in the file or in the model, but not in both, as {other[0]}"
+            )
         ends = hf.get_input_embeddings(), hf.get_output_embeddings()
         is_tied = writes and ends[0].weight is ends[1].weight
         if is_tied and any(isinstance(end, peft.tuners.lora.LoraLayer) for end in ends):
-            raise ValueError("they change the embeddings or the outputs, which are one tensor in the base")
+            raise ValueError(
+                "they change the embeddings or the outputs, which are one tensor in the base"
+            )
         adapted.merge_and_unload()
     except ModelError:
         raise
-    except (OSError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        SafetensorError,
+    ) as error:
         got = (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
         need = "adapters of this base, in safetensors"
-        raise ModelError("the adapters cannot be merged", where=str(folder), got=got, need=need, fix=fix) from error
+        raise ModelError(
+            "the adapters cannot be merged", where=str(folder), got=got, need=need, fix=fix
+        ) from error
     hf.requires_grad_(True)  # peft freezes
     return whole
 
@@ -263,25 +308,45 @@ def _chosen_layers(model: WrappedModel, config: LoraConfig) -> dict[str, nn.Modu
     for field in ("target_modules", "exclude_modules"):
         for pattern in getattr(config, field):
             if not matching(pattern):
-                last = {name.rpartition(".")[2] for name in linear if whole.isdisjoint(name.split("."))}
+                last = {
+                    name.rpartition(".")[2] for name in linear if whole.isdisjoint(name.split("."))
+                }
                 need = "one of " + ", ".join(sorted(last))
-                raise ConfigError("no linear layer has this name", where=_WHERE, field=field, got=pattern, need=need)
+                raise ConfigError(
+                    "no linear layer has this name",
+                    where=_WHERE,
+                    field=field,
+                    got=pattern,
+                    need=need,
+                )
     # peft takes some layers for experts, which have their names in older checkpoints
     peft_settings = Settings(target_modules=list(linear))
     convert_peft_config_for_transformers(peft_settings, model=model.hf, conversions=None)
-    tied = {name for name, layer in linear.items() if layer.weight is model.hf.get_input_embeddings().weight}
-    fit = {name for name in set(peft_settings.target_modules or ()) - tied if whole.isdisjoint(name.split("."))}
+    tied = {
+        name
+        for name, layer in linear.items()
+        if layer.weight is model.hf.get_input_embeddings().weight
+    }
+    fit = {
+        name
+        for name in set(peft_settings.target_modules or ()) - tied
+        if whole.isdisjoint(name.split("."))
+    }
     if isinstance(model, PolicyModel):
         fit -= {name for name in fit if linear[name] is model.head}
     wanted = matching(*config.target_modules) if config.target_modules else fit & linear.keys()
     wanted -= matching(*config.exclude_modules)
     if not wanted:
-        raise ConfigError("no layer is adapted", where=_WHERE, field="exclude_modules", got=config.exclude_modules)
+        raise ConfigError(
+            "no layer is adapted", where=_WHERE, field="exclude_modules", got=config.exclude_modules
+        )
     if unfit := sorted(wanted - fit):
         summary = "this layer takes no adapter: it is the embedding, the output layer, or an expert to peft"
         if not whole.isdisjoint(unfit[0].split(".")):
             summary = "a reward model's head has no adapter: it is trained whole"
-        raise ConfigError(summary, where=_WHERE, field="target_modules", got=unfit[0], need="other layers")
+        raise ConfigError(
+            summary, where=_WHERE, field="target_modules", got=unfit[0], need="other layers"
+        )
     return {name: layer for name, layer in linear.items() if name in wanted}
 
 
@@ -313,7 +378,9 @@ def adapted_layers(model: WrappedModel) -> dict[str, Any]:
         return {}
     from peft.tuners.lora import LoraLayer
 
-    return {name: module for name, module in model.hf.named_modules() if isinstance(module, LoraLayer)}
+    return {
+        name: module for name, module in model.hf.named_modules() if isinstance(module, LoraLayer)
+    }
 
 
 def _settings(model: WrappedModel) -> Any:
@@ -331,4 +398,8 @@ def _trained_whole(model: WrappedModel) -> list[str]:
 
 def _whole_weights(model: WrappedModel) -> dict[str, Tensor]:
     whole = set(_settings(model).modules_to_save or ())
-    return {name: weight for name, weight in model.hf.named_parameters() if not whole.isdisjoint(name.split("."))}
+    return {
+        name: weight
+        for name, weight in model.hf.named_parameters()
+        if not whole.isdisjoint(name.split("."))
+    }

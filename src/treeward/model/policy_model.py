@@ -93,14 +93,23 @@ class PolicyModel(WrappedModel):
         """
         sequences = [sequence for group in groups for sequence in group]
         starts = [length for group in prompt_lengths for length in group]
-        if any(not 0 < start <= len(sequence) for sequence, start in zip(sequences, starts, strict=True)):
-            raise ModelError("a completion needs a prompt of at least one token", need="1 <= prompt length <= length")
+        if any(
+            not 0 < start <= len(sequence)
+            for sequence, start in zip(sequences, starts, strict=True)
+        ):
+            raise ModelError(
+                "a completion needs a prompt of at least one token",
+                need="1 <= prompt length <= length",
+            )
         packed = self.pack(groups)
         if isinstance(packed, TreeBatch):
             places = packed.places()
         else:
             width = packed.tokens_SL.shape[1]
-            places = [np.arange(s * width, s * width + len(sequence)) for s, sequence in enumerate(sequences)]
+            places = [
+                np.arange(s * width, s * width + len(sequence))
+                for s, sequence in enumerate(sequences)
+            ]
         completions, batch = _completions(places, starts, self.device), self.on_device(packed)
         if isinstance(batch, TreeBatch):
             hidden_MD, tokens_T = self.tree_hidden(batch, completions.before_M), batch.tokens_T
@@ -117,7 +126,10 @@ class PolicyModel(WrappedModel):
             return torch.where(mask_SL, values[completions.index_SL], values.new_zeros(()))
 
         return CompletionLogProbs(
-            spread(values_N), mask_SL, None if entropies_N is None else spread(entropies_N), batch.num_computed_tokens
+            spread(values_N),
+            mask_SL,
+            None if entropies_N is None else spread(entropies_N),
+            batch.num_computed_tokens,
         )
 
     def _values(
@@ -175,8 +187,13 @@ class _Completions(NamedTuple):
     mask_SL: Tensor
 
 
-def _completions(places: Sequence[np.ndarray], starts: Sequence[int], device: torch.device) -> _Completions:
-    edges = [np.stack([place[start - 1 : -1], place[start:]]) for place, start in zip(places, starts, strict=True)]
+def _completions(
+    places: Sequence[np.ndarray], starts: Sequence[int], device: torch.device
+) -> _Completions:
+    edges = [
+        np.stack([place[start - 1 : -1], place[start:]])
+        for place, start in zip(places, starts, strict=True)
+    ]
     lengths_S = np.array([edge.shape[1] for edge in edges])
     joined = np.concatenate(edges, axis=1)
     # a token of a tree has one predecessor, so its own place names the pair; several may have the same one
@@ -185,7 +202,9 @@ def _completions(places: Sequence[np.ndarray], starts: Sequence[int], device: to
     mask = np.arange(lengths_S.max()) < lengths_S[:, None]
     index = np.zeros(mask.shape, dtype=np.int64)
     index[mask] = inverse
-    return _Completions(*(on_device(values, device) for values in (before, before_of, at, index, mask)))
+    return _Completions(
+        *(on_device(values, device) for values in (before, before_of, at, index, mask))
+    )
 
 
 def linear_log_probs(
@@ -259,7 +278,9 @@ def _logits(
             torch.addmm(bias_V, hidden_ND[chunk], weight_VD.T, out=product_CV)
         if settings.scale != 1.0:
             product_CV *= settings.scale
-        if settings.softcap is not None:  # in the number format of the model, as its own forward does
+        if (
+            settings.softcap is not None
+        ):  # in the number format of the model, as its own forward does
             product_CV.div_(settings.softcap).tanh_().mul_(settings.softcap)
         if logits is not products:
             logits_CV.copy_(product_CV)
@@ -271,7 +292,12 @@ def _logits(
 class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, settings: _Settings
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        targets_N: Tensor,
+        settings: _Settings,
     ) -> tuple[Tensor, Tensor]:
         hidden, weight, bias = hidden_ND.to(weight_VD.dtype), weight_VD, bias_V
         values_N = hidden_ND.new_empty(len(hidden_ND), dtype=torch.float32)
@@ -294,7 +320,9 @@ class _LinearLogProbs(torch.autograd.Function):
                 entropies_N[chunk] = -torch.linalg.vecdot(probs_CV, log_probs_CV)
         if settings.shard is not None:
             assert is_here_N is not None
-            values_N, norms_N, entropies_N = settings.shard.merged(values_N, norms_N, entropies_N, is_here_N)
+            values_N, norms_N, entropies_N = settings.shard.merged(
+                values_N, norms_N, entropies_N, is_here_N
+            )
         ctx.save_for_backward(hidden, weight, bias, targets_N, is_here_N, norms_N)
         ctx.settings, ctx.hidden_dtype = settings, hidden_ND.dtype
         ctx.mark_non_differentiable(entropies_N)
@@ -306,7 +334,9 @@ class _LinearLogProbs(torch.autograd.Function):
         return *_gradients(ctx, grad_values_N), None, None
 
 
-def _gradients(ctx: Any, grad_values_N: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def _gradients(
+    ctx: Any, grad_values_N: Tensor
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of hidden states, weight and bias; None if not required."""
     hidden, weight, bias, targets_N, is_here_N, norms_N = ctx.saved_tensors
     needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -318,7 +348,11 @@ def _gradients(ctx: Any, grad_values_N: Tensor) -> tuple[Tensor | None, Tensor |
     grad_bias = weight.new_zeros(len(weight), dtype=torch.float32) if needs_bias else None
     for chunk, logits_CV in _logits(hidden, weight, bias, settings):
         grad_C1 = grad_N[chunk, None]
-        slope_CV = None if settings.softcap is None else 1 - (logits_CV * settings.temperature / settings.softcap) ** 2
+        slope_CV = (
+            None
+            if settings.softcap is None
+            else 1 - (logits_CV * settings.temperature / settings.softcap) ** 2
+        )
         grad_CV = logits_CV.sub_(norms_N[chunk, None]).exp_().mul_(-grad_C1)
         grad_CV.scatter_add_(1, targets_N[chunk, None], picked_N[chunk, None])
         grad_CV = grad_CV if slope_CV is None else grad_CV.mul_(slope_CV)

@@ -44,7 +44,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 """The number formats that a configuration can name."""
 
 _HEAD_FILES = ["value_head.safetensors", "value_head.bin"]
-_DAMAGED = (LookupError, TypeError, AttributeError, StrictDataclassError)  # of JSON of another form, as a list
+_DAMAGED = (
+    LookupError,
+    TypeError,
+    AttributeError,
+    StrictDataclassError,
+)  # of JSON of another form, as a list
 
 
 @contextlib.contextmanager
@@ -80,10 +85,15 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
             name, trust_remote_code=trust_remote_code, padding_side="right"
         )
     except (OSError, ValueError, *_DAMAGED) as error:
-        raise _loading_error(name, "tokenizer", error, fix="name one: policy.tokenizer.name=...") from error
+        raise _loading_error(
+            name, "tokenizer", error, fix="name one: policy.tokenizer.name=..."
+        ) from error
     with contextlib.suppress(OSError, *_DAMAGED):  # a folder may hold a tokenizer alone
         set_template(tokenizer, PreTrainedConfig.get_config_dict(name)[0], name)
-    for key in ("is_local", "local_files_only"):  # where it was loaded from; a saved tokenizer would hold it
+    for key in (
+        "is_local",
+        "local_files_only",
+    ):  # where it was loaded from; a saved tokenizer would hold it
         tokenizer.init_kwargs.pop(key, None)
     return tokenizer
 
@@ -122,7 +132,10 @@ def base_of_adapters(name: str) -> str | None:
         if Path(base).expanduser().resolve() == file.parent.resolve():
             raise ValueError(f"{base}: the folder itself")
     except (ModelError, ValueError, *_DAMAGED) as error:
-        got, need = str(error).splitlines()[0], "base_model_name_or_path, the folder or hub name of the adapters' model"
+        got, need = (
+            str(error).splitlines()[0],
+            "base_model_name_or_path, the folder or hub name of the adapters' model",
+        )
         raise ModelError(
             "the base model of these adapters is not there", where=str(file), got=got, need=need
         ) from error
@@ -155,28 +168,46 @@ def load_weights(
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=dtype,
-            llm_int8_skip_modules=[*HEAD_NAMES, ".*pooler", "pre_classifier", "lm_head", "embed_out"],
+            llm_int8_skip_modules=[
+                *HEAD_NAMES,
+                ".*pooler",
+                "pre_classifier",
+                "lm_head",
+                "embed_out",
+            ],
         )
     hf, lacking = _read_weights(model_class, name, config=config, **settings)
     if load_in_4bit:
-        vars(hf).pop("hf_device_map", None)  # saving would take a model on the CPU for one that is moved there
+        vars(hf).pop(
+            "hf_device_map", None
+        )  # saving would take a model on the CPU for one that is moved there
         for module in filter(is_quantized, hf.modules()):
             # bitsandbytes would pack the weights of a model that only computes, and never train them again.
             vars(module)["support_avx512bf16_for_cpu"] = False
-    if broken := [key for key, weight in hf.named_parameters() if weight.numel() and not _is_finite(weight)]:
+    if broken := [
+        key for key, weight in hf.named_parameters() if weight.numel() and not _is_finite(weight)
+    ]:
         got = f"{len(broken)} tensors, the first of them {broken[0]}"
-        fix = "load it in bfloat16 or float32: float16 ends at 65504" if dtype == torch.float16 else None
+        fix = (
+            "load it in bfloat16 or float32: float16 ends at 65504"
+            if dtype == torch.float16
+            else None
+        )
         raise ModelError("the weights hold NaN or infinity", where=name, got=got, fix=fix)
     new_head = sorted(key for key in lacking if is_of_head(key))
     # A pretrained encoder may lack the pooling too, which is above the backbone like the head.
     above = f"{hf.base_model_prefix}."
-    if missing := sorted(key for key in lacking if not new_head or (key.startswith(above) and ".pooler." not in key)):
+    if missing := sorted(
+        key for key in lacking if not new_head or (key.startswith(above) and ".pooler." not in key)
+    ):
         raise ModelError("weights are missing from the checkpoint", where=name, got=missing[:8])
     return hf, new_head
 
 
 def _is_finite(weight: Tensor) -> bool:
-    low, high = weight.detach().aminmax()  # a twentieth of the time of isfinite().all(); NaN is in both
+    low, high = (
+        weight.detach().aminmax()
+    )  # a twentieth of the time of isfinite().all(); NaN is in both
     return bool(low.isfinite()) and bool(high.isfinite())
 
 
@@ -207,7 +238,9 @@ def _read_weights(
             ignore_mismatched_sizes=True,  # they are refused below, by their names
             **settings,
         )
-    except Exception as error:  # of a quantiser, of damaged files, of a config.json whose sizes make no sense
+    except (
+        Exception
+    ) as error:  # of a quantiser, of damaged files, of a config.json whose sizes make no sense
         raise _loading_error(name, "model", error) from error
     check_used(hf, info["unexpected_keys"], name)
     for key, stored, wanted in sorted(info["mismatched_keys"]):
@@ -226,9 +259,17 @@ def check_used(hf: PreTrainedModel, unused: Iterable[str], name: str) -> None:
     LLaMA-Factory counts as a tensor."""
     config, unknown = hf.config, set(unused)
     if hasattr(hf, "num_labels"):  # a language model needs no head
-        may_lack: Any = {f"_raise_exceptions_for_{kind}": False for kind in ("missing_entries", "connection_errors")}
-        unknown.update(Path(file).name for file in cached_files(name, _HEAD_FILES, **may_lack) or ())
-    patterns = [r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"]  # old buffers, as transformers has them
+        may_lack: Any = {
+            f"_raise_exceptions_for_{kind}": False
+            for kind in ("missing_entries", "connection_errors")
+        }
+        unknown.update(
+            Path(file).name for file in cached_files(name, _HEAD_FILES, **may_lack) or ()
+        )
+    patterns = [
+        r"rotary_emb\.inv_freq$",
+        r"(^|\.)position_ids$",
+    ]  # old buffers, as transformers has them
     classes = [getattr(transformers, text, None) for text in config.architectures or ()]
     classes = [kind for kind in classes if getattr(kind, "config_class", None) is type(config)]
     if type(config) in AutoModelForCausalLM._model_mapping:
@@ -237,14 +278,22 @@ def check_used(hf: PreTrainedModel, unused: Iterable[str], name: str) -> None:
         with torch.device("meta"):
             model = hf if model_class is None else model_class._from_config(config)
         patterns += model._keys_to_ignore_on_load_unexpected or ()
-        unknown -= {key for key, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
+        unknown -= {
+            key
+            for key, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
+        }
     if unused_tensors := sorted(key for key in unknown if not re.search("|".join(patterns), key)):
-        heads = [key for key in unused_tensors if re.search("head|score|reward|value|regress|classif", key)]
+        heads = [
+            key
+            for key in unused_tensors
+            if re.search("head|score|reward|value|regress|classif", key)
+        ]
         advice = "docs/reward_models.md lists the known heads; to train a new one, save the model without this"
         raise ModelError(
             "the checkpoint has tensors that this model does not use",
             where=name,
-            got=", ".join((heads or unused_tensors)[:4]) + (", which look like a head" if heads else ""),
+            got=", ".join((heads or unused_tensors)[:4])
+            + (", which look like a head" if heads else ""),
             need=f"those of {type(hf).__name__}",
             fix=advice if heads else "mend config.json, or save the model without them",
         )
@@ -254,11 +303,15 @@ def check_local(name: str) -> None:
     """Raise `ModelError` for a folder that does not exist, instead of looking for it on the hub."""
     path = Path(name).expanduser()
     is_local = (
-        name.startswith(("/", ".", "~")) or name.count("/") > 1 or (path.parent != Path() and path.parent.is_dir())
+        name.startswith(("/", ".", "~"))
+        or name.count("/") > 1
+        or (path.parent != Path() and path.parent.is_dir())
     )
     if is_local and not path.exists():
         near = nearest_path(path)
-        raise ModelError("there is no such folder", where=name, fix=f"did you mean {near}?" if near else None)
+        raise ModelError(
+            "there is no such folder", where=name, fix=f"did you mean {near}?" if near else None
+        )
 
 
 def check_fields(config: PreTrainedConfig, fields: Iterable[str], where: str) -> None:
@@ -267,7 +320,9 @@ def check_fields(config: PreTrainedConfig, fields: Iterable[str], where: str) ->
     for name in fields:
         if not hasattr(config, name):
             summary = f"{config.model_type} has no such field"
-            raise ConfigError.unknown(summary, name, config.to_dict(), where=where, field=name, need=None)
+            raise ConfigError.unknown(
+                summary, name, config.to_dict(), where=where, field=name, need=None
+            )
 
 
 def _look_for(name: str, what: str) -> None:
@@ -293,10 +348,17 @@ def _loading_error(name: str, what: str, error: Exception, fix: str | None = Non
         fix = "copy the file again from where the model came from"
         summary = f"the {what} cannot be loaded: this file is damaged"
         return ModelError(summary, where=str(file), got=wrong, need="JSON", fix=fix)
-    text = str(error.__cause__ or error if isinstance(error, StrictDataclassError) else error).strip()
-    summary, need = f"the {what} cannot be loaded", f"a folder or hub name with the files of a {what}, in safetensors"
+    text = str(
+        error.__cause__ or error if isinstance(error, StrictDataclassError) else error
+    ).strip()
+    summary, need = (
+        f"the {what} cannot be loaded",
+        f"a folder or hub name with the files of a {what}, in safetensors",
+    )
     got = (text.splitlines() or [type(error).__name__])[0]
-    if inside := next((part for part in ("model", "final") if (Path(name) / part / "config.json").is_file()), None):
+    if inside := next(
+        (part for part in ("model", "final") if (Path(name) / part / "config.json").is_file()), None
+    ):
         summary, fix = "the model is inside this folder", f"use {name}/{inside}"
     elif not Path(name).expanduser().exists():
         fix = "check the name and the network (and HF_HUB_OFFLINE, HTTPS_PROXY), or give the folder of a copy"
@@ -314,18 +376,25 @@ def bare_model(
     """A model with random float32 weights, by `make` from a bare configuration; the seed alone determines them. The
     vocabulary size and special tokens are the tokenizer's; `settings` are further fields. Raises `ConfigError`."""
     fields = dict(model_config)
-    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
+    special = {
+        f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")
+    }
     settings |= {"vocab_size": len(tokenizer), **special}
     for name in fields.keys() & settings.keys():
         raise ConfigError(
-            "this field follows from the tokenizer", where="policy.model_config", field=name, fix="remove it"
+            "this field follows from the tokenizer",
+            where="policy.model_config",
+            field=name,
+            fix="remove it",
         )
     config = bare_config(fields, **settings)
     with _config_errors("policy.model_config"), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = make(config, dtype=torch.float32, attn_implementation="eager")
         with torch.no_grad():
-            model.base_model(torch.zeros(1, 1, dtype=torch.long))  # sizes that do not fit each other fail only here
+            model.base_model(
+                torch.zeros(1, 1, dtype=torch.long)
+            )  # sizes that do not fit each other fail only here
     return model
 
 
@@ -333,8 +402,14 @@ def bare_config(fields: Mapping[str, Any], **settings: Any) -> PreTrainedConfig:
     """The configuration of `bare_model`; `settings` are further fields. Raises `ConfigError`."""
     model_type = str(fields.get("model_type"))
     if model_type not in CONFIG_MAPPING:
-        place: Any = {"where": "policy.model_config", "field": "model_type", "need": "a model type of transformers"}
-        raise ConfigError.unknown("there is no such model type", model_type, CONFIG_MAPPING.keys(), **place)
+        place: Any = {
+            "where": "policy.model_config",
+            "field": "model_type",
+            "need": "a model type of transformers",
+        }
+        raise ConfigError.unknown(
+            "there is no such model type", model_type, CONFIG_MAPPING.keys(), **place
+        )
     check_fields(AutoConfig.for_model(model_type), fields, "policy.model_config")
     with _config_errors("policy.model_config"):
         config: PreTrainedConfig = AutoConfig.for_model(**fields, **settings)
@@ -357,12 +432,16 @@ def _config_errors(where: str) -> Iterator[None]:
     except Exception as error:
         got = f"{type(error).__name__}: {error.__cause__ or error}"
         need = "sizes that fit: heads divide the hidden size, heads of keys the heads, and none is below 1"
-        raise ConfigError("no model can be built from these fields", where=where, got=got, need=need) from error
+        raise ConfigError(
+            "no model can be built from these fields", where=where, got=got, need=need
+        ) from error
 
 
 def choose_device(device: torch.device | str | None) -> torch.device:
     """The device of a name; None and `auto` mean a GPU if there is one, else the CPU."""
-    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device in (None, "auto") else device)
+    return torch.device(
+        ("cuda" if torch.cuda.is_available() else "cpu") if device in (None, "auto") else device
+    )
 
 
 def has_room(device: torch.device, num_bytes: float) -> bool:
@@ -378,6 +457,11 @@ def check_device(device: str | None, *, where: str, field: str | None = None) ->
     try:
         torch.empty(0, device=choose_device(device))
     except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA
-        got, need = f"{device}: {str(error).splitlines()[0]}", "cpu, or a GPU that torch sees, as cuda or cuda:1"
+        got, need = (
+            f"{device}: {str(error).splitlines()[0]}",
+            "cpu, or a GPU that torch sees, as cuda or cuda:1",
+        )
         fix = "`auto` takes a GPU where there is one, else the CPU"
-        raise ConfigError("the device cannot be used", where=where, field=field, got=got, need=need, fix=fix) from error
+        raise ConfigError(
+            "the device cannot be used", where=where, field=field, got=got, need=need, fix=fix
+        ) from error

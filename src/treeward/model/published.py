@@ -19,7 +19,13 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
 
@@ -45,24 +51,38 @@ class SplitGroups(ConversionOps):
     """InternLM2's one matrix of queries, keys and values: for each key head its queries, its key and its value."""
 
     def convert(
-        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+        self,
+        input_dict: dict[str, Any],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        **kwargs: Any,
     ) -> dict[str, Any]:
         [tensors], config = input_dict.values(), kwargs["config"]
         weight: Tensor = tensors[0] if isinstance(tensors, list) else tensors
         per_key = config.num_attention_heads // config.num_key_value_heads
-        parts = weight.unflatten(0, (config.num_key_value_heads, per_key + 2, -1)).split([per_key, 1, 1], dim=1)
-        return {name: part.flatten(0, 2).contiguous() for name, part in zip(target_patterns, parts, strict=True)}
+        parts = weight.unflatten(0, (config.num_key_value_heads, per_key + 2, -1)).split(
+            [per_key, 1, 1], dim=1
+        )
+        return {
+            name: part.flatten(0, 2).contiguous()
+            for name, part in zip(target_patterns, parts, strict=True)
+        }
 
 
 def _as_llama(fields: Fields) -> LlamaConfig:
     left_out = {"auto_map", "model_type", "bias", "attn_implementation", "transformers_version"}
     llama_fields = {name: value for name, value in fields.items() if name not in left_out}
-    config: LlamaConfig = LlamaConfig(**llama_fields | {"attention_bias": fields.get("bias", False)})
+    config: LlamaConfig = LlamaConfig(
+        **llama_fields | {"attention_bias": fields.get("bias", False)}
+    )
     return config
 
 
 def _then(text: str) -> tuple[str, str]:
-    return "", f"{{{{ {json.dumps(text)} }}}}" if text else ""  # a literal, whose white space no tag before it removes
+    return (
+        "",
+        f"{{{{ {json.dumps(text)} }}}}" if text else "",
+    )  # a literal, whose white space no tag before it removes
 
 
 _TEXT, _EOS = "{{ message.content }}", "{{ eos_token }}"
@@ -86,13 +106,24 @@ def _reward_token(fields: Fields, tokenizer: PreTrainedTokenizerBase) -> tuple[s
     token = fields["reward_token_id"]
     text = str(tokenizer.convert_ids_to_tokens(token))
     if (got := tokenizer.encode(text, add_special_tokens=False)) != [token]:
-        summary, need = "the tokenizer does not write the token that this model reads", f"[{token}] for {text!r}"
-        raise ModelError(summary, field="reward_token_id", got=got, need=need, fix="name the model's own tokenizer")
+        summary, need = (
+            "the tokenizer does not write the token that this model reads",
+            f"[{token}] for {text!r}",
+        )
+        raise ModelError(
+            summary,
+            field="reward_token_id",
+            got=got,
+            need=need,
+            fix="name the model's own tokenizer",
+        )
     return _then(text)
 
 
 _INTERNLM2: list[WeightRenaming | WeightConverter] = [
-    WeightConverter(".attention.wqkv.weight", [f".self_attn.{x}_proj.weight" for x in "qkv"], [SplitGroups()]),
+    WeightConverter(
+        ".attention.wqkv.weight", [f".self_attn.{x}_proj.weight" for x in "qkv"], [SplitGroups()]
+    ),
     WeightRenaming("model.tok_embeddings", "model.embed_tokens"),
     WeightRenaming(".attention.wo", ".self_attn.o_proj"),
     WeightRenaming(".feed_forward.w1", ".mlp.gate_proj"),
@@ -132,7 +163,9 @@ class Adapter:
     architecture: str | None = None
     keys: tuple[str, ...] = ()
 
-    def reader(self, config: PreTrainedConfig, plain: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    def reader(
+        self, config: PreTrainedConfig, plain: type[PreTrainedModel]
+    ) -> type[PreTrainedModel]:
         """A subclass of the family's classifier with the authors' architecture, which loads their files."""
         head, fields = self.head, config.to_dict()
         if not (parts := self.parts(fields)):
@@ -151,7 +184,11 @@ class Adapter:
             name = f"Published{name}"
         body = {"__init__": make, "__module__": plain.__module__, "plain_class": plain}
         stored_head = tuple(old.split(".")[0] for old in stored)
-        body |= {"stored_head": stored_head, "score_parts": parts, "made_by_treeward": head is not None}
+        body |= {
+            "stored_head": stored_head,
+            "score_parts": parts,
+            "made_by_treeward": head is not None,
+        }
         body["step_token"] = self.step_token
         made: type[PreTrainedModel] = type(name, (plain,), body)
         renamings = [WeightRenaming(f"^{old}", new) for old, new in stored.items() if old != new]
@@ -177,20 +214,32 @@ class Adapter:
             vars(hf.config).pop(key, None)
 
     def of_tokens(
-        self, plain: type[PreTrainedModel], config: PreTrainedConfig, lm: Any, tokenizer: PreTrainedTokenizerBase
+        self,
+        plain: type[PreTrainedModel],
+        config: PreTrainedConfig,
+        lm: Any,
+        tokenizer: PreTrainedTokenizerBase,
     ) -> PreTrainedModel:
         """The classifier whose value is a logit of a language model, or the difference of two: their log-odds."""
         assert self.tokens is not None
         tokens = self.tokens(config.to_dict())
-        vocabulary, head, text = tokenizer.get_vocab(), lm.get_output_embeddings(), config.get_text_config()
+        vocabulary, head, text = (
+            tokenizer.get_vocab(),
+            lm.get_output_embeddings(),
+            config.get_text_config(),
+        )
         ids = [vocabulary.get(token) if isinstance(token, str) else token for token in tokens]
         if None in ids or len(ids) > 2:
             need = "one token, or two: the one against the score and the one for it, as the vocabulary writes them"
-            raise ModelError("these are no tokens", where="config.json", field=TOKENS_KEY, got=tokens, need=need)
+            raise ModelError(
+                "these are no tokens", where="config.json", field=TOKENS_KEY, got=tokens, need=need
+            )
         scalings = ("final_logit_softcapping", "logits_scaling", "logit_scale")
         if head.bias is not None or any(getattr(text, name, None) for name in scalings):
             got, need = type(lm).__name__, "logits without a bias, a cap and a scale"
-            raise ModelError("the logits of this model are not linear", where=lm.name_or_path, got=got, need=need)
+            raise ModelError(
+                "the logits of this model are not linear", where=lm.name_or_path, got=got, need=need
+            )
         with torch.device("meta"):
             hf: Any = plain._from_config(config, dtype=torch.float32, attn_implementation="eager")
         setattr(hf, hf.base_model_prefix, lm.base_model)
@@ -205,9 +254,7 @@ TOKENS_KEY, PROMPT_KEY = "classifier_from_token", "classifier_prompt"
 is the text that follows the last message."""
 
 _HUB = "https://huggingface.co/"
-_OPENRLHF = (
-    "https://github.com/OpenRLHF/OpenRLHF/blob/3c3be6234e0cb353e76bb8019947db9dfe99fca7/openrlhf/models/model.py"
-)
+_OPENRLHF = "https://github.com/OpenRLHF/OpenRLHF/blob/3c3be6234e0cb353e76bb8019947db9dfe99fca7/openrlhf/models/model.py"
 _BENCH = "https://github.com/allenai/reward-bench/blob/05a9005efb607249822c193590c8ecab87c77052/rewardbench/models/"
 
 
@@ -220,15 +267,23 @@ def _is(*architectures: str, called: str = r"(?!)") -> Callable[[Fields, str], b
 
 def _is_openrlhf(*, normalised: bool) -> Callable[[Fields, str], bool]:
     def recognises(fields: Fields, name: str) -> bool:
-        is_plain = any("Classification" in architecture for architecture in fields.get("architectures") or ())
-        is_openrlhf = _is("RewardModel")(fields, name) or ("value_head_prefix" in fields and not is_plain)
-        return is_openrlhf and normalised == (bool(fields.get("normalize_reward")) and fields.get("std") is not None)
+        is_plain = any(
+            "Classification" in architecture for architecture in fields.get("architectures") or ()
+        )
+        is_openrlhf = _is("RewardModel")(fields, name) or (
+            "value_head_prefix" in fields and not is_plain
+        )
+        return is_openrlhf and normalised == (
+            bool(fields.get("normalize_reward")) and fields.get("std") is not None
+        )
 
     return recognises
 
 
 def _is_grm(fields: Fields, name: str) -> bool:
-    is_plain = "Classification" in str(fields.get("architectures")) and "auto_map" not in fields  # the newer ones
+    is_plain = (
+        "Classification" in str(fields.get("architectures")) and "auto_map" not in fields
+    )  # the newer ones
     has_keys = "vhead_layer_type" in fields and not is_plain
     return has_keys or _is("GRewardModel", called=r"GRM-[^/]*-sftreg[^/]*$")(fields, name)
 
@@ -286,20 +341,26 @@ ADAPTERS: Mapping[str, Adapter] = {
         source=f"{_HUB}openbmb/Eurus-RM-7b",
         recognises=_is("EurusRewardModel"),
         stored=lambda _: {"regression_head": "score"},
-        template=_turns(f"[INST] {_TEXT} [/INST]", f" {_TEXT}{{{{ '' if loop.last else eos_token }}}}"),
+        template=_turns(
+            f"[INST] {_TEXT} [/INST]", f" {_TEXT}{{{{ '' if loop.last else eos_token }}}}"
+        ),
     ),
     "UltraRM": Adapter(
         source=f"{_BENCH}openbmb.py",
         recognises=_is("LlamaRewardModel", called=r"UltraRM-13b$"),
         stored=lambda _: {"regression_head": "score"},
-        template=_turns(f"Human: {_TEXT}\n", f"Assistant: {_TEXT}{{{{ '' if loop.last else '\\n' }}}}"),
+        template=_turns(
+            f"Human: {_TEXT}\n", f"Assistant: {_TEXT}{{{{ '' if loop.last else '\\n' }}}}"
+        ),
     ),
     "Beaver": Adapter(
         source=f"{_BENCH}beaver.py",
         recognises=_is("LlamaForScore", "LlamaModelForScore"),
         stored=lambda _: {"score_head": "score.value", "normalizer": "score.normalizer"},
         head=RewardOrCost,
-        template=_turns(f"USER: {_TEXT} ASSISTANT:", f"{_TEXT}{_EOS}", "BEGINNING OF CONVERSATION: "),
+        template=_turns(
+            f"USER: {_TEXT} ASSISTANT:", f"{_TEXT}{_EOS}", "BEGINNING OF CONVERSATION: "
+        ),
     ),
     "Starling-RM": Adapter(
         source=f"{_BENCH}starling.py",
@@ -313,9 +374,18 @@ ADAPTERS: Mapping[str, Adapter] = {
         recognises=_is("LDLRewardModel27B", called=r"(LDL|Lenovo)-Reward-[^/]*$"),
         stored=lambda _: {name: f"score.{name}" for name in ("regression_layer", "gating_layer")},
         head=WeightedRatings,
-        parts=lambda fields: tuple(f"objective {i}" for i in range(fields["num_objectives"] // NUM_RATINGS)),
-        config=lambda fields: AutoConfig.for_model(  # which drops `temperature`, as one of generation
-            **{"num_objectives": 220, "softmax": False, "gating_temperature": fields.get("temperature", 1.0), **fields}
+        parts=lambda fields: tuple(
+            f"objective {i}" for i in range(fields["num_objectives"] // NUM_RATINGS)
+        ),
+        config=lambda fields: (
+            AutoConfig.for_model(  # which drops `temperature`, as one of generation
+                **{
+                    "num_objectives": 220,
+                    "softmax": False,
+                    "gating_temperature": fields.get("temperature", 1.0),
+                    **fields,
+                }
+            )
         ),
         architecture="LDLRewardModel27B",
     ),
@@ -330,15 +400,21 @@ ADAPTERS: Mapping[str, Adapter] = {
     "ArmoRM, QRM": Adapter(
         source=f"{_BENCH}qrm.py",
         recognises=lambda fields, _: any(
-            re.fullmatch(r"\w+ForRewardModelWithGating\d*", name) for name in fields.get("architectures") or ()
+            re.fullmatch(r"\w+ForRewardModelWithGating\d*", name)
+            for name in fields.get("architectures") or ()
         ),
-        stored=lambda _: {name: f"score.{name}" for name in ("regression_layer", "reward_transform_matrix", "gating")},
+        stored=lambda _: {
+            name: f"score.{name}"
+            for name in ("regression_layer", "reward_transform_matrix", "gating")
+        },
         head=GatedObjectives,
         parts=objectives,
     ),
     "Nemotron-Reward": Adapter(
         source=f"{_HUB}nvidia/Llama-3.1-Nemotron-70B-Reward-HF",
-        recognises=lambda fields, name: _writes(fields) and bool(re.search(r"Nemotron-\d+B-Reward[^/]*$", name)),
+        recognises=lambda fields, name: (
+            _writes(fields) and bool(re.search(r"Nemotron-\d+B-Reward[^/]*$", name))
+        ),
         tokens=lambda _: [0],
     ),
     "a token of a language model": Adapter(
@@ -354,7 +430,9 @@ ADAPTERS: Mapping[str, Adapter] = {
 
 def find(fields: Fields, name: str | None) -> Adapter | None:
     """The adapter for a model with this config.json and this name; None for an ordinary model."""
-    return next((adapter for adapter in ADAPTERS.values() if adapter.recognises(fields, name or "")), None)
+    return next(
+        (adapter for adapter in ADAPTERS.values() if adapter.recognises(fields, name or "")), None
+    )
 
 
 def refuse(fields: Fields, name: str | None) -> None:
@@ -362,12 +440,22 @@ def refuse(fields: Fields, name: str | None) -> None:
     architectures = " ".join(fields.get("architectures") or ())
     steps, pairs = r"For(Process|PRM|Prm|TokenClassification)", r"\bGPM-[^/]*$"
     for text, pattern, summary in (
-        (architectures, rf"\b(?!Qwen2ForProcess)\w+{steps}\w*", "this process reward model is not known"),
-        (name or "", pairs, "a general preference model compares pairs: its values of one completion are no score"),
+        (
+            architectures,
+            rf"\b(?!Qwen2ForProcess)\w+{steps}\w*",
+            "this process reward model is not known",
+        ),
+        (
+            name or "",
+            pairs,
+            "a general preference model compares pairs: its values of one completion are no score",
+        ),
     ):
         if match := re.search(pattern, text):
             fix = "use its authors' code, or a model that docs/reward_models.md lists"
-            raise ModelError(summary, where=name, got=match[0], need="one value of a conversation", fix=fix)
+            raise ModelError(
+                summary, where=name, got=match[0], need="one value of a conversation", fix=fix
+            )
 
 
 def set_template(tokenizer: PreTrainedTokenizerBase, fields: Fields, name: str) -> None:
@@ -380,20 +468,32 @@ def set_template(tokenizer: PreTrainedTokenizerBase, fields: Fields, name: str) 
     template = tokenizer.chat_template
     if after and not isinstance(template, str):
         got, need = "several chat templates" if template else "no chat template", "one template"
-        raise ModelError("nothing can write the end that this model reads", where=name, got=got, need=need)
+        raise ModelError(
+            "nothing can write the end that this model reads", where=name, got=got, need=need
+        )
     if isinstance(template, str) and not template.endswith(after):
-        tokenizer.chat_template = before + template.removesuffix("\n") + after  # Jinja drops that line's end too
-    is_reward_model = adapter is not None or "SequenceClassification" in str(fields.get("architectures"))
+        tokenizer.chat_template = (
+            before + template.removesuffix("\n") + after
+        )  # Jinja drops that line's end too
+    is_reward_model = adapter is not None or "SequenceClassification" in str(
+        fields.get("architectures")
+    )
     if is_reward_model and (num_bos := _num_bos(tokenizer, fields, adapter)) is not None:
         tokenizer.init_kwargs.setdefault(NUM_BOS, num_bos)
 
 
-def _num_bos(tokenizer: PreTrainedTokenizerBase, fields: Fields, adapter: Adapter | None) -> int | None:
+def _num_bos(
+    tokenizer: PreTrainedTokenizerBase, fields: Fields, adapter: Adapter | None
+) -> int | None:
     """How many BOS the conversations of another's training began with, where the tokenizer adds one to any text; None
     where it adds none, and without a template. Most trainers (open-instruct, TRL, OpenRLHF) take the template's text as
     it is, with its BOS or without."""
     bos = tokenizer.bos_token_id
-    if bos is None or tokenizer.cls_token_id is not None or tokenizer("a probe")["input_ids"][:1] != [bos]:
+    if (
+        bos is None
+        or tokenizer.cls_token_id is not None
+        or tokenizer("a probe")["input_ids"][:1] != [bos]
+    ):
         return None
     probe = [{"role": "user", "content": "Quo vadis?"}, {"role": "assistant", "content": "Romam."}]
     try:
@@ -402,5 +502,9 @@ def _num_bos(tokenizer: PreTrainedTokenizerBase, fields: Fields, adapter: Adapte
     except Exception:  # a template is a program: it can raise anything
         return None
     has_grm_keys = "vhead_layer_type" in fields  # those of plain classifiers too
-    reads_plain_text = adapter is not None and (adapter.reads_plain_text or adapter.template is not None)
-    return len(list(takewhile(lambda token: token == bos, ids))) + int(reads_plain_text or has_grm_keys)
+    reads_plain_text = adapter is not None and (
+        adapter.reads_plain_text or adapter.template is not None
+    )
+    return len(list(takewhile(lambda token: token == bos, ids))) + int(
+        reads_plain_text or has_grm_keys
+    )

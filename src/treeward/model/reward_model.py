@@ -106,7 +106,12 @@ class RewardModel(WrappedModel):
             end -= 1
         return ids[:end]
 
-    def pack(self, groups: Sequence[Sequence[TokenIds]], *, read_at: Sequence[Sequence[int]] | None = None) -> Batch:
+    def pack(
+        self,
+        groups: Sequence[Sequence[TokenIds]],
+        *,
+        read_at: Sequence[Sequence[int]] | None = None,
+    ) -> Batch:
         if read_at is not None:
             return super().pack(groups, read_at=read_at)
         cut_groups = []
@@ -117,7 +122,9 @@ class RewardModel(WrappedModel):
             read_at += reads
         return super().pack(cut_groups, read_at=read_at)
 
-    def until_last_reads(self, sequences: Sequence[TokenIds]) -> tuple[list[TokenIds], list[Sequence[int]]]:
+    def until_last_reads(
+        self, sequences: Sequence[TokenIds]
+    ) -> tuple[list[TokenIds], list[Sequence[int]]]:
         """Each sequence up to the last token that the head reads, and the positions that it reads. Raises `ModelError`
         for a sequence without a token that the head needs."""
         cut: list[TokenIds] = []
@@ -149,7 +156,9 @@ class RewardModel(WrappedModel):
         """Scores of a model with one head, float32 (S,), one per sequence in the order of the batch's groups."""
         if self.score_parts:
             return self._heads(batch).sum(dim=1)
-        assert self.num_heads == 1, f"{self.num_heads} heads make no score: `heads` has their values"
+        assert self.num_heads == 1, (
+            f"{self.num_heads} heads make no score: `heads` has their values"
+        )
         return self._heads(batch)[:, 0].clone()  # no view: FSDP puts a hook on it
 
     def heads(self, batch: Batch | FeatureBatch) -> Tensor:
@@ -169,15 +178,23 @@ class RewardModel(WrappedModel):
         """(K, D) of `features`: the reads of each sequence, and the size of what is read."""
         head = self.head
         num_reads = reads_each(head)
-        assert num_reads is not None, "a process reward model reads sequences at any number of steps"
-        size = head.in_features if isinstance(head, nn.Linear) else self.hf.config.get_text_config().hidden_size
+        assert num_reads is not None, (
+            "a process reward model reads sequences at any number of steps"
+        )
+        size = (
+            head.in_features
+            if isinstance(head, nn.Linear)
+            else self.hf.config.get_text_config().hidden_size
+        )
         return num_reads, size
 
     def _heads(self, batch: Batch | FeatureBatch) -> Tensor:
         if self.layout == "encoder" and isinstance(batch, RowBatch):
             return self._encoder_logits(batch)
         hidden_ND, index_R = self._read(batch)
-        values_NH = self.head_values(hidden_ND)  # of a place that several sequences end at only once
+        values_NH = self.head_values(
+            hidden_ND
+        )  # of a place that several sequences end at only once
         return values_of_reads(self.head, values_NH.index_select(0, index_R))
 
     def _read(self, batch: Batch | FeatureBatch) -> tuple[Tensor, Tensor]:
@@ -186,7 +203,9 @@ class RewardModel(WrappedModel):
             return self.tree_hidden(batch, batch.reads.places_N), batch.reads.index_R
         if isinstance(batch, RowBatch) and self.layout != "encoder":
             hidden_SLD = self.row_hidden(batch)
-            return hidden_SLD.flatten(0, 1).index_select(0, batch.reads.places_N), batch.reads.index_R
+            return hidden_SLD.flatten(0, 1).index_select(
+                0, batch.reads.places_N
+            ), batch.reads.index_R
         if isinstance(batch, FeatureBatch):
             hidden_RD = batch.features_SKD.flatten(0, 1)
         else:
@@ -208,8 +227,13 @@ class RewardModel(WrappedModel):
             hook.remove()
         hidden_SD = inputs[0] if inputs[0].dim() == 2 else inputs[0][:, 0]
         if not torch.allclose(self.head_values(hidden_SD), values_SH, rtol=1e-3, atol=1e-4):
-            summary, got = "this encoder's head reads more than one hidden state", type(self.head).__name__
-            raise ModelError(summary, got=got, fix="set policy.reward_model_cfg.freeze_backbone=false")
+            summary, got = (
+                "this encoder's head reads more than one hidden state",
+                type(self.head).__name__,
+            )
+            raise ModelError(
+                summary, got=got, fix="set policy.reward_model_cfg.freeze_backbone=false"
+            )
         return hidden_SD
 
     def score_tokens(
@@ -239,24 +263,39 @@ class RewardModel(WrappedModel):
                 cache = None
             num_known = None
             if cache is not None:
-                num_known = [self._num_known(cache, *item) for item in zip(sequences, read_at, strict=True)]
+                num_known = [
+                    self._num_known(cache, *item) for item in zip(sequences, read_at, strict=True)
+                ]
             for groups in plan_sequences(
-                sequences, max_tokens=max_tokens, max_sequences=max_sequences, share=share, num_cached=num_known
+                sequences,
+                max_tokens=max_tokens,
+                max_sequences=max_sequences,
+                share=share,
+                num_cached=num_known,
             ):
                 if cache is None or num_known is None:
                     members = [i for group in groups for i in group]
                     batch = self.make_batch([[sequences[i] for i in group] for group in groups])
                     batch_values = self.heads(batch)
                 else:
-                    groups = [part for group in groups for part in _alike(sequences, num_known, group)]
+                    groups = [
+                        part for group in groups for part in _alike(sequences, num_known, group)
+                    ]
                     members = [i for group in groups for i in group]
                     batch, batch_values = self._heads_with(
-                        cache, sequences, read_at, num_known, groups, prompt_lengths or [0] * len(sequences)
+                        cache,
+                        sequences,
+                        read_at,
+                        num_known,
+                        groups,
+                        prompt_lengths or [0] * len(sequences),
                     )
                 self.num_computed_tokens += batch.num_computed_tokens
                 self.num_row_tokens += sum(len(sequences[i]) for i in members)
                 counts = [self._num_values(read_at[i]) for i in members]
-                for i, values_of_sequence in zip(members, batch_values.cpu().split(counts), strict=True):
+                for i, values_of_sequence in zip(
+                    members, batch_values.cpu().split(counts), strict=True
+                ):
                     values[i] = values_of_sequence
             # Masked attention multiplies hidden values by zero, and zero times NaN is NaN: one broken conversation may
             # break others.
@@ -300,12 +339,16 @@ class RewardModel(WrappedModel):
             cache.num_reused_tokens += start * len(group)
             remainders.append([sequences[i][start:] for i in group])
             remaining_reads += [[position - start for position in read_at[i]] for i in group]
-            prompt_places = {tuple(map(int, sequences[i][: prompt_lengths[i]])): k for k, i in enumerate(group)}
+            prompt_places = {
+                tuple(map(int, sequences[i][: prompt_lengths[i]])): k for k, i in enumerate(group)
+            }
             for prompt, k in prompt_places.items():
                 if len(prompt) > max(start, MIN_PREFIX_TOKENS - 1):
                     keep.append((g, k, len(prompt) - start))
                     prompts.append(prompt)
-        batch = TreeBatch.from_groups(remainders, prefixes=prefixes, keep=keep, read_at=remaining_reads)
+        batch = TreeBatch.from_groups(
+            remainders, prefixes=prefixes, keep=keep, read_at=remaining_reads
+        )
         batch = batch.to(self.device)
         values = self.heads(batch)
         assert batch.layout.exchange is not None
@@ -318,21 +361,31 @@ class RewardModel(WrappedModel):
         for i, sequence in enumerate(sequences):
             if not len(sequence) or (limit is not None and len(sequence) > limit):
                 got = f"{len(sequence)} tokens"
-                need = "1 token or more" if limit is None else f"1 to {limit} tokens, the model's positions"
+                need = (
+                    "1 token or more"
+                    if limit is None
+                    else f"1 to {limit} tokens, the model's positions"
+                )
             elif min(sequence) < 0 or max(sequence) >= num_tokens_known:
                 got = f"token {min(sequence) if min(sequence) < 0 else max(sequence)}"
                 need = f"0 to {num_tokens_known - 1}, the tokens of the model's vocabulary"
             else:
                 continue
-            raise ModelError("the model cannot read this sequence", where=f"sequence {i}", got=got, need=need)
+            raise ModelError(
+                "the model cannot read this sequence", where=f"sequence {i}", got=got, need=need
+            )
 
-    def score(self, data: Mapping[str, Tensor], *, max_tokens: int | None = DEFAULT_BATCH_TOKENS) -> dict[str, Tensor]:
+    def score(
+        self, data: Mapping[str, Tensor], *, max_tokens: int | None = DEFAULT_BATCH_TOKENS
+    ) -> dict[str, Tensor]:
         """`{"scores": float32 (B,)}` for `{"input_ids": (B, L), "input_lengths": (B,)}`, rows padded on the right, as
         NeMo RL's `Policy.score`; several heads give (B, H). Raises `ModelError` for an invalid length, and for a score
         that is not finite."""
         ids_BL, lengths_B = data["input_ids"], data["input_lengths"].tolist()
         if wrong := [length for length in lengths_B if not 0 < length <= ids_BL.shape[1]]:
-            raise ModelError("a row cannot have this length", got=wrong[0], need=f"1 to {ids_BL.shape[1]}")
+            raise ModelError(
+                "a row cannot have this length", got=wrong[0], need=f"1 to {ids_BL.shape[1]}"
+            )
         rows = [row[:length] for row, length in zip(ids_BL.tolist(), lengths_B, strict=True)]
         values_BH = self.score_tokens(rows, max_tokens=max_tokens)
         for i, values in enumerate(values_BH.tolist()):
@@ -352,7 +405,9 @@ class RewardModel(WrappedModel):
                 values = head.forward(hidden_SD)  # not its hooks: FSDP has gathered it already
             return values
         # Not a matrix product: it may round two rows differently, and identical completions must tie exactly.
-        values_SH = torch.stack([(hidden_SD * weight_D).sum(dim=-1) for weight_D in head.weight.float()], dim=1)
+        values_SH = torch.stack(
+            [(hidden_SD * weight_D).sum(dim=-1) for weight_D in head.weight.float()], dim=1
+        )
         return values_SH if head.bias is None else values_SH + head.bias.float()
 
 
@@ -381,7 +436,9 @@ def values_of_reads(head: nn.Module, values_RH: Tensor) -> Tensor:
     return values_RH
 
 
-def _alike(sequences: Sequence[TokenIds], num_known: Sequence[int], group: Sequence[int]) -> list[list[int]]:
+def _alike(
+    sequences: Sequence[TokenIds], num_known: Sequence[int], group: Sequence[int]
+) -> list[list[int]]:
     """The sequences of a group by their cached beginning, so that each part continues one prefix."""
     parts: dict[bytes, list[int]] = {}
     for i in group:
@@ -406,7 +463,10 @@ def head_name(hf: PreTrainedModel) -> str:
     for name in HEAD_NAMES:
         if isinstance(getattr(hf, name, None), nn.Module):
             return name
-    raise ModelError(f"{type(hf).__name__} has no head that treeward knows", need="a `score` or `classifier` module")
+    raise ModelError(
+        f"{type(hf).__name__} has no head that treeward knows",
+        need="a `score` or `classifier` module",
+    )
 
 
 def is_of_head(name: str) -> bool:

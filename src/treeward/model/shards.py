@@ -18,7 +18,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -37,8 +40,13 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     rank_sizes = processes.gather({name: tensor.nbytes for name, tensor in tensors.items()})
     sizes = {name: size for rank in rank_sizes for name, size in rank.items()}
     last_bytes = itertools.accumulate(sizes.values())
-    file_of = {name: 1 + end // (_FILE_BYTES * processes.size()) for name, end in zip(sizes, last_bytes, strict=True)}
-    writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=file_of, save_distributed=True)
+    file_of = {
+        name: 1 + end // (_FILE_BYTES * processes.size())
+        for name, end in zip(sizes, last_bytes, strict=True)
+    }
+    writer = HuggingFaceStorageWriter(
+        str(folder), fqn_to_index_mapping=file_of, save_distributed=True
+    )
     if sizes:
         with _together():
             save(dict(tensors), storage_writer=writer)
@@ -46,7 +54,11 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def stored_tensors(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """The sizes and dtypes of the whole tensors in a folder that `write_tensors` has written, by name."""
-    metadata = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata if folder.is_dir() else {}
+    metadata = (
+        HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+        if folder.is_dir()
+        else {}
+    )
     return {
         name: (entry.size, entry.properties.dtype)
         for name, entry in metadata.items()
@@ -64,10 +76,14 @@ def read_tensors(folder: Path, targets: Mapping[str, Tensor]) -> None:
 @contextlib.contextmanager
 def _together() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a run of one process
+        warnings.filterwarnings(
+            "ignore", message="torch.distributed is disabled"
+        )  # a run of one process
         try:
             yield
-        except CheckpointException as error:  # not an Exception; on every process, with the error of each
+        except (
+            CheckpointException
+        ) as error:  # not an Exception; on every process, with the error of each
             rank, (first, _) = next(iter(error.failures.items()))
             if processes.size() > 1 and isinstance(first, OSError):
                 first = OSError(f"rank {rank}: {first}")
@@ -83,8 +99,12 @@ def own_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
     """This process's part, a view of the tensor, and its place in the whole."""
     if not isinstance(tensor, DTensor):
         return tensor, tuple(slice(0, size) for size in tensor.shape)
-    sizes, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tensor.to_local(), tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+    sizes, starts = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return tensor.to_local(), tuple(
+        slice(start, start + size) for start, size in zip(starts, sizes, strict=True)
+    )
 
 
 @torch.no_grad()

@@ -59,9 +59,13 @@ class StoredModel:
     def config(self) -> dict[str, Any]:
         """`config.json` as it is on disk; loading repairs it in memory."""
         try:
-            content: dict[str, Any] = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
+            content: dict[str, Any] = json.loads(
+                (self.folder / "config.json").read_text(encoding="utf-8")
+            )
         except (OSError, ValueError) as error:
-            raise ModelError("config.json is missing or damaged", where=str(self.folder), got=str(error)) from error
+            raise ModelError(
+                "config.json is missing or damaged", where=str(self.folder), got=str(error)
+            ) from error
         return content
 
     @cached_property
@@ -72,14 +76,20 @@ class StoredModel:
         try:
             names = [SAFE_WEIGHTS_NAME]
             if path.is_file() and not (self.folder / SAFE_WEIGHTS_NAME).is_file():
-                names = sorted(set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
+                names = sorted(
+                    set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
+                )
             for name in names:
                 path = self.folder / name
                 with safe_open(path, framework="pt") as file:
                     for key in file.keys():  # noqa: SIM118 (it is no mapping)
                         part = file.get_slice(key)
                         dtype = part.get_dtype()
-                        tensors.append(StoredTensor(key, path, _DTYPES.get(dtype, dtype), tuple(part.get_shape())))
+                        tensors.append(
+                            StoredTensor(
+                                key, path, _DTYPES.get(dtype, dtype), tuple(part.get_shape())
+                            )
+                        )
         except (OSError, SafetensorError, ValueError, KeyError, AttributeError) as error:
             if (self.folder / ADAPTER_CONFIG).is_file():
                 raise ModelError(
@@ -89,7 +99,9 @@ class StoredModel:
                     fix=f"merge them: {merging_line(self.folder)}",
                 ) from error
             state = "missing" if isinstance(error, FileNotFoundError) else "damaged"
-            raise ModelError(f"a file of weights is {state}", where=str(path), got=str(error)) from error
+            raise ModelError(
+                f"a file of weights is {state}", where=str(path), got=str(error)
+            ) from error
         return sorted(tensors, key=lambda tensor: tensor.name)
 
     def split(self, heads: Sequence[str]) -> tuple[list[StoredTensor], list[StoredTensor]]:
@@ -143,7 +155,9 @@ def architecture_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of `config.json` that a forward pass depends on, besides weights and number format; also of inner
     configurations, as `text_config`."""
     return {
-        key: architecture_of(value) if key.endswith("_config") and isinstance(value, dict) else value
+        key: architecture_of(value)
+        if key.endswith("_config") and isinstance(value, dict)
+        else value
         for key, value in config.items()
         if key not in _NOT_ARCHITECTURE
     }

@@ -64,7 +64,9 @@ class WrappedModel(nn.Module):
     @property
     def backbone(self) -> nn.Module:
         base: nn.Module = self.hf.base_model
-        return base if base is not self.hf else self.hf.model  # Llama 4's text model is not where its prefix says
+        return (
+            base if base is not self.hf else self.hf.model
+        )  # Llama 4's text model is not where its prefix says
 
     @property
     def device(self) -> torch.device:
@@ -84,7 +86,9 @@ class WrappedModel(nn.Module):
         """The maximum length of a sequence in tokens; None without a limit. Rotary encodings that change with the
         longest conversation of a batch (`dynamic`, `longrope`) are limited to the length where they begin to."""
         config = self.hf.config.get_text_config()
-        limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+        limit = getattr(config, "max_position_embeddings", None) or getattr(
+            config, "n_positions", None
+        )
         limits = [limit] if limit else []
         rope = getattr(config, "rope_parameters", None) or {}
         # the parameters themselves, or those of each layer type
@@ -93,7 +97,9 @@ class WrappedModel(nn.Module):
                 limits.append(parameters.get("original_max_position_embeddings") or limit)
         for module in self.backbone.modules():
             table = getattr(module, "position_embeddings", None)
-            if isinstance(table, nn.Embedding) and table.padding_idx is not None:  # RoBERTa counts on from padding
+            if (
+                isinstance(table, nn.Embedding) and table.padding_idx is not None
+            ):  # RoBERTa counts on from padding
                 limits.append(table.num_embeddings - table.padding_idx - 1)
         return min((int(limit) for limit in limits if limit), default=None)
 
@@ -110,7 +116,10 @@ class WrappedModel(nn.Module):
     def computing_in(self, dtype: torch.dtype) -> Iterator[None]:
         """A context in which the weights have `dtype`; afterwards each is the same parameter with the same bits."""
         # A wider format holds every bit of a narrower one, so narrower weights need no copy.
-        before = [(p, p.dtype, p.data if p.dtype.itemsize >= dtype.itemsize else None) for p in self.weights()]
+        before = [
+            (p, p.dtype, p.data if p.dtype.itemsize >= dtype.itemsize else None)
+            for p in self.weights()
+        ]
         self.cast(dtype)
         try:
             yield
@@ -127,7 +136,12 @@ class WrappedModel(nn.Module):
         pinned = packed.pin() if self.device.type == "cuda" else packed
         return pinned.to(self.device, non_blocking=True)
 
-    def pack(self, groups: Sequence[Sequence[TokenIds]], *, read_at: Sequence[Sequence[int]] | None = None) -> Batch:
+    def pack(
+        self,
+        groups: Sequence[Sequence[TokenIds]],
+        *,
+        read_at: Sequence[Sequence[int]] | None = None,
+    ) -> Batch:
         """`make_batch` on the host; any thread may call it. `read_at`: see `TreeBatch.from_groups`."""
         if self.layout == "tree":
             return TreeBatch.from_groups(groups, read_at=read_at)
@@ -152,8 +166,12 @@ class WrappedModel(nn.Module):
 
     def plain_attention(self) -> contextlib.AbstractContextManager[None]:
         """A context in which `hf` runs as in plain transformers, whose SDPA would ignore soft-caps and sinks."""
-        has_softcap = getattr(self.hf.config.get_text_config(), "attn_logit_softcapping", None) is not None
-        return self.attention("sdpa" if getattr(self.hf, "_supports_sdpa", True) and not has_softcap else "eager")
+        has_softcap = (
+            getattr(self.hf.config.get_text_config(), "attn_logit_softcapping", None) is not None
+        )
+        return self.attention(
+            "sdpa" if getattr(self.hf, "_supports_sdpa", True) and not has_softcap else "eager"
+        )
 
     def plain_logits(self, **inputs: Any) -> Tensor:
         """The logits of plain transformers."""
@@ -178,17 +196,26 @@ class WrappedModel(nn.Module):
     def recompute_activations(self) -> None:
         """Keep one activation per layer and compute the others again in the backward pass. Raises `ConfigError`."""
         # transformers has renamed it; the oldest versions that we allow have only the old name.
-        enable = getattr(self.hf, "activation_checkpointing_enable", None) or self.hf.gradient_checkpointing_enable
+        enable = (
+            getattr(self.hf, "activation_checkpointing_enable", None)
+            or self.hf.gradient_checkpointing_enable
+        )
         try:
             enable({"use_reentrant": False})
         except ValueError as error:
             summary, where = "this model cannot compute its activations again", "policy.dtensor_cfg"
-            raise ConfigError(summary, where=where, field="activation_checkpointing", got=str(error)) from error
+            raise ConfigError(
+                summary, where=where, field="activation_checkpointing", got=str(error)
+            ) from error
 
     @property
     def layers(self) -> list[nn.Module]:
         """The layers of the backbone that transformers marks, as it does in nearly all models."""
-        return [module for module in self.backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
+        return [
+            module
+            for module in self.backbone.modules()
+            if isinstance(module, GradientCheckpointingLayer)
+        ]
 
     def tree_hidden(self, batch: TreeBatch, at_N: Tensor) -> Tensor:
         """The last hidden states at these places of the row (int64), (N, D)."""

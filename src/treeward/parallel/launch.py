@@ -42,7 +42,9 @@ def launch(function: Callable[..., _T], config: Any) -> _T | None:
             try:
                 return run_here(function, config)
             except (TreewardError, OSError) as error:
-                is_first = processes.fails_first()  # of several failing processes only one reports its error
+                is_first = (
+                    processes.fails_first()
+                )  # of several failing processes only one reports its error
                 if is_first and processes.is_main():
                     raise
                 if is_first:
@@ -57,7 +59,9 @@ def launch(function: Callable[..., _T], config: Any) -> _T | None:
         from treeward.parallel import ray_workers
     except ImportError as error:
         fix = f"{pip_install('ray')}, or start the command by torchrun"
-        raise ConfigError("several processes need Ray", field="cluster", got=str(error), fix=fix) from error
+        raise ConfigError(
+            "several processes need Ray", field="cluster", got=str(error), fix=fix
+        ) from error
     return ray_workers.run(partial(run_here, function, config), config)
 
 

@@ -60,7 +60,9 @@ def make_mesh(config: ShardingConfig) -> Mesh:
     shape = mesh_shape(config, processes.size())
     if processes.size() == 1:
         return Mesh()
-    return Mesh(init_device_mesh(processes.device().type, shape, mesh_dim_names=(REPLICATE, SHARD, TENSOR)))
+    return Mesh(
+        init_device_mesh(processes.device().type, shape, mesh_dim_names=(REPLICATE, SHARD, TENSOR))
+    )
 
 
 def mesh_shape(config: ShardingConfig, num_processes: int) -> tuple[int, int, int]:

@@ -42,7 +42,9 @@ def start_ray(*, spare_gpus: Collection[int] = (), address: str | None = None) -
         except ConnectionError as error:
             got = f"{address or os.environ.get('RAY_ADDRESS')}: {first_line(error)}"
             fix = "ray start --address=HOST:6379 on each machine of the run, or take RAY_ADDRESS out of the environment"
-            raise ConfigError("the Ray cluster cannot be reached", field="RAY_ADDRESS", got=got, fix=fix) from error
+            raise ConfigError(
+                "the Ray cluster cannot be reached", field="RAY_ADDRESS", got=got, fix=fix
+            ) from error
         except Exception as error:  # Ray raises nothing narrower for a node that does not start
             got = first_line(error)
             fix = "end other Ray processes (ray stop), free memory and CPUs and start again; or join a running cluster "
@@ -95,7 +97,9 @@ def on_this_node(ray: Any) -> dict[str, Any]:
     return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
 
 
-def check_room(ray: Any, *, count: int, cpus: float, gpus: int, what: str, where: str, field: str) -> dict[str, float]:
+def check_room(
+    ray: Any, *, count: int, cpus: float, gpus: int, what: str, where: str, field: str
+) -> dict[str, float]:
     """The resources of one place with these CPUs and GPUs, or only CPUs in a cluster without GPUs. Raises `ConfigError`
     if the cluster is too small for `count` places. `where`, `field`: of the error."""
     cluster = ray.cluster_resources()
@@ -118,7 +122,9 @@ def check_room(ray: Any, *, count: int, cpus: float, gpus: int, what: str, where
     return place
 
 
-def equal_shares(ray: Any, number: int, *, num_gpus: float, required: bool, where: str) -> dict[str, float]:
+def equal_shares(
+    ray: Any, number: int, *, num_gpus: float, required: bool, where: str
+) -> dict[str, float]:
     """Ray's options of `number` processes: so many GPUs each where there are any, else an equal part of a node's CPUs.
     `required`: they need GPUs. Raises `ConfigError` for more GPUs than a Ray of this machine has."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]

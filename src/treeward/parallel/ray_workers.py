@@ -39,8 +39,20 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _PASSED_ON = ("HF_", "NCCL_", "TORCH", "TREEWARD_", "WANDB_", "MLFLOW_", "TOKENIZERS_", "CUBLAS_")
-_LASTING = (ValueError, TypeError, LookupError, AttributeError, AssertionError, ImportError, torch.OutOfMemoryError)
-_OF_THE_DASHBOARD = ("PlacementGroupCleanerCallback", "ControllerMetricsCallback", "WorkerMetricsCallback")
+_LASTING = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+    ImportError,
+    torch.OutOfMemoryError,
+)
+_OF_THE_DASHBOARD = (
+    "PlacementGroupCleanerCallback",
+    "ControllerMetricsCallback",
+    "WorkerMetricsCallback",
+)
 _STARTS = 10  # a minute each, in which Ray waits for machines that are not there yet
 
 
@@ -57,12 +69,15 @@ def run(work: Callable[[], _T], config: Any) -> _T | None:
     try:
         on_gpu = _has_gpus(cluster)
         os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # relative paths stay what they are
-        passed_on = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
+        passed_on = {
+            name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)
+        }
         trainer = _Trainer(
             _work,
             train_loop_config={"work": work, "folder": os.getcwd(), "began": time.time()},
             torch_config=TorchConfig(
-                backend="cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout_s=round(cluster.timeout_minutes * 60)
+                backend="cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+                timeout_s=round(cluster.timeout_minutes * 60),
             ),
             scaling_config=ScalingConfig(
                 num_workers=cluster.num_processes,
@@ -72,7 +87,9 @@ def run(work: Callable[[], _T], config: Any) -> _T | None:
             run_config=RunConfig(
                 name="ray",
                 storage_path=str(logs),
-                failure_config=FailureConfig(cluster.max_restarts, controller_failure_limit=_STARTS),
+                failure_config=FailureConfig(
+                    cluster.max_restarts, controller_failure_limit=_STARTS
+                ),
                 callbacks=[_Restarts(cluster.max_restarts)],
                 worker_runtime_env={"env_vars": passed_on},
                 logging_config=LoggingConfig(log_level="CRITICAL"),
@@ -97,7 +114,9 @@ def _start_ray(cluster: ClusterConfig) -> None:
             fix="examples/slurm.sub starts one; or start this by torchrun",
         )
     if address is None:
-        os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # no one takes this machine away
+        os.environ.setdefault(
+            "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0"
+        )  # no one takes this machine away
         num_cpus = max(cluster.num_processes, os.cpu_count() or 1)
         ray.init("local", num_cpus=num_cpus, include_dashboard=False, logging_level=logging.ERROR)
     else:
@@ -134,7 +153,9 @@ def _fit(trainer: TorchTrainer) -> Any:
         failure = getattr(error, "controller_failure", error)
         if isinstance(failure, _LASTING):
             raise failure from None
-        raise LostProcessError("Ray Train could not run the workers", got=_reason(failure)) from error
+        raise LostProcessError(
+            "Ray Train could not run the workers", got=_reason(failure)
+        ) from error
     except WorkerGroupError as error:
         reasons = [f"rank {rank}: {_reason(lost)}" for rank, lost in error.worker_failures.items()]
         raise LostProcessError(
@@ -150,7 +171,9 @@ class _Trainer(TorchTrainer):  # type: ignore[misc]
 
     def _create_default_callbacks(self) -> list[Any]:
         callbacks = super()._create_default_callbacks()
-        return [callback for callback in callbacks if type(callback).__name__ not in _OF_THE_DASHBOARD]
+        return [
+            callback for callback in callbacks if type(callback).__name__ not in _OF_THE_DASHBOARD
+        ]
 
     def _register_sigint_handler(self, controller: Any) -> None:
         """None: Ray's would leave with the exit code 0."""
@@ -164,7 +187,9 @@ def _work(settings: Mapping[str, Any]) -> Any:
         os.chdir(settings["folder"])
     except OSError as error:
         need = "a folder that all nodes share: data, checkpoints and logs are files in it"
-        raise ConfigError("this node lacks the folder of the command", got=str(error), need=need) from error
+        raise ConfigError(
+            "this node lacks the folder of the command", got=str(error), need=need
+        ) from error
     try:
         return settings["work"]()
     except Exception as error:
@@ -188,7 +213,11 @@ class _Restarts(UserCallback):  # type: ignore[misc]
         if self._count > self._most:
             return
         # Processes that only wait for the lost one know less.
-        causes = {rank: error for rank, error in worker_exceptions.items() if not isinstance(error, LostProcessError)}
+        causes = {
+            rank: error
+            for rank, error in worker_exceptions.items()
+            if not isinstance(error, LostProcessError)
+        }
         rank, error = next(iter((causes or worker_exceptions).items()))
         show_logs()
         logger.warning(

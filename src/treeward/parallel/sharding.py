@@ -42,7 +42,9 @@ _CALLED = ("heads", "features", "log_probs", "plain_logits", "within")
 """Methods of models that compute, beside `forward`."""
 
 
-def shard(model: WrappedModel, mesh: Mesh, *, dtype: torch.dtype, cpu_offload: bool = False) -> None:
+def shard(
+    model: WrappedModel, mesh: Mesh, *, dtype: torch.dtype, cpu_offload: bool = False
+) -> None:
     """Shard the weights of a model, which may be on the CPU; does nothing in a run of one process.
 
     `dtype`: of the computation. Trained weights, the sums of their gradients and the score head are float32; frozen
@@ -69,7 +71,9 @@ def shard(model: WrappedModel, mesh: Mesh, *, dtype: torch.dtype, cpu_offload: b
     if has_adapters(model):  # which compute in float32
         layer_policy = head_policy
     else:
-        layer_policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        layer_policy = MixedPrecisionPolicy(
+            param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
     if isinstance(model, RewardModel):
         head: Any = model.head
         fully_shard(head, mp_policy=head_policy, **options)
@@ -87,12 +91,19 @@ def shard(model: WrappedModel, mesh: Mesh, *, dtype: torch.dtype, cpu_offload: b
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other
-            module.set_reduce_scatter_unused_params(True)  # experts that no token of this process has come to
+            module.set_reduce_scatter_unused_params(
+                True
+            )  # experts that no token of this process has come to
 
 
 @torch.no_grad()
 def plain_copy(
-    model: _Model, mesh: Mesh, *, saved: torch.dtype, computed: torch.dtype, device: torch.device | None
+    model: _Model,
+    mesh: Mesh,
+    *,
+    saved: torch.dtype,
+    computed: torch.dtype,
+    device: torch.device | None,
 ) -> _Model:
     """A copy of `model` as an export in the dtype `saved` has it, without adapters, which computes in `computed`. Every
     process calls it. With several processes the copy is sharded like the model; else it is on `device`."""

@@ -40,7 +40,9 @@ class StopRequest:
         self._terminals: list[int] = []
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
+        if (
+            threading.current_thread() is threading.main_thread()
+        ):  # elsewhere Python allows no handlers
             for number in _SIGNALS:
                 if signal.getsignal(number) != signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._receive)
@@ -78,7 +80,10 @@ class StopRequest:
     def _own_reason(self) -> str | None:
         if self._signal is not None:
             return signal.Signals(self._signal).name
-        if self._deadline is not None and time.monotonic() + self.reserved_seconds >= self._deadline:
+        if (
+            self._deadline is not None
+            and time.monotonic() + self.reserved_seconds >= self._deadline
+        ):
             return "checkpoint_must_save_by"
         return None
 

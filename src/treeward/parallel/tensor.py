@@ -39,7 +39,9 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "rowwise": RowwiseParallel,
     "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
     # the norm of a head: each process has some heads, where PyTorch's style expects some tokens
-    "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
+    "replicated_with_grad_allreduce": lambda: SequenceParallel(
+        sequence_dim=2, use_local_output=True
+    ),
 }
 """PyTorch's styles by transformers' names (`transformers.distributed.tensor_parallel`)."""
 
@@ -74,22 +76,32 @@ def _styles_of_layers(model: WrappedModel, size: int) -> dict[nn.Module, dict[st
         if isinstance(module, GradientCheckpointingLayer)
     }
     if not styles:
-        raise _refused("this model's layers are not known", type(model.hf).__name__, "a decoder of transformers")
+        raise _refused(
+            "this model's layers are not known",
+            type(model.hf).__name__,
+            "a decoder of transformers",
+        )
     return styles
 
 
 def _refused(summary: str, got: object, need: str) -> ConfigError:
     field = "policy.dtensor_cfg.tensor_parallel_size"
-    return ConfigError(summary, field=field, got=got, need=need, fix=f"set {field}=1: FSDP alone shards any model")
+    return ConfigError(
+        summary, field=field, got=got, need=need, fix=f"set {field}=1: FSDP alone shards any model"
+    )
 
 
 def _styles(model: WrappedModel, name: str, layer: nn.Module, size: int) -> dict[str, str]:
     """transformers' style for each module of a layer that has one, by its name in the layer."""
     family = type(model.hf).__name__
     if any(map(is_quantized, layer.modules())):
-        raise _refused("layers of four bits cannot be cut", "load_in_4bit: true", "load_in_4bit: false")
+        raise _refused(
+            "layers of four bits cannot be cut", "load_in_4bit: true", "load_in_4bit: false"
+        )
     if has_adapters(model):
-        raise _refused("adapters cannot be cut", "lora_cfg.enabled: true", "lora_cfg.enabled: false")
+        raise _refused(
+            "adapters cannot be cut", "lora_cfg.enabled: true", "lora_cfg.enabled: false"
+        )
     plan: dict[str, str] = getattr(model.backbone.config, "base_model_tp_plan", None) or {}
     parts = dict(layer.named_modules()) | dict(layer.named_parameters())
     styles = {}
@@ -99,7 +111,9 @@ def _styles(model: WrappedModel, name: str, layer: nn.Module, size: int) -> dict
         if name_in_plan in plan:
             styles[part] = plan[name_in_plan]
     if not styles:
-        raise _refused("transformers has no plan to cut this model", family, "a family with base_model_tp_plan")
+        raise _refused(
+            "transformers has no plan to cut this model", family, "a family with base_model_tp_plan"
+        )
     blocks = set()
     cut_blocks = set()
     for part, style in styles.items():
@@ -115,12 +129,16 @@ def _styles(model: WrappedModel, name: str, layer: nn.Module, size: int) -> dict
             styles.setdefault(part, "none")
     for part, style in styles.items():
         if style not in _STYLES:
-            raise _refused(f"{family} cannot be cut", f"{part}: {style}", f"a plan of {', '.join(_STYLES)}")
+            raise _refused(
+                f"{family} cannot be cut", f"{part}: {style}", f"a plan of {', '.join(_STYLES)}"
+            )
         module = parts[part]
         width = {"colwise": "out_features", "rowwise": "in_features"}.get(style, "")
         if getattr(module, width, size) % size:
             raise _refused(
-                "the size does not divide a layer", f"{size} for {part} of {module}", f"a divisor of {width}"
+                "the size does not divide a layer",
+                f"{size} for {part} of {module}",
+                f"a divisor of {width}",
             )
     cuts_attention = any(style == "colwise" and "att" in part for part, style in styles.items())
     if cuts_attention:
@@ -129,7 +147,9 @@ def _styles(model: WrappedModel, name: str, layer: nn.Module, size: int) -> dict
             heads = getattr(config, key, None)
             if heads is not None and heads % size:
                 raise _refused(
-                    "the size does not divide the heads", f"{size} for {key}={heads}", f"a divisor of {heads}"
+                    "the size does not divide the heads",
+                    f"{size} for {key}={heads}",
+                    f"a divisor of {heads}",
                 )
     return styles
 
@@ -138,7 +158,9 @@ def _cut_layer(layer: nn.Module, styles: dict[str, str], devices: DeviceMesh) ->
     for part, style in styles.items():
         parallelize_module(layer.get_submodule(part), devices, _STYLES[style](), src_data_rank=None)
 
-    def as_dtensor(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def as_dtensor(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
         """The hidden states, the first argument or that name, as a DTensor: the gradients of the projections are added
         up before they are summed over the processes."""
         hidden = args[0] if args else kwargs["hidden_states"]
@@ -157,15 +179,21 @@ def _cut_vocabulary(model: WrappedModel, devices: DeviceMesh) -> None:
     the row of its padding token has no gradient."""
     embedding: Any = model.hf.get_input_embeddings()
     if not isinstance(model, PolicyModel):
-        parallelize_module(embedding, devices, ColwiseParallel(output_layouts=Replicate()), src_data_rank=None)
+        parallelize_module(
+            embedding, devices, ColwiseParallel(output_layouts=Replicate()), src_data_rank=None
+        )
         return
     head = model.head
     if type(head) is not nn.Linear:
         raise _refused("this head cannot be cut", type(head).__name__, "a linear layer")
     is_tied = head.weight is embedding.weight
     num_tokens = len(head.weight)
-    parallelize_module(embedding, devices, RowwiseParallel(input_layouts=Replicate()), src_data_rank=None)
-    parallelize_module(head, devices, ColwiseParallel(output_layouts=Replicate()), src_data_rank=None)
+    parallelize_module(
+        embedding, devices, RowwiseParallel(input_layouts=Replicate()), src_data_rank=None
+    )
+    parallelize_module(
+        head, devices, ColwiseParallel(output_layouts=Replicate()), src_data_rank=None
+    )
     if is_tied:
         head.weight = embedding.weight
     first = math.ceil(num_tokens / devices.size()) * devices.get_local_rank()

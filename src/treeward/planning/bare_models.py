@@ -29,15 +29,21 @@ def bare_reward_model(policy: PolicyConfig) -> RewardModel:
 
 def bare_policy(policy: GRPOPolicyConfig) -> PolicyModel:
     """The policy of a run of `treeward grpo`."""
-    hf = AutoModelForCausalLM.from_config(_config_of(policy), dtype=torch.float32, attn_implementation="eager")
+    hf = AutoModelForCausalLM.from_config(
+        _config_of(policy), dtype=torch.float32, attn_implementation="eager"
+    )
     return PolicyModel(hf, layout=tree_or_rows(hf, policy.attention))
 
 
-def bare_classifier(config: PreTrainedConfig, trust_remote_code: bool = False, num_labels: int = 1) -> PreTrainedModel:
+def bare_classifier(
+    config: PreTrainedConfig, trust_remote_code: bool = False, num_labels: int = 1
+) -> PreTrainedModel:
     """A sequence classifier of transformers."""
     config.num_labels = num_labels
     family: Any = classifier_class(config, trust_remote_code)
-    model: PreTrainedModel = family._from_config(config, dtype=torch.float32, attn_implementation="eager")
+    model: PreTrainedModel = family._from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    )
     return model
 
 

@@ -54,7 +54,10 @@ def dry_run(config: RewardModelRunConfig, gpu: str) -> DryRun:
     data = read_data(config, show_progress=True)
     training_sets = list(data.training_sets.values())
     rows = {name: dataset.counts.summary() for name, dataset in data.training_sets.items()}
-    rows |= {f"validation {name}": dataset.counts.summary() for name, dataset in data.encoded_sets.items()}
+    rows |= {
+        f"validation {name}": dataset.counts.summary()
+        for name, dataset in data.encoded_sets.items()
+    }
     with torch.device("meta"):
         model = bare_reward_model(config.policy)
     check_positions(model, config.max_sequence_length)
@@ -63,7 +66,9 @@ def dry_run(config: RewardModelRunConfig, gpu: str) -> DryRun:
     return DryRun(
         rows=rows,
         steps=data.total_steps,
-        first=_first_batch(config, model, [(training_sets[which], row) for which, row in first_rows]),
+        first=_first_batch(
+            config, model, [(training_sets[which], row) for which, row in first_rows]
+        ),
         memory=plan(config, gpu) if is_planned else None,
     )
 
@@ -85,4 +90,6 @@ def _first_batch(
         row_tokens += comparison.num_tokens
         tree_tokens += comparison.tree_tokens
     tokens = tree_tokens if model.layout == "tree" else row_tokens
-    return FirstBatch(comparisons=len(rows), passes=len(passes), tokens=tokens, row_tokens=row_tokens)
+    return FirstBatch(
+        comparisons=len(rows), passes=len(passes), tokens=tokens, row_tokens=row_tokens
+    )

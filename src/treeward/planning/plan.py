@@ -96,7 +96,9 @@ def plan(config: RewardModelRunConfig | GRPORunConfig, gpu: str) -> Plan:
         raise ConfigError(summary, field="policy.load_in_4bit")
     _, shards, tensor = mesh_shape(policy.dtensor_cfg, cluster.num_processes)
     layout = _Layout(shards, tensor)
-    is_sharded = cluster.num_processes > 1  # a run of several whole copies is built like a sharded one
+    is_sharded = (
+        cluster.num_processes > 1
+    )  # a run of several whole copies is built like a sharded one
     if is_sharded:
         check_sharded_optimizer(policy.optimizer)
 
@@ -186,7 +188,9 @@ def _adapted_model(
     return model
 
 
-def _states(model: RewardModel | PolicyModel, policy: TrainedModelConfig, layout: _Layout, is_sharded: bool) -> _States:
+def _states(
+    model: RewardModel | PolicyModel, policy: TrainedModelConfig, layout: _Layout, is_sharded: bool
+) -> _States:
     steps_on_host = policy.dtensor_cfg.cpu_offload and not is_sharded
     weights = 0
     gradients = 0.0
@@ -197,7 +201,9 @@ def _states(model: RewardModel | PolicyModel, policy: TrainedModelConfig, layout
         if not weight.requires_grad:
             continue
         if weight.dtype not in of_dtype:
-            of_dtype[weight.dtype] = _bytes_of_weight(policy.optimizer, weight.dtype, on_host=steps_on_host)
+            of_dtype[weight.dtype] = _bytes_of_weight(
+                policy.optimizer, weight.dtype, on_host=steps_on_host
+            )
         bytes_of_gradient, bytes_of_states = of_dtype[weight.dtype]
         gradients += bytes_of_gradient * weight.numel()
         optimizer += bytes_of_states * weight.numel()
@@ -205,7 +211,9 @@ def _states(model: RewardModel | PolicyModel, policy: TrainedModelConfig, layout
     return _States(weights // parts, int(gradients) // parts, int(optimizer) // parts)
 
 
-def _bytes_of_weight(config: OptimizerConfig, dtype: torch.dtype, *, on_host: bool) -> tuple[float, float]:
+def _bytes_of_weight(
+    config: OptimizerConfig, dtype: torch.dtype, *, on_host: bool
+) -> tuple[float, float]:
     """Bytes of the gradient of a weight, and of its master and the optimizer's states.
 
     They are counted in a step of the optimizer itself over a small matrix: AdamW in float32 4 and 8, in bfloat16 4 and
@@ -237,7 +245,9 @@ def _frozen_bytes(model: RewardModel | PolicyModel, policy: TrainedModelConfig) 
     return model.hf.num_parameters() * DTYPES[policy.precision].itemsize
 
 
-def _activation_bytes(model: RewardModel | PolicyModel, policy: TrainedModelConfig, tokens: int, tensor: int) -> int:
+def _activation_bytes(
+    model: RewardModel | PolicyModel, policy: TrainedModelConfig, tokens: int, tensor: int
+) -> int:
     head_bytes = 0
     if isinstance(model, PolicyModel):
         # the logits of a chunk with their softmax, and the gradient of the head in float32
@@ -255,7 +265,9 @@ def _activation_bytes(model: RewardModel | PolicyModel, policy: TrainedModelConf
     )
 
 
-def _exchanged_bytes(model: RewardModel | PolicyModel, policy: TrainedModelConfig, tensor: int) -> int:
+def _exchanged_bytes(
+    model: RewardModel | PolicyModel, policy: TrainedModelConfig, tensor: int
+) -> int:
     """What a sharded model has whole at a time: a layer and the one that is fetched meanwhile, the weights outside of
     the layers, and the gradient of a layer in float32."""
     itemsize = DTYPES[policy.precision].itemsize

@@ -232,8 +232,9 @@ class PolicyUpdater:
         """
         by_family: dict[Any, list[tuple[int, int]]] = {}
         for p, g in places:
-            # A prompt without a family is a family of its own.
-            family = groups[p].prompt.info.get(FAMILY, p)
+            info = groups[p].prompt.info
+            # A prompt without a family is a family of its own; a user's family may be a number too.
+            family = ("family", info[FAMILY]) if FAMILY in info else ("prompt", p)
             by_family.setdefault(family, []).append((p, g))
         families = list(by_family.values())
         sequences = []

@@ -48,11 +48,15 @@ def scored_on_ray(
     """
     context = DataContext.get_current().copy()
     context.execution_options.preserve_order = True
-    context.target_max_block_size = 1  # byte: each chunk is a block of its own, and blocks are what Ray Data hands out
+    context.target_max_block_size = (
+        1  # byte: each chunk is a block of its own, and blocks are what Ray Data hands out
+    )
     context.raise_original_map_exception = True
     context.enable_progress_bars = context.print_on_execution_start = False
     logging.getLogger("ray.data").setLevel(logging.WARNING)
-    logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)  # it tells that it shows none
+    logging.getLogger("ray.data._internal.progress").setLevel(
+        logging.ERROR
+    )  # it tells that it shows none
     here, folder = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}, os.getcwd()
 
     def read_chunks(_: Any) -> Iterator[dict[str, bytes]]:
@@ -61,14 +65,18 @@ def scored_on_ray(
             yield {"chunk": pickle.dumps(chunk)}
 
     with DataContext.current(context), warnings.catch_warnings():
-        warnings.simplefilter("ignore", RayDeprecationWarning)  # max_task_retries: without it Ray would try for ever
+        warnings.simplefilter(
+            "ignore", RayDeprecationWarning
+        )  # max_task_retries: without it Ray would try for ever
         scored = (
             ray.data.from_items([None])
             .flat_map(read_chunks, num_cpus=0, label_selector=here)
             .map(
                 cast(Any, _Worker),
                 fn_constructor_args=(load, folder),
-                compute=ActorPoolStrategy(min_size=1, max_size=num_workers, initial_size=num_workers),
+                compute=ActorPoolStrategy(
+                    min_size=1, max_size=num_workers, initial_size=num_workers
+                ),
                 max_task_retries=_RETRIES,
                 **resources,
             )

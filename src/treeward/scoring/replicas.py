@@ -29,12 +29,16 @@ def running(cls: type, *arguments: Any, name: str, **options: Any) -> Iterator[A
     """
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve.start(proxy_location="Disabled", logging_config=_QUIET)
-    deploy = serve.deployment(name="Replica", max_constructor_retry_count=1, logging_config=_QUIET, **options)
+    deploy = serve.deployment(
+        name="Replica", max_constructor_retry_count=1, logging_config=_QUIET, **options
+    )
     try:
         try:
             handle = serve.run(deploy(cls).bind(*arguments), name=name, route_prefix=None)
         except RuntimeError:
-            status = serve.status().applications[name].deployments["Replica"].message  # with a traceback
+            status = (
+                serve.status().applications[name].deployments["Replica"].message
+            )  # with a traceback
             reason = status.rpartition("treeward.errors.")[2].strip()
             raise ModelError(f"the replicas do not start: {reason}") from None
         yield handle

@@ -30,26 +30,41 @@ _GRADE_COLUMNS = [
 
 def result_columns(config: RewardModelRunConfig) -> list[Column]:
     """The columns of a results table: the usual ones, and the metric that chose the checkpoint."""
-    key, columns = config.ranking_metric, _GRADE_COLUMNS if config.policy.reward_model_cfg.labels else _COLUMNS
+    key, columns = (
+        config.ranking_metric,
+        _GRADE_COLUMNS if config.policy.reward_model_cfg.labels else _COLUMNS,
+    )
     if key is None or key.metric in {column.key for column in columns}:
         return columns
-    ranking = Column(key.metric, title=key.metric.replace("_", " "), format=metric_format(key.metric))
+    ranking = Column(
+        key.metric, title=key.metric.replace("_", " "), format=metric_format(key.metric)
+    )
     return [*columns[:3], ranking, *columns[3:]]
 
 
-def result_rows(sizes: Mapping[str, int], validation: Mapping[str, Mapping[str, float]]) -> list[dict[str, object]]:
+def result_rows(
+    sizes: Mapping[str, int], validation: Mapping[str, Mapping[str, float]]
+) -> list[dict[str, object]]:
     """The rows of a results table. `sizes`: how many comparisons of each set were measured."""
-    return [{"set": name, "comparisons": sizes.get(name), **means} for name, means in validation.items()]
+    return [
+        {"set": name, "comparisons": sizes.get(name), **means} for name, means in validation.items()
+    ]
 
 
-def model_card(setup: RewardModelSetup, step: int, validation: Mapping[str, Mapping[str, float]]) -> str:
+def model_card(
+    setup: RewardModelSetup, step: int, validation: Mapping[str, Mapping[str, float]]
+) -> str:
     """Markdown with the metadata block that the hub reads."""
     policy, base = setup.config.policy, setup.config.policy.model_name
     on_hub = base is not None and not Path(base).is_dir()
     if base is not None and not on_hub:
         base = Path(base).resolve().name  # a card is for others: no paths of this machine
-    data = "\n".join(f"- {name}: {dataset.counts.summary()}" for name, dataset in setup.training_sets.items())
-    rows = result_rows({name: len(dataset) for name, dataset in setup.validation_sets.items()}, validation)
+    data = "\n".join(
+        f"- {name}: {dataset.counts.summary()}" for name, dataset in setup.training_sets.items()
+    )
+    rows = result_rows(
+        {name: len(dataset) for name, dataset in setup.validation_sets.items()}, validation
+    )
     table = markdown_table(rows, result_columns(setup.config))
     loss = policy.reward_model_cfg.reward_model_type
     meaning = LOSSES[loss].meaning.format(grades=", ".join(setup.heads.attributes))

@@ -52,7 +52,9 @@ def open_store(
     metric from a checkpoint's folder; None: the latest are the best. Raises `CheckpointError` for an unusable or locked
     folder."""
     if not config.enabled:
-        logger.warning("checkpointing.enabled is false: nothing of this run will be kept but its metrics.")
+        logger.warning(
+            "checkpointing.enabled is false: nothing of this run will be kept but its metrics."
+        )
         yield None
         return
     folder = Path(config.checkpoint_dir)
@@ -62,15 +64,23 @@ def open_store(
             folder.mkdir(parents=True, exist_ok=True)
             if not is_locked(folder, until=opened):
                 fix = "wait until it has ended, or set checkpointing.checkpoint_dir"
-                raise CheckpointError("another run is using this checkpoint folder", where=str(folder), fix=fix)
-            for leftover in (*folder.glob(f"{_PARTIAL}*"), *folder.glob(f"{_REMOVING}*")):  # of a killed session
+                raise CheckpointError(
+                    "another run is using this checkpoint folder", where=str(folder), fix=fix
+                )
+            for leftover in (
+                *folder.glob(f"{_PARTIAL}*"),
+                *folder.glob(f"{_REMOVING}*"),
+            ):  # of a killed session
                 shutil.rmtree(leftover)
             remove_leftovers(folder, *folder.glob("step_*"))
 
         try:
             processes.on_main(opens)
         except OSError as error:
-            summary, fix = "the checkpoint folder cannot be used", "set checkpointing.checkpoint_dir"
+            summary, fix = (
+                "the checkpoint folder cannot be used",
+                "set checkpointing.checkpoint_dir",
+            )
             raise CheckpointError(summary, where=str(folder), got=str(error), fix=fix) from error
         yield CheckpointStore(folder, config, metric_of)
 
@@ -91,7 +101,10 @@ class CheckpointStore:
     """The checkpoints of one run in one folder; made by `open_store`."""
 
     def __init__(
-        self, folder: Path, config: CheckpointingConfig, metric_of: Callable[[Path], float | None] | None
+        self,
+        folder: Path,
+        config: CheckpointingConfig,
+        metric_of: Callable[[Path], float | None] | None,
     ) -> None:
         self.folder, self.config, self._metric_of = folder, config, metric_of
 
@@ -119,7 +132,9 @@ class CheckpointStore:
             if not isinstance(error, OSError) and "(os error " not in str(error):
                 raise
             fix = "make room and start the same command again: it resumes from the last checkpoint"
-            raise CheckpointError("cannot be saved", where=str(final), got=str(error), fix=fix) from error
+            raise CheckpointError(
+                "cannot be saved", where=str(final), got=str(error), fix=fix
+            ) from error
         return final
 
     def _begin(self, partial: Path) -> None:
@@ -129,15 +144,22 @@ class CheckpointStore:
         while not partial.is_dir() and time.monotonic() < end:  # folders of a network may show late
             time.sleep(0.2)
         if not all(processes.gather(partial.is_dir())):
-            summary, need = "a process does not see the checkpoint folder", "a folder that all nodes share"
-            raise CheckpointError(summary, where=f"checkpointing.checkpoint_dir: {self.folder}", need=need)
+            summary, need = (
+                "a process does not see the checkpoint folder",
+                "a folder that all nodes share",
+            )
+            raise CheckpointError(
+                summary, where=f"checkpointing.checkpoint_dir: {self.folder}", need=need
+            )
 
     def _end(self, partial: Path, final: Path) -> None:
         """Flush the partial folder, and give it its final name."""
         readable = partial.stat().st_mode & 0o666
         for path in [*partial.rglob("*"), partial]:
             if path.is_file():
-                path.chmod(readable)  # safetensors writes for the owner alone; a model is read by servers too
+                path.chmod(
+                    readable
+                )  # safetensors writes for the owner alone; a model is read by servers too
             sync_folder(path)
         if final.exists():
             self._remove(final)
@@ -146,7 +168,11 @@ class CheckpointStore:
 
     def all(self) -> list[Checkpoint]:
         """Every finished checkpoint, oldest first."""
-        checkpoints = [self._checkpoint(path) for path in self.folder.iterdir() if _FINISHED.fullmatch(path.name)]
+        checkpoints = [
+            self._checkpoint(path)
+            for path in self.folder.iterdir()
+            if _FINISHED.fullmatch(path.name)
+        ]
         return sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
 
     def latest(self) -> Checkpoint | None:
@@ -163,7 +189,9 @@ class CheckpointStore:
     def _ranked(self) -> list[Checkpoint]:
         """Best first. Of equals the later one is better."""
         sign = -1.0 if self.config.metric_is_better_when_higher else 1.0
-        return sorted(self.all(), key=lambda c: (math.inf if c.metric is None else sign * c.metric, -c.step))
+        return sorted(
+            self.all(), key=lambda c: (math.inf if c.metric is None else sign * c.metric, -c.step)
+        )
 
     def prune(self) -> None:
         """Remove checkpoints that are neither among the best nor the latest."""

@@ -41,7 +41,9 @@ from treeward.training.setup import RewardModelSetup
 
 logger = logging.getLogger(__name__)
 
-_FORMAT_VERSION = 2  # raise it when a model computes other hidden states, or the layout of the file changes
+_FORMAT_VERSION = (
+    2  # raise it when a model computes other hidden states, or the layout of the file changes
+)
 _COMPARISONS_AT_ONCE = 256  # planned together, and written together
 
 
@@ -57,7 +59,12 @@ def with_features(setup: RewardModelSetup, show_progress: bool = False) -> Rewar
     for path, dataset in datasets.items():
         tokens = processes.on_main(dataset.tokens_sha256)
         key = hashlib.sha256(f"{backbone} {tokens}".encode()).hexdigest()[:32]
-        file = Path(setup.config.data.cache_dir or ".treeward_cache") / "features" / key / "features.bin"
+        file = (
+            Path(setup.config.data.cache_dir or ".treeward_cache")
+            / "features"
+            / key
+            / "features.bin"
+        )
         _complete(file, setup, dataset, show_progress)
         counts, shape = dataset.shapes[:, 0], setup.model.feature_shape
         num, starts = int(counts.sum()), counts.cumsum() - counts
@@ -75,15 +82,24 @@ def _backbone(setup: RewardModelSetup) -> str:
             digest.update(json.dumps([name, str(weight.dtype), weight.shape]).encode())
             digest.update(_bytes(whole(weight)))
     config = architecture_of(model.hf.config.to_dict()) | {"architectures": None}
-    how = [model.layout, str(_dtype(setup)), setup.config.policy.matmul_precision, reads_each(model.head)]
-    return json.dumps([_FORMAT_VERSION, digest.hexdigest(), config, how], sort_keys=True, default=str)
+    how = [
+        model.layout,
+        str(_dtype(setup)),
+        setup.config.policy.matmul_precision,
+        reads_each(model.head),
+    ]
+    return json.dumps(
+        [_FORMAT_VERSION, digest.hexdigest(), config, how], sort_keys=True, default=str
+    )
 
 
 def _features(features_NKD: Tensor, starts: Any, counts: Any, index: int) -> Tensor:
     return features_NKD[starts[index] : starts[index] + counts[index]]
 
 
-def _complete(file: Path, setup: RewardModelSetup, dataset: EncodedDataset, show_progress: bool) -> None:
+def _complete(
+    file: Path, setup: RewardModelSetup, dataset: EncodedDataset, show_progress: bool
+) -> None:
     """Have the backbone read a data set, unless this or another run has done so before."""
     size, written = len(dataset), list[IO[bytes]]()  # of the main process
 
@@ -94,12 +110,22 @@ def _complete(file: Path, setup: RewardModelSetup, dataset: EncodedDataset, show
             logger.info("%s: the backbone has read it before, reusing %s", dataset.name, file)
             return False
         if file.exists():
-            logger.warning("the features %s are damaged: they are not what their digest is of; made again", file)
+            logger.warning(
+                "the features %s are damaged: they are not what their digest is of; made again",
+                file,
+            )
         remove_leftovers(file.parent)  # of a run that was killed
-        needed = int(dataset.shapes[:, 0].sum()) * math.prod(setup.model.feature_shape) * _dtype(setup).itemsize
+        needed = (
+            int(dataset.shapes[:, 0].sum())
+            * math.prod(setup.model.feature_shape)
+            * _dtype(setup).itemsize
+        )
         free = shutil.disk_usage(file.parent).free
         if needed > free:  # said now, and not after hours
-            raise OSError(errno.ENOSPC, f"the features of {dataset.name} need {needed:,} bytes, {free:,} are free")
+            raise OSError(
+                errno.ENOSPC,
+                f"the features of {dataset.name} need {needed:,} bytes, {free:,} are free",
+            )
         written.append(writing.enter_context(atomic_file(file, "wb")))
         return True
 
@@ -113,21 +139,31 @@ def _complete(file: Path, setup: RewardModelSetup, dataset: EncodedDataset, show
             write_digest(file)
         held.close()
 
-    with contextlib.ExitStack() as held, contextlib.ExitStack() as writing, processes.patience() as group:
+    with (
+        contextlib.ExitStack() as held,
+        contextlib.ExitStack() as writing,
+        processes.patience() as group,
+    ):
         try:
             is_missing = processes.on_main(begin, group)
-            shown = held.enter_context(ShownProgress(unit="comparisons", enabled=show_progress and is_missing))
+            shown = held.enter_context(
+                ShownProgress(unit="comparisons", enabled=show_progress and is_missing)
+            )
             for start in range(0, size if is_missing else 0, _COMPARISONS_AT_ONCE):
                 end = min(start + _COMPARISONS_AT_ONCE, size)
                 states = _states(setup, dataset, range(start, end))
-                assert states[0].shape[1:] == setup.model.feature_shape and states[0].dtype == _dtype(setup)
+                assert states[0].shape[1:] == setup.model.feature_shape and states[
+                    0
+                ].dtype == _dtype(setup)
                 processes.on_main(partial(write, states))
                 shown.show(f"reading {dataset.name} with the backbone", end, size)
             processes.on_main(finish)
         except OSError as error:
             summary = f"the features cannot be kept: {error.strerror or error}"
             need = "a folder with room that can be written"
-            raise ConfigError(summary, where=str(file.parent), field="data.cache_dir", need=need) from error
+            raise ConfigError(
+                summary, where=str(file.parent), field="data.cache_dir", need=need
+            ) from error
 
 
 @torch.no_grad()

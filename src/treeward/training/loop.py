@@ -114,7 +114,12 @@ class Run(ABC):
         total_steps: int,
         validates: bool,
     ) -> None:
-        self.run_config, self.optimizer, self.scheduler, self.identity = config, optimizer, scheduler, identity
+        self.run_config, self.optimizer, self.scheduler, self.identity = (
+            config,
+            optimizer,
+            scheduler,
+            identity,
+        )
         self.total_steps, self.validates = total_steps, validates
 
     @abstractmethod
@@ -204,7 +209,9 @@ def start(
                 resume_step = _logged_step(config, run_id, checkpoint)
                 settings = config.model_dump(mode="json", by_alias=True)
                 trackers = opened.enter_context(open_trackers(config.logger, settings, resume_step))
-                processes.on_main(lambda: save_config(config, Path(config.logger.log_dir) / "config.yaml"))
+                processes.on_main(
+                    lambda: save_config(config, Path(config.logger.log_dir) / "config.yaml")
+                )
                 run.begin(state, trackers)
                 processes.on_main(lambda: begin_log(config.logger, run_id))
                 progress = opened.enter_context(ShownProgress(unit="steps", enabled=show_progress))
@@ -215,11 +222,16 @@ def start(
 
 def _check_gpu(policy: TrainedModelConfig) -> None:
     """Raise `ConfigError`, before anything is read, for a key that needs a GPU where there is none."""
-    wanted = {"dtensor_cfg.cpu_offload": policy.dtensor_cfg.cpu_offload, "torch_compile": policy.torch_compile}
+    wanted = {
+        "dtensor_cfg.cpu_offload": policy.dtensor_cfg.cpu_offload,
+        "torch_compile": policy.torch_compile,
+    }
     for key, value in wanted.items():
         if value and not torch.cuda.is_available():
             need, fix = "a GPU that torch sees", f"set policy.{key}=false"
-            raise ConfigError("there is no GPU for this", field=f"policy.{key}", got=value, need=need, fix=fix)
+            raise ConfigError(
+                "there is no GPU for this", field=f"policy.{key}", got=value, need=need, fix=fix
+            )
 
 
 @contextlib.contextmanager
@@ -240,7 +252,9 @@ def _resumed(run: Run, checkpoint: Checkpoint | None) -> RunState:
         return RunState(0, json.loads(json.dumps(run.identity, default=str)))
     state = load_state(checkpoint.path, run.optimizer, run.scheduler)
     if state.step <= run.total_steps:
-        logger.info("Resuming after step %d of %d from %s.", state.step, run.total_steps, checkpoint.path)
+        logger.info(
+            "Resuming after step %d of %d from %s.", state.step, run.total_steps, checkpoint.path
+        )
     else:
         logger.warning(
             "This run has taken %d steps (%s), and the configuration now asks for %d: there is nothing left to train, "
@@ -293,7 +307,10 @@ class Loop:
         run, state = self.run, self.state
         was_done = run.is_done(state.step)
         if state.step >= run.total_steps:
-            logger.info("All %d steps are done. A new run needs its own checkpointing.checkpoint_dir.", state.step)
+            logger.info(
+                "All %d steps are done. A new run needs its own checkpointing.checkpoint_dir.",
+                state.step,
+            )
         self.progress.show("training", state.step, run.total_steps)
         if self.schedule.val_at_start and state.step == 0:
             self.validate()
@@ -337,10 +354,14 @@ class Loop:
         started = time.monotonic()
         processes.doing(f"step {state.step + 1}")
         if state.step == self.first_step:
-            self.progress.message(f"Step {state.step + 1} of {run.total_steps} begins; the first one is the slowest.")
+            self.progress.message(
+                f"Step {state.step + 1} of {run.total_steps} begins; the first one is the slowest."
+            )
         metrics = run.step(state.step + 1)
         state.step += 1
-        self.progress.show("training", state.step, run.total_steps, metrics.shown, tokens=metrics.row_tokens)
+        self.progress.show(
+            "training", state.step, run.total_steps, metrics.shown, tokens=metrics.row_tokens
+        )
         if state.step % self.schedule.log_period == 0 or run.is_done(state.step):
             seconds = {"timing/train/total_step_time": time.monotonic() - started}
             self.trackers.log({**metrics.logged, **seconds}, step=state.step)
@@ -357,12 +378,18 @@ class Loop:
         if validation is None:
             return  # a resumed run repeats it
         is_logged = False
-        if processes.is_main() and state.step == self.first_step > 0:  # perhaps by a session that was killed then
+        if (
+            processes.is_main() and state.step == self.first_step > 0
+        ):  # perhaps by a session that was killed then
             lines = read_metrics(self.trackers.metrics_file)
-            is_logged = any(line["step"] == state.step and _VALIDATION_SECONDS in line for line in lines)
+            is_logged = any(
+                line["step"] == state.step and _VALIDATION_SECONDS in line for line in lines
+            )
         if processes.is_main() and not is_logged:
             seconds = {_VALIDATION_SECONDS: time.monotonic() - started}
-            self.trackers.log({**validation.metrics, **validation.logged, **seconds}, step=state.step)
+            self.trackers.log(
+                {**validation.metrics, **validation.logged, **seconds}, step=state.step
+            )
         state.validation_step, state.validation = state.step, dict(validation.metrics)
         for line in validation.lines:
             self.progress.message(line)
@@ -403,7 +430,12 @@ class Loop:
         mark, name = self.store.folder / _EXPORTED, best.path.name
 
         def is_exported() -> bool:
-            return was_done and final.is_dir() and mark.exists() and mark.read_text(encoding="utf-8") == name
+            return (
+                was_done
+                and final.is_dir()
+                and mark.exists()
+                and mark.read_text(encoding="utf-8") == name
+            )
 
         if not processes.on_main(is_exported):
             # It may be older than the checkpoint that the run has resumed from, which was checked.
@@ -415,7 +447,11 @@ class Loop:
                 self.run.complete_export(folder, state)
 
             with processes.patience() as group:
-                self.store.write_folder("final", lambda folder: processes.on_main(partial(write, folder), group))
+                self.store.write_folder(
+                    "final", lambda folder: processes.on_main(partial(write, folder), group)
+                )
             processes.on_main(lambda: write_text(mark, name))
             logger.info("Exported the model of step %d to %s.", best.step, final)
-        return replace(outcome, validation=state.own_validation, model_folder=final, model_step=best.step)
+        return replace(
+            outcome, validation=state.own_validation, model_folder=final, model_step=best.step
+        )

@@ -28,10 +28,14 @@ class MasterWeights(torch.optim.Optimizer):
         on_host: bool = False,
     ) -> None:
         parameters, self.on_host = list(parameters), on_host
-        self.low = [parameter for parameter in parameters if on_host or parameter.dtype == torch.bfloat16]
+        self.low = [
+            parameter for parameter in parameters if on_host or parameter.dtype == torch.bfloat16
+        ]
         for parameter in self.low:
             parameter.grad_dtype = torch.float32
-        self.masters = [nn.Parameter(_on_host(low) if on_host else low.detach().float()) for low in self.low]
+        self.masters = [
+            nn.Parameter(_on_host(low) if on_host else low.detach().float()) for low in self.low
+        ]
         master_of = dict(zip(self.low, self.masters, strict=True))
         self.inner = make([master_of.get(parameter, parameter) for parameter in parameters])
         super().__init__(parameters, self.inner.defaults)
@@ -45,7 +49,9 @@ class MasterWeights(torch.optim.Optimizer):
         """Step the masters by the gradients of the weights, and round them to the weights."""
         assert closure is None, "the loss is computed once a step"
         for parameter, master in zip(self.low, self.masters, strict=True):
-            if self.on_host and parameter.grad is not None:  # one gradient at a time: the others' parameters rest
+            if (
+                self.on_host and parameter.grad is not None
+            ):  # one gradient at a time: the others' parameters rest
                 master.grad = _on_host(parameter.grad)
                 self.inner.step()
                 master.grad = None
@@ -73,11 +79,15 @@ class MasterWeights(torch.optim.Optimizer):
     @torch.no_grad()
     def _round(self) -> None:
         for parameter, master in zip(self.low, self.masters, strict=True) if self.on_host else ():
-            parameter.copy_(master.to(parameter.device, non_blocking=True))  # rounded there, not by the host
+            parameter.copy_(
+                master.to(parameter.device, non_blocking=True)
+            )  # rounded there, not by the host
         if not self.on_host:
             torch._foreach_copy_(list[Tensor](self.low), list[Tensor](self.masters))
 
 
 def _on_host(tensor: Tensor) -> Tensor:
     """A float32 copy, in page-locked memory, which moves faster; PyTorch keeps such memory and gives it out again."""
-    return torch.empty_like(tensor, device="cpu", dtype=torch.float32, pin_memory=tensor.is_cuda).copy_(tensor.detach())
+    return torch.empty_like(
+        tensor, device="cpu", dtype=torch.float32, pin_memory=tensor.is_cuda
+    ).copy_(tensor.detach())

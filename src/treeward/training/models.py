@@ -68,7 +68,9 @@ def load_model(
         "device": torch.device("cuda" if is_whole_here and torch.cuda.is_available() else "cpu"),
     }
     has_adapters = policy.dtensor_cfg.lora_cfg.enabled
-    saved = None if checkpoint is None or has_adapters else checkpoint.path / "model"  # adapters are merged there
+    saved = (
+        None if checkpoint is None or has_adapters else checkpoint.path / "model"
+    )  # adapters are merged there
     if saved is None and policy.architecture is not None:
         fields = {key: value for key, value in policy.architecture.items() if key != "vocab_size"}
         return build(fields, tokenizer, **common).model
@@ -102,8 +104,14 @@ def make_ready(
 ) -> None:
     """Give a loaded model its precision, adapters, shards, kernels and weights, and check it. `role`: its name in the
     log. `adaptation`: adds the adapters, if any; None for a frozen model."""
-    dtype, section, is_sharded = DTYPES[policy.precision], policy.dtensor_cfg, mesh.devices is not None
-    if not (is_sharded and adaptation is not None and policy.trains_backbone):  # whose shards are float32
+    dtype, section, is_sharded = (
+        DTYPES[policy.precision],
+        policy.dtensor_cfg,
+        mesh.devices is not None,
+    )
+    if not (
+        is_sharded and adaptation is not None and policy.trains_backbone
+    ):  # whose shards are float32
         model.cast(dtype)
     if adaptation is not None:
         adaptation()
@@ -118,7 +126,11 @@ def make_ready(
     if policy.torch_compile and not can_compile:
         got, need = f"{model.layout} on {model.device}", "a model that runs on trees, on a GPU"
         raise ConfigError(
-            "layers are not compiled here", where="policy.torch_compile", got=got, need=need, fix="leave it out"
+            "layers are not compiled here",
+            where="policy.torch_compile",
+            got=got,
+            need=need,
+            fix="leave it out",
         )
     if can_compile and policy.torch_compile is not False:
         model.compile_layers()
@@ -138,7 +150,11 @@ def steps_on_host(policy: TrainedModelConfig, mesh: Mesh) -> bool:
 
 @quiet_transformers()
 def adapt(
-    model: RewardModel | PolicyModel, policy: TrainedModelConfig, *, seed: int, checkpoint: Checkpoint | None
+    model: RewardModel | PolicyModel,
+    policy: TrainedModelConfig,
+    *,
+    seed: int,
+    checkpoint: Checkpoint | None,
 ) -> None:
     """Add the configured adapters, with the checkpoint's weights, if any; or freeze all weights but the head's."""
     if (lora := policy.dtensor_cfg.lora_cfg).enabled:

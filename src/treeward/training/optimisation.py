@@ -29,23 +29,34 @@ MOST_SKIPPED_IN_A_ROW = 5
 
 def be_deterministic() -> None:
     """Make PyTorch use deterministic algorithms in this process, and raise if there is none."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS when it is first used
+    os.environ.setdefault(
+        "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+    )  # read by cuBLAS when it is first used
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig, *, cpu_offload: bool = False) -> torch.optim.Optimizer:
+def build_optimizer(
+    model: nn.Module, config: OptimizerConfig, *, cpu_offload: bool = False
+) -> torch.optim.Optimizer:
     """An optimiser over the model's trainable parameters, with float32 masters of bfloat16 ones; torchao's Adam and its
     variants round stochastically instead, unless `bf16_stochastic_round` is false. `cpu_offload`: keep masters and
     states in the host's memory. Raises `ConfigError` for a class or arguments that fail, and for torchao's on sharded
     parameters."""
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trained = {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
     parameters = list(trained.values())
     is_low = any(parameter.dtype == torch.bfloat16 for parameter in parameters)
     kwargs = dict(config.kwargs)
-    if config.name in ("torch.optim.Adam", "torch.optim.AdamW") and not kwargs.keys() & {"fused", "foreach"}:
+    if config.name in ("torch.optim.Adam", "torch.optim.AdamW") and not kwargs.keys() & {
+        "fused",
+        "foreach",
+    }:
         # one kernel for all parameters: several times faster, on a CPU too; it wants all of them on one mesh, or none
-        kwargs["fused"] = len({getattr(parameter, "device_mesh", None) for parameter in parameters}) <= 1
+        kwargs["fused"] = (
+            len({getattr(parameter, "device_mesh", None) for parameter in parameters}) <= 1
+        )
     if config.name.startswith("torchao."):
         if any(isinstance(parameter, DTensor) for parameter in parameters):
             check_sharded_optimizer(config)
@@ -54,22 +65,34 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, *, cpu_offload: b
 
     def make(chosen: list[nn.Parameter]) -> torch.optim.Optimizer:
         optimizer = _made(config.name, kwargs, chosen, where="policy.optimizer")
-        if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
+        if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(
+            optimizer, torch.optim.LBFGS
+        ):
             need = "a torch.optim.Optimizer whose step needs no closure"
             raise ConfigError(
-                "this optimiser cannot be used", where="policy.optimizer", field="name", got=config.name, need=need
+                "this optimiser cannot be used",
+                where="policy.optimizer",
+                field="name",
+                got=config.name,
+                need=need,
             )
-        for group in optimizer.param_groups:  # PyTorch's own key; a checkpoint knows the states by these names
+        for group in (
+            optimizer.param_groups
+        ):  # PyTorch's own key; a checkpoint knows the states by these names
             group["param_names"] = list(trained)
         return optimizer
 
     if cpu_offload:
-        logger.info("The optimiser keeps float32 masters and its states in the host's memory, and steps them there.")
+        logger.info(
+            "The optimiser keeps float32 masters and its states in the host's memory, and steps them there."
+        )
         return MasterWeights(parameters, make, on_host=True)
     if not is_low:
         return make(parameters)
     if kwargs.get("bf16_stochastic_round"):
-        logger.info("The optimiser keeps no float32 weights: it rounds its steps to bfloat16 stochastically.")
+        logger.info(
+            "The optimiser keeps no float32 weights: it rounds its steps to bfloat16 stochastically."
+        )
         return make(parameters)
     logger.info("The optimiser keeps float32 masters of the bfloat16 weights.")
     return MasterWeights(parameters, make)
@@ -88,7 +111,9 @@ def check_sharded_optimizer(config: OptimizerConfig) -> None:
         )
 
 
-def build_scheduler(optimizer: torch.optim.Optimizer, config: SchedulerConfig, *, total_steps: int) -> LRScheduler:
+def build_scheduler(
+    optimizer: torch.optim.Optimizer, config: SchedulerConfig, *, total_steps: int
+) -> LRScheduler:
     """The schedule; `scheduler.step()` follows each optimiser step. Raises `ConfigError` for a class or arguments that
     fail."""
     if isinstance(config, NamedScheduleConfig):
@@ -97,9 +122,13 @@ def build_scheduler(optimizer: torch.optim.Optimizer, config: SchedulerConfig, *
     for i, entry in enumerate(config.schedulers):
         where = f"policy.scheduler[{i}]"
         schedulers.append(_made(entry.name, entry.kwargs, optimizer, where=where))
-        if not isinstance(schedulers[-1], LRScheduler) or isinstance(schedulers[-1], ReduceLROnPlateau):
+        if not isinstance(schedulers[-1], LRScheduler) or isinstance(
+            schedulers[-1], ReduceLROnPlateau
+        ):
             need = "a class of torch.optim.lr_scheduler that steps without a metric"
-            raise ConfigError("not a schedule over steps", where=where, field="name", got=entry.name, need=need)
+            raise ConfigError(
+                "not a schedule over steps", where=where, field="name", got=entry.name, need=need
+            )
     if len(schedulers) == 1:
         return schedulers[0]
     return SequentialLR(optimizer, schedulers, milestones=list(config.milestones))
@@ -108,11 +137,15 @@ def build_scheduler(optimizer: torch.optim.Optimizer, config: SchedulerConfig, *
 def _made(name: str, kwargs: Mapping[str, Any], of: Any, *, where: str) -> Any:
     try:
         return import_object(name, where=where, field="name")(of, **kwargs)
-    except Exception as error:  # a constructor may raise anything, as an IndexError for betas: [0.9]
+    except (
+        Exception
+    ) as error:  # a constructor may raise anything, as an IndexError for betas: [0.9]
         if isinstance(error, ConfigError):
             raise
         got = f"{dict(kwargs)}: {error}"
-        raise ConfigError(f"{name} does not take these arguments", where=where, field="kwargs", got=got) from error
+        raise ConfigError(
+            f"{name} does not take these arguments", where=where, field="kwargs", got=got
+        ) from error
 
 
 @dataclass(slots=True)
@@ -122,7 +155,9 @@ class SkippedSteps:
     total: int = 0
     in_a_row: int = 0
 
-    def clip(self, model: nn.Module, max_norm: float | None, loss: float, *, what: str, fix: str) -> float:
+    def clip(
+        self, model: nn.Module, max_norm: float | None, loss: float, *, what: str, fix: str
+    ) -> float:
         """Clip the gradients, and return their norm before that; NaN for a step to skip, which is counted. Raises
         `ModelError` for too many in a row, after it has dropped the gradients. `what`: the name of the loss."""
         norm = clip_grad_norm_(model.parameters(), max_norm)
@@ -136,7 +171,9 @@ class SkippedSteps:
             need = "finite numbers; none of these steps has changed the weights"
             raise ModelError(f"{what} or its gradient is not finite", got=got, need=need, fix=fix)
         self.total, self.in_a_row = self.total + 1, self.in_a_row + 1
-        logger.warning("%s%s or its gradient is not finite (%s): skipped.", what[0].upper(), what[1:], got)
+        logger.warning(
+            "%s%s or its gradient is not finite (%s): skipped.", what[0].upper(), what[1:], got
+        )
         return math.nan
 
 
@@ -144,7 +181,9 @@ def advance(scheduler: LRScheduler) -> None:
     """Go on to the next learning rate, also after a skipped step: a schedule depends on the number of steps alone."""
     with warnings.catch_warnings():
         # torch takes a schedule that goes on before the first step of the optimiser for a mistake.
-        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
+        warnings.filterwarnings(
+            "ignore", message="Detected call of `lr_scheduler.step", category=UserWarning
+        )
         scheduler.step()
 
 

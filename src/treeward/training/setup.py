@@ -118,13 +118,23 @@ def read_data(
     )
 
     def encode_all() -> tuple[dict[str, EncodedDataset], dict[str, EncodedDataset]]:
-        encoded_sets = {str(stream.config.name): encode(stream) for stream in held_out}  # first: they are the shorter
+        encoded_sets = {
+            str(stream.config.name): encode(stream) for stream in held_out
+        }  # first: they are the shorter
         names = _training_names(config.data.train)
         training_sets = {name: encode(stream) for name, stream in zip(names, streams, strict=True)}
         for i, label in enumerate(config.policy.reward_model_cfg.labels):
-            if not any(np.isfinite(dataset.grades[:, i]).any() for dataset in training_sets.values()):
+            if not any(
+                np.isfinite(dataset.grades[:, i]).any() for dataset in training_sets.values()
+            ):
                 got, need = "none in any training set", "a number, for some completions at least"
-                raise DataError("no completion has this grade", where=streams[0].name, field=label, got=got, need=need)
+                raise DataError(
+                    "no completion has this grade",
+                    where=streams[0].name,
+                    field=label,
+                    got=got,
+                    need=need,
+                )
         return training_sets, encoded_sets
 
     with processes.patience() as group:  # the others open the files that the main process has made
@@ -132,16 +142,22 @@ def read_data(
     batches = config.rm.val_batches
     batch_size = config.rm.val_global_batch_size or config.policy.train_global_batch_size
     validation_sets = {
-        name: dataset.first(None if batches is None else batches * batch_size) for name, dataset in encoded_sets.items()
+        name: dataset.first(None if batches is None else batches * batch_size)
+        for name, dataset in encoded_sets.items()
     }
     trained_on = np.concatenate([dataset.digests for dataset in training_sets.values()])
     for name, dataset in validation_sets.items():
         if number := int(np.isin(dataset.digests, trained_on).sum()):
             logger.warning("%d of %d comparisons of the validation set %s are in the training data too, word for word.",
                            number, len(dataset), name)  # fmt: skip
-    sizes, weights = list(map(len, training_sets.values())), [dataset.weight for dataset in config.data.train]
+    sizes, weights = (
+        list(map(len, training_sets.values())),
+        [dataset.weight for dataset in config.data.train],
+    )
     order = EpochOrder(sizes, weights=weights, seed=config.rm.seed, shuffle=config.data.shuffle)
-    steps_in_data = order.steps_per_epoch(config.policy.train_global_batch_size) * config.rm.max_num_epochs
+    steps_in_data = (
+        order.steps_per_epoch(config.policy.train_global_batch_size) * config.rm.max_num_epochs
+    )
     return RunData(
         tokenizer=tokenizer,
         renderer=renderer,
@@ -163,15 +179,21 @@ def set_up(
     tokenizer, training_sets = data.tokenizer, data.training_sets
     datasets = [*training_sets.values(), *data.encoded_sets.values()]
     with processes.patience() as group:
-        highest_token = processes.on_main(lambda: max(dataset.highest_token for dataset in datasets), group)
-    identity = processes.on_main(partial(_identity, config, data.renderer, training_sets, data.encoded_sets))
+        highest_token = processes.on_main(
+            lambda: max(dataset.highest_token for dataset in datasets), group
+        )
+    identity = processes.on_main(
+        partial(_identity, config, data.renderer, training_sets, data.encoded_sets)
+    )
     if checkpoint is not None:
         check_identity(checkpoint.path, identity)
     model = _load_model(config, tokenizer, checkpoint, mesh)
     check = partial(_check_model, config, model, tokenizer, datasets, highest_token)
     adaptation = partial(adapt, model, config.policy, seed=config.rm.seed, checkpoint=checkpoint)
     make_ready(model, config.policy, mesh, role="reward model", adaptation=adaptation, check=check)
-    optimizer = build_optimizer(model, config.policy.optimizer, cpu_offload=steps_on_host(config.policy, mesh))
+    optimizer = build_optimizer(
+        model, config.policy.optimizer, cpu_offload=steps_on_host(config.policy, mesh)
+    )
     scheduler = build_scheduler(optimizer, config.policy.scheduler, total_steps=data.total_steps)
     grades_NH = np.concatenate([dataset.grades for dataset in training_sets.values()])
     return RewardModelSetup(
@@ -192,7 +214,10 @@ def set_up(
 
 
 def _load_model(
-    config: RewardModelRunConfig, tokenizer: PreTrainedTokenizerBase, checkpoint: Checkpoint | None, mesh: Mesh
+    config: RewardModelRunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    checkpoint: Checkpoint | None,
+    mesh: Mesh,
 ) -> RewardModel:
     seed, labels = config.rm.seed, config.policy.reward_model_cfg.head_names
     build = partial(build_reward_model, seed=seed, labels=labels)
@@ -212,7 +237,9 @@ def _check_model(
     sample = [ids for comparison in first for ids in comparison.token_ids]
     check_positions(model, config.max_sequence_length)
     num_heads = len(config.policy.reward_model_cfg.head_names) or None
-    check_before_training(model, sample, tokenizer, num_heads=num_heads, highest_token=highest_token)
+    check_before_training(
+        model, sample, tokenizer, num_heads=num_heads, highest_token=highest_token
+    )
 
 
 def _identity(
@@ -225,21 +252,35 @@ def _identity(
     policy = config.policy
     adapters = identity_of_adapters(policy) if policy.dtensor_cfg.lora_cfg.enabled else {}
     weights = [dataset.weight for dataset in config.data.train]
-    data = [(dataset.fingerprint, weight) for dataset, weight in zip(training_sets.values(), weights, strict=True)]
+    data = [
+        (dataset.fingerprint, weight)
+        for dataset, weight in zip(training_sets.values(), weights, strict=True)
+    ]
     # With other validation data the checkpoints of two sessions could not be compared.
     validation = {name: dataset.fingerprint for name, dataset in validation_sets.items()}
     return {
         # The weights that adapters are of are read from there again.
-        "the model": (with_weights(policy.model_name) if adapters else policy.model_name) or policy.architecture,
+        "the model": (with_weights(policy.model_name) if adapters else policy.model_name)
+        or policy.architecture,
         "the tokenizer or template": short_hash(renderer.fingerprint),
         "the training data": short_hash(json.dumps(data)),
         "the validation data": short_hash(json.dumps(validation, sort_keys=True)),
-        "rm": {"seed": config.rm.seed, "loss": config.rm.loss.model_dump(mode="json", exclude_defaults=True)},
+        "rm": {
+            "seed": config.rm.seed,
+            "loss": config.rm.loss.model_dump(mode="json", exclude_defaults=True),
+        },
         "the reward model": policy.reward_model_cfg.model_dump(mode="json", exclude_defaults=True),
         "data": {"shuffle": config.data.shuffle},
         # Optimiser and schedule are restored from the saved run: a new rate would be ignored silently.
         "policy": policy.model_dump(
-            mode="json", include={"train_global_batch_size", "optimizer", "scheduler", "precision", "max_grad_norm"}
+            mode="json",
+            include={
+                "train_global_batch_size",
+                "optimizer",
+                "scheduler",
+                "precision",
+                "max_grad_norm",
+            },
         )
         | adapters,
     }
@@ -249,7 +290,11 @@ def _training_names(datasets: Sequence[DatasetConfig]) -> list[str]:
     """A short name for each training set, as metrics and the model card show it: no paths of this machine."""
     names: list[str] = []
     for number, dataset in enumerate(datasets, start=1):
-        plain = Path(dataset.data_path).name if dataset.data_path else dataset.dataset_name.rpartition(".")[2]
+        plain = (
+            Path(dataset.data_path).name
+            if dataset.data_path
+            else dataset.dataset_name.rpartition(".")[2]
+        )
         name = dataset.name or plain
         while name in names:
             name = f"{name}-{number}"

@@ -86,7 +86,9 @@ def _digests(folder: Path) -> dict[str, str]:
     """The digests of all files by their names; each process reads its share of the files."""
     names = processes.on_main(lambda: sorted(_file_names(folder)))
     digests: dict[str, str] = {}
-    shares = processes.together(lambda: {name: file_digest(folder / name) for name in _own_share(names)})
+    shares = processes.together(
+        lambda: {name: file_digest(folder / name) for name in _own_share(names)}
+    )
     for share in processes.gather(shares):
         digests |= share
     return digests
@@ -153,7 +155,9 @@ def load_state(folder: Path, optimizer: torch.optim.Optimizer, scheduler: LRSche
         raise _unreadable(folder, folder / _TENSORS, error) from error
     if isinstance(scheduler, LambdaLR):
         # In a run that was made longer the next step has its place in the longer schedule; else nothing changes.
-        for group, base, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+        for group, base, factor in zip(
+            optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
+        ):
             before, rate = float(group["lr"]), float(base * factor(scheduler.last_epoch))
             if isinstance(group["lr"], Tensor):  # in torchao
                 group["lr"].fill_(rate)
@@ -217,7 +221,9 @@ def _text(values: Mapping[str, Any], name: str) -> str:
     return shown(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 
 
-def _pack(optimizer: torch.optim.Optimizer, *, with_weights: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _pack(
+    optimizer: torch.optim.Optimizer, *, with_weights: bool
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of the state by name, not copied, and the other values, which `torch.load` reads with `weights_only`.
     `with_weights`: the float32 weights too; masters always."""
     saved, tensors = optimizer.state_dict(), dict[str, Tensor]()
@@ -226,16 +232,22 @@ def _pack(optimizer: torch.optim.Optimizer, *, with_weights: bool) -> tuple[dict
     for number, values in saved["state"].items():
         name = names[number]
         for key, value in values.items():
-            is_plain = isinstance(value, DTensor) or type(value) is Tensor  # not a quantised state, of one process
+            is_plain = (
+                isinstance(value, DTensor) or type(value) is Tensor
+            )  # not a quantised state, of one process
             if is_plain and value.dim():
                 tensors[f"{name}.{key}"], kept[name][key] = value, None
             else:
                 kept[name][key] = whole(value) if isinstance(value, Tensor) else value
     if with_weights or isinstance(optimizer, MasterWeights):
         tensors |= {
-            f"{name}.{_FLOAT32_WEIGHT}": weight.detach() for name, weight in _float32_weights(optimizer).items()
+            f"{name}.{_FLOAT32_WEIGHT}": weight.detach()
+            for name, weight in _float32_weights(optimizer).items()
         }
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in saved["param_groups"]]
+    groups = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in saved["param_groups"]
+    ]
     return tensors, {"state": kept, "param_groups": groups}
 
 
@@ -245,12 +257,22 @@ def _unpack(optimizer: torch.optim.Optimizer, settings: dict[str, Any], folder: 
     named, weights = _named(optimizer), _float32_weights(optimizer)
     saved, current_groups = settings["state"], optimizer.state_dict()["param_groups"]
     if list(saved) != list(named) or len(settings["param_groups"]) != len(current_groups):
-        got, need = (f"{len(names)} parameters, the first {next(iter(names), '')}" for names in (saved, named))
-        summary, fix = "the saved optimiser is of other weights", "set the model and its adapters as they were"
+        got, need = (
+            f"{len(names)} parameters, the first {next(iter(names), '')}"
+            for names in (saved, named)
+        )
+        summary, fix = (
+            "the saved optimiser is of other weights",
+            "set the model and its adapters as they were",
+        )
         raise CheckpointError(summary, where=str(folder), got=got, need=need, fix=fix)
     stored = stored_tensors(folder)
     state: dict[int, dict[str, Any]] = {}
-    targets = {full: weights[name].detach() for name in weights if (full := f"{name}.{_FLOAT32_WEIGHT}") in stored}
+    targets = {
+        full: weights[name].detach()
+        for name in weights
+        if (full := f"{name}.{_FLOAT32_WEIGHT}") in stored
+    }
     for number, (name, parameter) in enumerate(named.items()):
         for key, value in saved[name].items():
             parameter_state = state.setdefault(number, {})
@@ -261,7 +283,8 @@ def _unpack(optimizer: torch.optim.Optimizer, settings: dict[str, Any], folder: 
                 parameter_state[key] = value
     read_tensors(folder, targets)
     groups = [
-        {**group, "params": new["params"]} for group, new in zip(settings["param_groups"], current_groups, strict=True)
+        {**group, "params": new["params"]}
+        for group, new in zip(settings["param_groups"], current_groups, strict=True)
     ]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
@@ -274,7 +297,9 @@ def _named(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
 
 
 def _float32_weights(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    return {name: p for name, p in _named(optimizer).items() if p.dtype == torch.float32 and p.dim()}
+    return {
+        name: p for name, p in _named(optimizer).items() if p.dtype == torch.float32 and p.dim()
+    }
 
 
 def _empty_like(parameter: Tensor, size: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -284,7 +309,9 @@ def _empty_like(parameter: Tensor, size: torch.Size, dtype: torch.dtype) -> Tens
     state = torch.empty(size, dtype=dtype, device=parameter.device)
     if not isinstance(parameter, DTensor):
         return state
-    return DTensor.from_local(state, parameter.device_mesh, [Replicate()] * parameter.device_mesh.ndim, run_check=False)
+    return DTensor.from_local(
+        state, parameter.device_mesh, [Replicate()] * parameter.device_mesh.ndim, run_check=False
+    )
 
 
 def _unreadable(folder: Path, file: Path, error: Exception) -> CheckpointError:

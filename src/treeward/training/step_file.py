@@ -59,7 +59,8 @@ class StepFile:
     def _begin_again(self) -> None:
         """Go on in a new file: what is written into a deleted one is lost, without an error."""
         logger.warning(
-            "%s was deleted while the run writes it: its lines are lost, and it begins again here.", self._path
+            "%s was deleted while the run writes it: its lines are lost, and it begins again here.",
+            self._path,
         )
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file.close()
@@ -92,7 +93,9 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
             record = None
         if not isinstance(record, dict) or not isinstance(record.get("step"), int):
             got = line.decode(errors="replace").rstrip("\n")
-            raise DataError("a line is not an object with a step", where=f"{path}:{number}", got=got)
+            raise DataError(
+                "a line is not an object with a step", where=f"{path}:{number}", got=got
+            )
         records.append(record)
     return records
 

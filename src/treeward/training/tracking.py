@@ -54,7 +54,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a `metrics.jsonl`, each with `step`, `time` (seconds since the epoch) and metrics (float), without
     an unfinished last line. Raises `DataError` naming the line if one is not such an object."""
     return [
-        {name: _NOT_FINITE.get(value, value) if isinstance(value, str) else value for name, value in record.items()}
+        {
+            name: _NOT_FINITE.get(value, value) if isinstance(value, str) else value
+            for name, value in record.items()
+        }
         for record in read_steps(path)
     ]
 
@@ -62,12 +65,16 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 class TensorBoardTracker:
     """Scalars as TensorBoard event files; TensorBoard hides values after the resumed step."""
 
-    def __init__(self, config: LoggerConfig, settings: Mapping[str, Any], resume_step: int | None) -> None:
+    def __init__(
+        self, config: LoggerConfig, settings: Mapping[str, Any], resume_step: int | None
+    ) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         folder = Path(config.log_dir) / (config.tensorboard.log_dir or "tensorboard")
         # A new run in a used folder hides the whole of the old one: two curves in one cannot be told apart.
-        self._writer: Any = SummaryWriter(folder, purge_step=0 if resume_step is None else resume_step + 1)
+        self._writer: Any = SummaryWriter(
+            folder, purge_step=0 if resume_step is None else resume_step + 1
+        )
         text = json.dumps(settings, indent=2, default=str)
         self._writer.add_text("config", "\n".join(f"    {line}" for line in text.splitlines()))
 
@@ -84,12 +91,18 @@ class WandbTracker:
     """A Weights & Biases run; WANDB_MODE=offline writes it to `log_dir`/wandb. It takes no step twice: steps after the
     last checkpoint of a killed run keep their first values."""
 
-    def __init__(self, config: LoggerConfig, settings: Mapping[str, Any], resume_step: int | None) -> None:
+    def __init__(
+        self, config: LoggerConfig, settings: Mapping[str, Any], resume_step: int | None
+    ) -> None:
         import wandb
 
         file = Path(config.log_dir) / "wandb_run_id"
         run_id = _read_id(file, resume_step)
-        options: dict[str, Any] = {"dir": config.log_dir, "id": run_id, "resume": None if run_id is None else "allow"}
+        options: dict[str, Any] = {
+            "dir": config.log_dir,
+            "id": run_id,
+            "resume": None if run_id is None else "allow",
+        }
         self._run = wandb.init(**(options | config.wandb))
         write_text(file, f"{self._run.id}\n")
         self._run.config.update(dict(settings), allow_val_change=True)  # type: ignore[no-untyped-call]
@@ -107,12 +120,18 @@ class MLflowTracker:
 
     _STATUS = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 
-    def __init__(self, config: LoggerConfig, settings: Mapping[str, Any], resume_step: int | None) -> None:
+    def __init__(
+        self, config: LoggerConfig, settings: Mapping[str, Any], resume_step: int | None
+    ) -> None:
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
         section, log_dir = config.mlflow, Path(config.log_dir).absolute()
-        uri = section.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or (log_dir / "mlflow").as_uri()
+        uri = (
+            section.tracking_uri
+            or os.environ.get("MLFLOW_TRACKING_URI")
+            or (log_dir / "mlflow").as_uri()
+        )
         if uri.startswith("file:") or "://" not in uri:
             # Since 3.x MLflow refuses the file store unless told so; sqlite needs packages that mlflow-skinny lacks.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -121,10 +140,15 @@ class MLflowTracker:
         if run_id is None:
             name = section.experiment_name or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "treeward"
             experiment = self._client.get_experiment_by_name(name)
-            number = experiment.experiment_id if experiment else self._client.create_experiment(name)
+            number = (
+                experiment.experiment_id if experiment else self._client.create_experiment(name)
+            )
             run_id = str(self._client.create_run(number, run_name=section.run_name).info.run_id)
             write_text(log_dir / "mlflow_run_id", f"{run_id}\n")
-            params = [Param(_MLFLOW_REFUSES.sub("_", key), str(value)[:6000]) for key, value in flattened(settings)]
+            params = [
+                Param(_MLFLOW_REFUSES.sub("_", key), str(value)[:6000])
+                for key, value in flattened(settings)
+            ]
             for start in range(0, len(params), 100):  # its limits of a value, and of a call
                 self._client.log_batch(run_id, params=params[start : start + 100])
         else:
@@ -136,7 +160,10 @@ class MLflowTracker:
 
         now = int(time.time() * 1000)
         # One character that MLflow refuses would lose every metric of the call.
-        points = [Metric(_MLFLOW_REFUSES.sub("_", name), value, now, step) for name, value in metrics.items()]
+        points = [
+            Metric(_MLFLOW_REFUSES.sub("_", name), value, now, step)
+            for name, value in metrics.items()
+        ]
         self._client.log_batch(self._run_id, metrics=points)
 
     def close(self, status: RunStatus) -> None:
@@ -144,9 +171,15 @@ class MLflowTracker:
 
 
 _TRACKERS: dict[str, tuple[Callable[..., Tracker], str]] = {
-    "tensorboard": (TensorBoardTracker, "set logger.tensorboard.log_dir to a folder that can be written"),
+    "tensorboard": (
+        TensorBoardTracker,
+        "set logger.tensorboard.log_dir to a folder that can be written",
+    ),
     "wandb": (WandbTracker, "run `wandb login`, or set WANDB_MODE=offline in the environment"),
-    "mlflow": (MLflowTracker, "set logger.mlflow.tracking_uri to a server that answers, or leave it out"),
+    "mlflow": (
+        MLflowTracker,
+        "set logger.mlflow.tracking_uri to a server that answers, or leave it out",
+    ),
 }
 """Each tracker by its name in the configuration, and what to do when it does not start."""
 
@@ -159,22 +192,32 @@ class TrackerGroup:
 
     def __init__(self, metrics_file: Path, resume_step: int | None = None) -> None:
         self.metrics_file, self.resume_step = metrics_file, resume_step
-        self._file = StepFile(metrics_file, resume_step=resume_step) if processes.is_main() else None
+        self._file = (
+            StepFile(metrics_file, resume_step=resume_step) if processes.is_main() else None
+        )
         self.trackers: dict[str, Tracker] = {}
         self.status: RunStatus | None = None
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: object
+    ) -> None:
         interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
-        self.close(self.status or ("finished" if error is None else "interrupted" if interrupted else "failed"))
+        self.close(
+            self.status
+            or ("finished" if error is None else "interrupted" if interrupted else "failed")
+        )
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         if self._file is None:
             return
         numbers = {name: float(value) for name, value in metrics.items()}
-        line = {name: value if math.isfinite(value) else json.dumps(value) for name, value in numbers.items()}
+        line = {
+            name: value if math.isfinite(value) else json.dumps(value)
+            for name, value in numbers.items()
+        }
         self._file.append({"step": step, "time": round(time.time(), 3), **line})
         self._call("log", numbers, step)
 
@@ -187,7 +230,9 @@ class TrackerGroup:
         for name, tracker in list(self.trackers.items()):
             try:
                 getattr(tracker, method)(*arguments)
-            except Exception as error:  # whatever a client library raises; a plot is not worth the run
+            except (
+                Exception
+            ) as error:  # whatever a client library raises; a plot is not worth the run
                 del self.trackers[name]
                 logger.warning(
                     "%s failed, training goes on without it: %s: %s. Its run continues when this run is resumed.",
@@ -258,7 +303,9 @@ def begin_log(config: LoggerConfig, run_id: str) -> None:
     write_text(Path(config.log_dir) / _RUN_ID, run_id)
 
 
-def open_trackers(config: LoggerConfig, settings: Mapping[str, Any], resume_step: int | None) -> TrackerGroup:
+def open_trackers(
+    config: LoggerConfig, settings: Mapping[str, Any], resume_step: int | None
+) -> TrackerGroup:
     """The trackers that `config` enables, all writing below its `log_dir`; none on a process that is not the main one.
     `settings`: the run's configuration, to show. Raises `ConfigError` naming its key for a tracker that cannot start.
     """
@@ -275,7 +322,9 @@ def open_trackers(config: LoggerConfig, settings: Mapping[str, Any], resume_step
         except Exception as error:  # of a client library: no network, no key, no permission
             group.close("failed")
             where, got = f"logger.{name}_enabled", f"{type(error).__name__}: {error}"
-            raise ConfigError(f"{name} could not start", where=where, got=got, fix=f"{fix}, or disable it") from error
+            raise ConfigError(
+                f"{name} could not start", where=where, got=got, fix=f"{fix}, or disable it"
+            ) from error
     return group
 
 

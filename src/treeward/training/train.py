@@ -52,7 +52,9 @@ from treeward.tree.plan import backward_in_parts
 
 logger = logging.getLogger(__name__)
 
-_COMPARISONS_AT_ONCE = 1024  # planned together: as good a plan as for the whole set, with the other rows on disk
+_COMPARISONS_AT_ONCE = (
+    1024  # planned together: as good a plan as for the whole set, with the other rows on disk
+)
 
 
 @dataclass(frozen=True)
@@ -76,11 +78,17 @@ def train(config: RewardModelRunConfig, *, show_progress: bool = True) -> Traini
         _check_hub(config.hub_repo_id)
     key, ranked_by = config.ranking_metric, None
     if key is not None:
-        ranked_by = f"eval/rm/{key.metric}" if key.validation is None else f"validation-{key.validation}/{key.metric}"
+        ranked_by = (
+            f"eval/rm/{key.metric}"
+            if key.validation is None
+            else f"validation-{key.validation}/{key.metric}"
+        )
     outcome = start(
         config,
         config.rm,
-        lambda checkpoint, shown: RewardModelRun(with_features(set_up(config, checkpoint, shown), shown)),
+        lambda checkpoint, shown: RewardModelRun(
+            with_features(set_up(config, checkpoint, shown), shown)
+        ),
         ranked_by=ranked_by,
         show_progress=show_progress,
     )
@@ -113,7 +121,12 @@ class RewardModelRun(Run):
             total_steps=setup.total_steps,
             validates=bool(setup.validation_sets),
         )
-        self.setup, self.config, self.model, self.heads = setup, setup.config, setup.model, setup.heads
+        self.setup, self.config, self.model, self.heads = (
+            setup,
+            setup.config,
+            setup.model,
+            setup.heads,
+        )
         self._warned_of_ranking = False
         self.skipped = SkippedSteps()
         self._preparer = BatchPreparer(setup)
@@ -124,10 +137,15 @@ class RewardModelRun(Run):
         self.skipped = SkippedSteps(**state.run.get("skipped_steps", {}))
         if state.step > 0:
             return
-        for role, sets in (("train", self.setup.training_sets), ("validation", self.setup.validation_sets)):
+        for role, sets in (
+            ("train", self.setup.training_sets),
+            ("validation", self.setup.validation_sets),
+        ):
             for name, dataset in sets.items():
                 counts = asdict(dataset.counts)
-                trackers.log({f"data/{role}/{name}/{key}": value for key, value in counts.items()}, step=0)
+                trackers.log(
+                    {f"data/{role}/{name}/{key}": value for key, value in counts.items()}, step=0
+                )
 
     def state(self) -> dict[str, Any]:
         return {"skipped_steps": asdict(self.skipped)}
@@ -175,7 +193,12 @@ class RewardModelRun(Run):
             order_S=micro_batch.order_S,
             scale=1 / num_units,
         )
-        sums.add(self.heads.combine(values_SH), micro_batch.labels.pairs, loss_sum, micro_batch.labels.num_units)
+        sums.add(
+            self.heads.combine(values_SH),
+            micro_batch.labels.pairs,
+            loss_sum,
+            micro_batch.labels.num_units,
+        )
 
     def _update_weights(self, number: int, total: RewardMetrics) -> float:
         """Clip, step, and return the gradients' norm before clipping; NaN, and no step, where it or the loss is not
@@ -208,16 +231,22 @@ class RewardModelRun(Run):
         everything = pooled(list(sets.values()))
         logged = {f"eval/rm/{key}": value for key, value in metric_values(everything).items()}
         for name, means in metrics.items():
-            logged |= {f"validation-{name}/{key}": value for key, value in metric_values(means).items()}
+            logged |= {
+                f"validation-{name}/{key}": value for key, value in metric_values(means).items()
+            }
         key = self.config.ranking_metric
         if key is not None:
-            ranking = (everything if key.validation is None else metrics[key.validation]).get(key.metric)
+            ranking = (everything if key.validation is None else metrics[key.validation]).get(
+                key.metric
+            )
             self._warn_of_ranking(step, ranking)
         lines = [_line(name, step, metric_values(means), key) for name, means in metrics.items()]
         return Validation(logged, seconds, tuple(lines))
 
     @torch.no_grad()
-    def validate_set(self, name: str, should_stop: Callable[[], object] = lambda: None) -> SetValidation | None:
+    def validate_set(
+        self, name: str, should_stop: Callable[[], object] = lambda: None
+    ) -> SetValidation | None:
         """Measure a validation set in the precision of training; None if `should_stop` gave a reason on the way."""
         setup, model, sums, grades = self.setup, self.model, RewardSums(), GradeSums()
         dataset, size = setup.validation_sets[name], len(setup.validation_sets[name])
@@ -230,8 +259,14 @@ class RewardModelRun(Run):
                 for share in self._preparer.shares(rows, validation=True):
                     if should_stop():
                         return None
-                    values.append(self.evaluate(share.micro_batch.to(model.device, non_blocking=True), sums, grades))
-                    comparisons |= {start + i: comparison for i, comparison in share.comparisons.items()}
+                    values.append(
+                        self.evaluate(
+                            share.micro_batch.to(model.device, non_blocking=True), sums, grades
+                        )
+                    )
+                    comparisons |= {
+                        start + i: comparison for i, comparison in share.comparisons.items()
+                    }
                 scored |= _scored(name, comparisons, torch.cat(values).tolist())
             shares = processes.gather(scored, setup.mesh.data_group)
             scored = {i: example for share in shares for i, example in share.items()}
@@ -257,7 +292,9 @@ class RewardModelRun(Run):
 
     def _warn_of_ranking(self, step: int, metric: Metric | None) -> None:
         """Say once why a checkpoint has no value of the metric that ranks it."""
-        if self._warned_of_ranking or (metric and metric.value is not None and math.isfinite(metric.value)):
+        if self._warned_of_ranking or (
+            metric and metric.value is not None and math.isfinite(metric.value)
+        ):
             return
         self._warned_of_ranking = True
         logger.warning(
@@ -270,10 +307,19 @@ class RewardModelRun(Run):
 
     def save_model(self, folder: Path) -> None:
         setup, model = self.setup, folder / "model"
-        export_model(setup.model, setup.tokenizer, model, chat_template=setup.renderer.chat_template)
+        export_model(
+            setup.model, setup.tokenizer, model, chat_template=setup.renderer.chat_template
+        )
         save_adapted(setup.model, folder)
         heads, mesh = setup.heads.contract(), setup.mesh
-        sign_exported(model, model=setup.model, renderer=setup.renderer, heads=heads, mesh=mesh, is_checkpoint=True)
+        sign_exported(
+            model,
+            model=setup.model,
+            renderer=setup.renderer,
+            heads=heads,
+            mesh=mesh,
+            is_checkpoint=True,
+        )
 
     def complete_export(self, folder: Path, state: RunState) -> None:
         card = model_card(self.setup, state.step, self._by_set(state.own_validation))
@@ -294,8 +340,12 @@ class RewardModelRun(Run):
 
     def finish(self, outcome: Outcome) -> Outcome:
         setup, validation = self.setup, self._by_set(outcome.validation)
-        datasets = {f"training data, {name}": dataset for name, dataset in setup.training_sets.items()}
-        counts = {name: dataset.counts for name, dataset in (setup.validation_sets | datasets).items()}
+        datasets = {
+            f"training data, {name}": dataset for name, dataset in setup.training_sets.items()
+        }
+        counts = {
+            name: dataset.counts for name, dataset in (setup.validation_sets | datasets).items()
+        }
         sizes = {name: len(dataset) for name, dataset in setup.validation_sets.items()}
         file = Path(self.config.logger.log_dir) / METRICS_FILE
         lines = read_metrics(file) if processes.is_main() and file.exists() else []
@@ -305,7 +355,9 @@ class RewardModelRun(Run):
             **{**vars(outcome), "validation": validation},
             validation_sizes=sizes,
             learnt={name: sentence for name, sentence in sentences.items() if sentence is not None},
-            caveats={name: count.summary() for name, count in counts.items() if count.is_much_dropped},
+            caveats={
+                name: count.summary() for name, count in counts.items() if count.is_much_dropped
+            },
             is_collapsed=processes.is_main() and _is_collapsed(outcome.model_folder),
         )
         if outcome.model_folder is not None and processes.is_main() and self.config.hub.push_to_hub:
@@ -321,7 +373,9 @@ def _progress(total: RewardMetrics) -> dict[str, float]:
     return {"loss": means["loss"], "accuracy": means["accuracy"], "margin": means["reward_margin"]}
 
 
-def _scored(set_name: str, comparisons: Mapping[int, Comparison], scores: Sequence[float]) -> dict[int, ScoredExample]:
+def _scored(
+    set_name: str, comparisons: Mapping[int, Comparison], scores: Sequence[float]
+) -> dict[int, ScoredExample]:
     """Each comparison with its scores, which lie one comparison after another; subsets of two sets stay two."""
     remaining, scored = iter(scores), {}
     for i, comparison in comparisons.items():
@@ -329,7 +383,12 @@ def _scored(set_name: str, comparisons: Mapping[int, Comparison], scores: Sequen
         ranks, lengths = comparison.ranks, comparison.lengths
         subset = f"{set_name}/{comparison.subset}"
         scored[i] = scored_comparison(
-            comparison.where, subset, scores=values, ranks=ranks, lengths=lengths, prompt=str(comparison.prompt)
+            comparison.where,
+            subset,
+            scores=values,
+            ranks=ranks,
+            lengths=lengths,
+            prompt=str(comparison.prompt),
         )
     return scored
 
@@ -342,7 +401,9 @@ def _is_collapsed(model_folder: Path | None) -> bool:
     return are_equal([example.score for example in contract.golden])
 
 
-def _uploaded(outcome: TrainingOutcome, config: RewardModelRunConfig, model: Path) -> TrainingOutcome:
+def _uploaded(
+    outcome: TrainingOutcome, config: RewardModelRunConfig, model: Path
+) -> TrainingOutcome:
     """Upload the model. A failure is logged, and the results are still shown."""
     try:
         page = push_folder(model, config.hub_repo_id, private=config.hub.private)
@@ -357,7 +418,11 @@ def _line(name: str, step: int, means: Mapping[str, float], key: MetricKey | Non
     shown = {"loss": "loss", "accuracy": "accuracy", "reward_margin": "margin"}
     if "mse" in means:
         shown = {"loss": "loss", "mse": "mse", "pearson": "pearson"}
-    if key is not None and key.validation in (None, name) and key.metric not in (*METRIC_NAMES, "mse", "pearson"):
+    if (
+        key is not None
+        and key.validation in (None, name)
+        and key.metric not in (*METRIC_NAMES, "mse", "pearson")
+    ):
         shown[key.metric] = key.metric
     texts = [f"{label} {metric_text(metric, means.get(metric))}" for metric, label in shown.items()]
     return f"validation-{name} after step {step}: {'  '.join(texts)}"

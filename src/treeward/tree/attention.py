@@ -81,7 +81,9 @@ def mask_maker(make: Callable[[MaskFunction, TreeLayout], object]) -> Callable[.
         layout = _row.get()
         if layout is None:
             raise ModelError(
-                "tree attention was called without a tree", where="policy.attention", fix="policy.attention=rows"
+                "tree attention was called without a tree",
+                where="policy.attention",
+                fix="policy.attention=rows",
             )
         depth = _probed_depth.get()
         if depth is not None:
@@ -128,12 +130,21 @@ def _check(module: torch.nn.Module, query_BHTD: Tensor, mask: Any, kwargs: dict[
             need="a model that builds its masks through transformers' mask interface",
             fix="policy.attention=rows",
         )
-    for name in ("position_bias", "indices"):  # relative positions; keys that the model selects by itself
+    for name in (
+        "position_bias",
+        "indices",
+    ):  # relative positions; keys that the model selects by itself
         if kwargs.get(name) is not None:
-            raise ModelError(f"tree attention has no {name}", where=type(module).__name__, fix="policy.attention=rows")
+            raise ModelError(
+                f"tree attention has no {name}",
+                where=type(module).__name__,
+                fix="policy.attention=rows",
+            )
     dropout = kwargs.get("dropout")
     assert not dropout, f"dropout is off in reward models, got {dropout}"
-    assert query_BHTD.shape[0] == 1 and query_BHTD.shape[2] == len(mask.layout.positions_T), query_BHTD.shape
+    assert query_BHTD.shape[0] == 1 and query_BHTD.shape[2] == len(mask.layout.positions_T), (
+        query_BHTD.shape
+    )
 
 
 def tree_attention(
@@ -337,17 +348,19 @@ class SlicedAttention(torch.autograd.Function):
         for part in ctx.parts:
             q = slice(part.q_start, part.q_end)
             k = slice(part.k_start, part.k_end)
-            part_query, part_key, part_value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad_out[:, :, q],
-                query[:, :, q],
-                key[:, :, k],
-                value[:, :, k],
-                out[:, :, q],
-                lse[:, :, q],
-                0.0,
-                part.causal,
-                attn_mask=_additive(part.mask_QK, query.dtype),
-                scale=ctx.scale,
+            part_query, part_key, part_value = (
+                torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                    grad_out[:, :, q],
+                    query[:, :, q],
+                    key[:, :, k],
+                    value[:, :, k],
+                    out[:, :, q],
+                    lse[:, :, q],
+                    0.0,
+                    part.causal,
+                    attn_mask=_additive(part.mask_QK, query.dtype),
+                    scale=ctx.scale,
+                )
             )
             if part.first:
                 grad_query[:, :, q] = part_query
@@ -409,7 +422,9 @@ def _of_prefix(kept_JPD: Tensor, query_JRTD: Tensor) -> Tensor:
     return kept_JPD.to(query_JRTD.dtype).unsqueeze(1).expand(-1, repeats, -1, -1)
 
 
-def _by_key_head(query_BHTD: Tensor, key_BJTD: Tensor, value_BJTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _by_key_head(
+    query_BHTD: Tensor, key_BJTD: Tensor, value_BJTD: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Views (J, R, T, D): the key heads become the batch, and the heads that share one read it with stride 0."""
     _, heads, tokens, dim = query_BHTD.shape
     key_heads = key_BJTD.shape[1]

@@ -188,7 +188,9 @@ class TreeBatch(Movable):
         token. Raises `ValueError` for an empty group, sequence or batch.
         """
         if not groups or any(len(group) == 0 for group in groups):
-            raise ValueError("a TreeBatch needs at least one group, and every group at least one sequence")
+            raise ValueError(
+                "a TreeBatch needs at least one group, and every group at least one sequence"
+            )
         sequences = _arrays(groups)
         starts = np.cumsum([0, *map(len, groups)]).tolist()  # of each group among the sequences
         members_of_groups = [list(range(start, end)) for start, end in itertools.pairwise(starts)]
@@ -298,10 +300,14 @@ class RowBatch(Movable):
         arrays = _arrays(groups)
         is_empty = not groups or any(len(group) == 0 for group in groups)
         if is_empty or any(len(array) == 0 for array in arrays):
-            raise ValueError("a RowBatch needs at least one group, and no group or sequence may be empty")
+            raise ValueError(
+                "a RowBatch needs at least one group, and no group or sequence may be empty"
+            )
         sequences = [torch.from_numpy(array) for array in arrays]
         lengths = [len(sequence) for sequence in sequences]
-        padded = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=pad_token_id)
+        padded = torch.nn.utils.rnn.pad_sequence(
+            sequences, batch_first=True, padding_value=pad_token_id
+        )
         if read_at is None:
             read_at = [[length - 1] for length in lengths]
         width = padded.shape[1]
@@ -357,7 +363,9 @@ def _first_of_path(tree: TreeSpan, last: int, num_tokens: int) -> tuple[tuple[in
     return tuple(ranges)
 
 
-def _clusters(sequences: Sequence[np.ndarray], groups: Sequence[Sequence[int]], min_shared: int) -> list[list[int]]:
+def _clusters(
+    sequences: Sequence[np.ndarray], groups: Sequence[Sequence[int]], min_shared: int
+) -> list[list[int]]:
     """The sequences of each tree: of all groups that begin with the same `min_shared` tokens."""
     heads = [sequences[members[0]] for members in groups]
     order = sorted(range(len(heads)), key=lambda g: sort_key(heads[g]))

@@ -61,7 +61,12 @@ class Decoding:
     capacity, with a mask, so that shapes and addresses only change when it grows, for CUDA graphs."""
 
     def __init__(
-        self, prefixes: Sequence[Prefix], prompt_of_row: Sequence[int], *, most_tokens: int, static: bool
+        self,
+        prefixes: Sequence[Prefix],
+        prompt_of_row: Sequence[int],
+        *,
+        most_tokens: int,
+        static: bool,
     ) -> None:
         self.static = static
         self.device = prefixes[0].keys[0].device
@@ -164,12 +169,16 @@ class Decoding:
             prompt_K = torch.arange(longest_prompt, device=self.device)
             own_K = torch.arange(self._read, device=self.device)
             lengths_S1 = self.lengths_S[:, None]
-            exists_SK = torch.cat([prompt_K < lengths_S1, (own_K <= self.step_1).expand(len(lengths_S1), -1)], dim=1)
+            exists_SK = torch.cat(
+                [prompt_K < lengths_S1, (own_K <= self.step_1).expand(len(lengths_S1), -1)], dim=1
+            )
             keys_SK = torch.cat([prompt_K.expand(len(lengths_S1), -1), lengths_S1 + own_K], dim=1)
             zero = torch.zeros((), dtype=torch.int64, device=self.device)
             seen_SK = exists_SK & mask_function(zero, zero, self.positions_S[:, None], keys_SK)
             all_seen = not self.static and bool(seen_SK.all())
-            bias_SK = torch.zeros(seen_SK.shape, device=self.device).masked_fill_(~seen_SK, float("-inf"))
+            bias_SK = torch.zeros(seen_SK.shape, device=self.device).masked_fill_(
+                ~seen_SK, float("-inf")
+            )
             self._biases[mask_function] = None if all_seen else bias_SK[:, None, None]
         return self._biases[mask_function]
 
@@ -181,7 +190,9 @@ class Decoding:
 
     def by_row(self, prompts_PJQX: Tensor) -> Tensor:
         """The inverse of `by_prompt`, (S, J, R, X)."""
-        slots: Tensor = prompts_PJQX.unflatten(2, (self.slots_PG.shape[1], -1)).transpose(1, 2).flatten(0, 1)
+        slots: Tensor = (
+            prompts_PJQX.unflatten(2, (self.slots_PG.shape[1], -1)).transpose(1, 2).flatten(0, 1)
+        )
         return slots.index_select(0, self.places_S)
 
 
@@ -200,7 +211,9 @@ def _attend(
     if not isinstance(attention_mask, _Mask):
         raise ModelError("this model cannot decode on shared prompts", where=type(module).__name__)
     decoding = attention_mask.decoding
-    layer, own_keys, own_values = decoding.enter(key_BJSD[0].transpose(0, 1), value_BJSD[0].transpose(0, 1))
+    layer, own_keys, own_values = decoding.enter(
+        key_BJSD[0].transpose(0, 1), value_BJSD[0].transpose(0, 1)
+    )
     query_SJRD = query_BHSD[0].unflatten(0, (key_BJSD.shape[1], -1)).permute(2, 0, 1, 3)
     query_SJRD = query_SJRD * (query_BHSD.shape[-1] ** -0.5 if scaling is None else scaling)
     prompt_scores = decoding.by_row(_product(decoding.by_prompt(query_SJRD), layer.prompt[0]))
@@ -223,10 +236,16 @@ def _product(query_XJQD: Tensor, key_XJKD: Tensor) -> Tensor:
     """Queries times keys in float32, (X, J, Q, K)."""
     if query_XJQD.dtype == torch.float32 or not query_XJQD.is_cuda:
         return query_XJQD.float() @ key_XJKD.float().mT
-    product = torch.bmm(query_XJQD.flatten(0, 1), key_XJKD.flatten(0, 1).mT, out_dtype=torch.float32)
+    product = torch.bmm(
+        query_XJQD.flatten(0, 1), key_XJKD.flatten(0, 1).mT, out_dtype=torch.float32
+    )
     return product.view(*query_XJQD.shape[:3], -1)
 
 
 def _padded(tensors_JLD: Sequence[Tensor]) -> Tensor:
     """(P, J, L, D), zeros at the end."""
-    return pad_sequence([x.transpose(0, 1) for x in tensors_JLD], batch_first=True).transpose(1, 2).contiguous()
+    return (
+        pad_sequence([x.transpose(0, 1) for x in tensors_JLD], batch_first=True)
+        .transpose(1, 2)
+        .contiguous()
+    )

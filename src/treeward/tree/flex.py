@@ -100,7 +100,9 @@ def _soft_cap(softcap: float) -> Callable[..., Tensor]:
 
 # Not compiled: a compiled layer would be compiled again for each number of the layer, of prompts and of their tokens.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _with_prefixes(key_BJTD: Tensor, value_BJTD: Tensor, exchange: Exchange) -> tuple[Tensor, Tensor]:
+def _with_prefixes(
+    key_BJTD: Tensor, value_BJTD: Tensor, exchange: Exchange
+) -> tuple[Tensor, Tensor]:
     prefixes = [prefix for prefix in exchange.enter(key_BJTD, value_BJTD) if prefix is not None]
     keys = [key_BJTD, *(key_JPD.to(key_BJTD)[None] for key_JPD, _ in prefixes)]
     values = [value_BJTD, *(value_JPD.to(value_BJTD)[None] for _, value_JPD in prefixes)]
@@ -186,4 +188,6 @@ def _extremes(values_N: Tensor, padding: int | None) -> tuple[Tensor, Tensor]:
 def _ordered(chosen_QL: Tensor) -> tuple[Tensor, Tensor]:
     """The number of chosen blocks of each row, int32 (1, 1, Q), and their places first, int32 (1, 1, Q, L)."""
     places = chosen_QL.to(torch.int8).argsort(dim=1, descending=True, stable=True)
-    return chosen_QL.sum(dim=1, dtype=torch.int32)[None, None], places.to(torch.int32)[None, None].contiguous()
+    return chosen_QL.sum(dim=1, dtype=torch.int32)[None, None], places.to(torch.int32)[
+        None, None
+    ].contiguous()

@@ -52,7 +52,9 @@ def plan_micro_batches(
     fewest_by_groups = math.ceil(len(sizes) / most_groups)
     fewest = min(max(fewest_by_tokens, fewest_by_groups), len(sizes))
     if num_ranks > 1:
-        fewest = max(fewest, 1)  # every rank has a micro-batch, an empty one where there is no group
+        fewest = max(
+            fewest, 1
+        )  # every rank has a micro-batch, an empty one where there is no group
     fewest_rounds = math.ceil(fewest / num_ranks)
     for num_rounds in itertools.count(fewest_rounds):
         plan = _distributed(sizes, order, num_rounds * num_ranks, most_tokens, most_groups)
@@ -313,7 +315,9 @@ def backward_in_parts(
     return scores_S.detach(), loss.detach()
 
 
-def _scored(scores_S: Tensor, order_S: Tensor | None, loss_of: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+def _scored(
+    scores_S: Tensor, order_S: Tensor | None, loss_of: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
     """The scores in the order of the sequences, and their loss."""
     if order_S is not None:
         scores_S = scores_S[order_S]

@@ -171,7 +171,9 @@ class PositionMask:
         lengths = torch.tensor([len(segment) for segment in tree.segments])
         ends = torch.tensor([segment.subtree_end for segment in tree.segments])
         ends = ends.repeat_interleave(lengths)
-        depths = [torch.arange(segment.depth, segment.depth + len(segment)) for segment in tree.segments]
+        depths = [
+            torch.arange(segment.depth, segment.depth + len(segment)) for segment in tree.segments
+        ]
         positions = torch.cat(depths)
         seen = (tokens[None, :] <= tokens[:, None]) & (tokens[:, None] < ends[None, :])
         prefix_seen = torch.ones(len(tokens), len(prefix), dtype=torch.bool)
@@ -250,7 +252,11 @@ class PositionMask:
                 if num_seeing:
                     q_end = window.q_start + num_seeing
                     mask = mask[:num_seeing].contiguous()
-                    yield Part(window.q_start, q_end, keys.start, keys.end, False, mask, first=False)
+                    yield Part(
+                        window.q_start, q_end, keys.start, keys.end, False, mask, first=False
+                    )
             keys = run.clipped(seen_by_all, window.start)
             if keys.start < keys.end:
-                yield Part(window.q_start, window.q_end, keys.start, keys.end, False, None, first=False)
+                yield Part(
+                    window.q_start, window.q_end, keys.start, keys.end, False, None, first=False
+                )

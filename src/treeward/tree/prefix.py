@@ -98,7 +98,9 @@ class Exchange:
         return prefixes
 
 
-def _joined(prefix_JPD: Tensor | None, row_JTD: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
+def _joined(
+    prefix_JPD: Tensor | None, row_JTD: Tensor, ranges: Sequence[tuple[int, int]]
+) -> Tensor:
     parts = [] if prefix_JPD is None else [prefix_JPD]
     parts += [row_JTD[:, start:end] for start, end in ranges]
     return torch.cat(parts, dim=1)
@@ -118,7 +120,9 @@ class PrefixCache:
         self.num_reused_tokens = 0
         """Tokens read from the cache so far."""
         self._entries: OrderedDict[bytes, Prefix] = OrderedDict()  # least recently used first
-        self._sorted: list[bytes] = []  # the same keys in lexicographic order, the order of their tokens
+        self._sorted: list[
+            bytes
+        ] = []  # the same keys in lexicographic order, the order of their tokens
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -132,7 +136,9 @@ class PrefixCache:
     def get(self, tokens: TokenIds, num_tokens: int) -> Prefix:
         """The keys and values of the first `num_tokens` tokens, at most `match(tokens)`."""
         entry, num_known = self._longest(sort_key(tokens))
-        assert entry is not None and num_tokens <= num_known, f"{num_tokens} of {num_known} known tokens"
+        assert entry is not None and num_tokens <= num_known, (
+            f"{num_tokens} of {num_known} known tokens"
+        )
         self._entries.move_to_end(entry)
         return self._entries[entry].first(num_tokens)
 
@@ -168,7 +174,9 @@ class PrefixCache:
         """The entry that begins most like `key`, and how many tokens they share."""
         place = bisect.bisect_left(self._sorted, key)
         neighbours = self._sorted[max(place - 1, 0) : place + 1]
-        shared = [(entry, common_prefix_length(_tokens(entry), _tokens(key))) for entry in neighbours]
+        shared = [
+            (entry, common_prefix_length(_tokens(entry), _tokens(key))) for entry in neighbours
+        ]
         return max(shared, key=lambda pair: pair[1], default=(None, 0))
 
 

@@ -78,7 +78,9 @@ class TokenTree:
         if not arrays:
             raise ValueError("a TokenTree needs at least one sequence")
         if any(len(array) == 0 for array in arrays):
-            raise ValueError("a TokenTree cannot hold an empty sequence: there is no token to read a score at")
+            raise ValueError(
+                "a TokenTree cannot hold an empty sequence: there is no token to read a score at"
+            )
         keys = [sort_key(array) for array in arrays]
         distinct = dict(zip(keys, arrays, strict=True))
         sorted_keys = sorted(distinct)
@@ -123,7 +125,9 @@ def common_prefix_length(a: npt.NDArray[np.integer], b: npt.NDArray[np.integer])
     return int(differs.argmax()) if differs.any() else shortest
 
 
-def _segments(lengths: Sequence[int], shared: Sequence[int], ends: Sequence[int]) -> tuple[Segment, ...]:
+def _segments(
+    lengths: Sequence[int], shared: Sequence[int], ends: Sequence[int]
+) -> tuple[Segment, ...]:
     """The segments of a tree of sorted, different sequences, in preorder.
 
     For each sequence: its length, the leading tokens that it shares with the one before it, and where its last token

@@ -36,27 +36,45 @@ def test_a_bias_costs_length_controlled_accuracy_and_opens_the_gap(diagnosed: An
     accuracies = [one.length_controlled_accuracy.value for one in (fair, liking, loving)]
     assert accuracies[0] > 0.94 and accuracies[0] - accuracies[1] > 0.05 and accuracies[2] < 0.62
     assert fair.accuracy_gap.low < 0 < fair.accuracy_gap.high and liking.accuracy_gap.low > 0.15
-    assert fair.longer_is_right.value == liking.longer_is_right.value == pytest.approx(0.5, abs=0.01)  # of the data
+    assert (
+        fair.longer_is_right.value == liking.longer_is_right.value == pytest.approx(0.5, abs=0.01)
+    )  # of the data
 
 
 def test_strata_are_bounded_by_a_tenth_of_the_longer_completion(score_with: Any) -> None:
     sizes = {"longer": 112, "similar": 111, "similar too": 90, "shorter": 89}
-    examples = [preference(name, "s", name, ["x" * size, "y" * 100]) for name, size in sizes.items()]
+    examples = [
+        preference(name, "s", name, ["x" * size, "y" * 100]) for name, size in sizes.items()
+    ]
     examples.append(preference("tied", "s", "e", ["x", "y" * 100], ranks=[0, 0]))
-    metrics = diagnose_length(score_with(examples, lambda context, text: float("x" in text))).numbers
+    metrics = diagnose_length(
+        score_with(examples, lambda context, text: float("x" in text))
+    ).numbers
     strata = ("accuracy_longer_right", "accuracy_shorter_right", "accuracy_similar_length")
-    assert [metrics[name].count for name in strata] == [1, 1, 2] and metrics["longer_is_right"].value == 0.5
+    assert [metrics[name].count for name in strata] == [1, 1, 2] and metrics[
+        "longer_is_right"
+    ].value == 0.5
     controlled = metrics["length_controlled_accuracy"]
-    assert (controlled.value, controlled.count) == (1, 2) and (controlled.low or 1) < 0.6  # of two pairs
+    assert (controlled.value, controlled.count) == (1, 2) and (
+        controlled.low or 1
+    ) < 0.6  # of two pairs
 
 
 def test_a_completion_without_a_score_is_left_out_and_a_tie_is_wrong(score_with: Any) -> None:
-    examples = [preference(str(i), "s", str(i), ["good " * (9 if i % 2 else 2), "poor " * 5]) for i in range(8)]
-    tied = diagnose_length(score_with(examples, lambda context, text: float("good" in text and len(text) < 20)))
+    examples = [
+        preference(str(i), "s", str(i), ["good " * (9 if i % 2 else 2), "poor " * 5])
+        for i in range(8)
+    ]
+    tied = diagnose_length(
+        score_with(examples, lambda context, text: float("good" in text and len(text) < 20))
+    )
     assert (tied.accuracy_longer_right.value, tied.accuracy_shorter_right.value) == (0, 1)
     assert tied.accuracy_gap.note is None
     half = diagnose_length(
-        score_with(examples[:7], lambda context, text: None if context[0]["content"] == "1" else float("good" in text))
+        score_with(
+            examples[:7],
+            lambda context, text: None if context[0]["content"] == "1" else float("good" in text),
+        )
     )
     assert (half.accuracy_longer_right.value, half.accuracy_longer_right.count) == (1, 2)
     assert half.length_controlled_accuracy.value == 1 and half.accuracy_gap.value == 0
@@ -69,7 +87,9 @@ def test_markdown_is_counted_outside_code_blocks() -> None:
         "\n| a | b |\n|---|---|\n\n```python\n# no heading\n- no item, **no bold**\n```\n"
     )
     assert markdown_density(rich) == pytest.approx(100 * 10 / len(rich.split()))
-    plain = "It is 2 ** 3, snake__case__name, #hashtag, 3.5 and - so on.\nWell-known | true\n--- \n**"
+    plain = (
+        "It is 2 ** 3, snake__case__name, #hashtag, 3.5 and - so on.\nWell-known | true\n--- \n**"
+    )
     assert markdown_density(plain) == markdown_density("") == 0
     assert markdown_density("```\nnever closed\n# not a heading") == 100 / 7
     assert markdown_density("~~~\n# code\n~~~\n# heading") == 200 / 6
@@ -90,13 +110,20 @@ def dressed() -> list[Any]:
     return examples
 
 
-def test_a_liking_of_markdown_costs_style_controlled_accuracy(dressed: Any, score_with: Any) -> None:
+def test_a_liking_of_markdown_costs_style_controlled_accuracy(
+    dressed: Any, score_with: Any
+) -> None:
     def liking(effect: float) -> Any:
         rng = random.Random(0)
-        return lambda context, text: ("right" in text) + effect * markdown_density(text) + rng.gauss(0, 0.2)
+        return lambda context, text: (
+            ("right" in text) + effect * markdown_density(text) + rng.gauss(0, 0.2)
+        )
 
     fair, biased = (diagnose_style(score_with(dressed, liking(effect))) for effect in (0.0, 0.1))
     assert fair.style_controlled_accuracy.value > 0.99
-    assert biased.accuracy_more_markdown_right.value == 1 and biased.accuracy_less_markdown_right.value < 0.9
+    assert (
+        biased.accuracy_more_markdown_right.value == 1
+        and biased.accuracy_less_markdown_right.value < 0.9
+    )
     only = diagnose_style(score_with(dressed, lambda context, text: markdown_density(text)))
     assert only.style_controlled_accuracy.value == 0.5

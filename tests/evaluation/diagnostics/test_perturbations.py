@@ -28,13 +28,17 @@ def scored(scorer: Any, examples: Sequence[Preference]) -> list[ScoredExample]:
     return list(score_examples(scorer, map(perturbed, examples), at_once=16))
 
 
-def diagnosed(rule: RuleScorer, examples: Sequence[Preference], num_examples: int = 200) -> Diagnostic:
+def diagnosed(
+    rule: RuleScorer, examples: Sequence[Preference], num_examples: int = 200
+) -> Diagnostic:
     sampled = sample_examples(examples, num_examples)
     return diagnose_perturbations(sampled, scored(rule, sampled))
 
 
 def test_a_scorer_that_likes_length_is_won_by_padding_and_never_by_cutting(bundled: Any) -> None:
-    metrics = diagnosed(RuleScorer(lambda context, text: len(text) / 100), bundled("length_controlled"))
+    metrics = diagnosed(
+        RuleScorer(lambda context, text: len(text) / 100), bundled("length_controlled")
+    )
     assert (metrics.padding_relative_shift.low or 0) > 0.8
     assert (metrics.padding_rejected_flips.value or 0) > 0.2
     assert (metrics.truncated_50_relative_shift.high or 0) < 0
@@ -56,14 +60,25 @@ def test_the_numbers_of_a_hand_made_table() -> None:
         is_known, is_padded = text in ("good", "poor"), text.startswith(("good ", "poor "))
         return made[context[-1]["content"]][int(is_padded)][side] if is_known or is_padded else None
 
-    diagnostic = diagnosed(RuleScorer(score), [preference(name, "s", name, ["good", "poor"]) for name in made])
+    diagnostic = diagnosed(
+        RuleScorer(score), [preference(name, "s", name, ["good", "poor"]) for name in made]
+    )
     numbers = {name: (metric.value, metric.count) for name, metric in diagnostic.numbers.items()}
     assert numbers["accuracy"] == (4 / 5, 5)
-    assert numbers["robust_accuracy"] == (1 / 5, 5)  # a and d are lost to a lifted completion, b to a fallen one
+    assert numbers["robust_accuracy"] == (
+        1 / 5,
+        5,
+    )  # a and d are lost to a lifted completion, b to a fallen one
     assert numbers["padding_rejected_flips"] == (2 / 4, 4)
     shift = sum([0.5, 2.25, -1.5, 0.0, 3.0, -1.0, 0.0, 2.0, 1.0]) / 9
-    assert numbers["padding_relative_shift"] == (pytest.approx(shift / ((2 + 1 + 2 + 2 + 2) / 5)), 9)
-    assert numbers["markdown_relative_shift"] == (None, 0) and numbers["markdown_rejected_flips"][1] == 0
+    assert numbers["padding_relative_shift"] == (
+        pytest.approx(shift / ((2 + 1 + 2 + 2 + 2) / 5)),
+        9,
+    )
+    assert (
+        numbers["markdown_relative_shift"] == (None, 0)
+        and numbers["markdown_rejected_flips"][1] == 0
+    )
 
 
 def test_the_sample_is_drawn_from_the_examples_that_can_be_rewritten(bundled: Any) -> None:
@@ -72,14 +87,19 @@ def test_the_sample_is_drawn_from_the_examples_that_can_be_rewritten(bundled: An
     assert len(ordered) < len(examples)  # some are ties
     first = sample_examples(examples, 50)
     assert len(first) == 50 and all(example in ordered for example in first)
-    assert [examples.index(example) for example in first] == sorted(examples.index(example) for example in first)
+    assert [examples.index(example) for example in first] == sorted(
+        examples.index(example) for example in first
+    )
     some = ordered[:150]
     ids = [[example.id for example in sample_examples(some, count)] for count in (20, 40)]
     assert set(ids[0]) < set(ids[1])  # so that a larger sample scores only what it has more
     fewer = [example for example in some if example.id not in ids[0][:3]]
     assert set(ids[0][3:]) <= {example.id for example in sample_examples(fewer, 20)}
     assert scored(RuleScorer(by_letters), first[23:]) == scored(RuleScorer(by_letters), first)[23:]
-    unusable = [preference("a", "s", "p", ["x", "y"], ranks=[0, 0]), preference("b", "s", "p", ["x", " "])]
+    unusable = [
+        preference("a", "s", "p", ["x", "y"], ranks=[0, 0]),
+        preference("b", "s", "p", ["x", " "]),
+    ]
     assert sample_examples(unusable, 5) == []
 
 
@@ -94,9 +114,19 @@ def rewritten(name: str, text: str = TEXT, seed: int = 0) -> Any:
 
 def test_what_each_rewrite_does() -> None:
     markdown = rewritten("markdown")
-    assert markdown == "## Answer\n\n- **The capital** is Paris.\n- **It lies** on the Seine.\n- **Ask me** more."
-    assert rewritten("white_space").split() == TEXT.split() and "\n\n\n\n\n\nAsk" in rewritten("white_space")
-    assert rewritten("padding").startswith(f"{TEXT} ") and len(rewritten("padding")) >= 1.5 * len(TEXT)
+    assert (
+        markdown
+        == "## Answer\n\n- **The capital** is Paris.\n- **It lies** on the Seine.\n- **Ask me** more."
+    )
+    assert rewritten("white_space").split() == TEXT.split() and "\n\n\n\n\n\nAsk" in rewritten(
+        "white_space"
+    )
+    assert rewritten("padding").startswith(f"{TEXT} ") and len(rewritten("padding")) >= 1.5 * len(
+        TEXT
+    )
     assert rewritten("truncated_50") == "The capital is Paris. It lies"  # 6 of 12 words
-    assert rewritten("truncated_50", "Paris.") is None and rewritten("truncated_50", "Paris, France.") == "Paris,"
+    assert (
+        rewritten("truncated_50", "Paris.") is None
+        and rewritten("truncated_50", "Paris, France.") == "Paris,"
+    )
     assert all(rewritten(name, "  \n ") is None for name in REWRITES)

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 from chromium import Visit, visiting
-from report_sample import HOSTILE, MODELS, NUM_EXAMPLES, SUBSETS, sample_report, sample_rl_report, sample_rows
+from report_sample import (
+    HOSTILE,
+    MODELS,
+    NUM_EXAMPLES,
+    SUBSETS,
+    sample_report,
+    sample_rl_report,
+    sample_rows,
+)
 
 from treeward.evaluation.diagnostics.biases import STYLE
 from treeward.evaluation.report.build import write_report
@@ -17,7 +25,9 @@ from treeward.formatting import format_number
 
 pytestmark = pytest.mark.slow  # a browser
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (the dev extra has it)")
+sync_api = pytest.importorskip(
+    "playwright.sync_api", reason="playwright is not installed (the dev extra has it)"
+)
 expect = sync_api.expect
 FIRST = "table.examples tbody tr >> nth=0"
 
@@ -53,7 +63,8 @@ def test_every_figure_is_drawn_and_nothing_is_loaded_or_run(visit: Visit) -> Non
     num_points = sum(len(line.x) for line in suite.reliabilities)
     expected = {
         ".card": len(MODELS),
-        ".kind-bars .layer_0_marks path": len(MODELS) * (len(SUBSETS) + 4 + num_shown(suite, "style")),
+        ".kind-bars .layer_0_marks path": len(MODELS)
+        * (len(SUBSETS) + 4 + num_shown(suite, "style")),
         ".square .mark-symbol path": 2 * num_points,  # dots, and room for the pointer
         ".kind-curves .mark-area path": len(MODELS),
         "table.examples tbody tr": 25,
@@ -87,7 +98,9 @@ def num_shown(suite: Any, diagnostic: str) -> int:
 def test_a_page_of_runs_shows_hostile_completions_as_text(visit: Visit, rl_page_file: Path) -> None:
     page = visit(rl_page_file)
     assert page.evaluate("window.injected") is None
-    page.locator("details.sample").evaluate_all("(all) => all.forEach((fold) => { fold.open = true; })")
+    page.locator("details.sample").evaluate_all(
+        "(all) => all.forEach((fold) => { fold.open = true; })"
+    )
     texts = page.locator(".completion .words").all_inner_texts()
     assert [texts.count(text) for text in HOSTILE if text.isprintable()] == [len(MODELS)] * 4
     assert count(page, ".kind-curves .mark-line path") == 2 + 2 * len(MODELS) + len(MODELS)
@@ -110,14 +123,22 @@ def test_filters_search_and_sorting(visit: Visit) -> None:
     for key in ("outcome", "subset", "model"):
         page.select_option(f"[data-key={key}]", "")
     page.locator(".dt-search input").fill('Sourdough "in case 1"')
-    hits = [row for row in rows if all(part in json.dumps(row).lower() for part in ("sourdough", "in case 1"))]
+    hits = [
+        row
+        for row in rows
+        if all(part in json.dumps(row).lower() for part in ("sourdough", "in case 1"))
+    ]
     assert len(hits) > 1
     expect(page.locator(".dt-info")).to_contain_text(f"of {len(hits)} entries")
     page.locator(".dt-search input").fill("no example has these words")
-    expect(page.locator("table.examples tbody")).to_have_text("No example matches. Fewer words or filters find more.")
+    expect(page.locator("table.examples tbody")).to_have_text(
+        "No example matches. Fewer words or filters find more."
+    )
     page.locator(".dt-search input").fill("")
     page.locator("table.examples th", has_text="Margin").click()
-    expect(page.locator(FIRST)).to_contain_text(format_number(known[-1], "signed"))  # examples without a score are last
+    expect(page.locator(FIRST)).to_contain_text(
+        format_number(known[-1], "signed")
+    )  # examples without a score are last
     expect(page.locator("table.examples th.margin")).to_have_attribute("aria-sort", "descending")
 
 
@@ -138,7 +159,9 @@ def test_no_layout_overflows_and_axe_finds_nothing_wrong(
     else:
         page = visit(**LAYOUTS[name])
         page.locator("table.examples .open").nth(1).click()
-    width, room = page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
+    width, room = page.evaluate(
+        "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"
+    )
     assert width <= room
     outside = page.evaluate(
         """() => [...document.querySelectorAll("body *")].filter((node) => node.checkVisibility()
@@ -154,7 +177,9 @@ def test_no_layout_overflows_and_axe_finds_nothing_wrong(
     )
     assert cut == []
     if name in ("light", "phone"):
-        axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="the dev extra has it").Axe()
+        axe = pytest.importorskip(
+            "axe_playwright_python.sync_playwright", reason="the dev extra has it"
+        ).Axe()
         result = axe.run(page).response["violations"]
         assert [(one["id"], one["nodes"][0]["html"][:200]) for one in result] == []
 
@@ -170,7 +195,9 @@ def test_tables_on_a_phone_are_read_without_scrolling_sideways(visit: Visit) -> 
     assert count(page, ".wide") > 0 and overflowing == []
     cell = page.locator(".wide tbody td").first
     label = cell.evaluate("(cell) => getComputedStyle(cell, '::before').content")
-    assert label == json.dumps(cell.get_attribute("data-label"))  # each number has the name of its column beside it
+    assert label == json.dumps(
+        cell.get_attribute("data-label")
+    )  # each number has the name of its column beside it
 
 
 def test_whiskers_are_seen_on_bars_and_few_points_make_a_small_chart(visit: Visit) -> None:

@@ -54,8 +54,13 @@ def report_of(kind: str, text: str) -> dict[str, Any]:
         return {"template": "evaluation/page.html", "page": evaluation_page(summaries)}
     if kind == "best of n":
         result = analyse([[1.0, 2.0]] * 3, [[2.0, 1.0]] * 3, num_resamples=10)
-        return {"template": "evaluation/best_of_n/bon_page.html", "page": best_of_n_page(result, text, text)}
-    steps = {step: {"validation/reward": 1.0 * step, "validation/kl": 1.0 * step} for step in (0, 1)}
+        return {
+            "template": "evaluation/best_of_n/bon_page.html",
+            "page": best_of_n_page(result, text, text),
+        }
+    steps = {
+        step: {"validation/reward": 1.0 * step, "validation/kl": 1.0 * step} for step in (0, 1)
+    }
     sample = {"step": 1, "prompt": [message], "completions": [{"text": text, "truncated": True}]}
     alarm = Alarm("length_growth", 1, text)
     runs = [RLRun(name, steps, (sample,), (alarm,)) for name in (text, "b")]
@@ -68,22 +73,35 @@ KINDS = ("evaluation", "best of n", "rl")
 def test_written_json_has_the_numbers_of_the_page(tmp_path: Path) -> None:
     report = sample_report()
     page = write_report(tmp_path / "new" / "folder", **report, name="rl & more")
-    assert sorted(path.name for path in page.parent.iterdir()) == ["rl & more.html", "rl & more.json"]
-    written = json.loads((page.parent / "rl & more.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
-    assert {name: written.pop(name) for name in ("title", "subtitle")} == {n: report[n] for n in ("title", "subtitle")}
+    assert sorted(path.name for path in page.parent.iterdir()) == [
+        "rl & more.html",
+        "rl & more.json",
+    ]
+    written = json.loads(
+        (page.parent / "rl & more.json").read_text(encoding="utf-8"), parse_constant=pytest.fail
+    )
+    assert {name: written.pop(name) for name in ("title", "subtitle")} == {
+        n: report[n] for n in ("title", "subtitle")
+    }
     assert written == plain(report["page"])
     (suite,) = written["suites"]
     assert [model["name"] for model in suite["models"]] == list(report_sample.MODELS)
     assert suite["models"][0]["diagnostics"]["length"]["accuracy_gap"]["value"] > 0
     assert len(suite["examples"]) == report_sample.NUM_EXAMPLES
-    link = next(attributes for _, attributes in Page(page.read_text()).tags if attributes.get("id") == "json")
+    link = next(
+        attributes
+        for _, attributes in Page(page.read_text()).tags
+        if attributes.get("id") == "json"
+    )
     assert link["download"] == "rl & more.json" and link["href"] == "rl%20%26%20more.json"
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_no_text_escapes_its_place(kind: str, text: str, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.CRITICAL)  # pytest-xdist cannot send a log with half of a surrogate pair
+    caplog.set_level(
+        logging.CRITICAL
+    )  # pytest-xdist cannot send a log with half of a surrogate pair
 
     def page(text: str) -> Page:
         built = build_report(title=text, subtitle=text, **report_of(kind, text))
@@ -91,7 +109,9 @@ def test_no_text_escapes_its_place(kind: str, text: str, caplog: pytest.LogCaptu
         ours = re.sub("<script>.*?</script>", "", built, flags=re.DOTALL)
         assert not re.search("[\x00-\x08\x7f-\x9f\u2028\u2029\u202a-\u202e\ud800-\udfff]", ours)
         charts = [text for tag, text in Page(ours).raw if tag == "script"]
-        assert not re.search("[\x00-\x08\u2028\u202e\ud800-\udfff]", "".join(map(texts_of_json, charts)))
+        assert not re.search(
+            "[\x00-\x08\u2028\u202e\ud800-\udfff]", "".join(map(texts_of_json, charts))
+        )
         return Page(built)
 
     hostile, harmless = page(text), page("a")
@@ -129,18 +149,21 @@ from report_sample import sample_report
 from treeward.evaluation.report.build import write_report
 print(write_report(sys.argv[1], **sample_report()))
 """
-    command = (
-        f"ulimit -v 8000000; exec {shlex.quote(sys.executable)} -c {shlex.quote(code)} {shlex.quote(str(tmp_path))}"
-    )
+    words = " ".join(map(shlex.quote, [sys.executable, "-c", code, str(tmp_path)]))
+    command = f"ulimit -v 8000000; exec {words}"
     environment = os.environ | {"PYTHONPATH": str(Path(report_sample.__file__).parent)}
-    done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["bash", "-c", command], env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "vegaEmbed" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
 def test_the_policy_allows_these_scripts_and_nothing_else() -> None:
     page = Page(build_report(**sample_report()))
-    policy = next(attributes["content"] for _, attributes in page.tags if attributes.get("http-equiv"))
+    policy = next(
+        attributes["content"] for _, attributes in page.tags if attributes.get("http-equiv")
+    )
     assert policy is not None and policy.startswith("default-src 'none'; ")
     allowed = next(part for part in policy.split("; ") if part.startswith("script-src"))
     assert "unsafe" not in allowed and "http" not in policy and "*" not in policy
@@ -148,15 +171,25 @@ def test_the_policy_allows_these_scripts_and_nothing_else() -> None:
     scripts = [text for tag, text in page.raw if tag == "script"]
     ours = [text for text, kind in zip(scripts, types, strict=True) if kind is None]
     digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in ours]
-    assert allowed == "script-src " + " ".join(f"'sha256-{digest}'" for digest in digests) and len(ours) == 3
+    assert (
+        allowed == "script-src " + " ".join(f"'sha256-{digest}'" for digest in digests)
+        and len(ours) == 3
+    )
     addresses = {
-        str(value) for _, attributes in page.tags for name, value in attributes.items() if name in ("href", "src")
+        str(value)
+        for _, attributes in page.tags
+        for name, value in attributes.items()
+        if name in ("href", "src")
     }
     assert {one for one in addresses if not one.startswith("#")} == {"data:,", "report.json"}
 
 
 def test_the_numbers_of_a_figure_have_one_number_of_decimals() -> None:
-    shifts = {"padding": (-0.248, -0.359, -0.147), "space": (-0.0071, -0.0567, 0.035), "none": (0.00004, -0.1, 0.1)}
+    shifts = {
+        "padding": (-0.248, -0.359, -0.147),
+        "space": (-0.0071, -0.0567, 0.035),
+        "none": (0.00004, -0.1, 0.1),
+    }
     metrics = {label: Metric(label, *numbers, 100) for label, numbers in shifts.items()}
     figure = bar_chart({"a model": metrics}, format="signed", reference=0, x_range=(-1, 1))
     shown = [row["words"] for row in figure.rows]
@@ -171,8 +204,12 @@ def test_the_numbers_of_a_figure_have_one_number_of_decimals() -> None:
     ]
 
 
-@pytest.mark.parametrize("absent", [None, float("nan"), -math.inf, np.float32("nan"), np.float64("inf")])
-def test_an_unknown_number_is_null_in_the_json_and_a_dash_on_the_page(absent: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "absent", [None, float("nan"), -math.inf, np.float32("nan"), np.float64("inf")]
+)
+def test_an_unknown_number_is_null_in_the_json_and_a_dash_on_the_page(
+    absent: Any, tmp_path: Path
+) -> None:
     assert format_number(absent) == format_number(absent, "percent") == "–"
     result = analyse([[1.0, 2.0]] * 3, [[2.0, 1.0]] * 3, num_resamples=10)
     unknown = replace(result, correlation=Metric("correlation", absent, 0.25))

@@ -11,7 +11,11 @@ from evaluated import RuleScorer
 from page_text import Page
 from report_sample import EMPTY, BestOf, by_length, perfect, scored, summary, three_in_eight
 
-from treeward.evaluation.diagnostics.perturbations import REWRITES, diagnose_perturbations, perturbed
+from treeward.evaluation.diagnostics.perturbations import (
+    REWRITES,
+    diagnose_perturbations,
+    perturbed,
+)
 from treeward.evaluation.findings import (
     Summary,
     findings,
@@ -57,7 +61,9 @@ def test_the_verdict_is_against_the_suites_chance() -> None:
 def test_a_collapsed_model_is_called_so_and_nothing_else() -> None:
     same = summary(lambda n, text: 0.25 + n * 1e-6)
     assert same.is_collapsed
-    assert verdict(same).endswith("; it is collapsed: it gives everything the same score, 0.250, and must not be used.")
+    assert verdict(same).endswith(
+        "; it is collapsed: it gives everything the same score, 0.250, and must not be used."
+    )
     assert not summary(by_length).is_collapsed
 
 
@@ -71,7 +77,8 @@ def test_the_verdict_names_robustness_and_the_worst_rewrite() -> None:
     sentence = f"of 80 rewritten pairs {before} are right before and {after} stay right after changes of style"
     assert sentence in verdict(made)
     assert any(
-        "a worse completion that is rewritten (empty) scores as high as the better one in 100.0%" in finding
+        "a worse completion that is rewritten (empty) scores as high as the better one in 100.0%"
+        in finding
         for finding in findings(made)
     )
 
@@ -79,21 +86,35 @@ def test_the_verdict_names_robustness_and_the_worst_rewrite() -> None:
 def test_the_length_bias_is_named() -> None:
     liking = summary(by_length)
     assert "it likes longer completions too much" in verdict(liking)
-    assert "right in 100.0%" in findings(liking)[0] and "length-controlled 50.0%" in findings(liking)[0]
+    assert (
+        "right in 100.0%" in findings(liking)[0]
+        and "length-controlled 50.0%" in findings(liking)[0]
+    )
     assert findings(summary(perfect)) == () and "likes" not in verdict(summary(perfect))
     shorter = summary(lambda n, text: -float(len(text))).length.numbers
-    assert "It likes shorter" in str(length_finding(shorter)) and "points (-" not in str(length_finding(shorter))
+    assert "It likes shorter" in str(length_finding(shorter)) and "points (-" not in str(
+        length_finding(shorter)
+    )
 
 
 def test_several_models_stand_side_by_side() -> None:
     a, b = summary(by_length, "a"), summary(perfect, "b")
     page = evaluation_page([a, b])
     (suite,) = page.suites
-    assert [(made.name, model.name) for made, model in page.results] == [("best-of", "a"), ("best-of", "b")]
+    assert [(made.name, model.name) for made, model in page.results] == [
+        ("best-of", "a"),
+        ("best-of", "b"),
+    ]
     assert list(suite.diagnostic("length")) == ["a", "b"]
     _, _, text = page_of(a, b).partition("All other numbers are below.")
-    assert text.index("a on Best Of: overall") < text.index("b on Best Of: overall") < text.index("At a glance")
-    row = next(row for row in every_number(a, b) if row[0].startswith("Shorter completion is right"))
+    assert (
+        text.index("a on Best Of: overall")
+        < text.index("b on Best Of: overall")
+        < text.index("At a glance")
+    )
+    row = next(
+        row for row in every_number(a, b) if row[0].startswith("Shorter completion is right")
+    )
     assert row[1].startswith("0.0% (") and row[2].startswith("100.0% (")
     rows = Page(build_report("evaluation/page.html", "t", page)).rows
     column = rows[0].index("Length gap in accuracy")
@@ -121,12 +142,18 @@ def test_every_number_has_a_name_in_words() -> None:
         [one.example for one in examples], list(score_examples(RuleScorer(), rewritten, at_once=16))
     )
     made = summarize(BestOf(), tuple(examples), "m", perturbations=numbers)
-    of_rewrites = {f"{name}_{what}" for name in REWRITES for what in ("relative_shift", "rejected_flips")}
+    of_rewrites = {
+        f"{name}_{what}" for name in REWRITES for what in ("relative_shift", "rejected_flips")
+    }
     names = [name for diagnostic in made.diagnostics.values() for name in diagnostic.numbers]
     rows = every_number(made)
     assert len(rows) == len(set(names) - of_rewrites)
     for label, _, how_to_read in rows:
-        assert "_" not in label + how_to_read and label[0].isupper() and how_to_read.endswith((".", "hard"))
+        assert (
+            "_" not in label + how_to_read
+            and label[0].isupper()
+            and how_to_read.endswith((".", "hard"))
+        )
     (suite,) = evaluation_page([made]).suites
     figures = [bar_chart(suite.rewrites(what)) for what in ("relative_shift", "rejected_flips")]
     assert "_" not in "".join(row["label"] for figure in figures for row in figure.rows)
@@ -136,7 +163,9 @@ def test_every_number_has_a_name_in_words() -> None:
 def test_hardly_anything_to_report_is_a_report(what: str, tmp_path: Path) -> None:
     page = write_results(tmp_path, [EMPTY[what]()])
     report = json.loads((tmp_path / "report.json").read_text())
-    assert page.name == "report.html" and report["suites"][0]["models"][0]["verdict"].startswith("m on Best Of")
+    assert page.name == "report.html" and report["suites"][0]["models"][0]["verdict"].startswith(
+        "m on Best Of"
+    )
     text = Page(page.read_text(encoding="utf-8")).text
     assert "m on Best Of" in text and not re.search(r"\b(nan|None|inf)\b", text)
 
@@ -149,7 +178,9 @@ def missing(n: int, text: str) -> float | None:
 def test_missing_scores_make_no_model_worse_than_chance(tmp_path: Path) -> None:
     made = summary(missing, suite=Coin(), count=100)
     result = made.result
-    assert result.headline.value == 0.37 and result.headline.high < 0.5  # as the published suites count
+    assert (
+        result.headline.value == 0.37 and result.headline.high < 0.5
+    )  # as the published suites count
     said = verdict(made)
     assert "overall 37.0% (28.2% to 46.8%), 92 of 100 scored." in said
     assert "100 examples, 92 of 100 scored" in page_of(made)

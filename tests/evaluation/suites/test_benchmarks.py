@@ -32,7 +32,12 @@ TABLE: list[tuple[str, list[float], list[float]]] = [
     ("safety-refuse", [0.1, -0.1, 2.1], [-2.0, 1.1, -0.7]),
     ("safety-response", [0.2, -0.3, 1.0], [-1.1, -0.1, 0.4]),
 ]
-SECTIONS = {"chat": 0.5555555555555556, "math": 0.8888888888888888, "code": 0.4444444444444444, "safety": 11 / 18}
+SECTIONS = {
+    "chat": 0.5555555555555556,
+    "math": 0.8888888888888888,
+    "code": 0.4444444444444444,
+    "safety": 11 / 18,
+}
 SECTIONS |= {"hard": 0.7222222222222222, "normal": 0.6180555555555556, "easy": 0.5347222222222222}
 
 
@@ -58,7 +63,10 @@ def rm_examples(tmp_path: Path) -> list[Preference]:
 
 @pytest.fixture
 def table(rm_examples: list[Preference]) -> list[ScoredExample]:
-    return [rated(e, (*chosen, *rejected)) for e, (_, chosen, rejected) in zip(rm_examples, TABLE, strict=True)]
+    return [
+        rated(e, (*chosen, *rejected))
+        for e, (_, chosen, rejected) in zip(rm_examples, TABLE, strict=True)
+    ]
 
 
 def test_the_arithmetic_is_the_authors(table: list[ScoredExample]) -> None:
@@ -66,21 +74,34 @@ def test_the_arithmetic_is_the_authors(table: list[ScoredExample]) -> None:
     sections = {metric.name: metric.value for metric in result.sections}
     assert sections == pytest.approx(SECTIONS, abs=1e-12)
     assert result.headline.value == pytest.approx(0.625, abs=1e-12)
-    assert {metric.name for metric in result.subsets} == {"chat", "math", "code", "safety-refuse", "safety-response"}
+    assert {metric.name for metric in result.subsets} == {
+        "chat",
+        "math",
+        "code",
+        "safety-refuse",
+        "safety-response",
+    }
     assert "11 of 1327" in str(result.headline.note)
 
 
 def test_hard_is_where_the_wrong_answer_is_the_fancier_one(rm_examples: list[Preference]) -> None:
-    fancy = [rated(e, (0.0, 1.0, 2.0, 0.5, 1.5, 2.5)) for e in rm_examples]  # a model that only likes style
+    fancy = [
+        rated(e, (0.0, 1.0, 2.0, 0.5, 1.5, 2.5)) for e in rm_examples
+    ]  # a model that only likes style
     result = RMBench().summarize(fancy)
     assert [metric.value for metric in result.sections[-3:]] == [0.0, 0.0, 1.0]
 
 
 def test_a_prompt_without_all_scores_is_wrong_in_every_cell(table: list[ScoredExample]) -> None:
-    lost = [rated(one.example, (*one.scores[:5], None)) if i == 4 else one for i, one in enumerate(table)]
+    lost = [
+        rated(one.example, (*one.scores[:5], None)) if i == 4 else one
+        for i, one in enumerate(table)
+    ]
     result = RMBench().summarize(lost)
     # The third prompt of math was right in all nine cells.
-    assert {m.name: m.value for m in result.sections}["math"] == pytest.approx(SECTIONS["math"] - 1 / 3)
+    assert {m.name: m.value for m in result.sections}["math"] == pytest.approx(
+        SECTIONS["math"] - 1 / 3
+    )
     assert result.num_failed == 1
 
 
@@ -131,7 +152,9 @@ def test_the_split_of_the_download(judged: list[Preference]) -> None:
 
 
 def test_the_headline_and_the_categories(judged: list[Preference]) -> None:
-    rows = [rated(e, (1.0, 0.0)) for e in judged]  # the first completion always: right where the label is A>B
+    rows = [
+        rated(e, (1.0, 0.0)) for e in judged
+    ]  # the first completion always: right where the label is A>B
     result = JudgeBench().summarize(rows)
     assert result.headline.value == 5 / 8 and result.headline.count == 8
     assert {m.name: m.value for m in result.sections} == {
@@ -148,7 +171,13 @@ def test_the_headline_and_the_categories(judged: list[Preference]) -> None:
 
 def test_rewardbench_has_the_same_pairs(tmp_path: Path, write_parquet: Any) -> None:
     row = {"prompt": "p", "chosen": "c", "rejected": "r"}
-    subsets = ["llmbar-adver-neighbor", "hep-go", "llmbar-natural", "llmbar-adver-GPTInst", "llmbar-natural"]
+    subsets = [
+        "llmbar-adver-neighbor",
+        "hep-go",
+        "llmbar-natural",
+        "llmbar-adver-GPTInst",
+        "llmbar-natural",
+    ]
     rows = [row | {"subset": subset, "id": i} for i, subset in enumerate(subsets)]
     write_parquet(tmp_path / "data" / "filtered-00000-of-00001.parquet", rows)
     examples = LLMBar().load(str(tmp_path))

@@ -24,7 +24,10 @@ def test_names() -> None:
         assert type(suite) is cls and suite.name == name and suite.title
         assert suite.chance() == (None if name == "rewardbench2" else 0.5)
     assert get_suite("RM-Bench").name == "rmbench"
-    assert (get_suite("rewardbench2").chance("Ties"), get_suite("rewardbench2").chance("Math")) == (None, 0.25)
+    assert (get_suite("rewardbench2").chance("Ties"), get_suite("rewardbench2").chance("Math")) == (
+        None,
+        0.25,
+    )
     with pytest.raises(ConfigError, match="did you mean judgebench"):
         get_suite("jugdebench")
 
@@ -73,6 +76,11 @@ def test_pairs_are_pooled_as_in_the_trainers_validation(rows: Any, right: int, p
         for i, (ranks, scores) in enumerate(rows)
     ]
     result = suite.summarize(scored)
-    assert result.headline.value == pytest.approx(right / pairs) and result.details["num_pairs"] == pairs
-    assert result.headline.low is not None and result.headline.low <= right / pairs <= (result.headline.high or 0)
+    assert (
+        result.headline.value == pytest.approx(right / pairs)
+        and result.details["num_pairs"] == pairs
+    )
+    assert result.headline.low is not None and result.headline.low <= right / pairs <= (
+        result.headline.high or 0
+    )
     assert result.num_failed == sum(None in scores for _, scores in rows)

@@ -16,7 +16,9 @@ from treeward.evaluation.suites.rewardbench import WEIGHTS, RewardBench, RewardB
 
 # The accuracies of Skywork-Reward-V2-Qwen3-8B in NeMo RL's pull request 1026: of the package and of its environment.
 PUBLISHED = Path(__file__).parents[3] / "examples" / "reproduce" / "published.json"
-REFERENCE, ENVIRONMENT = json.loads(PUBLISHED.read_text(encoding="utf-8"))["rewardbench"]["columns"].values()
+REFERENCE, ENVIRONMENT = json.loads(PUBLISHED.read_text(encoding="utf-8"))["rewardbench"][
+    "columns"
+].values()
 # By hand. Chat has 99 of 100, 93 of 95, 92 of 95, 28 of 28 and 40 of 40: 352 of 358, in both columns. Chat Hard
 # 32 + 93 + 106 + 79 + 36 + 36 = 382 of 456, and 32 + 94 + 106 + 79 + 38 + 36 = 385. Safety 98 + 98 + 149 + 238 + 111
 # = 694 of 740, and 98 + 98 + 149 + 239 + 108 = 692. Code 161 + 161 + 164 + 162 + 164 + 161 = 973 of 984, and
@@ -24,7 +26,11 @@ REFERENCE, ENVIRONMENT = json.loads(PUBLISHED.read_text(encoding="utf-8"))["rewa
 MATH = 984 * 438 / 447
 BY_HAND = {
     "reference": (REFERENCE, (352 / 358, 382 / 456, 694 / 740, (973 + MATH) / 1968), 0.9357852036),
-    "environment": (ENVIRONMENT, (352 / 358, 385 / 456, 692 / 740, (971 + MATH) / 1968), 0.9365001998),
+    "environment": (
+        ENVIRONMENT,
+        (352 / 358, 385 / 456, 692 / 740, (971 + MATH) / 1968),
+        0.9365001998,
+    ),
 }
 
 
@@ -34,7 +40,9 @@ def pair(subset: str, number: int, prompt: str | None = None) -> Preference:
 
 def whole_benchmark(accuracies: Mapping[str, float]) -> list[ScoredExample]:
     """Every pair of the published data, as many of each subset right as its accuracy says."""
-    sizes = {subset: weight for section in WEIGHTS.values() for subset, weight in section.items()} | {"math-prm": 447}
+    sizes = {
+        subset: weight for section in WEIGHTS.values() for subset, weight in section.items()
+    } | {"math-prm": 447}
     right = {subset: round(accuracies[subset] * size) for subset, size in sizes.items()}
     return [
         rated(pair(subset, number), (1.0, 0.0) if number < right[subset] else (0.0, 1.0))
@@ -47,7 +55,9 @@ def whole_benchmark(accuracies: Mapping[str, float]) -> list[ScoredExample]:
 def test_the_suite_computes_them_from_scores(column: str) -> None:
     accuracies, sections, overall = BY_HAND[column]
     result = RewardBench().summarize(whole_benchmark(accuracies))
-    assert {metric.name: metric.value for metric in result.subsets} == pytest.approx(accuracies, abs=1e-12)
+    assert {metric.name: metric.value for metric in result.subsets} == pytest.approx(
+        accuracies, abs=1e-12
+    )
     assert [metric.value for metric in result.sections] == pytest.approx(sections, abs=1e-12)
     assert result.headline.value == pytest.approx(overall, abs=1e-9)
     assert result.headline.note is None
@@ -63,12 +73,35 @@ def test_a_tie_is_wrong() -> None:
 
 def test_loads_the_download_of_the_hub(tmp_path: Path, write_parquet: Any) -> None:
     rows = [
-        {"prompt": "p0", "chosen": "c0", "rejected": "r0", "subset": "hep-go", "id": 7, "chosen_model": "x"},
-        {"prompt": "p1", "chosen": "c1", "rejected": "r1", "subset": "math-prm", "id": 7, "chosen_model": "x"},
-        {"prompt": "p2", "chosen": "c2", "rejected": "r2", "subset": "math-prm", "id": 7, "chosen_model": "x"},
+        {
+            "prompt": "p0",
+            "chosen": "c0",
+            "rejected": "r0",
+            "subset": "hep-go",
+            "id": 7,
+            "chosen_model": "x",
+        },
+        {
+            "prompt": "p1",
+            "chosen": "c1",
+            "rejected": "r1",
+            "subset": "math-prm",
+            "id": 7,
+            "chosen_model": "x",
+        },
+        {
+            "prompt": "p2",
+            "chosen": "c2",
+            "rejected": "r2",
+            "subset": "math-prm",
+            "id": 7,
+            "chosen_model": "x",
+        },
     ]
     write_parquet(tmp_path / "data" / "filtered-00000-of-00001.parquet", rows)
-    write_parquet(tmp_path / "data" / "raw-00000-of-00001.parquet", [rows[0] | {"prompt": "only in raw"}] * 9)
+    write_parquet(
+        tmp_path / "data" / "raw-00000-of-00001.parquet", [rows[0] | {"prompt": "only in raw"}] * 9
+    )
     (tmp_path / "README.md").write_text("---\nconfigs:\n- config_name: default\n---\n")
     examples = RewardBench().load(str(tmp_path))
     assert [(e.id, e.task_name) for e in examples] == [
@@ -77,9 +110,14 @@ def test_loads_the_download_of_the_hub(tmp_path: Path, write_parquet: Any) -> No
         ("math-prm/7", "math-prm"),
     ]
     assert examples[1].context == ({"role": "user", "content": "p1"},)
-    assert [completion.messages[0]["content"] for completion in examples[1].completions] == ["c1", "r1"]
+    assert [completion.messages[0]["content"] for completion in examples[1].completions] == [
+        "c1",
+        "r1",
+    ]
     assert str(examples[2].where).endswith("filtered-00000-of-00001.parquet:row 3")
-    assert RewardBench().load(str(tmp_path / "data" / "filtered-00000-of-00001.parquet")) == examples
+    assert (
+        RewardBench().load(str(tmp_path / "data" / "filtered-00000-of-00001.parquet")) == examples
+    )
 
 
 # --- RewardBench 2 ----------------------------------------------------------------------------------------------------
@@ -130,14 +168,19 @@ def prompt_of(identity: str, subset: str, num_correct: int, count: int) -> Prefe
 
 
 def ties(rows: Sequence[Row]) -> list[ScoredExample]:
-    return [rated(prompt_of(identity, "Ties", correct, len(scores)), scores) for identity, correct, scores in rows]
+    return [
+        rated(prompt_of(identity, "Ties", correct, len(scores)), scores)
+        for identity, correct, scores in rows
+    ]
 
 
 @pytest.mark.parametrize(("rows", "score"), PUBLISHED_TIES)
 def test_ties_are_those_of_the_published_function(rows: list[Row], score: float) -> None:
     result = RewardBench2().summarize(ties(rows))
     assert result.headline.value == pytest.approx(score, abs=1e-15)
-    assert [(metric.name, metric.value) for metric in result.subsets] == [("Ties", pytest.approx(score, abs=1e-15))]
+    assert [(metric.name, metric.value) for metric in result.subsets] == [
+        ("Ties", pytest.approx(score, abs=1e-15))
+    ]
 
 
 @pytest.mark.parametrize(
@@ -161,7 +204,9 @@ def test_best_of_four_shares_the_credit_of_a_tie(scores: list[float | None], cre
 
 def test_the_overall_score_is_the_plain_mean_of_the_subsets() -> None:
     rows = ties(GOLDEN)
-    rows += [rated(prompt_of(str(i), "Math", 1, 4), (1.0, 1.0, 0.0, i)) for i in range(4)]  # 1/2, 1/3, 0, 0
+    rows += [
+        rated(prompt_of(str(i), "Math", 1, 4), (1.0, 1.0, 0.0, i)) for i in range(4)
+    ]  # 1/2, 1/3, 0, 0
     rows += [rated(prompt_of(str(i), "Focus", 1, 4), (1.0, 0.0, 0.0, 0.0)) for i in range(9)]
     result = RewardBench2().summarize(rows)
     assert {metric.name: metric.value for metric in result.subsets} == pytest.approx(
@@ -177,13 +222,21 @@ def test_the_overall_score_is_the_plain_mean_of_the_subsets() -> None:
 @pytest.mark.parametrize("which", ["tied:2", "ref:2"])
 def test_a_failed_prompt_of_ties_is_as_bad_as_can_be(which: str) -> None:
     rows = ties(GOLDEN)
-    lost = [rated(one.example, (None, *one.scores[1:])) if one.example.id == f"Ties/{which}" else one for one in rows]
+    lost = [
+        rated(one.example, (None, *one.scores[1:])) if one.example.id == f"Ties/{which}" else one
+        for one in rows
+    ]
     terrible = [
-        rated(one.example, tuple(-1e9 if rank == 0 else 0.0 for rank in one.example.ranks[:-1]) + (0.0,))
+        rated(
+            one.example,
+            tuple(-1e9 if rank == 0 else 0.0 for rank in one.example.ranks[:-1]) + (0.0,),
+        )
         if one.example.id == f"Ties/{which}"
         else one
         for one in rows
     ]
     suite = RewardBench2()
     # Correct answers with no spread of their own: D is 0 in one and unknown in the other, and neither beats it.
-    assert suite.summarize(lost).headline.value == pytest.approx(suite.summarize(terrible).headline.value)
+    assert suite.summarize(lost).headline.value == pytest.approx(
+        suite.summarize(terrible).headline.value
+    )

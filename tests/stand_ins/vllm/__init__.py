@@ -57,7 +57,9 @@ class _ModelConfig:
     @pydantic.model_validator(mode="after")
     def check(self) -> _ModelConfig:
         if (self.max_model_len or 0) > self.derived_max_model_len:
-            raise ValueError(f"User-specified max_model_len ({self.max_model_len}) is greater than the derived one")
+            raise ValueError(
+                f"User-specified max_model_len ({self.max_model_len}) is greater than the derived one"
+            )
         return self
 
 
@@ -95,13 +97,18 @@ class LLM:
     def __post_init__(self) -> None:
         if self.gpu_memory_utilization > 0.95:
             raise ValueError("Free memory on device is less than desired GPU memory utilization")
-        assert self.load_format == "dummy" and self.logprobs_mode in ("raw_logprobs", "processed_logprobs")
+        assert self.load_format == "dummy" and self.logprobs_mode in (
+            "raw_logprobs",
+            "processed_logprobs",
+        )
         config = AutoConfig.from_pretrained(self.model)
         _ModelConfig(self.max_model_len, config.max_position_embeddings)
         self.tokenizer = AutoTokenizer.from_pretrained(self.model)
         with torch.random.fork_rng():
             torch.manual_seed(12345)
-            self.hf = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, self.dtype)).eval()
+            self.hf = AutoModelForCausalLM.from_config(
+                config, dtype=getattr(torch, self.dtype)
+            ).eval()
         self._transfer: Any = None
         self._received: set[str] | None = None
         self._cached = self._stale = False
@@ -110,7 +117,9 @@ class LLM:
     # weights
 
     def init_weight_transfer_engine(self, request: Mapping[str, Any]) -> None:
-        self._transfer = receive(self.weight_transfer_config.backend, request["init_info"], self.tensor_parallel_size)
+        self._transfer = receive(
+            self.weight_transfer_config.backend, request["init_info"], self.tensor_parallel_size
+        )
 
     def start_weight_update(self) -> None:
         assert "weights" in self.awake and self._transfer is not None and self._received is None
@@ -136,9 +145,14 @@ class LLM:
         self._stale = self._cached
         self._updates += 1
         if self.kept_in:
-            save_file(self.hf.state_dict(), Path(self.kept_in) / f"{os.getpid()}-{self._updates}.safetensors")
+            save_file(
+                self.hf.state_dict(),
+                Path(self.kept_in) / f"{os.getpid()}-{self._updates}.safetensors",
+            )
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
         if self.holds_blocks:
             return False
         self._cached = self._stale = False
@@ -176,7 +190,10 @@ class LLM:
         return [
             SimpleNamespace(
                 prompt_token_ids=asked["prompt_token_ids"],
-                outputs=[self._completion(policy, asked["prompt_token_ids"], one, g) for g in self._indices(one)],
+                outputs=[
+                    self._completion(policy, asked["prompt_token_ids"], one, g)
+                    for g in self._indices(one)
+                ],
             )
             for asked, one in zip(prompts, sampling_params, strict=True)
         ]
@@ -184,17 +201,25 @@ class LLM:
     def _indices(self, one: SamplingParams) -> list[int]:
         return list(reversed(range(int(self.loses_one), one.n)))
 
-    def _completion(self, policy: PolicyModel, ids: list[int], one: SamplingParams, index: int) -> Any:
+    def _completion(
+        self, policy: PolicyModel, ids: list[int], one: SamplingParams, index: int
+    ) -> Any:
         assert self.max_model_len is None or len(ids) + one.max_tokens <= self.max_model_len
         ends, stops = set(one.stop_token_ids or ()), list(one.stop or ())
 
         def ended(tokens: list[int]) -> bool:
-            return tokens[-1] in ends or any(stop in self.tokenizer.decode(tokens) for stop in stops)
+            return tokens[-1] in ends or any(
+                stop in self.tokenizer.decode(tokens) for stop in stops
+            )
 
         assert one.seed is not None
-        row = SampledRow(tuple(ids), one.max_tokens, uniforms(one.seed + index, 0, 0, one.max_tokens))
+        row = SampledRow(
+            tuple(ids), one.max_tokens, uniforms(one.seed + index, 0, 0, one.max_tokens)
+        )
         top_k = one.top_k if one.top_k > 0 else None
-        sample(policy, [row], ended=ended, temperature=one.temperature, top_k=top_k, top_p=one.top_p)
+        sample(
+            policy, [row], ended=ended, temperature=one.temperature, top_k=top_k, top_p=one.top_p
+        )
         said = row.log_probs
         if self.logprobs_mode == "raw_logprobs":
             said = policy.log_probs([[ids + row.token_ids]], [[len(ids)]]).values_SL[0].tolist()

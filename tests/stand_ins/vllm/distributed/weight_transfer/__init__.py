@@ -88,7 +88,9 @@ class _Trainer:
         self.client.start_weight_update()
         if self.workers is None:
             for bucket in buckets(self.source):
-                self.client.update_weights({"names": [name for name, _ in bucket], "ipc_handles": packed(bucket)})
+                self.client.update_weights(
+                    {"names": [name for name, _ in bucket], "ipc_handles": packed(bucket)}
+                )
         else:
             declared = self.source.metadata()
             names = {"names": [one.name for one in declared]}
@@ -96,7 +98,9 @@ class _Trainer:
             thread.start()
             sent = []
             for bucket in buckets(self.source):
-                sent += [ParamMeta(name, weight.dtype, tuple(weight.shape)) for name, weight in bucket]
+                sent += [
+                    ParamMeta(name, weight.dtype, tuple(weight.shape)) for name, weight in bucket
+                ]
                 for worker in self.workers:
                     worker.send_bytes(packed(bucket))
             assert sent == declared, "what is sent is not what was declared"
