@@ -227,7 +227,7 @@ def graded(groups: Sequence[Sequence[Sequence[float]]], stds: Sequence[float]) -
     num_units = 0
     for group in groups:
         rows += group
-        shares += [1 / (len(group) * num_attributes)] * len(group)
+        shares += [1 / (len(group) * num_attributes) for _ in group]  # none for an empty group
         grades = itertools.chain.from_iterable(group)
         if not all(map(math.isnan, grades)):
             num_units += 1
