@@ -44,9 +44,8 @@ def main() -> None:
             command = [sys.executable, "-m", "treeward", "check-data", str(path), *options]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
             seconds = time.perf_counter() - start
-            peak = (
-                resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e6
-            )  # of the largest of them so far
+            # of the largest of them so far
+            peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e6
             size = path.stat().st_size / 1e6
             found.append(
                 {

@@ -150,9 +150,8 @@ def _attention(
     assert prefix_grouper is not None
 
     def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-        if (
-            query.is_cuda and mask.numel()
-        ):  # no fused kernel of a GPU takes both a mask and grouped queries
+        # no fused kernel of a GPU takes both a mask and grouped queries
+        if query.is_cuda and mask.numel():
             groups = query.shape[1] // key.shape[1]
             key, value = repeat_kv(key, groups), repeat_kv(value, groups)
         out = scaled_dot_product_attention(

@@ -549,9 +549,8 @@ def count_tokens(work: Work, policy: PreTrainedModel) -> dict[str, float]:
     rows = sum(group.num_row_tokens for group in work.groups)
     trees = sum(map(_tree_tokens, work.groups))
     lengths = [len(sequence) for group in work.groups for sequence in _sequences(group)]
-    heads = trees - sum(
-        len(group.prompt_ids) for group in work.groups
-    )  # what completions share is predicted once
+    # what completions share is predicted once
+    heads = trees - sum(len(group.prompt_ids) for group in work.groups)
     completions = [completion for group in work.groups for completion in group.completions]
     padded = max(len(group.prompt_ids) for group in work.groups) + max(
         len(completion.token_ids) for completion in completions

@@ -76,9 +76,8 @@ def main() -> None:
             groups = make_groups(prompts, tokenizer, num_answers, earlier, arguments.prompts)
             if groups:
                 row = measure(model, tokenizer, groups, num_answers, arguments.rounds)
-                print(
-                    results_table([row], COLUMNS), flush=True
-                )  # at once: a large model takes minutes
+                # at once: a large model takes minutes
+                print(results_table([row], COLUMNS), flush=True)
     if arguments.profile and groups:
         print_profile(
             "the last line", lambda: [_on_trees(model, group) for group in groups], device

@@ -87,9 +87,8 @@ def main() -> None:
         else list(makers)
     )
     names = {name: makers[name]() for name in chosen}
-    first = {
-        name: float(step(batches[0])) for name, (step, _) in names.items()
-    }  # same weights: the same loss
+    # same weights: the same loss
+    first = {name: float(step(batches[0])) for name, (step, _) in names.items()}
 
     def take(step: Step, number: int) -> torch.Tensor:
         return step(batches[number % len(batches)])

@@ -35,10 +35,11 @@ def config_reference(page: str) -> str:
         "grpo": [table for table in grpo if table not in train],
         "environments": kinds,
     }
+    # their sections are those of environments
     parts["server"] = [
         ("", ServerConfig),
         ("models[]", ServedModelConfig),
-    ]  # their sections are those of environments
+    ]
     for part, tables in parts.items():
         known = {path for path, _ in train} if part == "grpo" else set()
         text = "".join(
@@ -55,9 +56,8 @@ def _tables(section: type[Strict], path: str) -> Iterator[tuple[str, type[Strict
     yield path, section
     for name, field in section.model_fields.items():
         suffix = "[]" if get_origin(field.annotation) is tuple else ""
-        for child in (
-            sections(field.annotation) if (path, name) != ("data", "validation") else ()
-        ):  # the same as train
+        # the same as train
+        for child in sections(field.annotation) if (path, name) != ("data", "validation") else ():
             yield from _tables(child, f"{path}.{field.alias or name}".lstrip(".") + suffix)
 
 

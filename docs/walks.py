@@ -108,9 +108,8 @@ def _row(walk: Walk, folder: Path) -> list[str]:
     file = folder / "rm.yaml"
     file.write_text(_TRAIN.format(model=_MODEL, folder=folder), "utf-8")
     config = load_config(file)
-    assert (
-        train(config, show_progress=False).model_folder is not None
-    )  # the model of the other walks
+    # the model of the other walks
+    assert train(config, show_progress=False).model_folder is not None
     setup = training_setup.set_up(config)
     run, preparer, [encoded] = (
         RewardModelRun(setup),

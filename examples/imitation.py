@@ -8,9 +8,8 @@ import torch
 from treeward.model.policy_model import PolicyModel
 from treeward.tree.plan import plan_parts
 
-Group = tuple[
-    list[int], list[list[int]]
-]  # the tokens of a prompt, and those of each completion to it
+# the tokens of a prompt, and those of each completion to it
+Group = tuple[list[int], list[list[int]]]
 
 SMALL_POLICY = {
     "model_type": "qwen3",

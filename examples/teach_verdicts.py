@@ -25,10 +25,11 @@ from treeward.progress import configure_logging
 from treeward.scoring.trained_judge import write_judge_contract
 from treeward.scoring.verdicts import verdict_line
 
+# any of them, so that a run of GRPO has something to choose from
 RATINGS = {
     "better": "6789",
     "worse": "1234",
-}  # any of them, so that a run of GRPO has something to choose from
+}
 
 
 def teach(

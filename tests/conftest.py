@@ -15,18 +15,16 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-os.environ.setdefault(
-    "HF_HUB_OFFLINE", "1"
-)  # a test that reached for the hub would hang where there is none
+# a test that reached for the hub would hang where there is none
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 # Nothing is timed: a busy machine must not fail a property.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
-if (
-    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # as in the background of a script; treeward then ignores it too
+# as in the background of a script; treeward then ignores it too
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as under nohup
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -49,9 +47,8 @@ WORDS = (
 )
 REPOSITORY = Path(__file__).parent.parent
 STAND_INS = REPOSITORY / "tests" / "stand_ins"
-sys.path.insert(
-    0, str(Path(__file__).parent)
-)  # helpers that tests share lie beside this file: families.py
+# helpers that tests share lie beside this file: families.py
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.hookimpl

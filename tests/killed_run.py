@@ -161,9 +161,8 @@ def assert_same_run(got: Path, want: Path) -> None:
         assert weights.keys() == expected.keys()
         assert all(weight.equal(expected[key]) for key, weight in weights.items()), name
         if name != "final":
-            states = [
-                repr(read_state(one / "checkpoints" / name)) for one in (got, want)
-            ]  # NaN equals NaN
+            # NaN equals NaN
+            states = [repr(read_state(one / "checkpoints" / name)) for one in (got, want)]
             assert states[0] == states[1]
             held = [
                 torch.load(one / "checkpoints" / name / "optimizer.pt", weights_only=True)

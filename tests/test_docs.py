@@ -320,9 +320,8 @@ def test_every_metric_of_a_run_is_in_its_guide(
     (first,) = (block for block in BLOCKS if block.code.startswith("# first.yaml"))
     check_yaml(first.code, reader)
     folders = ["checkpointing.checkpoint_dir=results/measured", "logger.log_dir=logs/measured"]
-    assert (
-        main(["grpo", "--config", "first.yaml", *folders]) == 0
-    )  # a guide may have calibrated the model since
+    # a guide may have calibrated the model since
+    assert main(["grpo", "--config", "first.yaml", *folders]) == 0
     logged = {
         name
         for line in read_metrics(reader / "logs" / "measured" / "metrics.jsonl")

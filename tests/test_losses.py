@@ -112,9 +112,8 @@ def test_ties() -> None:
     half = ranked_pairs([(0, 0)], strengths=[5.0], ties="half")
     assert half.tied_P.tolist() == [True] and half.margin_P.tolist() == [0.0]
     scores = torch.tensor([1.0, 3.0], requires_grad=True)
-    loss = bradley_terry(
-        scores, half, label_smoothing=0.3
-    )  # a tie is even however the labels are smoothed
+    # a tie is even however the labels are smoothed
+    loss = bradley_terry(scores, half, label_smoothing=0.3)
     want = (F.softplus(torch.tensor(2.0)) + F.softplus(torch.tensor(-2.0))) / 2
     torch.testing.assert_close(loss, want)
     equal = torch.tensor([1.0, 1.0], requires_grad=True)
@@ -154,9 +153,8 @@ def test_strengths() -> None:
         [(0, 1)], strengths=[math.log(4)], strength="soft_label"
     ).target_P.tolist()
     assert target == pytest.approx(0.8)  # a judge's probability is itself
-    unlikely = ranked_pairs(
-        [(0, 1)], strengths=[math.log(0.25)], strength="soft_label"
-    )  # 0.2, smoothed 0.26
+    # 0.2, smoothed 0.26
+    unlikely = ranked_pairs([(0, 1)], strengths=[math.log(0.25)], strength="soft_label")
     assert float(bradley_terry(scores, unlikely, label_smoothing=0.1)) == pytest.approx(
         win(1) + 0.74, abs=1e-6
     )

@@ -69,10 +69,11 @@ def test_a_script_that_loads_a_model_has_no_log_of_others_and_keeps_its_own(
     script: str, model_folder: Path
 ) -> None:
     """A report of missing weights, warnings of torchao's kernels and bars are of treeward's calls, not the script's."""
+    # a command of an earlier test made it quieter
     environment = {
         **os.environ,
         "TRANSFORMERS_VERBOSITY": "warning",
-    }  # a command of an earlier test made it quieter
+    }
     command = [sys.executable, "-c", script, str(model_folder)]
     ended = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert ended.stdout + ended.stderr == ""

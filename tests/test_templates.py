@@ -24,15 +24,13 @@ def test_trees_equal_rows_under_every_template(
     name: str, model: RewardModel, real_chats: list[Any]
 ) -> None:
     renderer = family_renderer(name)
-    chats = [
-        p for p in real_chats if all(m["role"] != "system" for m in p.context)
-    ]  # not every template takes one
+    # not every template takes one
+    chats = [p for p in real_chats if all(m["role"] != "system" for m in p.context)]
     groups: list[list[list[int]]] = []
     for p in [*chats[:3], *chats[-3:]]:
         groups.append([renderer.encode([*p.context, *c.messages]) for c in p.completions])
-        if (
-            sum(len(row) for group in groups for row in group) > 2500
-        ):  # Cohere's preamble has hundreds of tokens
+        # Cohere's preamble has hundreds of tokens
+        if sum(len(row) for group in groups for row in group) > 2500:
             break
     assert max(max(row) for group in groups for row in group) < model.num_embeddings
     batch = TreeBatch.from_groups(groups)

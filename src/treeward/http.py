@@ -75,9 +75,8 @@ class Connection:
     def __init__(self, url: str, *, token: str | None = None, max_retries: int = 5) -> None:
         self._headers = {"User-Agent": f"treeward/{VERSION}", "Content-Type": "application/json"}
         if token is not None:
-            if not re.fullmatch(
-                r"[\x21-\x7e]+", token
-            ):  # it is a secret, so the error does not show it
+            # it is a secret, so the error does not show it
+            if not re.fullmatch(r"[\x21-\x7e]+", token):
                 raise ConfigError(
                     "the token cannot be sent in a header", field="token", need="visible ASCII"
                 )
@@ -121,9 +120,8 @@ class Connection:
         self, path: str, content: bytes | None, until: float, read: Callable[[Any], _Value]
     ) -> _Value:
         url, seconds_left = self.url + path, max(0.001, until - time.monotonic())
-        if (
-            self._process_id != os.getpid()
-        ):  # on a connection shared with the parent responses could be swapped
+        # on a connection shared with the parent responses could be swapped
+        if self._process_id != os.getpid():
             self._connect()
         try:
             response = self._client.request(

@@ -173,9 +173,8 @@ def configure_logging(*, debug: bool = False) -> None:
     hub = logging.getLogger(_HUB_RETRIES)
     hub.handlers = [handler]
     hub.propagate = False
-    os.environ.setdefault(
-        "TRANSFORMERS_VERBOSITY", "info" if debug else "error"
-    )  # also of the run's workers
+    # also of the run's workers
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "info" if debug else "error")
 
 
 class _Once(logging.Filter):

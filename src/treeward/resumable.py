@@ -106,9 +106,8 @@ def resumable_rows(
         try:
             _check_identity(path, identity_path or _identity_path(path), identity)
             kept = list(_read(path, parse))
-            stream = path.open(
-                "a", encoding="utf-8", errors="backslashreplace"
-            )  # a lone surrogate, as JSON has it
+            # a lone surrogate, as JSON has it
+            stream = path.open("a", encoding="utf-8", errors="backslashreplace")
         except OSError as error:
             raise _unwritable(path, error) from error
         try:

@@ -70,12 +70,13 @@ def test_where_the_constants_cannot_be_kept_is_told_first(
 ) -> None:
     data = ["--data", write_rows("in.jsonl", ROWS)]
     assert "cannot be kept" in treeward("calibrate", "org/no-such-model", *data).err
+    # its split is train
     own = treeward(
         "calibrate",
         "org/no-such-model",
         "--dataset-name",
         "Bundled",
-    )  # its split is train
+    )
     assert "trained on" in own.err
     (own_model / "model.safetensors").unlink()  # were the model loaded, this would be the error
     (own_model / CONTRACT_FILE).unlink()

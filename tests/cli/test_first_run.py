@@ -27,7 +27,6 @@ def first_run(
     CSV.
     """
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # a dry run hides GPUs from its process
     with Path("pairs.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(("prompt", "chosen", "rejected"))

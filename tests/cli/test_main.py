@@ -96,11 +96,12 @@ def test_a_reader_that_has_enough_is_no_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As in `treeward score ... | head`: the pipe closes before the rows are written."""
+    # more than a pipe's buffer holds
     row = {
         "prompt": "2 + 2?",
         "responses": ["4", "5"],
         "note": "x" * 70_000,
-    }  # more than a pipe's buffer holds
+    }
     data = tmp_path / "in.jsonl"
     data.write_text(f"{json.dumps(row)}\n" * 3)
     reader, writer = os.pipe()

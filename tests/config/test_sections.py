@@ -66,9 +66,8 @@ def test_which_underscore_parts_set_and_metric_is_known_from_the_sets(load, sets
 def test_whether_a_metric_is_better_when_it_is_higher():
     assert CheckpointingConfig(metric_name="val_accuracy").metric_is_better_when_higher
     assert not GRPOCheckpointingConfig(metric_name="val_kl").metric_is_better_when_higher
-    config = CheckpointingConfig(
-        metric_name="val_chosen_rewards", higher_is_better=True
-    )  # which only the user knows
+    # which only the user knows
+    config = CheckpointingConfig(metric_name="val_chosen_rewards", higher_is_better=True)
     assert config.metric_is_better_when_higher
 
 

@@ -351,9 +351,10 @@ def test_what_a_class_of_ones_own_gives_is_never_out_of_date(
     words["helper"] = "Kindly"
     assert "Kindly answer briefly: Quid?" in encoded("answer briefly:")[1]
     words["helper"] = "Please"
+    # it is reused
     assert (
         encoded("answer briefly:") == brief and len(list((tmp_path / "cache").glob("*.arrow"))) == 3
-    )  # it is reused
+    )
     moved = (tmp_path / "rows.jsonl").rename(tmp_path / "moved.jsonl")
     again = open_dataset(DatasetConfig(dataset_name="Questions", data_path=str(moved)))
     assert again.fingerprint == brief[0]

@@ -380,10 +380,11 @@ def test_a_broken_row_stops_the_encoding_and_leaves_no_file(tmp_path: Path) -> N
 
 def test_nothing_left_is_an_error(tmp_path: Path) -> None:
     tied = Rows([preference("Paris.", "Lyon.", ranks=(0, 0))] * 3)
+    # also cached
     for rows, words in (
         (tied, "3 ties"),
         (tied, "3 ties"),
         (Rows([], fingerprint="none"), "0 of 0"),
-    ):  # also cached
+    ):
         with pytest.raises(DataError, match=f"no comparison is left(?s:.*){words}"):
             encode_dataset(rows, renderer_of(), ties="drop", cache_dir=tmp_path)

@@ -91,9 +91,8 @@ def test_real_templates(name: str) -> None:
         assert answer in text and all(message["content"] in text for message in context)
     assert renderer.read_token == kind
     shared = len(os.path.commonprefix(rows))
-    assert (
-        tokenizer.decode(rows[0][shared:]).lstrip().startswith("Paris it")
-    )  # they part where the answers do
+    # they part where the answers do
+    assert tokenizer.decode(rows[0][shared:]).lstrip().startswith("Paris it")
     assert context[-1]["content"] in tokenizer.decode(rows[0][:shared])
     source = template_source(name)
     if "strftime_now" not in source:
@@ -192,9 +191,10 @@ def test_a_model_may_have_another_number_of_bos(number: int) -> None:
         tokenizer.apply_chat_template(CHAT, chat_template=renderer.chat_template, return_dict=False)
         == ids
     )
+    # a client's text, with others
     assert renderer.encode_texts(["<s><s><s>" + renderer.render(CHAT)]) == [
         ids,
-    ]  # a client's text, with others
+    ]
     cut = Renderer(
         tokenizer,
         chat_template=CHATML,

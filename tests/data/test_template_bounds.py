@@ -157,9 +157,8 @@ def test_every_real_template_writes_what_it_writes_without_bounds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     renderer = family_renderer(name)
-    preferences = [
-        p for p in real_chats if all(m["role"] != "system" for m in p.context)
-    ]  # not every one takes one
+    # not every one takes one
+    preferences = [p for p in real_chats if all(m["role"] != "system" for m in p.context)]
     chats = [[*p.context, *p.completions[0].messages] for p in preferences[:5]]
     texts = [renderer.render(chat) for chat in chats]
     monkeypatch.setattr(rendering, "bounded", nullcontext)

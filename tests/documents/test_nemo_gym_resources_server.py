@@ -204,9 +204,8 @@ def test_a_failed_verify_is_masked(app_of: Callable[..., TestClient]) -> None:
         "verifier_error",
     )
     assert "too long" in got["failure_reason"]
-    assert (
-        client.post("/verify", content=json.dumps(rollout(note=math.nan))).status_code == 422
-    )  # as /verify elsewhere
+    # as /verify elsewhere
+    assert client.post("/verify", content=json.dumps(rollout(note=math.nan))).status_code == 422
 
 
 def test_a_class_with_predict_and_no_verify(app_of: Callable[..., TestClient]) -> None:
@@ -470,6 +469,5 @@ def test_running_statistics_are_the_pages_formula_and_fixed_for_who_asks_again(
         assert repeated["reward_running_count"] == got["reward_running_count"]
     body = {"context": [{"role": "user", "content": PROMPT}], "completions": RESPONSES[:1]}
     [row] = client.post("/v1/rewards", json=body).json()["data"]
-    assert (
-        row["reward"] == row["score"] == pytest.approx(scores[0], abs=1e-5)
-    )  # there, nothing runs
+    # there, nothing runs
+    assert row["reward"] == row["score"] == pytest.approx(scores[0], abs=1e-5)

@@ -146,9 +146,8 @@ def test_the_attributes_of_a_dataset(write_rows: WriteRows) -> None:
     ranked = PreferenceDataset(str(file), val_data_path=str(file))
     assert ranked.task_spec == TaskDataSpec("PreferenceDataset")
     for split in ("train", "validation"):
-        (row,) = ranked.formatted_ds[split].map(
-            lambda row: {"seen": True}
-        )  # of the package datasets, as theirs
+        # of the package datasets, as theirs
+        (row,) = ranked.formatted_ds[split].map(lambda row: {"seen": True})
         found = [{key: one[key] for key in ("rank", "completion")} for one in row["completions"]]
         assert row["context"] == written["context"] and found == written["completions"]
     keys = ("question", "good", "bad")

@@ -247,9 +247,8 @@ def has(found: Any, wanted: Any) -> bool:
         return all(has(found[key], value) for key, value in wanted.items())
     if isinstance(wanted, list):
         return len(found) == len(wanted) and all(map(has, found, wanted))
-    return bool(
-        found == (None if wanted == "default" else wanted)
-    )  # chat_template: the model's own
+    # chat_template: the model's own
+    return bool(found == (None if wanted == "default" else wanted))
 
 
 @pytest.mark.parametrize(

@@ -63,9 +63,8 @@ def test_it_learns_the_data_and_its_bias_and_may_be_repeated(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(Path(file).parent))
     assert runpy.run_path(file, run_name="again")["run"]() == 0
-    assert (
-        capsys.readouterr().out == first
-    )  # nothing is trained again, and the exported model scores as before
+    # nothing is trained again, and the exported model scores as before
+    assert capsys.readouterr().out == first
     assert (
         sum("400 of 400 examples were scored before" in message for message in caplog.messages) == 2
     )

@@ -88,9 +88,8 @@ def test_what_is_not_to_be_sent_is_not_sent(
     )
     assert endpoint.server.requests[0].headers["authorization"] == "Bearer k-1"
     assert request["messages"][0]["content"] == "Be brief."
-    assert (
-        between_tags(request, "completion") == "{conversation}"
-    )  # a placeholder in a completion stays what it is
+    # a placeholder in a completion stays what it is
+    assert between_tags(request, "completion") == "{conversation}"
     assert "> {x} <conversation" in request["messages"][1]["content"]
 
 
@@ -335,9 +334,8 @@ def test_log_probabilities_make_expected_ratings(endpoint: FakeJudge) -> None:
     environment = judge(endpoint, use_logprobs=True, mode="pairwise")
     result = environment.step([chat("four")], [{"reference_answers": "five"}])
     assert details(result, "components")[0]["forward"] == pytest.approx((0.5 + 0.1 / 2) / 0.9)
-    assert result.rewards.tolist() == pytest.approx(
-        [0.5]
-    )  # the same in both orders: a bias of place
+    # the same in both orders: a bias of place
+    assert result.rewards.tolist() == pytest.approx([0.5])
 
 
 def test_ratings_are_found_however_the_tokenizer_cuts_them() -> None:
@@ -421,9 +419,8 @@ def test_a_model_in_the_process_compares_by_expectation(policy_folder: Path) -> 
         prompt = renderer.render(question, generation_prompt=True)
         rows = renderer.encode_texts([prompt + label for label in labels])
         beginnings |= {tuple(row[:end]) for row in rows for end in range(1, len(row) + 1)}
-    assert environment.cost.num_prompt_tokens == len(
-        beginnings
-    )  # both orders share the conversation
+    # both orders share the conversation
+    assert environment.cost.num_prompt_tokens == len(beginnings)
     reward = (values[0] + 1 - values[1]) / 2
     assert result.rewards.tolist() == pytest.approx([reward, 1 - reward], abs=1e-5)
     assert details(result, "components")[0]["position_bias"] == pytest.approx(

@@ -113,11 +113,12 @@ def test_a_rating_is_right_of_the_ratings_of_the_other_completion(asked: Asked) 
         ["Rating: [[3]]", "Rating: [[5]]", "Hm."],
     ]
     better, worse = rewards(questions, messages, mode="rating")
+    # above 3 and 5; equal and below; beyond the scale
     assert [reward.value for reward in better] == [
         1,
         0,
         -1,
-    ]  # above 3 and 5; equal and below; beyond the scale
+    ]
     assert [reward.value for reward in worse] == [0.5, 0.5, -1]
     assert better[0].components == {"accuracy": 1, "no_verdict": 0, "rating": 7}
     (alone,) = rewards(questions[:1], [["Rating: [[7]]"]], mode="rating")  # type: ignore[arg-type]

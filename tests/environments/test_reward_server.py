@@ -135,10 +135,11 @@ def test_a_server_that_fails_gives_reasons_and_no_numbers() -> None:
         server.status = 401
         with pytest.raises(ModelError, match="401"):
             environment.step(LOGS, INFOS)
+        # it starts again just before it scores
         server.status, server.later = (
             200,
             {"identity": "two"},
-        )  # it starts again just before it scores
+        )
         with pytest.raises(ModelError, match="have changed"):
             environment.step(LOGS, INFOS)
         assert environment.shutdown()

@@ -57,9 +57,8 @@ def test_the_part_that_is_the_answer_is_the_last_one_that_matches() -> None:
     assert details(step(config, (completion, truth("3"))), "components") == [
         {"correct": 0, "answered": 1}
     ]
-    assert rewards({"rule": "exact_match", "extract": r"\d+"}, ("1 or 2", truth("2"))) == [
-        1
-    ]  # no group: all of it
+    # no group: all of it
+    assert rewards({"rule": "exact_match", "extract": r"\d+"}, ("1 or 2", truth("2"))) == [1]
 
 
 @pytest.mark.parametrize("kind", [{"rule": "dapo"}, {"math_verify_impl": "dapo_math_verify"}])

@@ -100,9 +100,8 @@ def test_samples_and_prompts_that_are_left_out_are_counted() -> None:
     few = [1.0, None, 2.0], [100.0, 100.0, 100.0]
     plain = analysed(proxy, gold, num_resamples=50)
     result = analysed([*holes[0], few[0]], [*holes[1], few[1]], num_resamples=50)
-    assert (
-        result.curves == plain.curves and result.max_n == 6
-    )  # the same prompts stand behind every n
+    # the same prompts stand behind every n
+    assert result.curves == plain.curves and result.max_n == 6
     assert result.counts["num_without_proxy"] == 41 and result.counts["num_without_gold"] == 40
     assert result.counts["num_prompts_with_fewer_samples"] == 1
     ten = [*proxy[:9], few[0]], [*gold[:9], few[1]]

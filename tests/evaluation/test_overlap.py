@@ -27,11 +27,12 @@ def shares(example: Preference, *training: Preference) -> tuple[Any, Any, bool]:
 
 def test_whole_prompts_and_long_completions_are_flagged() -> None:
     example = preference("a", "s", "Why is the sky blue?", [LONG, "No idea."])
+    # too short to tell
     assert shares(example, trained("Why is it so?", OTHER, "No idea.")) == (
         0,
         0,
         False,
-    )  # too short to tell
+    )
     assert shares(example, trained("why is the SKY - blue", OTHER, "Another.")) == (1, 0, True)
     assert shares(example, trained("Why is it so?", LONG.title(), "x")) == (0, 1, True)
     # The same question after another system message is found; a system message alone tells nothing.

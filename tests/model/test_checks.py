@@ -226,9 +226,8 @@ def test_a_score_that_is_not_read_from_the_last_token_is_refused() -> None:
 
     def first_token(*args: Any, **kwargs: Any) -> Any:
         out = original(*args, **kwargs)
-        out.logits = (
-            out.logits + 1e-2
-        )  # ten times what is accepted in float32, as the scores are about 1
+        # ten times what is accepted in float32, as the scores are about 1
+        out.logits = out.logits + 1e-2
         return out
 
     hf.forward = first_token
@@ -281,6 +280,8 @@ def test_nothing_is_random_in_training_mode(family: str) -> None:
 
 def test_layers_with_heads_of_several_sizes_share_prefixes() -> None:
     """Gemma 4, whose configuration raises where it is asked for one size."""
+    # Plain rows of some random weights are up to 7e-5 off float64, near the tolerance of 1e-4.
+    torch.manual_seed(0)
     sizes = {
         "hidden_size": 64,
         "intermediate_size": 64,

@@ -74,10 +74,11 @@ def test_plain_transformers_gives_the_same_scores(
     want = our_scores(model, renderer, conversations)
     export_model(model, tokenizer, tmp_path / "out", chat_template=renderer.chat_template)
     assert float(want.std()) > 0.05
+    # padded rows too: transformers looks for the last token that is not padding
     for batch in (
         False,
         True,
-    ):  # padded rows too: transformers looks for the last token that is not padding
+    ):
         got = plain_code(tmp_path / "out", conversations, batch=batch, attn_implementation="eager")
         assert score_error(got, want) <= 1e-5
     scorer = Scorer.load(tmp_path / "out", device="cpu")

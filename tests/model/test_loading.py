@@ -93,9 +93,8 @@ def test_broken_files_are_refused(save: Callable[..., Path]) -> None:
     with pytest.raises(ModelError, match="cannot be loaded"):
         load_classifier(folder)
     weights.unlink()
-    torch.save(
-        tiny_model("llama").state_dict(), folder / "pytorch_model.bin"
-    )  # it is never unpickled
+    # it is never unpickled
+    torch.save(tiny_model("llama").state_dict(), folder / "pytorch_model.bin")
     with pytest.raises(ModelError, match=r"cannot be loaded(?s:.*)safetensors"):
         load_classifier(folder)
 

@@ -145,9 +145,8 @@ def test_a_fresh_adapter_changes_no_bit(family: str, dtype: torch.dtype) -> None
             adapters.get(f"base_model.model.{name.removesuffix('.weight')}.lora_{x}.weight")
             for x in "AB"
         )
-        if (
-            first is not None and second is not None
-        ):  # alpha / dim is 3; nothing is rounded to the base's dtype
+        # alpha / dim is 3; nothing is rounded to the base's dtype
+        if first is not None and second is not None:
             delta = 3 * (second.double() @ first.double())
             torch.testing.assert_close(
                 merged[name].double(),
@@ -304,9 +303,8 @@ def test_a_policy_of_four_bits_is_exported_as_it_computes(
     export_model(policy, tiny_tokenizer, tmp_path / "merged", chat_template="{{ messages }}")
     assert_as_rows(policy, AutoModelForCausalLM.from_pretrained(tmp_path / "merged"))
     save_adapters(policy, tmp_path / "adapters")
-    with pytest.raises(
-        AssertionError
-    ):  # beside weights that never had four bits they are another model
+    # beside weights that never had four bits they are another model
+    with pytest.raises(AssertionError):
         assert_as_rows(policy, peft_model(tmp_path / "adapters", causal_model(family)))
     load_policy(tmp_path / "adapters")
     with pytest.raises(ModelError, match="four bits(?s:.*)merge_and_unload"):
@@ -370,9 +368,8 @@ def test_a_folder_of_adapters_is_a_policy(adapters: Any, tmp_path: Path) -> None
     with pytest.raises(ModelError, match="no reward head"):
         load_classifier(folder)
     assert load_classifier(folder, head_seed=1).model.num_heads == 1
-    add_adapters(
-        loaded.model, LoraConfig(enabled=True), seed=1
-    )  # their base is that policy, not its base
+    # their base is that policy, not its base
+    add_adapters(loaded.model, LoraConfig(enabled=True), seed=1)
     save_adapters(loaded.model, tmp_path / "next")
     again = load_policy(tmp_path / "next").model.hf
     assert float((logits(again, ids) - logits(model, ids)).abs().max()) < 1e-4
@@ -381,9 +378,8 @@ def test_a_folder_of_adapters_is_a_policy(adapters: Any, tmp_path: Path) -> None
 def test_weights_that_nobody_trained_are_no_scores(
     adapters: Any, save: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, _ = adapters(
-        "FEATURE_EXTRACTION"
-    )  # the head has adapters, and its own weights were not saved
+    # the head has adapters, and its own weights were not saved
+    folder, _ = adapters("FEATURE_EXTRACTION")
     with pytest.raises(ModelError, match="no reward head"):
         Scorer.load(folder)
     # without the pooler that a classifier draws, and peft does not save

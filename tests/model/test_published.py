@@ -143,9 +143,8 @@ def armorm(hidden: Tensor, ids: list[int], head: Mapping[str, Tensor]) -> Tensor
 
 
 def qrm(hidden: Tensor, ids: list[int], head: Mapping[str, Tensor]) -> Tensor:
-    quantiles = F.linear(hidden[-1], head["regression_layer.weight"]).reshape(
-        4, 3
-    )  # objectives, quantiles
+    # objectives, quantiles
+    quantiles = F.linear(hidden[-1], head["regression_layer.weight"]).reshape(4, 3)
     gate = hidden[end_of_prompt(ids)]
     for i in (0, 3):
         gate = F.relu(F.linear(gate, head[f"gating.layers.{i}.weight"]))
@@ -350,9 +349,8 @@ def in_internlm2_names(backbone: Mapping[str, Tensor]) -> dict[str, Tensor]:
 @pytest.fixture
 def save(tmp_path: Path, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Save:
     """A model's folder as its authors have it, and its backbone in plain transformers."""
-    monkeypatch.setattr(
-        heads_module, "LDL_WIDTH", LDL_WIDTH
-    )  # 4096, which no key of config.json says
+    # 4096, which no key of config.json says
+    monkeypatch.setattr(heads_module, "LDL_WIDTH", LDL_WIDTH)
 
     def to_folder(name: str) -> Path:
         published, folder = MODELS[name], tmp_path / MODELS[name].folder
@@ -674,9 +672,8 @@ def test_conversations_have_the_bos_of_the_authors_code(
     set_template(tokenizer, fields, name)
     assert tokenizer.init_kwargs.get("num_bos") == number
     ids = Renderer(tokenizer).encode(CHATS[0])
-    assert ids.count(tokenizer.bos_token_id) == (
-        1 if number is None else number
-    )  # a new model gets one
+    # a new model gets one
+    assert ids.count(tokenizer.bos_token_id) == (1 if number is None else number)
 
 
 def test_a_classifier_without_bos_is_scored_signed_and_trained_on_as_it_was_trained(
@@ -718,9 +715,8 @@ def test_a_classifier_without_bos_is_scored_signed_and_trained_on_as_it_was_trai
 def test_a_gated_model_needs_the_end_of_the_prompt(name: str, save: Save) -> None:
     scorer = Scorer.load(save(name), prefix_cache_bytes=2**20)
     scored = scorer.score(CHATS)
-    assert [one.score for one in scorer.score(CHATS)] == [
-        one.score for one in scored
-    ]  # no prefix is kept
+    # no prefix is kept
+    assert [one.score for one in scorer.score(CHATS)] == [one.score for one in scored]
     assert sum(scored[0].heads) == pytest.approx(scored[0].score, abs=1e-6)
     with pytest.raises(ModelError, match="reads where the prompt ends"):
         scorer.model.score_tokens([[5, 6, 7]])

@@ -19,9 +19,8 @@ import pytest
 
 PATIENCE_SECONDS = 180
 _HERE = Path(__file__).parent
-sys.path.append(
-    str(_HERE)
-)  # what the processes run lies beside this file; not first: `tests` has a conftest too
+# what the processes run lies beside this file; not first: `tests` has a conftest too
+sys.path.append(str(_HERE))
 
 
 @pytest.fixture(scope="session")

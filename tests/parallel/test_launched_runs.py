@@ -59,9 +59,8 @@ def test_a_worker_of_ray_that_is_killed_changes_nothing(tmp_path: Path, undistur
     try:
         user.wait_until(lambda: user.last_step() >= 1, process)
         workers = [one for one in children(process) if "RayTrainWorker" in " ".join(one.cmdline())]
-        assert (
-            len(workers) == 2
-        )  # they are looked for before the step: that can take as long as the rest of the run
+        # they are looked for before the step: that can take as long as the rest of the run
+        assert len(workers) == 2
         user.wait_until(lambda: user.last_step() >= 3, process)
         workers[1].kill()
         out, log = process.communicate(timeout=PATIENCE_SECONDS)

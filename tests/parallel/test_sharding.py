@@ -217,9 +217,8 @@ def score() -> list[list[float]]:
     options: dict[str, Any] = {"cache": cache, "prompt_lengths": [40] * 3}
     found = [whole.score_tokens(sequences), part.score_tokens(sequences)]
     found += [part.score_tokens(sequences, **options) for _ in range(2)]
-    assert (
-        cache.num_reused_tokens == 3 * 40 and cache.num_bytes == 2 * 2 * 40 * 8 * 4
-    )  # one head of two in each layer
+    # one head of two in each layer
+    assert cache.num_reused_tokens == 3 * 40 and cache.num_bytes == 2 * 2 * 40 * 8 * 4
     return [values.flatten().tolist() for values in found]
 
 

@@ -158,8 +158,26 @@ def test_what_is_held_by_every_kind_of_training(planned: Any, tmp_path: Path) ->
     assert offloaded.memory["activations"] == pytest.approx(plain.memory["activations"], rel=0.05)
     lora = planned(BFLOAT16, *LORA)
     assert lora.memory["gradients"] == pytest.approx(4 * lora.trained, rel=0.01)
-    with pytest.raises(ConfigError, match="four bits"):
-        planned(BFLOAT16, *LORA, "policy.load_in_4bit=true")
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides", "named"),
+    [
+        ({}, (*LORA, "policy.load_in_4bit=true"), "four bits"),
+        ({"model_type": "qwen3_5_text"}, (), "linear_attention"),
+        ({"model_type": "mamba"}, (), "linear_attention"),
+        ({"model_type": "xlnet", "d_model": 64, "n_layer": 2, "n_head": 4}, (), "XLNet"),
+    ],
+    ids=["four bits", "hybrid", "recurrent", "layers unmarked"],
+)
+def test_what_the_formula_does_not_know_is_named(
+    model: dict[str, Any], overrides: tuple[str, ...], named: str, planned: Any
+) -> None:
+    sizes = {key: SMALL[key] for key in ("hidden_size", "num_hidden_layers", "vocab_size")}
+    fields = model if "d_model" in model else sizes | model
+    planned.write(fields if model else SMALL)
+    with pytest.raises(ConfigError, match=f"cannot be planned(?s:.*){named}"):
+        planned(*overrides)
 
 
 def test_a_run_of_grpo_has_a_reference_keys_and_values_and_reward_models(

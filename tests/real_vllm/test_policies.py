@@ -57,9 +57,8 @@ def test_a_run_learns_from_its_completions_until_the_server_dies(
             for line in lines
             if "train/token_mult_prob_error" in line
         ]
-        assert errors == pytest.approx(
-            [1.0, 1.0], abs=1e-3
-        )  # the second from the weights that the first step made
+        # the second from the weights that the first step made
+        assert errors == pytest.approx([1.0, 1.0], abs=1e-3)
         again = tmp_path / "again"
         again.mkdir()
         run = config(again, untied, url, "grpo.max_num_steps=100", "checkpointing.save_period=1")
@@ -74,9 +73,8 @@ def test_a_run_learns_from_its_completions_until_the_server_dies(
             GenerationError, match="(?s)generator has failed|no response|cannot be reached"
         ):
             grpo(run, show_progress=False)
-        assert process.wait() != 0 and list(
-            again.glob("checkpoints/step_*/model")
-        )  # the same command goes on from it
+        # the same command goes on from it
+        assert process.wait() != 0 and list(again.glob("checkpoints/step_*/model"))
 
 
 def test_the_stale_head_of_a_tied_model_ends_the_run(

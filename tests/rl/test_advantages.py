@@ -79,9 +79,8 @@ def test_it_is_the_formula(config: GRPOConfig, given_rewards: Tensor) -> None:
     assert torch.equal(advantages(infinite, config), got) and torch.equal(
         advantages(-infinite, config), -got
     )
-    apart = (
-        advantages(given_rewards.double() + 2**20, config) - got
-    )  # an offset does not swallow the differences
+    # an offset does not swallow the differences
+    apart = advantages(given_rewards.double() + 2**20, config) - got
     assert float(apart.abs().max()) < 1e-6
 
 

@@ -215,9 +215,8 @@ def test_the_text_of_a_completion_begins_in_the_generation_prompt(
     groups = generator.generate(opened, IDS, num_completions=2, seed=1)
     plain = generator.generate(PROMPTS, IDS, num_completions=2, seed=1)
     for completion, sampled in zip(completions_of(groups), completions_of(plain), strict=True):
-        assert completion == replace(
-            sampled, text="<think>\n" + sampled.text
-        )  # nothing else has changed
+        # nothing else has changed
+        assert completion == replace(sampled, text="<think>\n" + sampled.text)
     assert groups[0].conversations[0][-1]["content"].startswith("<think>\n")
 
 

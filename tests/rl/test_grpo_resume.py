@@ -130,9 +130,8 @@ def test_failures_and_signals_change_nothing(trial: Trial) -> None:
         patch.setattr(grpo_module, "collect", signalled)
         outcome = trial.start()
     assert (outcome.step, outcome.exit_code) == (4, 143)  # it was to be validated
-    for _ in range(
-        2
-    ):  # killed before the made-up validation is saved, it writes none of its lines twice
+    # killed before the made-up validation is saved, it writes none of its lines twice
+    for _ in range(2):
         with dying(loop, "write_state", lambda folder, state: state.validation_step == 4):
             trial.start()
     assert trial.start().step == 6

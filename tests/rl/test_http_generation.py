@@ -237,9 +237,8 @@ def test_weights_that_did_not_arrive_stop_the_run(
         ) as raised:
             generator.load_weights(policy, 1)
         assert "VLLM_SERVER_DEV_MODE" not in str(raised.value)
-        assert [asked.path for asked in loopback.requests] == [
-            "/collective_rpc"
-        ]  # it is asked once
+        # it is asked once
+        assert [asked.path for asked in loopback.requests] == ["/collective_rpc"]
         served.sees_folders, served.holds_blocks = True, True
         with pytest.raises(GenerationError, match=r"(?s)reset_prefix_cache.*'success': False"):
             generator.load_weights(policy, 1)

@@ -105,9 +105,8 @@ def test_a_run_is_read_as_it_was_logged(runs: list[RLRun], tmp_path: Path) -> No
         hacked.last_step == NUM_STEPS and hacked.alarm_step == 120 and len(hacked.samples) == 21 * 2
     )
     assert list(hacked.curve("validation/gold_reward")) == list(range(0, NUM_STEPS + 1, 10))
-    assert (
-        len(hacked.curve("train/gold_reward")) == NUM_STEPS - 4
-    )  # without the "NaN" of every 50th step
+    # without the "NaN" of every 50th step
+    assert len(hacked.curve("train/gold_reward")) == NUM_STEPS - 4
     with pytest.raises(DataError, match="no metrics of a run"):
         RLRun.read("r", tmp_path)
     (tmp_path / "metrics.jsonl").write_text(

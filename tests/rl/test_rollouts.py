@@ -50,9 +50,8 @@ def test_a_step_that_is_taken_again_is_the_same(opened: Callable[..., GRPOSetup]
         for c in range(5)
         for d in (0, 1)
     ]
-    assert len(set(seeds)) == len(seeds) and all(
-        0 <= seed < 2**63 for seed in seeds
-    )  # none is shared
+    # none is shared
+    assert len(set(seeds)) == len(seeds) and all(0 <= seed < 2**63 for seed in seeds)
 
 
 def test_samples_have_the_text_that_environments_read(opened: Callable[..., GRPOSetup]) -> None:

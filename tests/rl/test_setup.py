@@ -139,9 +139,8 @@ def test_models_are_known_by_their_weights_wherever_they_lie(
         write(4)
         shutil.copytree("model", "copy", dirs_exist_ok=True)
         assert identity_now(tiny_grpo(*copied)) != first
-    assert (
-        "env.reward_model was trained on conversations of at most 64 tokens" in caplog.text
-    )  # the policy's: 96
+    # the policy's: 96
+    assert "env.reward_model was trained on conversations of at most 64 tokens" in caplog.text
 
 
 @pytest.mark.slow

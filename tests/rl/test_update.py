@@ -227,9 +227,8 @@ def test_a_schedule_goes_on_whatever_the_groups_of_a_batch_are_worth(
         updates_per_batch=3, on_step=lambda: steps.append(1),
     )  # fmt: skip
     metrics = updater.learn(groups[:num_groups], advantages[:num_groups], used[:num_groups])
-    parts = [
-        p for p in ((1,), (2,)) if p[0] < num_groups and p[0] not in unused
-    ]  # the first group has no tokens
+    # the first group has no tokens
+    parts = [p for p in ((1,), (2,)) if p[0] < num_groups and p[0] not in unused]
     assert len(steps) == 3 * -(-num_groups // 2) and metrics.updates == 3 * len(parts)
     assert bool(metrics.tokens) == (not torch.equal(weights(hf), start)) == bool(parts)
     assert len(updater.measure(groups[:num_groups])[1]) == num_groups

@@ -180,9 +180,10 @@ def test_a_resumed_watch_goes_on_as_if_never_stopped(tmp_path: Path) -> None:
         saved = OverOptimisationWatch()
         saved.load_state_dict(state)
     assert {"gold_falls", "truncation", "entropy_collapse"} <= set(kinds(whole))
+    # NaN equals NaN
     assert (
         repr(saved.state_dict()) == repr(whole.state_dict()) and saved.metrics() == whole.metrics()
-    )  # NaN equals NaN
+    )
     path = tmp_path / "alarms.json"
     write_alarms(path, whole.alarms)
     assert read_alarms(path) == whole.alarms

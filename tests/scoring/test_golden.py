@@ -101,9 +101,8 @@ def test_what_the_contract_says_of_the_folder(tiny_tokenizer: Any, tmp_path: Pat
     ) * 3
     assert contract.weights.architecture == "LlamaForSequenceClassification"
     assert contract.weights.num_parameters == sum(p.numel() for p in model.parameters())
-    assert "long completion" not in {
-        example.name for example in contract.golden
-    }  # of more than 200 tokens
+    # of more than 200 tokens
+    assert "long completion" not in {example.name for example in contract.golden}
     assert all(len(example.token_ids) <= 200 for example in contract.golden)
     # every tensor is hashed; of a checkpoint the head alone
     hashes = {tensor.name: sha256_of([tensor]) for tensor in StoredModel(tmp_path).tensors}
@@ -212,9 +211,8 @@ def test_golden_scores_do_not_depend_on_settings_of_products_nor_the_model_in_me
         hf.base_model.register_forward_pre_hook(note)
         torch.set_float32_matmul_precision(precision)
         try:
-            if (
-                precision == "highest"
-            ):  # as at the start: products follow `torch.backends.fp32_precision`
+            # as at the start: products follow `torch.backends.fp32_precision`
+            if precision == "highest":
                 backends.cuda.matmul.fp32_precision = backends.mkldnn.matmul.fp32_precision = "none"
             note()
             folder = tmp_path / precision

@@ -71,9 +71,8 @@ def test_a_judge_is_asked_as_it_was_trained_unless_it_is_told_otherwise(judge: P
         "{completion}?",
         "Judge.",
     )
-    assert (
-        JudgeEnvironmentConfig(model=str(judge.parent)).mode == "rating"
-    )  # of a model without a contract
+    # of a model without a contract
+    assert JudgeEnvironmentConfig(model=str(judge.parent)).mode == "rating"
 
 
 def test_a_judge_is_no_reward_model(judge: Path) -> None:

@@ -105,9 +105,8 @@ def test_a_run_learns_goes_on_exactly_and_exports_what_it_has_trained(
     assert sum(map(is_quantized, trained.modules())) == (14 if load_in_4bit else 0)
     with torch.no_grad():
         assert float((trained(trained.make_batch([sequences])) - want).abs().max()) < 1e-5
-    if (
-        not load_in_4bit
-    ):  # the folder of adapters, as anybody loads it: with the head that was trained
+    # the folder of adapters, as anybody loads it: with the head that was trained
+    if not load_in_4bit:
         anybody = peft.AutoPeftModelForSequenceClassification.from_pretrained(
             str(adapter), num_labels=1
         ).eval()

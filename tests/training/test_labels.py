@@ -106,9 +106,8 @@ def test_a_planted_rule_is_learnt_and_served(
     kind: str, learnt: Callable[..., Any], tmp_path: Path
 ) -> None:
     metrics = learnt(kind)
-    assert metrics["kendall_tau"] > (
-        0.8 if kind == "ties" else 0.9
-    )  # tau-b of ties and scores that differ is below 1
+    # tau-b of ties and scores that differ is below 1
+    assert metrics["kendall_tau"] > (0.8 if kind == "ties" else 0.9)
     assert metrics["best_of_k"] > 0.9 and metrics["group_accuracy"] > 0.6
     folder = next(tmp_path.rglob("final"))
     contract, scorer = read_contract(folder), Scorer.load(folder)  # which replays the golden scores

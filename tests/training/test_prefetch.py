@@ -56,9 +56,8 @@ def test_nor_does_attention_as_a_gpu_runs_it(
     tiny_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """FlexAttention by PyTorch's own arithmetic: masks and blocks are made on the device, and nothing is excused."""
-    monkeypatch.setattr(
-        torch_flex, "_validate_device", lambda *_: None
-    )  # which refuses gradients on a CPU
+    # which refuses gradients on a CPU
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
     monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     monkeypatch.setattr(flex, "_compiled", lambda: torch_flex.flex_attention)
     setup = set_up(tiny_run())
@@ -100,18 +99,18 @@ def test_the_loss_is_divided_by_what_weighs_one(
 def test_cuda_waits_for_nothing_within_a_micro_batch(
     tiny_run: Callable[..., Any], overrides: tuple[str, ...]
 ) -> None:
-    setup = set_up(
-        tiny_run(*overrides, "policy.model_config.head_dim=16")
-    )  # the smallest heads of FlexAttention
+    # the smallest heads of FlexAttention
+    setup = set_up(tiny_run(*overrides, "policy.model_config.head_dim=16"))
     run, preparer, sums = RewardModelRun(setup), BatchPreparer(setup), RewardSums()
     assert setup.model.device.type == "cuda"
     batches = preparer.step(1)
     setup.model.train()
     try:
+        # the first time compiles, and fills the caches of kernels
         for mode in (
             "default",
             "error",
-        ):  # the first time compiles, and fills the caches of kernels
+        ):
             torch.cuda.set_sync_debug_mode(mode)
             for micro_batch in batches.micro_batches:
                 run.backward(micro_batch, batches.num_units, sums)

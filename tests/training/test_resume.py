@@ -223,9 +223,8 @@ def test_a_full_disk_is_told_and_the_run_goes_on_when_there_is_room(
     tiny_run: Callable[..., Any], tmp_path: Path, uninterrupted: Path
 ) -> None:
     """A limit of file sizes stands for the disk: the weights are the first that do not fit."""
-    train(
-        tiny_run("checkpointing.enabled=false", "rm.max_num_steps=1"), show_progress=False
-    )  # the rows are cached
+    # the rows are cached
+    train(tiny_run("checkpointing.enabled=false", "rm.max_num_steps=1"), show_progress=False)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))
     try:

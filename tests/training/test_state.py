@@ -235,10 +235,11 @@ def test_torchao_goes_on_bit_for_bit(tmp_path: Path, stochastic: bool) -> None:
     """Eight-bit states, and bfloat16 rounded stochastically by PyTorch's generator; otherwise with masters."""
     kwargs = {"lr": 0.01} | ({} if stochastic else {"bf16_stochastic_round": False})
     optimizer = OptimizerConfig(name="torchao.optim.AdamW8bit", kwargs=kwargs)
+    # states of fewer than 4096 numbers are not quantised
     model = {
         "dtype": torch.bfloat16,
         "width": 2048,
-    }  # states of fewer than 4096 numbers are not quantised
+    }
     schedule = NamedScheduleConfig(name="cosine", warmup_steps=3)
     assert isinstance(Session(optimizer, schedule, **model).optimizer, MasterWeights) != stochastic
     resumes_exactly(tmp_path, optimizer, schedule, **model)

@@ -72,9 +72,8 @@ def test_padding_that_is_the_end_of_text(family: str) -> None:
     groups = [[[*sequence, 0] for sequence in group] for group in forest()]
     assert_tree_equals_rows(RewardModel(hf), groups)
     row = torch.tensor([groups[0][0]])
-    assert (
-        score_error(hf(input_ids=row).logits[0], plain_scores(hf, groups[0][:1])) > 1e-2
-    )  # why we read by length
+    # why we read by length
+    assert score_error(hf(input_ids=row).logits[0], plain_scores(hf, groups[0][:1])) > 1e-2
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3", "gpt_neox", "gpt2"])
@@ -299,9 +298,8 @@ def test_what_cannot_be_served_exactly_is_refused() -> None:
     layout = layout_of([[[1, 2, 3], [1, 2, 4]]])
     with pytest.raises(ModelError, match="later tokens"):
         _ = PositionMask(lambda b, h, q, k: (q >= 0) & (k >= 0), layout).parts
-    with pytest.raises(
-        ModelError, match="holes"
-    ):  # even positions see nothing, not even themselves
+    # even positions see nothing, not even themselves
+    with pytest.raises(ModelError, match="holes"):
         _ = PositionMask(lambda b, h, q, k: (k <= q) & (q % 2 == 1), layout).parts
     with pytest.raises(ModelError, match="holes"):  # nothing sees itself
         _ = PositionMask(lambda b, h, q, k: k < q, layout).parts

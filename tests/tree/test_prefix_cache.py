@@ -31,9 +31,8 @@ def test_scores_are_those_without_a_cache(family: str) -> None:
     generator = np.random.default_rng(0)
     system = _ids(generator, 40)
     prompts = [system + _ids(generator, 30), system + _ids(generator, 50), _ids(generator, 35)]
-    turns = [
-        prompt + _ids(generator, 33) for prompt in prompts
-    ]  # what is kept of them continues what is known
+    # what is kept of them continues what is known
+    turns = [prompt + _ids(generator, 33) for prompt in prompts]
     # First nothing is known, then the prompts are.
     for starts, completions in (
         (prompts, (1, 7, 20)),

@@ -126,7 +126,6 @@ def run(
             on_progress=lambda what, done: progress.show(what, done, 0),
         )
     # Without a row there is nothing to report on.
-    # Without a row there is nothing to report on.
     if checked.errors and not checked.numbers["rows"]:
         first = checked.errors[0]
         raise first.but(summary=f"no row can be read; the first: {first.summary}")

@@ -207,7 +207,7 @@ def _tell_dry_run(loaded: RewardModelRunConfig) -> int:
         f"The first step: {first.comparisons} comparisons, {sizes}; forward passes: {first.passes}",
     )
     if found.memory is None:
-        lines.append("Memory: weights of four bits are not planned")
+        lines.append(f"Memory: not planned, because the run has {found.why_no_memory}.")
     else:
         parts = []
         for name, size in found.memory.memory.items():

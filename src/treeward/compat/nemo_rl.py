@@ -342,9 +342,8 @@ def load_preference_dataset(data_config: Mapping[str, Any]) -> _PreferenceSets:
 def _rows(dataset: RowDataset) -> Dataset:
     preferences = (dataset.to_preference(row) for row in dataset.rows())
     rows = [preference_to_dict(preference) for preference in preferences if preference is not None]
-    return Dataset.from_list(
-        rows, on_mixed_types="use_json"
-    )  # contents are texts or lists of parts
+    # contents are texts or lists of parts
+    return Dataset.from_list(rows, on_mixed_types="use_json")
 
 
 class PreferenceDataset(_PreferenceSets):

@@ -117,9 +117,8 @@ class _Translation:
         if not isinstance(values, Mapping):
             return values
         tree = {str(key): value for key, value in values.items()}
-        for spelling in reversed(
-            spellings(section)
-        ):  # a class may read a form of its own before its base does
+        # a class may read a form of its own before its base does
+        for spelling in reversed(spellings(section)):
             if spelling.rewrite is not None:
                 try:
                     tree = spelling.rewrite(tree)

@@ -30,9 +30,8 @@ def check_inputs(config: RewardModelRunConfig | GRPORunConfig) -> None:
     for kind, sets in (("train", config.data.train), ("validation", config.data.validation)):
         for i, dataset in enumerate(sets):
             path, field = dataset.data_path, f"data.{kind}[{i}].data_path"
-            if (
-                path is None or "." in dataset.dataset_name
-            ):  # a class of the user knows what its path means
+            # a class of the user knows what its path means
+            if path is None or "." in dataset.dataset_name:
                 continue
             if not glob.has_magic(path) and not _HUB_NAME.fullmatch(path):
                 _check_path(path, field, "a file, a folder or a hub name, as org/name")

@@ -241,9 +241,8 @@ class JudgeEnvironmentConfig(JudgePromptConfig):
             return raw
         trained = json.loads(contract.read_text("utf-8"))
         prompt = trained.get("prompt", {})
-        prompt.pop(
-            "num_samples", None
-        )  # of an earlier version, in which a question could be asked several times
+        # of an earlier version, in which a question could be asked several times
+        prompt.pop("num_samples", None)
         return (
             prompt | {"chat_template_kwargs": trained.get("chat_template_kwargs", {})} | dict(raw)
         )

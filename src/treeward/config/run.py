@@ -211,9 +211,8 @@ class RewardModelRunConfig(Strict):
     def hub_repo_id(self) -> str:
         """The repository of the upload; without an organisation it is one of the account that is logged in."""
         folder = Path(self.checkpointing.checkpoint_dir).resolve().name
-        words = re.findall(
-            r"[A-Za-z0-9_]+(?:\.[A-Za-z0-9_]+)*", folder
-        )  # the hub allows no other names
+        # the hub allows no other names
+        words = re.findall(r"[A-Za-z0-9_]+(?:\.[A-Za-z0-9_]+)*", folder)
         return self.hub.repo_id or "-".join(words)[:96].rstrip("-.") or "reward-model"
 
     def check(self) -> None:

@@ -375,10 +375,11 @@ class Renderer:
             start = min(start, reasoning)
         opening = prompt[start:]
         for token in self.tokenizer.all_special_tokens:
+            # sampled tokens are decoded without special ones too
             opening = opening.replace(
                 token,
                 "",
-            )  # sampled tokens are decoded without special ones too
+            )
         return opening if opening.strip() else ""
 
     def _with_frame(self, source: str) -> str:

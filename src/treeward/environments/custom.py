@@ -127,9 +127,8 @@ class CustomEnvironment(ConfiguredEnvironment[CustomEnvironmentConfig]):
                 summary, field="function", **at, need=need, fix="rename the parameters"
             )
         self._convention = conventions[0]
-        is_trl = (
-            self._convention.sign == "completions"
-        )  # whose other parameters are columns of the data
+        # whose other parameters are columns of the data
+        is_trl = self._convention.sign == "completions"
         try:
             bind = signature.bind_partial if is_trl else signature.bind
             bind(**self._accepted(self._convention.arguments(_Sample([], {}, ""))))

@@ -86,9 +86,8 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
             conversation = conversations[sample]
             shown = transcript(conversation[:-1], template_kwargs_of(conversation).get("tools"))
             questions.append(make_question(self.config, shown, match.texts))
-        answers: dict[int, list[tuple[int, Verdict | NoVerdict]]] = {
-            i: [] for i in texts
-        }  # with the sample's place
+        # with the sample's place
+        answers: dict[int, list[tuple[int, Verdict | NoVerdict]]] = {i: [] for i in texts}
         for match, answer in zip(matches, self._answers(questions), strict=True):
             for place, i in enumerate(match.places):
                 if i is not None:
@@ -172,9 +171,8 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
             if isinstance(answer, NoVerdict):
                 return Reward(None, score, error=answer.reason)
             verdicts.append(answer)
-            is_turned = (
-                place == 1 and self.config.mode == "pairwise"
-            )  # the value is that of the first place
+            # the value is that of the first place
+            is_turned = place == 1 and self.config.mode == "pairwise"
             values[place].append(1.0 - answer.value if is_turned else answer.value)
         components: dict[str, float] = {}
         if masses := [verdict.mass for verdict in verdicts if verdict.mass is not None]:

@@ -174,9 +174,8 @@ def serve() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs whole completions
-    _compare(
-        ["1/2"], "It is 0.5"
-    )  # its imports take a second, outside the time limit of the first item
+    # its imports take a second, outside the time limit of the first item
+    _compare(["1/2"], "It is 0.5")
     with contextlib.suppress(ValueError, OSError):  # not every system has this limit
         resource.setrlimit(
             resource.RLIMIT_DATA, (_MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_DATA)[1])

@@ -60,9 +60,8 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
 
     def __init__(self, env_config: Mapping[str, Any] | RewardModelEnvironmentConfig) -> None:
         super().__init__(env_config)
-        self._lock = (
-            threading.Lock()
-        )  # steps may come from several threads; the model takes one at a time
+        # steps may come from several threads; the model takes one at a time
+        self._lock = threading.Lock()
         self._shaper = None if self.config.url else load_shaper(self.config)
         self._model: ScoringWorker | ReplicaPool | RewardServer | None
         if self.config.url is not None:

@@ -84,9 +84,8 @@ class ScoringWorker:
             os.environ.update(
                 {name: str(value) for name, value in launched.items()}, MASTER_PORT=port
             )
-            os.environ.pop(
-                "TORCHELASTIC_USE_AGENT_STORE", None
-            )  # of torchrun, where it has started Ray
+            # of torchrun, where it has started Ray
+            os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
             self._group.enter_context(joined())
         only_size = config.batch_tokens is None and config.batch_size is not None
         self.scorer = load_scorer(

@@ -62,9 +62,8 @@ def as_trl(
         logs = []
         for prompt, completion in zip(prompts, completions, strict=True):
             messages = _messages(completion, "assistant")
-            if renderer is not None and not isinstance(
-                prompt, str
-            ):  # a text has gone through no template
+            # a text has gone through no template
+            if renderer is not None and not isinstance(prompt, str):
                 messages = _opened(prompt, messages, renderer)
             logs.append(without_nulls(_messages(prompt, "user")) + messages)
         log_metric = columns.get("log_metric")

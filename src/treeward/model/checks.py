@@ -57,17 +57,22 @@ def tree_or_rows(hf: PreTrainedModel, requested: Literal["tree", "rows"]) -> Lay
     return "rows" if requested == "rows" or reason is not None else "tree"
 
 
+def other_layers(hf: PreTrainedModel) -> list[str]:
+    """The types of layers that are not attention, by transformers' names, as `linear_attention`."""
+    layer_types = getattr(hf.config.get_text_config(), "layer_types", None) or ()
+    return sorted(set(layer_types) - _ATTENTION_LAYERS)
+
+
 @torch.no_grad()
 def why_not_tree(hf: PreTrainedModel) -> str | None:
     """None if trees are exact for this model, else the reason why not. Without weights the configuration decides, and
     `check_before_training` compares later."""
     config = hf.config.get_text_config()
-    other = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS
+    other = other_layers(hf)
     if other:
-        return f"it has layers of type {', '.join(sorted(other))}"
-    if getattr(
-        config, "attn_temperature_tuning", False
-    ):  # Llama 4, from 8192 tokens on: a probe would not show it
+        return f"it has layers of type {', '.join(other)}"
+    # Llama 4, from 8192 tokens on: a probe would not show it
+    if getattr(config, "attn_temperature_tuning", False):
         return "its attention temperature depends on the place in the row"
     if hf.device.type == "meta":
         return None

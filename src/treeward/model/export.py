@@ -123,10 +123,11 @@ def write_settings(
         tokenizer.chat_template = chat_template
         tokenizer.save_pretrained(folder)
     finally:
+        # saving sets the dtype of the weights
         hf.config.dtype, tokenizer.chat_template = (
             own_dtype,
             own_template,
-        )  # saving sets the dtype of the weights
+        )
         if quantizer is not None:
             hf.hf_quantizer = quantizer
 

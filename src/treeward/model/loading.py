@@ -156,9 +156,8 @@ def _with_weights(
         hf = published.of_tokens(model_class, config, hf, tokenizer)
     for child_name, child in hf.named_children():
         if child_name != head_name(hf) and any(kept in child_name for kept in _HEADS):
-            child.to(
-                settings["dtype"]
-            )  # transformers matches parts of names: pre_classifier as well
+            # transformers matches parts of names: pre_classifier as well
+            child.to(settings["dtype"])
     if new_head and head_seed is None:
         lost = (
             new_head

@@ -72,9 +72,8 @@ def add_adapters(model: WrappedModel, config: LoraConfig, *, seed: int) -> None:
         raise ModelError(
             "peft cannot adapt this model", where=_WHERE, got=str(error), fix=fix
         ) from error
-    _settings(model).modules_to_save = (
-        _trained_whole(model) or None
-    )  # not before: peft would keep a copy of them
+    # not before: peft would keep a copy of them
+    _settings(model).modules_to_save = _trained_whole(model) or None
     for weight in _whole_weights(model).values():
         weight.requires_grad_(True)
     for layer in adapted_layers(model).values():
@@ -190,9 +189,8 @@ def plain_weights(
     layers, matrices = adapted_layers(model), {id(weight) for weight in _matrices(model).values()}
     quantized = {name: module for name, module in model.hf.named_modules() if is_quantized(module)}
     for name, weight in model.hf.state_dict(keep_vars=True).items():
-        if (
-            id(weight) in matrices or name.rpartition(".weight.")[0] in quantized
-        ):  # which are codes and scales
+        # which are codes and scales
+        if id(weight) in matrices or name.rpartition(".weight.")[0] in quantized:
             continue
         owner, _, part = name.rpartition(".base_layer.")
         layer = layers.get(owner)
@@ -210,9 +208,8 @@ def _plain(weight: Tensor, layer: Any, four_bit_layer: Any, dtype: torch.dtype |
     plain_dtype = plain.dtype
     if layer is not None:
         delta = layer.get_delta_weight(_NAME)
-        plain = plain + (
-            delta if isinstance(plain, DTensor) else whole(delta)
-        )  # four bits are whole on each process
+        # four bits are whole on each process
+        plain = plain + (delta if isinstance(plain, DTensor) else whole(delta))
     if four_bit_layer is not None and issubclass(four_bit_layer.source_cls, Conv1D):
         plain = plain.T.contiguous()  # bitsandbytes has turned it
     return plain.to(dtype or plain_dtype) if plain.is_floating_point() else plain
@@ -248,9 +245,8 @@ def merge_adapters(hf: PreTrainedModel, folder: Path) -> set[str]:
         config.task_type = None  # its wrapper would want more of the model than a merge does
         config.modules_to_save = sorted({*(config.modules_to_save or ()), *above}) or None
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # of tensors that do not fit too, which are errors below
+            # of tensors that do not fit too, which are errors below
+            warnings.simplefilter("ignore")
             adapted = peft.PeftModel.from_pretrained(
                 hf, str(folder), config=config, torch_device=str(hf.device)
             )

@@ -278,9 +278,8 @@ def _logits(
             torch.addmm(bias_V, hidden_ND[chunk], weight_VD.T, out=product_CV)
         if settings.scale != 1.0:
             product_CV *= settings.scale
-        if (
-            settings.softcap is not None
-        ):  # in the number format of the model, as its own forward does
+        # in the number format of the model, as its own forward does
+        if settings.softcap is not None:
             product_CV.div_(settings.softcap).tanh_().mul_(settings.softcap)
         if logits is not products:
             logits_CV.copy_(product_CV)

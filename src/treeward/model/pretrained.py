@@ -44,12 +44,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 """The number formats that a configuration can name."""
 
 _HEAD_FILES = ["value_head.safetensors", "value_head.bin"]
+# of JSON of another form, as a list
 _DAMAGED = (
     LookupError,
     TypeError,
     AttributeError,
     StrictDataclassError,
-)  # of JSON of another form, as a list
+)
 
 
 @contextlib.contextmanager
@@ -90,10 +91,11 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
         ) from error
     with contextlib.suppress(OSError, *_DAMAGED):  # a folder may hold a tokenizer alone
         set_template(tokenizer, PreTrainedConfig.get_config_dict(name)[0], name)
+    # where it was loaded from; a saved tokenizer would hold it
     for key in (
         "is_local",
         "local_files_only",
-    ):  # where it was loaded from; a saved tokenizer would hold it
+    ):
         tokenizer.init_kwargs.pop(key, None)
     return tokenizer
 
@@ -178,9 +180,8 @@ def load_weights(
         )
     hf, lacking = _read_weights(model_class, name, config=config, **settings)
     if load_in_4bit:
-        vars(hf).pop(
-            "hf_device_map", None
-        )  # saving would take a model on the CPU for one that is moved there
+        # saving would take a model on the CPU for one that is moved there
+        vars(hf).pop("hf_device_map", None)
         for module in filter(is_quantized, hf.modules()):
             # bitsandbytes would pack the weights of a model that only computes, and never train them again.
             vars(module)["support_avx512bf16_for_cpu"] = False
@@ -205,9 +206,8 @@ def load_weights(
 
 
 def _is_finite(weight: Tensor) -> bool:
-    low, high = (
-        weight.detach().aminmax()
-    )  # a twentieth of the time of isfinite().all(); NaN is in both
+    # a twentieth of the time of isfinite().all(); NaN is in both
+    low, high = weight.detach().aminmax()
     return bool(low.isfinite()) and bool(high.isfinite())
 
 
@@ -266,10 +266,11 @@ def check_used(hf: PreTrainedModel, unused: Iterable[str], name: str) -> None:
         unknown.update(
             Path(file).name for file in cached_files(name, _HEAD_FILES, **may_lack) or ()
         )
+    # old buffers, as transformers has them
     patterns = [
         r"rotary_emb\.inv_freq$",
         r"(^|\.)position_ids$",
-    ]  # old buffers, as transformers has them
+    ]
     classes = [getattr(transformers, text, None) for text in config.architectures or ()]
     classes = [kind for kind in classes if getattr(kind, "config_class", None) is type(config)]
     if type(config) in AutoModelForCausalLM._model_mapping:
@@ -392,9 +393,8 @@ def bare_model(
         torch.manual_seed(seed)
         model = make(config, dtype=torch.float32, attn_implementation="eager")
         with torch.no_grad():
-            model.base_model(
-                torch.zeros(1, 1, dtype=torch.long)
-            )  # sizes that do not fit each other fail only here
+            # sizes that do not fit each other fail only here
+            model.base_model(torch.zeros(1, 1, dtype=torch.long))
     return model
 
 

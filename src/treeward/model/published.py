@@ -79,10 +79,11 @@ def _as_llama(fields: Fields) -> LlamaConfig:
 
 
 def _then(text: str) -> tuple[str, str]:
+    # a literal, whose white space no tag before it removes
     return (
         "",
         f"{{{{ {json.dumps(text)} }}}}" if text else "",
-    )  # a literal, whose white space no tag before it removes
+    )
 
 
 _TEXT, _EOS = "{{ message.content }}", "{{ eos_token }}"
@@ -281,9 +282,8 @@ def _is_openrlhf(*, normalised: bool) -> Callable[[Fields, str], bool]:
 
 
 def _is_grm(fields: Fields, name: str) -> bool:
-    is_plain = (
-        "Classification" in str(fields.get("architectures")) and "auto_map" not in fields
-    )  # the newer ones
+    # the newer ones
+    is_plain = "Classification" in str(fields.get("architectures")) and "auto_map" not in fields
     has_keys = "vhead_layer_type" in fields and not is_plain
     return has_keys or _is("GRewardModel", called=r"GRM-[^/]*-sftreg[^/]*$")(fields, name)
 
@@ -472,9 +472,8 @@ def set_template(tokenizer: PreTrainedTokenizerBase, fields: Fields, name: str) 
             "nothing can write the end that this model reads", where=name, got=got, need=need
         )
     if isinstance(template, str) and not template.endswith(after):
-        tokenizer.chat_template = (
-            before + template.removesuffix("\n") + after
-        )  # Jinja drops that line's end too
+        # Jinja drops that line's end too
+        tokenizer.chat_template = before + template.removesuffix("\n") + after
     is_reward_model = adapter is not None or "SequenceClassification" in str(
         fields.get("architectures")
     )

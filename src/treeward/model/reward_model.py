@@ -192,9 +192,8 @@ class RewardModel(WrappedModel):
         if self.layout == "encoder" and isinstance(batch, RowBatch):
             return self._encoder_logits(batch)
         hidden_ND, index_R = self._read(batch)
-        values_NH = self.head_values(
-            hidden_ND
-        )  # of a place that several sequences end at only once
+        # of a place that several sequences end at only once
+        values_NH = self.head_values(hidden_ND)
         return values_of_reads(self.head, values_NH.index_select(0, index_R))
 
     def _read(self, batch: Batch | FeatureBatch) -> tuple[Tensor, Tensor]:

@@ -76,9 +76,8 @@ def read_tensors(folder: Path, targets: Mapping[str, Tensor]) -> None:
 @contextlib.contextmanager
 def _together() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="torch.distributed is disabled"
-        )  # a run of one process
+        # a run of one process
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
             yield
         except (

@@ -64,9 +64,8 @@ class WrappedModel(nn.Module):
     @property
     def backbone(self) -> nn.Module:
         base: nn.Module = self.hf.base_model
-        return (
-            base if base is not self.hf else self.hf.model
-        )  # Llama 4's text model is not where its prefix says
+        # Llama 4's text model is not where its prefix says
+        return base if base is not self.hf else self.hf.model
 
     @property
     def device(self) -> torch.device:
@@ -97,9 +96,8 @@ class WrappedModel(nn.Module):
                 limits.append(parameters.get("original_max_position_embeddings") or limit)
         for module in self.backbone.modules():
             table = getattr(module, "position_embeddings", None)
-            if (
-                isinstance(table, nn.Embedding) and table.padding_idx is not None
-            ):  # RoBERTa counts on from padding
+            # RoBERTa counts on from padding
+            if isinstance(table, nn.Embedding) and table.padding_idx is not None:
                 limits.append(table.num_embeddings - table.padding_idx - 1)
         return min((int(limit) for limit in limits if limit), default=None)
 

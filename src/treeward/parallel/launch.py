@@ -42,9 +42,8 @@ def launch(function: Callable[..., _T], config: Any) -> _T | None:
             try:
                 return run_here(function, config)
             except (TreewardError, OSError) as error:
-                is_first = (
-                    processes.fails_first()
-                )  # of several failing processes only one reports its error
+                # of several failing processes only one reports its error
+                is_first = processes.fails_first()
                 if is_first and processes.is_main():
                     raise
                 if is_first:

@@ -114,9 +114,8 @@ def _start_ray(cluster: ClusterConfig) -> None:
             fix="examples/slurm.sub starts one; or start this by torchrun",
         )
     if address is None:
-        os.environ.setdefault(
-            "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0"
-        )  # no one takes this machine away
+        # no one takes this machine away
+        os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
         num_cpus = max(cluster.num_processes, os.cpu_count() or 1)
         ray.init("local", num_cpus=num_cpus, include_dashboard=False, logging_level=logging.ERROR)
     else:

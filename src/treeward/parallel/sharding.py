@@ -91,9 +91,8 @@ def shard(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other
-            module.set_reduce_scatter_unused_params(
-                True
-            )  # experts that no token of this process has come to
+            # experts that no token of this process has come to
+            module.set_reduce_scatter_unused_params(True)
 
 
 @torch.no_grad()

@@ -40,9 +40,8 @@ class StopRequest:
         self._terminals: list[int] = []
 
     def __enter__(self) -> Self:
-        if (
-            threading.current_thread() is threading.main_thread()
-        ):  # elsewhere Python allows no handlers
+        # elsewhere Python allows no handlers
+        if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
                 if signal.getsignal(number) != signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._receive)

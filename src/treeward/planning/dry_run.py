@@ -18,7 +18,7 @@ from treeward.data.encoding import EncodedDataset
 from treeward.model.checks import check_positions
 from treeward.model.reward_model import RewardModel
 from treeward.planning.bare_models import bare_reward_model
-from treeward.planning.plan import Plan, plan
+from treeward.planning.plan import Plan, plan, why_not_planned
 from treeward.training.prefetch import plan_passes
 from treeward.training.setup import read_data
 
@@ -40,13 +40,14 @@ class FirstBatch:
 class DryRun:
     """What a run would do. `rows`: a line on each set's comparisons and tokens, by the set's name.
 
-    `memory`: of a device; None for weights of four bits, which cannot be planned.
+    `memory`: of a device; None if it cannot be planned, and `why_no_memory` says why.
     """
 
     rows: dict[str, str]
     steps: int
     first: FirstBatch
     memory: Plan | None
+    why_no_memory: str | None
 
 
 def dry_run(config: RewardModelRunConfig, gpu: str) -> DryRun:
@@ -62,14 +63,15 @@ def dry_run(config: RewardModelRunConfig, gpu: str) -> DryRun:
         model = bare_reward_model(config.policy)
     check_positions(model, config.max_sequence_length)
     first_rows = data.order.batch(0, config.policy.train_global_batch_size)
-    is_planned = not config.policy.load_in_4bit
+    reason = why_not_planned(config.policy, model)
     return DryRun(
         rows=rows,
         steps=data.total_steps,
         first=_first_batch(
             config, model, [(training_sets[which], row) for which, row in first_rows]
         ),
-        memory=plan(config, gpu) if is_planned else None,
+        memory=plan(config, gpu) if reason is None else None,
+        why_no_memory=reason,
     )
 
 

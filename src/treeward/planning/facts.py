@@ -25,9 +25,8 @@ def facts_of(config: RewardModelRunConfig) -> RunFacts:
         model = bare_reward_model(config.policy)
     formats = [recognised(dataset) for dataset in (*config.training_sets, *config.validation_sets)]
     data_keys: dict[str, str] = {}
-    if (
-        len({dataset.dataset_name for dataset in formats}) == 1
-    ):  # else each file is recognised by itself
+    # else each file is recognised by itself
+    if len({dataset.dataset_name for dataset in formats}) == 1:
         data_keys["dataset_name"] = formats[0].dataset_name
     sources = [dataset for dataset in formats if dataset.part is not None]
     sources = sources or formats[: len(config.training_sets)]

@@ -25,6 +25,7 @@ compiled layers keep less.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -97,7 +98,7 @@ def layer_shapes(model: WrappedModel) -> list[LayerShape]:
                 widths["adapted"] += adapter.in_features
                 widths["rank"] += sum(adapter.r.values())
             elif isinstance(module, nn.LayerNorm):
-                widths["layer_norm"] += module.weight.numel()
+                widths["layer_norm"] += math.prod(module.normalized_shape)
             elif "Norm" in type(module).__name__:
                 width = sum(weight.numel() for weight in module.parameters())
                 if width == head_size:  # one norm for all heads of the queries, or of the keys

@@ -21,9 +21,11 @@ from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.policy import OptimizerConfig, TrainedModelConfig
 from treeward.config.run import RewardModelRunConfig
 from treeward.errors import ConfigError
+from treeward.model.checks import other_layers
 from treeward.model.policy_model import PolicyModel
 from treeward.model.pretrained import DTYPES, read_config
 from treeward.model.reward_model import RewardModel
+from treeward.model.wrapped import WrappedModel
 from treeward.parallel.mesh import mesh_shape
 from treeward.parallel.tensor import check_cut
 from treeward.planning.bare_models import bare_classifier, bare_policy, bare_reward_model
@@ -91,18 +93,22 @@ def plan(config: RewardModelRunConfig | GRPORunConfig, gpu: str) -> Plan:
     """
     cluster = config.training_cluster
     policy = config.policy
-    if policy.load_in_4bit:
-        summary = "weights of four bits are not planned: try the run itself"
-        raise ConfigError(summary, field="policy.load_in_4bit")
     _, shards, tensor = mesh_shape(policy.dtensor_cfg, cluster.num_processes)
     layout = _Layout(shards, tensor)
-    is_sharded = (
-        cluster.num_processes > 1
-    )  # a run of several whole copies is built like a sharded one
+    # a run of several whole copies is built like a sharded one
+    is_sharded = cluster.num_processes > 1
     if is_sharded:
         check_sharded_optimizer(policy.optimizer)
 
     model = _adapted_model(config, is_sharded, tensor)
+    reason = why_not_planned(policy, model)
+    if reason is not None:
+        raise ConfigError(
+            "the memory of this run cannot be planned",
+            field="policy",
+            got=reason,
+            fix="try the run itself with fewer layers, and watch its memory",
+        )
     tokens = _micro_batch_tokens(config)
     states = _states(model, policy, layout, is_sharded)
     memory = {
@@ -149,6 +155,19 @@ def plan(config: RewardModelRunConfig | GRPORunConfig, gpu: str) -> Plan:
         fits=gpu == "cpu" or peak <= usable,
         micro_batch_tokens=tokens,
     )
+
+
+def why_not_planned(policy: TrainedModelConfig, model: WrappedModel) -> str | None:
+    """What the arithmetic does not know of a run; None if it knows everything."""
+    if policy.load_in_4bit:
+        return "weights of four bits"
+    other = other_layers(model.hf)
+    if other:
+        return f"layers of type {', '.join(other)}"
+    has_heads = hasattr(model.hf.config.get_text_config(), "num_attention_heads")
+    if not has_heads or not model.layers:
+        return f"the layers of {type(model.hf).__name__}"
+    return None
 
 
 def _layout_text(num_nodes: int, num_processes: int, gpu: str) -> str:

@@ -54,9 +54,8 @@ def scored_on_ray(
     context.raise_original_map_exception = True
     context.enable_progress_bars = context.print_on_execution_start = False
     logging.getLogger("ray.data").setLevel(logging.WARNING)
-    logging.getLogger("ray.data._internal.progress").setLevel(
-        logging.ERROR
-    )  # it tells that it shows none
+    # it tells that it shows none
+    logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)
     here, folder = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}, os.getcwd()
 
     def read_chunks(_: Any) -> Iterator[dict[str, bytes]]:
@@ -65,9 +64,8 @@ def scored_on_ray(
             yield {"chunk": pickle.dumps(chunk)}
 
     with DataContext.current(context), warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", RayDeprecationWarning
-        )  # max_task_retries: without it Ray would try for ever
+        # max_task_retries: without it Ray would try for ever
+        warnings.simplefilter("ignore", RayDeprecationWarning)
         scored = (
             ray.data.from_items([None])
             .flat_map(read_chunks, num_cpus=0, label_selector=here)

@@ -36,9 +36,8 @@ def running(cls: type, *arguments: Any, name: str, **options: Any) -> Iterator[A
         try:
             handle = serve.run(deploy(cls).bind(*arguments), name=name, route_prefix=None)
         except RuntimeError:
-            status = (
-                serve.status().applications[name].deployments["Replica"].message
-            )  # with a traceback
+            # with a traceback
+            status = serve.status().applications[name].deployments["Replica"].message
             reason = status.rpartition("treeward.errors.")[2].strip()
             raise ModelError(f"the replicas do not start: {reason}") from None
         yield handle

@@ -67,10 +67,11 @@ def open_store(
                 raise CheckpointError(
                     "another run is using this checkpoint folder", where=str(folder), fix=fix
                 )
+            # of a killed session
             for leftover in (
                 *folder.glob(f"{_PARTIAL}*"),
                 *folder.glob(f"{_REMOVING}*"),
-            ):  # of a killed session
+            ):
                 shutil.rmtree(leftover)
             remove_leftovers(folder, *folder.glob("step_*"))
 
@@ -157,9 +158,8 @@ class CheckpointStore:
         readable = partial.stat().st_mode & 0o666
         for path in [*partial.rglob("*"), partial]:
             if path.is_file():
-                path.chmod(
-                    readable
-                )  # safetensors writes for the owner alone; a model is read by servers too
+                # safetensors writes for the owner alone; a model is read by servers too
+                path.chmod(readable)
             sync_folder(path)
         if final.exists():
             self._remove(final)

@@ -378,9 +378,8 @@ class Loop:
         if validation is None:
             return  # a resumed run repeats it
         is_logged = False
-        if (
-            processes.is_main() and state.step == self.first_step > 0
-        ):  # perhaps by a session that was killed then
+        # perhaps by a session that was killed then
+        if processes.is_main() and state.step == self.first_step > 0:
             lines = read_metrics(self.trackers.metrics_file)
             is_logged = any(
                 line["step"] == state.step and _VALIDATION_SECONDS in line for line in lines

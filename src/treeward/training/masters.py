@@ -49,9 +49,8 @@ class MasterWeights(torch.optim.Optimizer):
         """Step the masters by the gradients of the weights, and round them to the weights."""
         assert closure is None, "the loss is computed once a step"
         for parameter, master in zip(self.low, self.masters, strict=True):
-            if (
-                self.on_host and parameter.grad is not None
-            ):  # one gradient at a time: the others' parameters rest
+            # one gradient at a time: the others' parameters rest
+            if self.on_host and parameter.grad is not None:
                 master.grad = _on_host(parameter.grad)
                 self.inner.step()
                 master.grad = None
@@ -79,9 +78,8 @@ class MasterWeights(torch.optim.Optimizer):
     @torch.no_grad()
     def _round(self) -> None:
         for parameter, master in zip(self.low, self.masters, strict=True) if self.on_host else ():
-            parameter.copy_(
-                master.to(parameter.device, non_blocking=True)
-            )  # rounded there, not by the host
+            # rounded there, not by the host
+            parameter.copy_(master.to(parameter.device, non_blocking=True))
         if not self.on_host:
             torch._foreach_copy_(list[Tensor](self.low), list[Tensor](self.masters))
 

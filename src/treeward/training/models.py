@@ -68,9 +68,8 @@ def load_model(
         "device": torch.device("cuda" if is_whole_here and torch.cuda.is_available() else "cpu"),
     }
     has_adapters = policy.dtensor_cfg.lora_cfg.enabled
-    saved = (
-        None if checkpoint is None or has_adapters else checkpoint.path / "model"
-    )  # adapters are merged there
+    # adapters are merged there
+    saved = None if checkpoint is None or has_adapters else checkpoint.path / "model"
     if saved is None and policy.architecture is not None:
         fields = {key: value for key, value in policy.architecture.items() if key != "vocab_size"}
         return build(fields, tokenizer, **common).model
@@ -109,9 +108,8 @@ def make_ready(
         policy.dtensor_cfg,
         mesh.devices is not None,
     )
-    if not (
-        is_sharded and adaptation is not None and policy.trains_backbone
-    ):  # whose shards are float32
+    # whose shards are float32
+    if not (is_sharded and adaptation is not None and policy.trains_backbone):
         model.cast(dtype)
     if adaptation is not None:
         adaptation()

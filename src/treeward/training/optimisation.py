@@ -29,9 +29,8 @@ MOST_SKIPPED_IN_A_ROW = 5
 
 def be_deterministic() -> None:
     """Make PyTorch use deterministic algorithms in this process, and raise if there is none."""
-    os.environ.setdefault(
-        "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-    )  # read by cuBLAS when it is first used
+    # read by cuBLAS when it is first used
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
 
@@ -76,9 +75,8 @@ def build_optimizer(
                 got=config.name,
                 need=need,
             )
-        for group in (
-            optimizer.param_groups
-        ):  # PyTorch's own key; a checkpoint knows the states by these names
+        # PyTorch's own key; a checkpoint knows the states by these names
+        for group in optimizer.param_groups:
             group["param_names"] = list(trained)
         return optimizer
 

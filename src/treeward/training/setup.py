@@ -118,9 +118,8 @@ def read_data(
     )
 
     def encode_all() -> tuple[dict[str, EncodedDataset], dict[str, EncodedDataset]]:
-        encoded_sets = {
-            str(stream.config.name): encode(stream) for stream in held_out
-        }  # first: they are the shorter
+        # first: they are the shorter
+        encoded_sets = {str(stream.config.name): encode(stream) for stream in held_out}
         names = _training_names(config.data.train)
         training_sets = {name: encode(stream) for name, stream in zip(names, streams, strict=True)}
         for i, label in enumerate(config.policy.reward_model_cfg.labels):

@@ -232,9 +232,8 @@ def _pack(
     for number, values in saved["state"].items():
         name = names[number]
         for key, value in values.items():
-            is_plain = (
-                isinstance(value, DTensor) or type(value) is Tensor
-            )  # not a quantised state, of one process
+            # not a quantised state, of one process
+            is_plain = isinstance(value, DTensor) or type(value) is Tensor
             if is_plain and value.dim():
                 tensors[f"{name}.{key}"], kept[name][key] = value, None
             else:

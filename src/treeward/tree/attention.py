@@ -130,10 +130,11 @@ def _check(module: torch.nn.Module, query_BHTD: Tensor, mask: Any, kwargs: dict[
             need="a model that builds its masks through transformers' mask interface",
             fix="policy.attention=rows",
         )
+    # relative positions; keys that the model selects by itself
     for name in (
         "position_bias",
         "indices",
-    ):  # relative positions; keys that the model selects by itself
+    ):
         if kwargs.get(name) is not None:
             raise ModelError(
                 f"tree attention has no {name}",

@@ -52,9 +52,8 @@ def plan_micro_batches(
     fewest_by_groups = math.ceil(len(sizes) / most_groups)
     fewest = min(max(fewest_by_tokens, fewest_by_groups), len(sizes))
     if num_ranks > 1:
-        fewest = max(
-            fewest, 1
-        )  # every rank has a micro-batch, an empty one where there is no group
+        # every rank has a micro-batch, an empty one where there is no group
+        fewest = max(fewest, 1)
     fewest_rounds = math.ceil(fewest / num_ranks)
     for num_rounds in itertools.count(fewest_rounds):
         plan = _distributed(sizes, order, num_rounds * num_ranks, most_tokens, most_groups)

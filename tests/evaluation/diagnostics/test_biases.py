@@ -36,9 +36,10 @@ def test_a_bias_costs_length_controlled_accuracy_and_opens_the_gap(diagnosed: An
     accuracies = [one.length_controlled_accuracy.value for one in (fair, liking, loving)]
     assert accuracies[0] > 0.94 and accuracies[0] - accuracies[1] > 0.05 and accuracies[2] < 0.62
     assert fair.accuracy_gap.low < 0 < fair.accuracy_gap.high and liking.accuracy_gap.low > 0.15
+    # of the data
     assert (
         fair.longer_is_right.value == liking.longer_is_right.value == pytest.approx(0.5, abs=0.01)
-    )  # of the data
+    )
 
 
 def test_strata_are_bounded_by_a_tenth_of_the_longer_completion(score_with: Any) -> None:

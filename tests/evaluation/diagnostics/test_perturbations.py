@@ -65,10 +65,11 @@ def test_the_numbers_of_a_hand_made_table() -> None:
     )
     numbers = {name: (metric.value, metric.count) for name, metric in diagnostic.numbers.items()}
     assert numbers["accuracy"] == (4 / 5, 5)
+    # a and d are lost to a lifted completion, b to a fallen one
     assert numbers["robust_accuracy"] == (
         1 / 5,
         5,
-    )  # a and d are lost to a lifted completion, b to a fallen one
+    )
     assert numbers["padding_rejected_flips"] == (2 / 4, 4)
     shift = sum([0.5, 2.25, -1.5, 0.0, 3.0, -1.0, 0.0, 2.0, 1.0]) / 9
     assert numbers["padding_relative_shift"] == (

@@ -136,9 +136,8 @@ def test_filters_search_and_sorting(visit: Visit) -> None:
     )
     page.locator(".dt-search input").fill("")
     page.locator("table.examples th", has_text="Margin").click()
-    expect(page.locator(FIRST)).to_contain_text(
-        format_number(known[-1], "signed")
-    )  # examples without a score are last
+    # examples without a score are last
+    expect(page.locator(FIRST)).to_contain_text(format_number(known[-1], "signed"))
     expect(page.locator("table.examples th.margin")).to_have_attribute("aria-sort", "descending")
 
 
@@ -195,9 +194,8 @@ def test_tables_on_a_phone_are_read_without_scrolling_sideways(visit: Visit) -> 
     assert count(page, ".wide") > 0 and overflowing == []
     cell = page.locator(".wide tbody td").first
     label = cell.evaluate("(cell) => getComputedStyle(cell, '::before').content")
-    assert label == json.dumps(
-        cell.get_attribute("data-label")
-    )  # each number has the name of its column beside it
+    # each number has the name of its column beside it
+    assert label == json.dumps(cell.get_attribute("data-label"))
 
 
 def test_whiskers_are_seen_on_bars_and_few_points_make_a_small_chart(visit: Visit) -> None:

@@ -178,9 +178,8 @@ def missing(n: int, text: str) -> float | None:
 def test_missing_scores_make_no_model_worse_than_chance(tmp_path: Path) -> None:
     made = summary(missing, suite=Coin(), count=100)
     result = made.result
-    assert (
-        result.headline.value == 0.37 and result.headline.high < 0.5
-    )  # as the published suites count
+    # as the published suites count
+    assert result.headline.value == 0.37 and result.headline.high < 0.5
     said = verdict(made)
     assert "overall 37.0% (28.2% to 46.8%), 92 of 100 scored." in said
     assert "100 examples, 92 of 100 scored" in page_of(made)

@@ -85,9 +85,8 @@ def test_the_arithmetic_is_the_authors(table: list[ScoredExample]) -> None:
 
 
 def test_hard_is_where_the_wrong_answer_is_the_fancier_one(rm_examples: list[Preference]) -> None:
-    fancy = [
-        rated(e, (0.0, 1.0, 2.0, 0.5, 1.5, 2.5)) for e in rm_examples
-    ]  # a model that only likes style
+    # a model that only likes style
+    fancy = [rated(e, (0.0, 1.0, 2.0, 0.5, 1.5, 2.5)) for e in rm_examples]
     result = RMBench().summarize(fancy)
     assert [metric.value for metric in result.sections[-3:]] == [0.0, 0.0, 1.0]
 
@@ -152,9 +151,8 @@ def test_the_split_of_the_download(judged: list[Preference]) -> None:
 
 
 def test_the_headline_and_the_categories(judged: list[Preference]) -> None:
-    rows = [
-        rated(e, (1.0, 0.0)) for e in judged
-    ]  # the first completion always: right where the label is A>B
+    # the first completion always: right where the label is A>B
+    rows = [rated(e, (1.0, 0.0)) for e in judged]
     result = JudgeBench().summarize(rows)
     assert result.headline.value == 5 / 8 and result.headline.count == 8
     assert {m.name: m.value for m in result.sections} == {

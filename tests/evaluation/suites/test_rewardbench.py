@@ -204,9 +204,8 @@ def test_best_of_four_shares_the_credit_of_a_tie(scores: list[float | None], cre
 
 def test_the_overall_score_is_the_plain_mean_of_the_subsets() -> None:
     rows = ties(GOLDEN)
-    rows += [
-        rated(prompt_of(str(i), "Math", 1, 4), (1.0, 1.0, 0.0, i)) for i in range(4)
-    ]  # 1/2, 1/3, 0, 0
+    # 1/2, 1/3, 0, 0
+    rows += [rated(prompt_of(str(i), "Math", 1, 4), (1.0, 1.0, 0.0, i)) for i in range(4)]
     rows += [rated(prompt_of(str(i), "Focus", 1, 4), (1.0, 0.0, 0.0, 0.0)) for i in range(9)]
     result = RewardBench2().summarize(rows)
     assert {metric.name: metric.value for metric in result.subsets} == pytest.approx(
