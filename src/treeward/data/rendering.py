@@ -376,10 +376,7 @@ class Renderer:
         opening = prompt[start:]
         for token in self.tokenizer.all_special_tokens:
             # sampled tokens are decoded without special ones too
-            opening = opening.replace(
-                token,
-                "",
-            )
+            opening = opening.replace(token, "")
         return opening if opening.strip() else ""
 
     def _with_frame(self, source: str) -> str:
