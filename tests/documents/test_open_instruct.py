@@ -102,11 +102,17 @@ def run_script(script: str, folder: Path, *overrides: str) -> list[dict[str, Any
     """`bash SCRIPT` as quoted, from another folder, into `folder`; the lines of its metrics."""
     assert f"bash {script}" in (REPOSITORY / "docs" / "coming_from.md").read_text(encoding="utf-8")
     folders = [f"checkpointing.checkpoint_dir={folder}/model", f"logger.log_dir={folder}/logs"]
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    # As after `make env` alone: the `python` of PATH has no treeward, and nothing is activated
+    # unless these tests run in an environment of another folder.
+    without_treeward = folder / "bin"
+    without_treeward.mkdir()
+    (without_treeward / "python").symlink_to("/bin/false")
+    environment = {**os.environ, "PATH": f"{without_treeward}:{os.environ['PATH']}"}
+    environment.pop("VIRTUAL_ENV", None)
+    if Path(sys.prefix) != REPOSITORY / ".venv":
+        environment["VIRTUAL_ENV"] = sys.prefix
     words = ["bash", str(REPOSITORY / script), *folders, *overrides]
-    done = subprocess.run(
-        words, cwd=folder, env={**os.environ, "PATH": path}, capture_output=True, text=True
-    )
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (folder / "model" / "final" / "model.safetensors").is_file()
     return list(read_metrics(folder / "logs" / "metrics.jsonl"))

@@ -7,5 +7,5 @@
 # Further arguments are options of open-instruct's reward_modeling.py, or treeward's overrides. With --push_to_hub the
 # model is uploaded, as open-instruct does by default.
 cd "$(dirname "$0")/../../.." || exit
-PATH="$PATH:$PWD/.venv/bin"  # where `make` and uv put it
+PATH="${VIRTUAL_ENV:-$PWD/.venv}/bin:$PATH"  # an active environment, or what `make env` made
 exec python -m treeward.cli.open_instruct --config rm_tulu3_8b "$@"
