@@ -85,7 +85,7 @@ def gym() -> Path:
     venv = (
         Path(given) if given else Path(tempfile.gettempdir()) / f"treeward-gym-{GYM.split('==')[1]}"
     )
-    if not (venv / "bin" / "ng_run").exists():
+    if not (venv / "bin" / "gym").exists():
         if given:
             pytest.skip(f"there is no NeMo Gym in TREEWARD_GYM_VENV ({given})")
         try:
@@ -116,7 +116,7 @@ def workplace(gym: Path, tmp_path: Path) -> Path:
     """A folder as a user of NeMo Gym has it: the resources server, `env.yaml`, and environments that are there."""
     if not (Path(sys.prefix) / "bin" / "activate").exists():
         pytest.skip(
-            "these tests do not run in a virtual environment, which ng_run needs for the server"
+            "these tests do not run in a virtual environment, which gym needs for the server"
         )
     shutil.copytree(REPOSITORY / "resources_servers", tmp_path / "resources_servers")
     for kind, name, venv in (
@@ -154,19 +154,20 @@ def test_the_real_collector_gets_the_rewards_of_the_scorer(
         },
         "PATH": f"{gym / 'bin'}:{os.environ['PATH']}",
     }
-    config_paths = "resources_servers/reward_model/configs/reward_model.yaml"
-    config_paths += ",resources_servers/math_with_judge/configs/math_with_judge.yaml"
+    configs = []
+    for name in ("reward_model", "math_with_judge"):
+        configs += ["--config", f"resources_servers/{name}/configs/{name}.yaml"]
     policy.replies[PROBLEM] = r"That is \boxed{\frac{1}{2}}."
-    log = workplace / "ng_run.log"
+    log = workplace / "gym.log"
     with log.open("wb") as stream:
         command = [
-            str(gym / "bin" / "ng_run"),
-            f"+config_paths=[{config_paths}]",
+            str(gym / "bin" / "gym"),
+            "env",
+            "start",
+            *configs,
             "+skip_venv_if_present=true",
-        ]
-        command += [f"+uv_venv_dir={workplace / 'venvs'}"]
-        command += [
-            f"++reward_model_server.resources_servers.reward_model.model_path={served_model}"
+            f"+uv_venv_dir={workplace / 'venvs'}",
+            f"++reward_model_server.resources_servers.reward_model.model_path={served_model}",
         ]
         servers = subprocess.Popen(
             command,
@@ -180,20 +181,12 @@ def test_the_real_collector_gets_the_rewards_of_the_scorer(
         _wait_for("servers ready", servers, log, seconds=240)
         examples = "resources_servers/math_with_judge/data/example.jsonl"
         for agent, rows, output, more in (
-            ("reward_model", "data/train.jsonl", "data/rollouts.jsonl", ["+num_repeats=2"]),
+            ("reward_model", "data/train.jsonl", "data/rollouts.jsonl", ["--num-repeats", "2"]),
             ("math_with_judge", examples, "data/math.jsonl", []),
         ):
-            names = [
-                f"+agent_name={agent}_simple_agent",
-                f"+input_jsonl_fpath={rows}",
-                f"+output_jsonl_fpath={output}",
-            ]
-            collect = [
-                str(gym / "bin" / "ng_collect_rollouts"),
-                *names,
-                *more,
-                "+num_samples_in_parallel=4",
-            ]
+            collect = [str(gym / "bin" / "gym"), "eval", "run", "--no-serve"]
+            collect += ["--agent", f"{agent}_simple_agent"]
+            collect += ["--input", rows, "--output", output, "--concurrency", "4", *more]
             done = subprocess.run(
                 collect, cwd=workplace, env=environment, capture_output=True, text=True, timeout=240
             )
@@ -263,6 +256,6 @@ def _conversation(row: dict[str, Any]) -> list[dict[str, Any]]:
 def _wait_for(text: str, process: subprocess.Popen[bytes], log: Path, *, seconds: float) -> None:
     end = time.monotonic() + seconds
     while text not in log.read_text(encoding="utf-8", errors="replace"):
-        assert process.poll() is None, f"ng_run ended:\n{log.read_text()[-6000:]}"
-        assert time.monotonic() < end, f"ng_run is not ready:\n{log.read_text()[-6000:]}"
+        assert process.poll() is None, f"gym env start ended:\n{log.read_text()[-6000:]}"
+        assert time.monotonic() < end, f"gym env start is not ready:\n{log.read_text()[-6000:]}"
         time.sleep(0.5)
