@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -14,6 +15,15 @@ from killed_run import PATIENCE_SECONDS, User, assert_same_run
 
 REPOSITORY = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow]
+TORCHRUN = [
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--nproc-per-node",
+    "2",
+    "-m",
+    "treeward",
+]
 
 
 def command(folder: Path, *overrides: str) -> list[str]:
@@ -75,28 +85,38 @@ def test_a_worker_of_ray_that_is_killed_changes_nothing(tmp_path: Path, undistur
 def test_torchrun_stops_all_when_one_is_stopped_and_goes_on(
     tmp_path: Path, undisturbed: Path
 ) -> None:
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "treeward",
-    ]
-    process = subprocess.Popen([*torchrun, *command(tmp_path)], stderr=subprocess.PIPE, text=True)
-    user = User(tmp_path, [])
+    stop_one_and_go_on(tmp_path, command(tmp_path))
+    assert_same_run(tmp_path, undisturbed)
+
+
+def test_torchrun_of_grpo_that_is_stopped_goes_on(
+    tmp_path: Path, tiny_grpo: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_grpo()
+    # Its reward is a function of `planted.py`.
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY / "tests"))
+    grpo = ["grpo", "--config", str(tmp_path / "run.yaml"), "grpo.max_num_steps=8"]
+    grpo += ["checkpointing.save_period=2"]
+    stop_one_and_go_on(tmp_path, grpo)
+    whole = tmp_path / "whole"
+    folders = [f"checkpointing.checkpoint_dir={whole}/checkpoints", f"logger.log_dir={whole}/logs"]
+    subprocess.run([*TORCHRUN, *grpo, *folders], check=True, timeout=PATIENCE_SECONDS)
+    assert_same_run(tmp_path, whole)
+
+
+def stop_one_and_go_on(folder: Path, words: list[str]) -> None:
+    """`words` by torchrun, whose second process gets a SIGTERM after two steps; then once more."""
+    process = subprocess.Popen([*TORCHRUN, *words], stderr=subprocess.PIPE, text=True)
+    user = User(folder, [])
     user.wait_until(lambda: user.last_step() >= 2, process)
     ranks = [one for one in children(process) if "treeward" in " ".join(one.cmdline())]
     next(one for one in ranks if one.environ()["RANK"] == "1").send_signal(signal.SIGTERM)
     _, log = process.communicate(timeout=PATIENCE_SECONDS)
-    assert (
-        process.returncode == 1
-        and log.count("(SIGTERM). Saved. The same command goes on from here.") == 1
-    ), log
-    assert not (tmp_path / "checkpoints/final").exists()
-    subprocess.run([*torchrun, *command(tmp_path)], check=True, timeout=PATIENCE_SECONDS)
-    assert_same_run(tmp_path, undisturbed)
+    assert process.returncode == 1, log
+    # One process tells.
+    assert log.count("(SIGTERM). Saved. The same command goes on from here.") == 1, log
+    assert not (folder / "checkpoints/final").exists()
+    subprocess.run([*TORCHRUN, *words], check=True, timeout=PATIENCE_SECONDS)
 
 
 def children(process: subprocess.Popen[str]) -> list[psutil.Process]:
