@@ -45,7 +45,7 @@ def process_ids() -> list[int]:
         process.pid: " ".join(process.cmdline())
         for process in psutil.Process().children(recursive=True)
     }
-    names = ("ServeReplica:reward-model", "ScoringWorker")
+    names = ("ServeReplica:reward-model", "_Part")
     return [process_id for name in names for process_id, title in titles.items() if name in title]
 
 
@@ -65,7 +65,9 @@ def killed_while_busy(process_id: int) -> threading.Thread:
 
 @pytest.mark.slow
 def test_replicas_and_the_death_of_one(folder: str, scores: list[float], ray: Any) -> None:
-    """Without retries, only the chunk of the replica that dies, or takes too long, is masked; then there is another."""
+    """Without retries, only what the replica that dies was scoring is masked; then there is
+    another.
+    """
     environment = make(folder, max_retries=0)
     before = process_ids()
     assert len(set(before)) == 2
@@ -76,26 +78,38 @@ def test_replicas_and_the_death_of_one(folder: str, scores: list[float], ray: An
     step = environment.step(LOGS, INFOS)
     accident.join()
     masked = step.rewards.isnan()
-    assert len(LOGS) // 5 <= int(masked.sum()) <= len(LOGS) // 2  # of 4 chunks that at the replica
+    # A replica scores the completions of at most 4 prompts at a time, of which there are 5 each.
+    assert 5 <= int(masked.sum()) <= 4 * 5
     assert step.rewards[~masked].tolist() == pytest.approx(
         torch.tensor(scores)[~masked].tolist(), abs=CLOSE
     )
-    assert "its replica died" in step.metadata[int(masked.nonzero()[0])][DETAILS]["error"]
-    assert environment.step(LOGS, INFOS).rewards.tolist() == pytest.approx(scores, abs=CLOSE)
-    pool: Any = environment._model
-    patient, pool._config = (
-        pool._config,
-        pool._config.model_copy(update={"worker_timeout_seconds": 1e-3}),
-    )
-    assert (
-        "within worker_timeout_seconds: 0.001"
-        in environment.step(LOGS, INFOS).metadata[0][DETAILS]["error"]
-    )
-    pool._config = patient
+    error = step.metadata[int(masked.nonzero()[0])][DETAILS]["error"]
+    assert "tried 1 times: 1 replicas died while they scored these conversations" in error
     assert environment.step(LOGS, INFOS).rewards.tolist() == pytest.approx(scores, abs=CLOSE)
     environment.shutdown()
     with pytest.raises(ModelError, match="was shut down"):
         environment.step(LOGS[:1], [{}])
+
+
+@pytest.mark.slow
+def test_a_replica_that_dies_costs_no_reward(folder: str, scores: list[float], ray: Any) -> None:
+    """With retries, as by default."""
+    environment = make(folder)
+    accident = killed_while_busy(process_ids()[0])
+    step = environment.step(LOGS, INFOS)
+    accident.join()
+    environment.shutdown()
+    assert step.rewards.tolist() == pytest.approx(scores, abs=CLOSE)
+
+
+@pytest.mark.slow
+def test_replicas_that_take_too_long_give_no_reward(folder: str, ray: Any) -> None:
+    environment = make(folder, max_retries=1, worker_timeout_seconds=1e-3)
+    step = environment.step(LOGS, INFOS)
+    environment.shutdown()
+    assert bool(step.rewards.isnan().all())
+    error = step.metadata[0][DETAILS]["error"]
+    assert error == "tried 2 times: not scored within worker_timeout_seconds: 0.001"
 
 
 @pytest.mark.slow

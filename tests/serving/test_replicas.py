@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import shutil
@@ -38,6 +39,13 @@ pytestmark = pytest.mark.slow  # Ray, Serve and two replicas take half a minute 
 SECONDS = 240.0
 
 
+def title_of(process: psutil.Process) -> str:
+    """What it says of itself; nothing once it has died."""
+    with contextlib.suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
+
+
 class Server:
     """A front at `url` in a process of its own, and what it counts."""
 
@@ -61,17 +69,24 @@ class Server:
         samples = (sample for family in families for sample in family.samples)
         return next((sample.value for sample in samples if sample.name == f"treeward_{name}"), None)
 
-    def replicas(self) -> list[psutil.Process]:
+    def replicas(self, title: str = "ServeReplica") -> list[psutil.Process]:
         below = psutil.Process(self.process.pid).children(recursive=True)
-        return [one for one in below if "ServeReplica" in " ".join(one.cmdline())]
+        return [one for one in below if title in title_of(one)]
 
 
 @pytest.fixture(scope="module")
 def server(served_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Two replicas of a model that requests may call by its folder, which is relative."""
     folder = tmp_path_factory.mktemp("replicas")
+    with serving(served_folder, folder, "--replicas", "2") as started:
+        yield started
+
+
+@contextlib.contextmanager
+def serving(served_folder: Path, folder: Path, *options: str) -> Iterator[Server]:
+    """`treeward serve` in `folder`, with these options."""
     shutil.copytree(served_folder, folder / "models" / "rm")
-    words = ["serve", "models/rm", "--port", "0", "--replicas", "2"]
+    words = ["serve", "models/rm", "--port", "0", *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     log = folder / "log"
     with log.open("w") as stderr:
@@ -154,6 +169,19 @@ def test_a_replica_that_is_killed_loses_nothing(server: Server) -> None:
     assert httpx.get(f"{server.url}/health").status_code == 200
     assert server.counted("scores_count") >= 3 * len(chats)
     wait_until(lambda: set(server.replicas()) - {first, second})
+
+
+def test_a_divided_model_gives_the_scores_and_comes_back(
+    served_folder: Path, tmp_path: Path
+) -> None:
+    """A replica of two processes, each with a part of the model, of which one is killed."""
+    with serving(served_folder, tmp_path, "--tensor-parallel-size", "2") as server:
+        want = [score.score for score in server.scorer.score(CHATS)]
+        assert server.scores(CHATS) == pytest.approx(want, abs=CLOSE)
+        [part] = server.replicas("_Part")
+        part.kill()
+        # The replica ends when it needs the part, and the front asks the one that Serve starts.
+        assert server.scores(CHATS) == pytest.approx(want, abs=CLOSE)
 
 
 class Recorded:

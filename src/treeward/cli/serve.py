@@ -48,6 +48,10 @@ def run(
         int | None,
         typer.Option(help="Processes of Ray Serve; each holds every model."),
     ] = None,
+    tensor_parallel_size: Annotated[
+        int | None,
+        typer.Option(help="GPUs that a replica of the model is divided over, by Ray."),
+    ] = None,
     *,
     options: ModelOptions,
 ) -> int:
@@ -76,6 +80,7 @@ def run(
         "host": host,
         "port": port,
         "replicas": replicas,
+        "tensor_parallel_size": tensor_parallel_size,
         "batch_tokens": options.batch_tokens,
     }
     for key, setting in settings.items():

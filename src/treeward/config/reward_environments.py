@@ -43,7 +43,8 @@ class ScoringDTensorConfig(ShardingConfig):
     """How the model is sharded, and what is moved to save memory."""
 
     cpu_offload: bool = False
-    """Keep the weights in the CPU's memory and move them to the GPU for each step only."""
+    """Keep the weights in the CPU's memory and move them to the GPU for each step only. It is for a model in the
+    environment's process: replicas keep theirs on their GPUs."""
     tensor_parallel_size: PositiveInt = 1
     """GPUs that a replica of the model is sharded over, all of one node: for a model that does not fit into one."""
 
@@ -68,9 +69,10 @@ class RewardModelEnvironmentConfig(ScoringConfig):
     """Most tokens in one forward pass, counted after sharing prefixes. None: 4096, unless `batch_size` is given."""
     resources: ResourcesConfig = ResourcesConfig()
     max_retries: NonNegativeInt = 3
-    """Further attempts of a part of a step whose replica died or took too long."""
+    """Further attempts of a prompt's completions whose replica died or took too long."""
     worker_timeout_seconds: PositiveFloat | None = None
-    """Time limit of a part of a step. None: no limit; of a step at a server 600."""
+    """Time limit of a prompt's completions in replicas, or of a step at a server. None: no limit in replicas, 600 at a
+    server."""
     dtensor_cfg: ScoringDTensorConfig = ScoringDTensorConfig()
 
     @property

@@ -52,10 +52,15 @@ class ServerConfig(Strict):
     """Normalise the rewards of NeMo Gym's `/verify`, and no others, by the mean and deviation of those so far."""
     replicas: PositiveInt = 1
     """Processes that each hold every model, in Ray Serve behind one address. 1: this process, without Ray."""
+    tensor_parallel_size: PositiveInt = 1
+    """Processes of one node that each replica of a model is divided over, each with a GPU where there are any: for one
+    model that does not fit into a GPU. More than 1 needs Ray Serve, and has no cache of prompts."""
     ray_actor_options: dict[str, Any] = Field(default_factory=dict)
-    """Ray's options of each replica, as {num_gpus: 0.5}. By default a GPU, or an equal part of the CPUs."""
+    """Ray's options of each process, as {num_gpus: 0.5}. By default a GPU, or an equal part of the CPUs."""
     batch_tokens: PositiveInt = 4096
     """Most tokens computed in one forward pass, counted after sharing."""
+    batch_size: PositiveInt | None = None
+    """Most conversations in one forward pass. None: only `batch_tokens` limits it."""
     prefix_cache_bytes: NonNegativeInt = 2**28
     """Memory of each model for the keys and values of prompts that were scored before; 0 disables the cache."""
     max_queued: PositiveInt = 20_000
@@ -74,7 +79,14 @@ class ServerConfig(Strict):
     access_log: bool = True
     """Log a line for each request."""
 
+    @property
+    def needs_ray(self) -> bool:
+        """Whether the models are in processes of Ray Serve."""
+        return self.replicas > 1 or self.tensor_parallel_size > 1
+
     def check(self) -> None:
+        if self.tensor_parallel_size > 1 and len(self.models) > 1:
+            raise self.error("tensor_parallel_size models", "one model, which is divided")
         names = [model.served_name for model in self.models]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             need = "models[i].name, another for each"

@@ -28,7 +28,7 @@ from treeward.data.prompt_encoding import EncodedPrompts, encode_prompts
 from treeward.data.prompt_sets import Prompt, PromptSet, open_prompts, prompts_summary
 from treeward.data.rendering import Renderer
 from treeward.environments.preference_verdict import open_questions
-from treeward.environments.reward_model import RewardServer
+from treeward.environments.reward_models import ModelAtServer
 from treeward.model.checks import check_policy, check_positions
 from treeward.model.contract import read_contract
 from treeward.model.loading import build_policy, load_policy
@@ -495,6 +495,6 @@ def _section(name: str, section: Mapping[str, Any]) -> dict[str, Any]:
 
 def _at_server(config: RewardModelEnvironmentConfig) -> str:
     """The part of a server's identity that its rewards depend on."""
-    server = RewardServer(config)
+    server = ModelAtServer(config)
     with server.client:
         return str(server.model["identity"])

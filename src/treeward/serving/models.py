@@ -16,7 +16,7 @@ from typing import Any
 from treeward.config.server import ServedModelConfig, ServerConfig, model_name
 from treeward.data.rendering import Renderer
 from treeward.model.contract import read_contract
-from treeward.model.pretrained import check_device
+from treeward.model.pretrained import check_device, choose_device
 from treeward.scoring.ensemble import load_scorer
 from treeward.scoring.identity import scorer_identity
 from treeward.scoring.scorer import PreparedScorer, Scorer
@@ -137,9 +137,19 @@ def load_served(
     # Where no contract says how long conversations may be, the section's default does.
     if not has_limit:
         section = section.model_copy(update={"max_length": section.default_max_length})
-    capacity = {
-        "batch_tokens": server.batch_tokens,
-        "prefix_cache_bytes": server.prefix_cache_bytes,
-    }
-    scorer = load_scorer(section, device=section.device, **capacity)
+    limits = {"batch_tokens": server.batch_tokens, "max_sequences": server.batch_size}
+    if server.tensor_parallel_size > 1:
+        # It needs Ray, which most servers do without.
+        from treeward.scoring.divided import DividedScorer  # noqa: PLC0415
+
+        device = choose_device(section.device).type
+        size = server.tensor_parallel_size
+        divided = DividedScorer(section, size, device=device, **limits)
+        return ServedModel.of(section, divided.own_scorer), divided
+    scorer = load_scorer(
+        section,
+        device=section.device,
+        prefix_cache_bytes=server.prefix_cache_bytes,
+        **limits,
+    )
     return ServedModel.of(section, scorer), scorer

@@ -1,12 +1,14 @@
-"""The server in several processes, as an application of Ray Serve: one front, and replicas that
+"""Reward models in several processes, as an application of Ray Serve: one front, and replicas that
 hold the models.
 
     # Ray, the replicas, and a Service whose scores come from them
     with started(config, "rewards") as service:
         app = create_app(service)
 
-Conversations with a common beginning go to the same replica, so that each prompt is in one cache.
-If a replica dies, another scores its pending conversations.
+The front is a server, or an environment of an RL loop. A replica is one process, or several with a
+part of the model each. Conversations with a common beginning go to the same replica, so that each
+prompt is in one cache. Serve places the replicas, watches them, and starts another for one that
+dies, whose pending conversations are scored by the others.
 """
 
 from __future__ import annotations
@@ -27,10 +29,10 @@ from ray.exceptions import RayActorError
 
 from treeward.config.server import ServerConfig
 from treeward.data.conversation import AnyConversation
+from treeward.errors import ModelError
 from treeward.model.pretrained import check_local
 from treeward.parallel.ray_cluster import equal_shares, start_ray
 from treeward.progress import configure_logging
-from treeward.scoring.replicas import running
 from treeward.scoring.score import Score
 from treeward.serving.api_error import APIError
 from treeward.serving.batcher import ServerMetrics, check_queue, not_in_time
@@ -44,10 +46,12 @@ _ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 _BUCKETS = 512
 """Keys of prompts, and so the largest number of calls for a request."""
 _MOST_CALLS = 1024
-"""Calls in progress at a replica: it passes on what is above them, to the next ones in the order of
-a prompt."""
+"""Calls in progress at a replica of a server."""
 _MOST_DEATHS = 3
-"""Replicas that may die during a call before it fails: its conversations may be the cause."""
+"""Replicas that may die during a call of a server before it fails: its conversations may be the
+cause."""
+_QUIET = {"log_level": "WARNING", "enable_access_log": False}
+"""For Serve's own loggers."""
 
 
 class Replica:
@@ -78,11 +82,22 @@ class Replica:
 
 
 class ReplicaBatcher:
-    """The front's counterpart of `Batcher`: replicas score the conversations."""
+    """The front's counterpart of `Batcher`: replicas score the conversations.
 
-    def __init__(self, handle: Any, config: ServerConfig, models: Sequence[ServedModel]) -> None:
+    `most_deaths`: replicas that may die during a call before it fails.
+    """
+
+    def __init__(
+        self,
+        handle: Any,
+        config: ServerConfig,
+        models: Sequence[ServedModel],
+        *,
+        most_deaths: int = _MOST_DEATHS,
+    ) -> None:
         self.config = config
         self.num_queued = 0
+        self._most_deaths = most_deaths
         self._endings = {model.name: model.ending for model in models}
         self._handle = handle
 
@@ -140,7 +155,7 @@ class ReplicaBatcher:
 
     async def _ask(self, key: int, model: str, part: Sequence[Any]) -> list[Score]:
         """The scores by this key's replica, or by the next one if it dies."""
-        for _ in range(_MOST_DEATHS):
+        for _ in range(self._most_deaths):
             call = self._handle.options(method_name="score", session_id=str(key))
             response = call.remote(model, part)
             try:
@@ -154,20 +169,47 @@ class ReplicaBatcher:
                 logger.warning(message, len(part), reason)
                 # An unreachable replica may be the only one, until Serve has replaced it.
                 await asyncio.sleep(0.1)
-        raise APIError(
-            500,
-            "scoring_failed",
-            f"{_MOST_DEATHS} replicas died while they scored these conversations",
-        )
+        number = self._most_deaths
+        message = f"{number} replicas died while they scored these conversations: {reason}"
+        raise APIError(500, "scoring_failed", message)
 
 
 @contextmanager
-def started(config: ServerConfig, name: str) -> Iterator[Service]:
+def started(
+    config: ServerConfig,
+    name: str,
+    *,
+    most_calls: int = _MOST_CALLS,
+    most_deaths: int = _MOST_DEATHS,
+    shutdown_seconds: float = SHUTDOWN_SECONDS,
+) -> Iterator[Service]:
     """Replicas in Ray, under the name of an application, until the context ends.
 
-    Raises `ConfigError` for more GPUs than this machine has, and `ModelError` for replicas that do
-    not start.
+    `most_calls`: in progress at a replica, which passes on what is above them to the next ones in
+    the order of a prompt. `most_deaths`: as of `ReplicaBatcher`. `shutdown_seconds`: for calls in
+    progress when the context ends. Raises `ConfigError` for more GPUs than this machine has, and
+    `ModelError` for replicas that do not start.
     """
+    ray = start_ray()
+    # Serve starts them, watches them and replaces those that die.
+    with _running(
+        _of_replicas(config),
+        name=name,
+        num_replicas=config.replicas,
+        max_ongoing_requests=most_calls,
+        graceful_shutdown_timeout_s=shutdown_seconds,
+        request_router_config={"request_router_class": _ROUTER},
+        **_placed(config, ray),
+    ) as handle:
+        served = zip(handle.models.remote().result(), config.models, strict=True)
+        # Clients see the members as they were named here, not the paths of the replicas.
+        front_models = [replace(model, members=section.models) for model, section in served]
+        batcher = ReplicaBatcher(handle, config, front_models, most_deaths=most_deaths)
+        yield Service(front_models, config, ServerMetrics(), batcher)
+
+
+def _of_replicas(config: ServerConfig) -> ServerConfig:
+    """The configuration of each replica."""
     sections = []
     for section in config.models:
         models = []
@@ -180,32 +222,55 @@ def started(config: ServerConfig, name: str) -> Iterator[Service]:
         changes = {"models": tuple(models), "name": section.served_name}
         sections.append(section.model_copy(update=changes))
     # The front counts what waits and refuses the rest, so a replica accepts whatever comes.
-    replica_changes = {"models": tuple(sections), "max_queued": 2**62}
-    replica_config = config.model_copy(update=replica_changes)
-    ray = start_ray()
+    return config.model_copy(update={"models": tuple(sections), "max_queued": 2**62})
+
+
+def _placed(config: ServerConfig, ray: Any) -> dict[str, Any]:
+    """Serve's options for where replicas run."""
+    size = config.tensor_parallel_size
     options = config.ray_actor_options
     wants_gpu = any(section.device != "cpu" for section in config.models)
-    num_gpus = options.get("num_gpus", int(wants_gpu))
-    resources = equal_shares(
+    share = equal_shares(
         ray,
-        config.replicas,
-        num_gpus=num_gpus,
+        config.replicas * size,
+        num_gpus=options.get("num_gpus", int(wants_gpu)),
         required="num_gpus" in options,
         where="replicas, ray_actor_options",
     )
-    # Serve starts them, watches them and replaces those that die.
-    with running(
-        Replica,
-        replica_config,
-        name=name,
-        num_replicas=config.replicas,
-        ray_actor_options={**resources, **options},
-        max_ongoing_requests=_MOST_CALLS,
-        graceful_shutdown_timeout_s=SHUTDOWN_SECONDS,
-        request_router_config={"request_router_class": _ROUTER},
-    ) as handle:
-        served = zip(handle.models.remote().result(), config.models, strict=True)
-        # Clients see the members as they were named here, not the paths of the replicas.
-        front_models = [replace(model, members=section.models) for model, section in served]
-        batcher = ReplicaBatcher(handle, config, front_models)
-        yield Service(front_models, config, ServerMetrics(), batcher)
+    of_process = {**share, **options}
+    if size == 1:
+        return {"ray_actor_options": of_process}
+    # A placement group: the processes of a replica are on one node, and start together or not.
+    bundle = {"CPU": of_process.get("num_cpus", 1), "GPU": of_process.get("num_gpus", 0)}
+    return {
+        "ray_actor_options": {"num_cpus": bundle["CPU"], "num_gpus": bundle["GPU"]} | of_process,
+        "placement_group_bundles": [bundle] * size,
+        "placement_group_strategy": "STRICT_PACK",
+    }
+
+
+@contextmanager
+def _running(config: ServerConfig, *, name: str, **options: Any) -> Iterator[Any]:
+    """The handle of replicas in the Ray that runs, until the context ends.
+
+    `options`: of `serve.deployment`. Raises `ModelError` for replicas that do not start.
+    """
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    serve.start(proxy_location="Disabled", logging_config=_QUIET)
+    deploy = serve.deployment(
+        name="Replica",
+        max_constructor_retry_count=1,
+        logging_config=_QUIET,
+        **options,
+    )
+    try:
+        try:
+            handle = serve.run(deploy(Replica).bind(config), name=name, route_prefix=None)
+        except RuntimeError:
+            # With the traceback of the replica, whose last line is the error.
+            status = serve.status().applications[name].deployments["Replica"].message
+            reason = status.rpartition("treeward.errors.")[2].strip()
+            raise ModelError(f"the replicas do not start: {reason}") from None
+        yield handle
+    finally:
+        serve.delete(name)

@@ -38,7 +38,7 @@ def serve(config: ServerConfig) -> int:
     `Service.load` does.
     """
     token = key_from(config.token_env, field="token_env")
-    if config.replicas == 1 and config.ray_actor_options:
+    if config.ray_actor_options and not config.needs_ray:
         raise config.error("ray_actor_options replicas", "2 replicas or more")
     with contextlib.closing(_bind(config)) as listener, _service(config, listener) as service:
         server = make_server(service, token=token)
@@ -58,7 +58,7 @@ def serve(config: ServerConfig) -> int:
 @contextlib.contextmanager
 def _service(config: ServerConfig, listener: socket.socket) -> Iterator[Service]:
     """The service, in this process or in replicas, until the context ends."""
-    if config.replicas == 1:
+    if not config.needs_ray:
         yield Service.load(config)
         return
     try:
@@ -75,7 +75,8 @@ def _service(config: ServerConfig, listener: socket.socket) -> Iterator[Service]
     # The name follows from the address, so that a new server replaces the replicas of a killed one.
     name = f"treeward-{socket.gethostname()}-{listener.getsockname()[1]}"
     with started(config, name) as service:
-        logger.info("%d replicas are ready.", config.replicas)
+        size = config.tensor_parallel_size
+        logger.info("%d replicas are ready, of %d processes each.", config.replicas, size)
         yield service
 
 
