@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -19,6 +20,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from treeward.model.loading import classifier_class
 from treeward.model.reward_model import RewardModel
 from treeward.tree import attention
 from treeward.tree.position_mask import PositionMask
@@ -80,22 +82,82 @@ CAUSAL_ONLY: dict[str, dict[str, Any]] = {  # transformers has no classifier for
         "layer_types": ["full_attention", "full_attention"],
     },
 }  # fmt: skip
-ROW_FAMILIES: dict[str, dict[str, Any]] = {
+_GATED_DELTA = {
+    **_GQA, "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+}  # fmt: skip
+_MAMBA2 = {
+    "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 12, "mamba_expand": 2,
+    "mamba_chunk_size": 32,
+}  # fmt: skip
+_EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+}  # fmt: skip
+_KIMI = {
+    "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "linear_head_dim": 8, "linear_num_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"], "num_experts": 4, "num_experts_per_token": 2,
+    "moe_intermediate_size": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "model_max_length": 1024,
+}  # fmt: skip
+# Recurrent layers, of each kind first one family.
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_5": {"model_type": "qwen3_5_text", **_GATED_DELTA},
+    "nemotron_h": {
+        "model_type": "nemotron_h", **_GQA, "layers_block_type": ["mamba", "attention", "mamba", "moe"],
+        "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 12, "chunk_size": 32,
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        "moe_shared_expert_intermediate_size": 16,
+    },
     "mamba": {"model_type": "mamba", "state_size": 4, "expand": 2},
-    "gptj": {"model_type": "gptj", "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_positions": 128},
-    "bloom": {"model_type": "bloom", "n_layer": 2, "n_head": 4},
-    "qwen3_next": {
-        "model_type": "qwen3_next", **_GQA, "layer_types": ["linear_attention", "full_attention"], "num_experts": 4,
-        "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
-        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-    },
-    "minimax": {
-        "model_type": "minimax", **_GQA, **_MOE, "num_local_experts": 4, "block_size": 8,
-        "layer_types": ["linear_attention", "full_attention"],
-    },
     "lfm2": {
         "model_type": "lfm2", "num_attention_heads": 4, "num_key_value_heads": 2,
         "layer_types": ["conv", "full_attention"],
+    },
+    "qwen3_next": {"model_type": "qwen3_next", **_GATED_DELTA, **_EXPERTS},
+    "qwen3_5_moe": {"model_type": "qwen3_5_moe_text", **_GATED_DELTA, **_EXPERTS},
+    "olmo_hybrid": {"model_type": "olmo_hybrid", **_GATED_DELTA},
+    "mamba2": {
+        "model_type": "mamba2", "num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 12, "expand": 2,
+        "chunk_size": 32,
+    },
+    "bamba": {"model_type": "bamba", **_GQA, **_MAMBA2, "attn_layer_indices": [1]},
+    "falcon_h1": {"model_type": "falcon_h1", **_GQA, **_MAMBA2, "mamba_d_ssm": 64},
+    "granitemoehybrid": {
+        "model_type": "granitemoehybrid", **_GQA, **_MAMBA2, "layer_types": ["mamba", "attention"],
+        "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 32,
+        "position_embedding_type": "rope",
+    },
+    "zamba2": {
+        "model_type": "zamba2", **_GQA, "num_hidden_layers": 4, "mamba_d_state": 12, "n_mamba_heads": 8,
+        "mamba_headdim": 8, "mamba_ngroups": 2, "chunk_size": 32, "num_mem_blocks": 1, "attention_head_dim": 16,
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "attention_hidden_size": 64, "use_mem_rope": True,
+    },
+    "falcon_mamba": {"model_type": "falcon_mamba", "state_size": 4, "expand": 2},
+    "jamba": {
+        "model_type": "jamba", **_GQA, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4,
+        "num_experts_per_tok": 2, "mamba_d_state": 4, "use_mamba_kernels": False,
+    },
+    "lfm2_moe": {
+        "model_type": "lfm2_moe", **_GQA, "layer_types": ["conv", "full_attention"], "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_dense_layers": 1,
+    },
+    "lfm3": {"model_type": "lfm3", **_GQA, "layer_types": ["conv", "full_attention"], "sliding_window": 16},
+    "zamba": {
+        "model_type": "zamba", **_GQA, "num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2,
+        "mamba_d_state": 4, "n_mamba_heads": 2, "attention_hidden_size": 64, "attention_head_dim": 16,
+        "use_mamba_kernels": False,
+    },
+    "kimi_linear": {"model_type": "kimi_linear", **_KIMI, "mlp_layer_types": ["dense", "sparse"]},
+    "bailing_hybrid": {
+        "model_type": "bailing_hybrid", **_KIMI, "first_k_dense_replace": 1, "num_expert_group": 1, "topk_group": 1,
+    },
+}  # fmt: skip
+ROW_FAMILIES: dict[str, dict[str, Any]] = {
+    "gptj": {"model_type": "gptj", "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_positions": 128},
+    "bloom": {"model_type": "bloom", "n_layer": 2, "n_head": 4},
+    "minimax": {
+        "model_type": "minimax", **_GQA, **_MOE, "num_local_experts": 4, "block_size": 8,
+        "layer_types": ["linear_attention", "full_attention"],
     },
 }  # fmt: skip
 ENCODERS: dict[str, dict[str, Any]] = {
@@ -124,7 +186,7 @@ _COMMON = {
 
 
 def config_of(family: str, **changes: Any) -> Any:
-    fields = {**DECODERS, **CAUSAL_ONLY, **ROW_FAMILIES, **ENCODERS}[family]
+    fields = {**DECODERS, **CAUSAL_ONLY, **HYBRIDS, **ROW_FAMILIES, **ENCODERS}[family]
     known = AutoConfig.for_model(fields["model_type"])
     common = {name: value for name, value in _COMMON.items() if hasattr(known, name)}
     return AutoConfig.for_model(**{**common, **fields, **changes})
@@ -152,12 +214,51 @@ def causal_model(family: str, *, seed: int = 0, **changes: Any) -> PreTrainedMod
     return randomise(model.eval(), seed)
 
 
+class InFloat64(TorchFunctionMode):
+    """What a model computes in float32 whatever its weights are (norms, softmax, the head) is computed in float64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        wide = {torch.float32: torch.float64}
+        args = tuple(wide.get(x, x) if isinstance(x, torch.dtype) else x for x in args)
+        kwargs = {
+            key: wide.get(x, x) if isinstance(x, torch.dtype) else x
+            for key, x in (kwargs or {}).items()
+        }
+        return (torch.Tensor.double if func is torch.Tensor.float else func)(*args, **kwargs)
+
+
+def model_of(family: str, *, seed: int = 0, **changes: Any) -> Any:
+    """A tiny model of any family, with a classifier made by treeward where transformers has none."""
+    config = config_of(family, **changes)
+    if type(config) in AutoModelForSequenceClassification._model_mapping:
+        return tiny_model(family, seed=seed, **changes)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        made = classifier_class(config, False)._from_config(
+            config, dtype=torch.float32, attn_implementation="eager"
+        )
+    return randomise(made.eval(), seed)
+
+
+def rows_alone(hf: Any, sequences: Sequence[Sequence[int]]) -> Tensor:
+    """The last hidden state of one row at a time through the head: what plain transformers would do."""
+    base, head = hf.base_model, hf.score
+    states = [
+        base(input_ids=torch.tensor([list(s)]), use_cache=False).last_hidden_state[:, -1]
+        for s in sequences
+    ]
+    return head(torch.cat(states))[:, 0]
+
+
 def randomise(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             drawn = torch.randn(weight.shape, generator=generator)
-            if weight.dim() > 1:
+            if "A_log" in name:
+                # Slow decays: with transformers' a state would not live to be inherited.
+                weight.copy_(drawn.uniform_(0.02, 0.5, generator=generator).log())
+            elif weight.dim() > 1:
                 # in transposed layouts (GPT-2, experts) and square ones alike, about the size of what is multiplied
                 fan_in = (
                     1.0
@@ -165,7 +266,7 @@ def randomise(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
                     else min(weight.shape[-2:])
                 )
                 weight.copy_(drawn * fan_in**-0.5)
-            elif "A_log" in name or "dt_bias" in name or name.endswith(".D"):
+            elif "dt_bias" in name or name.endswith(".D"):
                 continue
             elif name.endswith("sinks"):
                 weight.copy_(drawn)

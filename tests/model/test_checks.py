@@ -15,13 +15,14 @@ from families import (
     causal_model,
     config_of,
     forest,
+    model_of,
     plain_scores,
-    randomise,
+    rows_alone,
     score_error,
     tiny_model,
 )
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import create_causal_mask
 from transformers.models.llama import modeling_llama
 
@@ -135,36 +136,10 @@ def test_a_policy_whose_logits_are_not_those_of_transformers() -> None:
         assert "off a token, the mean of 45" in str(raised.value)
 
 
-def model_of(family: str, **changes: Any) -> Any:
-    """A tiny model of any family, with a classifier made by treeward where transformers has none."""
-    config = config_of(family, **changes)
-    if type(config) in AutoModelForSequenceClassification._model_mapping:
-        return tiny_model(family, **changes)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        made = classifier_class(config, False)._from_config(
-            config, dtype=torch.float32, attn_implementation="eager"
-        )
-    return randomise(made.eval())
-
-
-def rows_alone(hf: Any, sequences: list[list[int]]) -> torch.Tensor:
-    """The last hidden state of one row at a time through the head: what plain transformers would do."""
-    base, head = hf.base_model, hf.score
-    states = [
-        base(input_ids=torch.tensor([s]), use_cache=False).last_hidden_state[:, -1]
-        for s in sequences
-    ]
-    return head(torch.cat(states))[:, 0]
-
-
 @pytest.mark.parametrize(
     ("family", "reason"),
     [
-        ("mamba", "layers of type linear_attention|unexpected keyword"),
         ("bloom", "attention interface"),
-        ("qwen3_next", "layers of type linear_attention"),
-        ("lfm2", "layers of type conv"),
         ("minimax", "layers of type linear_attention"),
     ],
 )

@@ -58,7 +58,10 @@ def test_completions_end_where_the_turn_ends(policy: PolicyModel, tiny_tokenizer
 
 @pytest.mark.parametrize(
     "family",
-    ["llama", "stablelm", "nemotron", "qwen2_window", "gemma2", "gpt2", "gpt_oss", "mamba", "lfm2"],
+    [
+        *("llama", "stablelm", "nemotron", "qwen2_window", "gemma2", "gpt2", "gpt_oss"),
+        *("mamba", "lfm2", "qwen3_5", "nemotron_h", "gptj"),
+    ],
 )
 def test_the_trainer_finds_the_log_probabilities_that_the_generator_says(
     family: str, tiny_tokenizer: Any

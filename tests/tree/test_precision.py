@@ -16,31 +16,18 @@ from typing import Any
 
 import pytest
 import torch
-from families import forest, tiny_model
+from families import InFloat64, forest, model_of
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from treeward.model.reward_model import RewardModel
 from treeward.tree import attention
 
 FAMILIES = ["llama", "qwen3", "qwen2_window", "gemma2", "gemma3", "gpt_neox", "gpt2"]
+RECURRENT = ["qwen3_5", "nemotron_h", "mamba", "lfm2"]
 MOST, MOST_OF_FAMILY = 1.1, 1.3
 """Times the error of plain rows, over all families and over the few models of one."""
 SEEDS = 5
 Tensors = dict[str, Tensor]
-
-
-class InFloat64(TorchFunctionMode):
-    """What a model computes in float32 whatever its weights are (norms, softmax, the head) is computed in float64."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        wide = {torch.float32: torch.float64}
-        args = tuple(wide.get(x, x) if isinstance(x, torch.dtype) else x for x in args)
-        kwargs = {
-            key: wide.get(x, x) if isinstance(x, torch.dtype) else x
-            for key, x in (kwargs or {}).items()
-        }
-        return (torch.Tensor.double if func is torch.Tensor.float else func)(*args, **kwargs)
 
 
 def scores_and_gradients(
@@ -63,7 +50,7 @@ def errors_of(family: str, dtype: torch.dtype, device: str) -> list[tuple[float,
     """Of scores and of gradients: the errors of rows and of trees."""
     found: list[list[list[float]]] = [[[], []], [[], []]]
     for seed in range(SEEDS):
-        hf, groups = tiny_model(family, seed=seed).to(device), forest(seed)
+        hf, groups = model_of(family, seed=seed).to(device), forest(seed)
         RewardModel(hf).cast(dtype)
         with InFloat64():
             exact = scores_and_gradients(RewardModel(deepcopy(hf).double(), layout="rows"), groups)
@@ -94,6 +81,11 @@ def assert_no_worse(dtype: torch.dtype, device: str, families: Sequence[str] = F
 @pytest.mark.slow
 def test_trees_are_off_by_no_more_than_rows() -> None:
     assert_no_worse(torch.bfloat16, "cpu")
+
+
+@pytest.mark.slow
+def test_recurrent_layers_on_trees_are_off_by_no_more_than_rows() -> None:
+    assert_no_worse(torch.bfloat16, "cpu", RECURRENT)
 
 
 @pytest.mark.slow

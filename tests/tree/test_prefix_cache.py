@@ -21,7 +21,7 @@ def _ids(generator: np.random.Generator, length: int) -> list[int]:
 
 def _prefix(length: int, num_bytes_per_token: int = 8) -> Prefix:
     part = torch.zeros(1, length, num_bytes_per_token // 8, dtype=torch.float32)
-    return Prefix((part,), (part,))
+    return Prefix(part.shape[1], (part,), (part,))
 
 
 @pytest.mark.parametrize("family", DECODERS)

@@ -68,15 +68,16 @@ def why_not_tree(hf: PreTrainedModel) -> str | None:
     """None if trees are exact for this model, else the reason why not. Without weights the configuration decides, and
     `check_before_training` compares later."""
     config = hf.config.get_text_config()
+    model = WrappedModel(hf, layout="tree")
     other = other_layers(hf)
-    if other:
+    if other and not model.recurrent_functions:
         return f"it has layers of type {', '.join(other)}"
     # Llama 4, from 8192 tokens on: a probe would not show it
     if getattr(config, "attn_temperature_tuning", False):
         return "its attention temperature depends on the place in the row"
     if hf.device.type == "meta":
         return None
-    model, sequences = WrappedModel(hf, layout="tree"), _probe_sequences(hf)
+    sequences = _probe_sequences(hf)
     rows = [torch.tensor([ids], device=model.device) for ids in sequences]
     with model.plain_attention():
         states = [
@@ -140,6 +141,9 @@ def check_before_training(
     _check_last_tokens(model, sequences, tokenizer)
     if not getattr(model.hf, "made_by_treeward", False):
         _check_scores(model, sorted(sequences, key=len)[:2])
+    # Real conversations may end so long after they part that a wrong state has decayed.
+    if model.layout == "tree" and model.recurrent_functions:
+        _check_scores(model, _probe_sequences(model.hf))
 
 
 @torch.no_grad()
@@ -302,15 +306,42 @@ def _not_plain(model: WrappedModel, what: str, got: object, need: object) -> Mod
     )
 
 
+_PROBED_CHUNK = 64
+"""Tokens that the kernels of recurrent layers compute at once, at most."""
+
+
 def _probe_sequences(hf: PreTrainedModel) -> list[list[int]]:
-    """Two conversations of 12 and 10 tokens that share 6; the padding token is not in them."""
-    vocabulary = WrappedModel(hf, layout="rows").num_embeddings
+    """Conversations that show a wrong tree, without the padding token.
+
+    Two of 12 and 10 tokens that share 6. Of a model with recurrent layers six: a tree of three levels that is longer
+    than two chunks of a kernel, and one so short that it is padded beside it. All but one end one to five tokens after
+    they part from the others, before a state that they should not have inherited has decayed.
+    """
+    model = WrappedModel(hf, layout="rows")
+    vocabulary = model.num_embeddings
     generator = random.Random(0)  # not torch's, whose numbers are all the same on fake tensors
     pad = getattr(hf.config.get_text_config(), "pad_token_id", None)
     drawn = [generator.randrange(vocabulary) for _ in range(64)]
-    tokens = [token for token in drawn if token != pad][:16]
-    if len(tokens) < 16:
+    known = [token for token in dict.fromkeys(drawn) if token != pad]
+    if len(known) < 2:
         raise ModelError(
             "the vocabulary is too small", got=vocabulary, need="two tokens besides padding"
         )
-    return [tokens[:12], tokens[:6] + tokens[12:16]]
+
+    def draw(number: int) -> list[int]:
+        return [generator.choice(known) for _ in range(number)]
+
+    # Where conversations part their tokens must differ.
+    one, other = known[:2]
+    prompt_length = 2 * _PROBED_CHUNK + 7
+    middle_length = _PROBED_CHUNK + 6
+    limit = model.max_positions
+    has_room = limit is None or limit >= prompt_length + middle_length + 5
+    if not model.recurrent_functions or not has_room:
+        shared = draw(6)
+        return [[*shared, one, *draw(5)], [*shared, other, *draw(3)]]
+    prompt = [one, *draw(prompt_length - 1)]
+    middle = [*prompt, one, *draw(middle_length - 1)]
+    short = [other, *draw(20)]
+    deep = [[*prompt, other], middle, [*middle, one, *draw(1)], [*middle, other, *draw(4)]]
+    return [*deep, [*short, one], [*short, other]]

@@ -379,12 +379,16 @@ def classifier_class(config: PreTrainedConfig, trust_remote_code: bool) -> type[
         )
     base_class: Any = AutoModel._model_mapping[type(config)]
     name = type(config).__name__.removesuffix("Config") + "ForSequenceClassification"
+    family: Any = base_class.__mro__[1]
     body = {
         "__module__": base_class.__module__,
         "config_class": type(config),
         "made_by_treeward": True,
+        # Where the causal model has its weights. transformers' generic class says `model`; Mamba's
+        # are in `backbone`.
+        "base_model_prefix": family.base_model_prefix,
     }
-    made: Any = type(name, (GenericForSequenceClassification, base_class.__mro__[1]), body)
+    made: Any = type(name, (GenericForSequenceClassification, family), body)
     AutoModelForSequenceClassification.register(type(config), made)
     logger.warning(
         "transformers has no sequence classifier for %s: treeward made %s. Its export loads with treeward; plain "

@@ -277,7 +277,7 @@ def check_used(hf: PreTrainedModel, unused: Iterable[str], name: str) -> None:
         classes.append(AutoModelForCausalLM._model_mapping[type(config)])
     for model_class in (None, *classes) if unknown else ():
         with torch.device("meta"):
-            model = hf if model_class is None else model_class._from_config(config)
+            model = hf if model_class is None else _unfilled(model_class, config)
         patterns += model._keys_to_ignore_on_load_unexpected or ()
         unknown -= {
             key
@@ -298,6 +298,15 @@ def check_used(hf: PreTrainedModel, unused: Iterable[str], name: str) -> None:
             need=f"those of {type(hf).__name__}",
             fix=advice if heads else "mend config.json, or save the model without them",
         )
+
+
+def _unfilled(model_class: Any, config: PreTrainedConfig) -> PreTrainedModel:
+    """A model of the class without weights. The language model of one that also sees (Qwen3.5) takes the part of the
+    configuration that is about text."""
+    text_config = config.get_text_config()
+    takes_text = model_class.config_class is type(text_config)
+    made: PreTrainedModel = model_class._from_config(text_config if takes_text else config)
+    return made
 
 
 def check_local(name: str) -> None:

@@ -313,8 +313,7 @@ class RewardModel(WrappedModel):
 
     def _num_known(self, cache: PrefixCache, ids: TokenIds, read_at: Sequence[int]) -> int:
         """How many of the first tokens need not be computed: cached ones before the first that is read."""
-        num_known = min(cache.match(ids), min(read_at, default=0))
-        return num_known if num_known >= MIN_PREFIX_TOKENS else 0
+        return cache.match(ids, most=min(read_at, default=0))
 
     def _heads_with(
         self,

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from treeward.errors import ConfigError, ModelError
-from treeward.tree import attention
+from treeward.tree import attention, current_row, mixers
 from treeward.tree.batch import Batch, RowBatch, TreeBatch
 from treeward.tree.token_tree import TokenIds
 
@@ -39,6 +39,8 @@ class WrappedModel(nn.Module):
     def __init__(self, hf: PreTrainedModel, *, layout: Layout) -> None:
         super().__init__()
         attention.register()
+        self.recurrent_functions = mixers.follow_trees(hf)
+        """The names of the functions of transformers by which recurrent layers follow trees."""
         self.hf = hf
         self.layout: Layout = layout
         self.tree_attention: str | None = None
@@ -152,7 +154,8 @@ class WrappedModel(nn.Module):
         if self.hf.config._attn_implementation != implementation:
             if type(self.hf)._can_set_attn_implementation():
                 self.hf.set_attn_implementation(implementation)
-            elif implementation.startswith("treeward"):
+            # A model of recurrent layers alone has no attention to set.
+            elif implementation.startswith("treeward") and not self.recurrent_functions:
                 raise ModelError(
                     f"{type(self.hf).__name__} does not use transformers' attention interface",
                     fix="policy.attention=rows",
@@ -199,7 +202,8 @@ class WrappedModel(nn.Module):
             or self.hf.gradient_checkpointing_enable
         )
         try:
-            enable({"use_reentrant": False})
+            # The recomputation needs the row of trees too: recurrent layers look for it when they run.
+            enable({"use_reentrant": False, "context_fn": current_row.checkpointing})
         except ValueError as error:
             summary, where = "this model cannot compute its activations again", "policy.dtensor_cfg"
             raise ConfigError(
@@ -220,7 +224,7 @@ class WrappedModel(nn.Module):
         implementation = self.tree_attention or attention.default_for(self.device, self.head_sizes)
         if implementation == attention.FLEX:
             batch = batch.padded()
-        with self.attention(implementation), attention.over(batch.layout):
+        with self.attention(implementation), current_row.over(batch.layout):
             hidden: Tensor = self.backbone(
                 input_ids=batch.tokens_T[None],
                 position_ids=batch.layout.positions_T[None],

@@ -290,7 +290,8 @@ class Scorer(PreparedScorer):
             scorer._replay(contract, name, with_tokens=is_rendered_alike)
         # After the replay, whose conversations are not worth keeping.
         if prefix_cache_bytes:
-            scorer.prefix_cache = PrefixCache(prefix_cache_bytes)
+            has_states = bool(scorer.model.recurrent_functions)
+            scorer.prefix_cache = PrefixCache(prefix_cache_bytes, whole=has_states)
         return scorer
 
     @property
@@ -496,8 +497,12 @@ class Scorer(PreparedScorer):
         if not prompt_length and conversation:
             # The prompt's share of the characters is about its share of the tokens.
             lengths = [len(str(message.get("content") or "")) for message in conversation]
-            share = len(ids) * sum(lengths[:-1]) / max(1, sum(lengths))
-            prompt_length = int(share) + _TURN_TOKENS
+            share = int(len(ids) * sum(lengths[:-1]) / max(1, sum(lengths)))
+            if self.prefix_cache.whole:
+                # Other completions go on from a place within the prompt; past its end none would.
+                prompt_length = max(0, share - _TURN_TOKENS)
+            else:
+                prompt_length = share + _TURN_TOKENS
         prompt_length = min(prompt_length, len(ids) - 1)
         return Prepared(name, ids, len(ids), truncated, prompt_length=prompt_length)
 

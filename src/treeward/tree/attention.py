@@ -1,7 +1,7 @@
 """Attention over a `TreeBatch`: a token sees itself, the earlier tokens of its segment, and the segments above it.
 
     register()
-    with over(batch.layout):
+    with current_row.over(batch.layout):
         model(...)          # set to one of the implementations below
 
 - `TREE`: anywhere. On a CPU flash attention over slices; elsewhere one masked SDPA call per tree; with a
@@ -27,7 +27,7 @@ from torch.utils._triton import has_triton
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from treeward.errors import ModelError
-from treeward.tree import flex
+from treeward.tree import current_row, flex
 from treeward.tree.batch import TreeLayout, TreeSpan
 from treeward.tree.flex import FlexMask, MaskFunction
 from treeward.tree.position_mask import Part, PositionMask
@@ -36,7 +36,6 @@ from treeward.tree.prefix import Prefixes
 TREE = "treeward_tree"
 FLEX = "treeward_flex"
 
-_row: ContextVar[TreeLayout | None] = ContextVar("_row", default=None)
 _probed_depth: ContextVar[int | None] = ContextVar("_probed_depth", default=None)
 
 
@@ -51,18 +50,8 @@ def register() -> None:
 
 def default_for(device: torch.device, head_sizes: Collection[int]) -> str:
     """The implementation for a device. FlexAttention has no smaller heads than 16."""
-    can_flex = device.type == "cuda" and has_triton() and min(head_sizes) >= 16
+    can_flex = device.type == "cuda" and has_triton() and min(head_sizes, default=0) >= 16
     return FLEX if can_flex else TREE
-
-
-@contextlib.contextmanager
-def over(layout: TreeLayout) -> Iterator[None]:
-    """A context in which models make their masks for this row."""
-    token = _row.set(layout)
-    try:
-        yield
-    finally:
-        _row.reset(token)
 
 
 @contextlib.contextmanager
@@ -78,13 +67,14 @@ def probing(depth: int) -> Iterator[None]:
 
 def mask_maker(make: Callable[[MaskFunction, TreeLayout], object]) -> Callable[..., object]:
     def make_mask(*, mask_function: MaskFunction, **_: Any) -> object:
-        layout = _row.get()
-        if layout is None:
+        row = current_row.current()
+        if row is None:
             raise ModelError(
                 "tree attention was called without a tree",
                 where="policy.attention",
                 fix="policy.attention=rows",
             )
+        layout = row.layout
         depth = _probed_depth.get()
         if depth is not None:
             PositionMask(mask_function, layout).first_seen(depth - 1)

@@ -1,4 +1,5 @@
-"""`Decoding`: keys and values of rows that grow token by token, with a prompt's held once for all its rows.
+"""`Decoding`: what the layers know of rows that grow token by token: keys and values, with a prompt's held once for
+all its rows, and the states of recurrent layers, which each row has its own copy of.
 
     decoding = Decoding(prefixes, prompt_of_row, most_tokens=256)      # a `Prefix` per prompt
     with decoding.running() as implementation, model.attention(implementation):
@@ -32,6 +33,11 @@ _FIRST_CAPACITY = 128
 
 
 _running: ContextVar[Decoding | None] = ContextVar("running", default=None)
+
+
+def current() -> Decoding | None:
+    """The decoding whose next tokens are computed; None outside of `Decoding.running`."""
+    return _running.get()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +75,17 @@ class Decoding:
         static: bool,
     ) -> None:
         self.static = static
-        self.device = prefixes[0].keys[0].device
+        self.device = prefixes[0].tensors[0].device
         self.layers = []
         for layer in range(len(prefixes[0].keys)):
             keys = _padded([prefix.keys[layer] for prefix in prefixes])
             values = _padded([prefix.values[layer] for prefix in prefixes])
             self.layers.append(_Layer((keys, values)))
+        prompts_S = torch.tensor(list(prompt_of_row), device=self.device)
+        self.states = []
+        for number in range(len(prefixes[0].states)):
+            states_P = torch.stack([prefix.states[number] for prefix in prefixes])
+            self.states.append(states_P.index_select(0, prompts_S))
         self.most_tokens = most_tokens
         self.capacity = min(most_tokens, _FIRST_CAPACITY)
         self.prompt_of_row = list(prompt_of_row)
@@ -89,6 +100,7 @@ class Decoding:
         AttentionInterface.register(_NAME, _attend)
         AttentionMaskInterface.register(_NAME, _make_mask)
         self._next = 0  # the layer
+        self._next_state = 0
         self._biases: dict[MaskFunction, Tensor | None] = {}  # one for each kind of layer
         token = _running.set(self)
         try:
@@ -113,7 +125,7 @@ class Decoding:
             keys, values = layer.own
             layer.own = (F.pad(keys, (0, 0, 0, room)), F.pad(values, (0, 0, 0, room)))
         self.capacity += room
-        return True
+        return bool(self.layers)
 
     def choose(self, rows: Sequence[int]) -> None:
         """Go on with these rows, and free prompts without any."""
@@ -125,6 +137,7 @@ class Decoding:
                 layer.prompt = (layer.prompt[0][prompts_P], layer.prompt[1][prompts_P])
             if layer.own is not None:
                 layer.own = (layer.own[0][rows_S], layer.own[1][rows_S])
+        self.states = [states_S.index_select(0, rows_S) for states_S in self.states]
         self.lengths_P = self.lengths_P[prompts_P]
         self.prompt_of_row = [kept_prompts.index(self.prompt_of_row[s]) for s in rows]
         self._arrange()
@@ -152,6 +165,14 @@ class Decoding:
         keys.index_copy_(2, self.step_1, key_SJD[:, :, None].to(keys.dtype))
         values.index_copy_(2, self.step_1, value_SJD[:, :, None].to(values.dtype))
         return layer, keys[:, :, : self._read], values[:, :, : self._read]
+
+    def state(self) -> Tensor:
+        """The states (S, ...) of the rows in the next function of a recurrent layer, which writes
+        the new ones there.
+        """
+        number = self._next_state
+        self._next_state += 1
+        return self.states[number]
 
     def _empty_cache(self, like_SJD: Tensor) -> Tensor:
         size, heads, width = like_SJD.shape

@@ -1,10 +1,11 @@
-"""`Prefix`: the keys and values of a conversation's first tokens, kept from an earlier forward pass.
+"""`Prefix`: what the layers of a model know of a conversation's first tokens, kept from an earlier
+forward pass: keys and values of attention, and the states of recurrent layers.
 
     batch = TreeBatch.from_groups([completions_without_their_prompt], prefixes=[prefix], keep=[(0, 0, 120)])
     scores_S = model(batch)
-    prompt, = batch.layout.exchange.kept()      # keys and values of the prompt and 120 tokens more
+    prompt, = batch.layout.exchange.kept()      # of the prompt and 120 tokens more
 
-In a causal model they depend only on the tokens up to them, so every continuation can attend to them: a prefix hangs
+In a causal model it depends only on the tokens up to its end, so every continuation can go on from it: a prefix hangs
 above the root of a tree, which holds only the new tokens. `PrefixCache` holds prefixes within a budget of bytes, for a
 server that receives the completions of a prompt one by one; the least recently used go first.
 
@@ -28,26 +29,38 @@ from treeward.tree.token_tree import TokenIds, common_prefix_length, sort_key
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefix:
-    """For each attention layer, in the order of the forward pass, keys and values (J, P, D) of the first P tokens."""
+    """The first P tokens of a conversation.
 
+    `keys`, `values`: of each attention layer, in the order of the forward pass, (J, P, D). `states`: after the last of
+    the tokens, of each function of a recurrent layer (`mixers.py`), in the same order.
+    """
+
+    num_tokens: int
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
+    states: tuple[Tensor, ...] = ()
 
     def __len__(self) -> int:
-        return self.keys[0].shape[1]
+        return self.num_tokens
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that it holds."""
+        return (*self.keys, *self.values, *self.states)
 
     @property
     def num_bytes(self) -> int:
         """Memory in bytes."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in (*self.keys, *self.values))
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
 
     def first(self, num_tokens: int) -> Prefix:
-        """Its first tokens, as views."""
+        """Its first tokens, as views. With states it has none but itself, because a state is that of one place."""
         if num_tokens == len(self):
             return self
+        assert not self.states, "the states at other places were not kept"
         keys = tuple(key[:, :num_tokens] for key in self.keys)
         values = tuple(value[:, :num_tokens] for value in self.values)
-        return Prefix(keys, values)
+        return Prefix(num_tokens, keys, values)
 
 
 Prefixes = Sequence[tuple[Tensor, Tensor] | None]
@@ -63,14 +76,16 @@ class Kept:
 
 
 class Exchange:
-    """The prefixes that the attention layers of one forward pass read, and the ones that they write. It counts the
-    calls of layers."""
+    """The prefixes that the layers of one forward pass read, and the ones that they write. It counts the calls of
+    layers."""
 
     def __init__(self, prefixes: Sequence[Prefix | None], keep: Sequence[Kept] = ()) -> None:
         self.prefixes = tuple(prefixes)
         self.keep = tuple(keep)
         self._layer = 0
+        self._state = 0
         self._kept: list[list[tuple[Tensor, Tensor]]] = [[] for _ in keep]
+        self._kept_states: list[list[Tensor]] = [[] for _ in keep]
 
     def enter(self, key_BJTD: Tensor, value_BJTD: Tensor) -> list[tuple[Tensor, Tensor] | None]:
         """Called by each attention layer with the row's keys and values; returns each tree's prefix."""
@@ -89,12 +104,27 @@ class Exchange:
             kept.append((key, value))
         return prefixes
 
+    def enter_states(self) -> list[Tensor | None]:
+        """Called by each function of a recurrent layer; returns the state at the end of each tree's prefix."""
+        number = self._state
+        self._state += 1
+        return [None if prefix is None else prefix.states[number] for prefix in self.prefixes]
+
+    def keep_states(self, states: Sequence[Tensor]) -> None:
+        """Called by each function of a recurrent layer with the states at the ends of `keep`."""
+        for kept, state in zip(self._kept_states, states, strict=True):
+            kept.append(state.clone())  # a view would hold the states of all conversations
+
     def kept(self) -> list[Prefix]:
         """After the forward pass, the prefixes of `keep`."""
         prefixes = []
-        for layers in self._kept:
-            keys, values = zip(*layers, strict=True)
-            prefixes.append(Prefix(keys, values))
+        for path, layers, states in zip(self.keep, self._kept, self._kept_states, strict=True):
+            before = self.prefixes[path.tree]
+            num_tokens = 0 if before is None else len(before)
+            num_tokens += sum(end - start for start, end in path.ranges)
+            keys = tuple(key for key, _ in layers)
+            values = tuple(value for _, value in layers)
+            prefixes.append(Prefix(num_tokens, keys, values, tuple(states)))
         return prefixes
 
 
@@ -111,11 +141,13 @@ MIN_PREFIX_TOKENS = 32
 
 
 class PrefixCache:
-    """Prefixes by their tokens. `max_bytes`: of keys and values. It belongs to one model: clear it after a change of
-    the weights. One thread uses it at a time."""
+    """Prefixes by their tokens. `max_bytes`: of all that they hold. `whole`: a prefix serves only conversations that
+    begin with all of its tokens, as for a model with recurrent layers, whose states are those of its end. It belongs to
+    one model: clear it after a change of the weights. One thread uses it at a time."""
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, *, whole: bool = False) -> None:
         self.max_bytes = max_bytes
+        self.whole = whole
         self.num_bytes = 0
         self.num_reused_tokens = 0
         """Tokens read from the cache so far."""
@@ -127,15 +159,16 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def match(self, tokens: TokenIds) -> int:
-        """How many of the first tokens are cached, at most all but the last; 0 if they are too few to matter."""
-        _, num_known = self._longest(sort_key(tokens))
-        num_known = min(num_known, len(tokens) - 1)
+    def match(self, tokens: TokenIds, most: int | None = None) -> int:
+        """How many of the first tokens are cached, at most `most` (None: all but the last); 0 if they are too few to
+        matter."""
+        most = len(tokens) - 1 if most is None else min(most, len(tokens) - 1)
+        _, num_known = self._longest(sort_key(tokens[:most]))
         return num_known if num_known >= MIN_PREFIX_TOKENS else 0
 
     def get(self, tokens: TokenIds, num_tokens: int) -> Prefix:
-        """The keys and values of the first `num_tokens` tokens, at most `match(tokens)`."""
-        entry, num_known = self._longest(sort_key(tokens))
+        """The prefix of the first `num_tokens` tokens, as many as `match` has said."""
+        entry, num_known = self._longest(sort_key(tokens[:num_tokens]))
         assert entry is not None and num_tokens <= num_known, (
             f"{num_tokens} of {num_known} known tokens"
         )
@@ -143,7 +176,7 @@ class PrefixCache:
         return self._entries[entry].first(num_tokens)
 
     def put(self, tokens: TokenIds, prefix: Prefix) -> None:
-        """Keep the keys and values of these tokens, if they fit."""
+        """Keep the prefix of these tokens, if it fits."""
         key = sort_key(tokens)
         size = prefix.num_bytes
         if size > self.max_bytes or len(prefix) < MIN_PREFIX_TOKENS:
@@ -152,7 +185,9 @@ class PrefixCache:
         if num_known == len(prefix):
             return
         place = bisect.bisect_left(self._sorted, key)
-        if place and key.startswith(self._sorted[place - 1]):  # the new entry continues it
+        continues_another = place > 0 and key.startswith(self._sorted[place - 1])
+        # The longer one does the work of both, unless each serves at its own end alone.
+        if continues_another and not self.whole:
             self._drop(self._sorted[place - 1])
         while self.num_bytes + size > self.max_bytes:
             self._drop(next(iter(self._entries)))
@@ -172,6 +207,12 @@ class PrefixCache:
 
     def _longest(self, key: bytes) -> tuple[bytes | None, int]:
         """The entry that begins most like `key`, and how many tokens they share."""
+        if self.whole:
+            lengths = {len(entry) for entry in self._entries if len(entry) <= len(key)}
+            for length in sorted(lengths, reverse=True):
+                if key[:length] in self._entries:
+                    return key[:length], length // 8
+            return None, 0
         place = bisect.bisect_left(self._sorted, key)
         neighbours = self._sorted[max(place - 1, 0) : place + 1]
         shared = [

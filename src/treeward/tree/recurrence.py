@@ -1,0 +1,342 @@
+"""`Recurrence`: where each token's state comes from, in a row of trees.
+
+    plan = Recurrence.of(layout)
+    plan.window(kernel)         # causal convolutions: a longer row, with each segment behind its path
+    plan.rounds(multiple)       # kernels that start from a state and end with one
+    plan.steps                  # recurrences that go token by token
+
+A recurrent layer carries a state from token to token. In a tree the first token of a segment goes on
+from the last token of the segment above it, so a state is computed once and inherited by every
+child; gradients of the children add up by themselves:
+
+    row      | p p p p p p | a a a | b b b b b |        a prompt, and two completions
+    states     0 -------> s ---> .                      a starts from s,
+                          s ----------> .               and so does b
+
+A tree with a prefix that is not in the row starts from the state that was kept at the prefix's end.
+
+Shapes: T tokens of the row, E tokens of the longer row, K taps of a convolution, N slots of tokens
+(with padding), D any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treeward.tree.batch import TreeLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens [start, end) of the row. They go on from the end of piece `parent`, or from the prefix
+    of tree `prefix_of`, or begin a conversation.
+    """
+
+    start: int
+    end: int
+    parent: int | None
+    prefix_of: int | None = None
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """Tokens of the row in another order, with padding between them.
+
+    `token_N`: of each slot, int64; a padding slot has any token. `is_token_N`: whether it is one,
+    bool. `slot_T`: of each token, int64.
+    """
+
+    token_N: Tensor
+    is_token_N: Tensor
+    slot_T: Tensor
+
+    @classmethod
+    def of(cls, token_N: np.ndarray, is_token_N: np.ndarray, device: torch.device) -> Slots:
+        slot_T = np.empty(int(is_token_N.sum()), dtype=np.int64)
+        slot_T[token_N[is_token_N]] = np.flatnonzero(is_token_N)
+        arrays = (token_N, is_token_N, slot_T)
+        return cls(*(torch.from_numpy(array).to(device) for array in arrays))
+
+    def take(self, values_TD: Tensor) -> Tensor:
+        """(T, D) in the order of the slots, (N, D). Padding has some token's values."""
+        taken: Tensor = _Reordered.apply(values_TD, self.token_N, self.slot_T, None)  # type: ignore[no-untyped-call]
+        return taken
+
+    def put(self, values_ND: Tensor) -> Tensor:
+        """(N, D) in the order of the row, (T, D)."""
+        put: Tensor = _Reordered.apply(values_ND, self.slot_T, self.token_N, self.is_token_N)  # type: ignore[no-untyped-call]
+        return put
+
+
+class _Reordered(torch.autograd.Function):
+    """`values.index_select(0, index)` where each token has one slot, so that the gradient is another
+    selection. That of `index_select` adds up one row after the other.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, values: Tensor, index: Tensor, inverse: Tensor, is_token: Tensor | None
+    ) -> Tensor:
+        ctx.inverse = inverse
+        ctx.is_token = is_token
+        return values.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad = grads[0].index_select(0, ctx.inverse)
+        if ctx.is_token is not None:
+            # The gradient of padding, which the forward pass has not read.
+            ones = [1] * (grad.dim() - 1)
+            grad = grad * ctx.is_token.view(-1, *ones)
+        return grad, None, None, None
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A row in which each piece follows the last K - 1 tokens of its path.
+
+    `source_E`: of each of its tokens, int64: a token of the row, or behind them T + p (K - 1) + k,
+    the k-th of the kept inputs of the p-th tree that has a prefix. `is_before_E`: the places that
+    are before the beginning of a conversation, int64 (any number); they hold zeros. `place_T`: of
+    each token of the row, less K - 1, int64. `kept`: for each prefix to keep, the K - 1 sources
+    that end it, and how many of them are before the beginning.
+    """
+
+    source_E: Tensor
+    before: Tensor
+    place_T: Tensor
+    kept: tuple[tuple[Tensor, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Pieces, or parts of them, that are computed together, `count` rows of `length` slots.
+
+    `source`: for each row, the row of the round before whose state it starts from; None in the
+    first round. `is_wanted`: whether any state at the end of this round is read.
+    """
+
+    count: int
+    length: int
+    source: Tensor | None
+    is_wanted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """All rounds of a row.
+
+    `starts`: for each row of the first round, the tree whose prefix it starts from, or None.
+    `kept`: the round and the row at whose end each kept prefix ends.
+    """
+
+    slots: Slots
+    rounds: tuple[Round, ...]
+    starts: tuple[int | None, ...]
+    kept: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """The tokens by their position after the roots, all of one position together.
+
+    `sizes`: the tokens of each position. `parents`: of each position but the first, for each token
+    the place of its parent in the position before. `starts`: for each token of the first position,
+    the tree whose prefix it starts from, or None. `kept`: the slot at which each kept prefix ends.
+    """
+
+    slots: Slots
+    sizes: tuple[int, ...]
+    parents: tuple[Tensor, ...]
+    starts: tuple[int | None, ...]
+    kept: tuple[int, ...]
+
+
+class Recurrence:
+    """The plans of one row, for layers on `device`. Each is made when it is first needed.
+
+    `pieces`: segments, in the order of the row; a segment is cut where a kept prefix ends in it, and
+    padding of the row is one more. `kept`: the piece that ends each kept prefix.
+    """
+
+    def __init__(
+        self, pieces: Sequence[Piece], kept: Sequence[int], *, device: torch.device
+    ) -> None:
+        self.pieces = tuple(pieces)
+        self.kept = tuple(kept)
+        self.num_tokens = self.pieces[-1].end
+        self.device = device
+        self._windows: dict[int, Window] = {}
+        self._rounds: dict[int, Rounds] = {}
+
+    @classmethod
+    def of(cls, layout: TreeLayout) -> Recurrence:
+        """The plans of a row."""
+        ends_of_kept: list[int] = []
+        if layout.exchange is not None:
+            ends_of_kept = [kept.ranges[-1][1] for kept in layout.exchange.keep]
+        pieces: list[Piece] = []
+        for number, tree in enumerate(layout.trees):
+            prefix_of = number if tree.num_prefix_tokens else None
+            last_pieces: list[int] = []
+            for segment in tree.segments:
+                parent = None if segment.parent is None else last_pieces[segment.parent]
+                cuts = {end for end in ends_of_kept if segment.start < end < segment.end}
+                start = segment.start
+                for end in [*sorted(cuts), segment.end]:
+                    is_root = parent is None
+                    pieces.append(Piece(start, end, parent, prefix_of if is_root else None))
+                    parent = len(pieces) - 1
+                    start = end
+                last_pieces.append(len(pieces) - 1)
+        length = len(layout.positions_T)
+        if length > layout.num_tokens:
+            pieces.append(Piece(layout.num_tokens, length, None))
+        piece_of_end = {piece.end: number for number, piece in enumerate(pieces)}
+        kept = [piece_of_end[end] for end in ends_of_kept]
+        return cls(pieces, kept, device=layout.positions_T.device)
+
+    @cached_property
+    def trees_with_prefix(self) -> list[int]:
+        """The trees that start from kept states, in the order of the row."""
+        return [piece.prefix_of for piece in self.pieces if piece.prefix_of is not None]
+
+    def window(self, taps: int) -> Window:
+        """The plan of a causal convolution with so many taps."""
+        if taps not in self._windows:
+            self._windows[taps] = self._make_window(taps)
+        return self._windows[taps]
+
+    def _make_window(self, taps: int) -> Window:
+        before = taps - 1
+        first_of_tree = {}
+        for number, tree in enumerate(self.trees_with_prefix):
+            first_of_tree[tree] = self.num_tokens + number * before
+        # The last K - 1 sources of each piece's path; -1 is before the beginning.
+        tails: list[np.ndarray] = []
+        parts: list[np.ndarray] = []
+        place_T = np.empty(self.num_tokens, dtype=np.int64)
+        offset = 0
+        for piece in self.pieces:
+            if piece.parent is not None:
+                above = tails[piece.parent]
+            elif piece.prefix_of is not None:
+                first = first_of_tree[piece.prefix_of]
+                above = np.arange(first, first + before)
+            else:
+                above = np.full(before, -1)
+            part = np.concatenate([above, np.arange(piece.start, piece.end)])
+            tails.append(part[len(part) - before :])
+            parts.append(part)
+            # A token's output stands K - 1 places before it, where its first tap lies.
+            place_T[piece.start : piece.end] = offset + np.arange(len(piece))
+            offset += len(part)
+        source_E = np.concatenate(parts)
+        kept = []
+        for number in self.kept:
+            tail = tails[number]
+            num_before = int((tail < 0).sum())
+            kept.append((self._tensor(tail[num_before:]), num_before))
+        return Window(
+            source_E=self._tensor(source_E.clip(0)),
+            before=self._tensor(np.flatnonzero(source_E < 0)),
+            place_T=self._tensor(place_T),
+            kept=tuple(kept),
+        )
+
+    def rounds(self, multiple: int) -> Rounds:
+        """The plan of a kernel that takes a state for each row of a batch, and gives one.
+
+        In each round the pieces that can go on do so together, up to the end of the shortest, so
+        that there are fewer than `multiple` slots of padding for each of them.
+        """
+        if multiple not in self._rounds:
+            self._rounds[multiple] = self._make_rounds(multiple)
+        return self._rounds[multiple]
+
+    def _make_rounds(self, multiple: int) -> Rounds:
+        children: list[list[int]] = [[] for _ in self.pieces]
+        roots = []
+        for number, piece in enumerate(self.pieces):
+            if piece.parent is None:
+                roots.append(number)
+            else:
+                children[piece.parent].append(number)
+        tokens: list[np.ndarray] = []
+        is_token: list[np.ndarray] = []
+        plan: list[tuple[int, int, list[int]]] = []
+        end_of_piece: dict[int, tuple[int, int]] = {}
+        # Pieces with how many of their tokens are computed, and the row of the round before.
+        going = [(number, 0, 0) for number in roots]
+        while going:
+            left = [len(self.pieces[number]) - done for number, done, _ in going]
+            length = min(max(left), -(-min(left) // multiple) * multiple)
+            following = []
+            for row, (number, done, _) in enumerate(going):
+                piece = self.pieces[number]
+                places = piece.start + done + np.arange(length)
+                is_token.append(places < piece.end)
+                tokens.append(places.clip(max=piece.end - 1))
+                if left[row] > length:
+                    following.append((number, done + length, row))
+                    continue
+                end_of_piece[number] = (len(plan), row)
+                following += [(child, 0, row) for child in children[number]]
+            plan.append((len(going), length, [row for *_, row in going]))
+            going = following
+        kept = tuple(end_of_piece[number] for number in self.kept)
+        rounds = []
+        for number, (count, length, sources) in enumerate(plan):
+            source = self._tensor(np.array(sources)) if number else None
+            # Every later round starts from the states of the one before it.
+            is_wanted = number + 1 < len(plan) or any(at == number for at, _ in kept)
+            rounds.append(Round(count, length, source, is_wanted))
+        slots = Slots.of(np.concatenate(tokens), np.concatenate(is_token), self.device)
+        starts = tuple(self.pieces[number].prefix_of for number in roots)
+        return Rounds(slots, tuple(rounds), starts, kept)
+
+    @cached_property
+    def steps(self) -> Steps:
+        """The plan of a recurrence that goes token by token, for all trees at once."""
+        parent_T = np.empty(self.num_tokens, dtype=np.int64)
+        step_T = np.empty(self.num_tokens, dtype=np.int64)
+        starts: list[int | None] = []
+        for piece in self.pieces:
+            own = np.arange(piece.start, piece.end)
+            parent_T[own] = own - 1
+            first_step = 0
+            if piece.parent is None:
+                starts.append(piece.prefix_of)
+            else:
+                last = self.pieces[piece.parent].end - 1
+                parent_T[piece.start] = last
+                first_step = step_T[last] + 1
+            step_T[own] = first_step + np.arange(len(own))
+        order_N = np.argsort(step_T, kind="stable")
+        slot_T = np.empty_like(order_N)
+        slot_T[order_N] = np.arange(self.num_tokens)
+        bounds = np.searchsorted(step_T[order_N], np.arange(step_T.max() + 2))
+        parents = []
+        for step in range(1, len(bounds) - 1):
+            tokens = order_N[bounds[step] : bounds[step + 1]]
+            parents.append(self._tensor(slot_T[parent_T[tokens]] - bounds[step - 1]))
+        return Steps(
+            Slots.of(order_N, np.ones(self.num_tokens, dtype=bool), self.device),
+            sizes=tuple(np.diff(bounds).tolist()),
+            parents=tuple(parents),
+            starts=tuple(starts),
+            kept=tuple(int(slot_T[self.pieces[number].end - 1]) for number in self.kept),
+        )
+
+    def _tensor(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(self.device)
