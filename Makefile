@@ -81,6 +81,7 @@ check: env-dev
 benchmark: env-dev
 	$(BIN)/python benchmarks/training_step.py
 	$(BIN)/python benchmarks/scoring.py
+	$(BIN)/python benchmarks/hybrids.py
 	$(BIN)/python benchmarks/policy_update.py
 	$(BIN)/python benchmarks/trl_dropin.py
 	$(BIN)/python benchmarks/grpo_step.py

@@ -22,6 +22,7 @@ SHORT = {
     "serving.py": "--size tiny --requests 16 --rounds 1 --connections 1 8",
     "planning.py": "--comparisons 10_000",
     "two_processes.py": "--rounds 1 --steps 3 --hidden-size 64",
+    "hybrids.py": "lfm2 --prompts 64 --completions 2 --rounds 1",
     "labels.py": "--size tiny --steps 2 --seeds 1 --rounds 1",
     "check_data.py": "--rows 300",
     "soak.py": "--minutes 0.1 --clients 8",

@@ -31,6 +31,7 @@ from transformers.activations import ACT2FN
 
 from treeward.tree import decoding
 from treeward.tree.current_row import Row, current
+from treeward.tree.gated_delta import gated_delta_rule
 from treeward.tree.prefix import Exchange
 from treeward.tree.recurrence import Round, Rounds, Window
 
@@ -229,6 +230,12 @@ class _GatedDeltaRule(_Mixer):
         **options: Any,
     ) -> tuple[Tensor, None]:
         chunk = min(chunk_size, _chunk(query.device))
+        is_scalar = g.dim() == 3
+        if query.device.type == "cpu" and is_scalar and row.layout.exchange is None:
+            normalise = options.get("use_qk_l2norm_in_kernel", False)
+            inputs = [x[0] for x in (query, key, value, g, beta)]
+            out_THV = gated_delta_rule(row.recurrence.chunks(chunk), *inputs, normalise=normalise)
+            return out_THV[None], None
 
         def kernel(
             inputs: Sequence[Tensor], start: Tensor | None, is_wanted: bool

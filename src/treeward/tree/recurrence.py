@@ -3,6 +3,7 @@
     plan = Recurrence.of(layout)
     plan.window(kernel)         # causal convolutions: a longer row, with each segment behind its path
     plan.rounds(multiple)       # kernels that start from a state and end with one
+    plan.chunks(size)           # chunks that start from their parent chunk's state
     plan.steps                  # recurrences that go token by token
 
 A recurrent layer carries a state from token to token. In a tree the first token of a segment goes on
@@ -147,6 +148,26 @@ class Rounds:
 
 
 @dataclass(frozen=True, slots=True)
+class Level:
+    """Chunks of one depth. `parents`: for each of them, the place of its parent among those of the
+    level above that have children. `with_children`: the places of those that have some.
+    """
+
+    parents: Tensor
+    with_children: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """The row in chunks of `size` slots, level by level; `sizes`: the chunks of each level."""
+
+    slots: Slots
+    size: int
+    sizes: tuple[int, ...]
+    levels: tuple[Level, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Steps:
     """The tokens by their position after the roots, all of one position together.
 
@@ -178,6 +199,7 @@ class Recurrence:
         self.device = device
         self._windows: dict[int, Window] = {}
         self._rounds: dict[int, Rounds] = {}
+        self._chunks: dict[int, Chunks] = {}
 
     @classmethod
     def of(cls, layout: TreeLayout) -> Recurrence:
@@ -304,6 +326,53 @@ class Recurrence:
         slots = Slots.of(np.concatenate(tokens), np.concatenate(is_token), self.device)
         starts = tuple(self.pieces[number].prefix_of for number in roots)
         return Rounds(slots, tuple(rounds), starts, kept)
+
+    def chunks(self, size: int) -> Chunks:
+        """The plan of arithmetic in chunks; not for trees that start from a prefix."""
+        if size not in self._chunks:
+            self._chunks[size] = self._make_chunks(size)
+        return self._chunks[size]
+
+    def _make_chunks(self, size: int) -> Chunks:
+        spans: list[tuple[int, int]] = []
+        parents: list[int | None] = []
+        levels: list[list[int]] = []
+        depths: list[int] = []
+        last_chunks: list[int] = []
+        for piece in self.pieces:
+            parent = None if piece.parent is None else last_chunks[piece.parent]
+            for start in range(piece.start, piece.end, size):
+                depth = 0 if parent is None else depths[parent] + 1
+                if depth == len(levels):
+                    levels.append([])
+                levels[depth].append(len(spans))
+                spans.append((start, min(start + size, piece.end)))
+                parents.append(parent)
+                depths.append(depth)
+                parent = len(spans) - 1
+            last_chunks.append(len(spans) - 1)
+        tokens = []
+        is_token = []
+        made = []
+        having = {parent for parent in parents if parent is not None}
+        # The places of the chunks above, among those that have children.
+        places_above: dict[int | None, int] = {None: 0}
+        for chunks in levels:
+            for chunk in chunks:
+                start, end = spans[chunk]
+                places = start + np.arange(size)
+                is_token.append(places < end)
+                tokens.append(places.clip(max=end - 1))
+            with_children = [place for place, chunk in enumerate(chunks) if chunk in having]
+            made.append(
+                Level(
+                    parents=self._tensor(np.array([places_above[parents[c]] for c in chunks])),
+                    with_children=self._tensor(np.array(with_children, dtype=np.int64)),
+                )
+            )
+            places_above = {chunks[place]: n for n, place in enumerate(with_children)}
+        slots = Slots.of(np.concatenate(tokens), np.concatenate(is_token), self.device)
+        return Chunks(slots, size, tuple(len(chunks) for chunks in levels), tuple(made))
 
     @cached_property
     def steps(self) -> Steps:
