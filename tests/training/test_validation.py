@@ -19,8 +19,8 @@ from treeward.training.validation import learnt
             0.72,
             0.27,
             [
-                "53.3% (40.9% to 65.4%): 60 comparisons cannot tell it from chance",
-                "0.720, has parted from that of training, 0.270",
+                "53.3% (40.9% to 65.4%) is not significantly better than chance, 50%, on 60 comparisons",
+                "0.720, is diverging from that of training, 0.270",
             ],
         ),
         (
@@ -28,9 +28,9 @@ from treeward.training.validation import learnt
             200,
             0.41,
             0.39,
-            ["is better than chance", "0.410, has not parted from that of training, 0.390"],
+            ["is better than chance", "0.410, is not diverging from that of training, 0.390"],
         ),
-        (0.1, 50, 1.2, 0.69, ["is worse than chance", "has parted"]),
+        (0.1, 50, 1.2, 0.69, ["is worse than chance", "is diverging"]),
         (
             0.84,
             200,

@@ -91,7 +91,7 @@ def summarize(
 
 _BETTER = "better than chance"
 _WORSE = "worse than chance"
-_NOT_TOLD = "not told from chance"
+_NOT_SIGNIFICANT = "not significantly better than chance"
 
 
 def verdict(summary: Summary) -> str:
@@ -123,8 +123,8 @@ def _quality(summary: Summary) -> str:
     likes = _likes(summary.length.numbers)
     if against_chance is None:
         return likes or ""
-    if against_chance == _NOT_TOLD:
-        sentence = f"{result.headline.count:,} {result.unit} cannot tell it from chance"
+    if against_chance == _NOT_SIGNIFICANT:
+        sentence = f"{_NOT_SIGNIFICANT} on {result.headline.count:,} {result.unit}"
     else:
         sentence = against_chance
     if likes is None:
@@ -159,7 +159,7 @@ def findings(summary: Summary) -> tuple[str, ...]:
 
 
 def standing(result: SuiteResult, chance: float | None) -> str | None:
-    """ "better than chance", "worse than chance" or "not told from chance"; None where that is not
+    """Whether the headline is better than chance, worse, or neither; None where that is not
     known: missing scores, which count as wrong, make no model worse than chance."""
     low = result.headline.low
     high = result.headline.high
@@ -172,7 +172,7 @@ def standing(result: SuiteResult, chance: float | None) -> str | None:
         return None
     if high < chance:
         return _WORSE
-    return _NOT_TOLD
+    return _NOT_SIGNIFICANT
 
 
 def length_finding(length: Mapping[str, Metric]) -> str | None:

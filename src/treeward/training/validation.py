@@ -25,7 +25,7 @@ from treeward.formatting import format_number
 from treeward.losses import RewardMetrics, grade_metrics
 
 _FEWEST_STEPS = 10  # of training, in the mean of the latest losses
-_PARTED = 0.1  # between the loss of held-out data and that of training, in nats
+_DIVERGING = 0.1  # between the loss of held-out data and that of training, in nats
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +100,15 @@ def learnt(means: Mapping[str, float], size: int, training_losses: Sequence[floa
     elif high < 0.5:
         sentence += " is worse than chance, 50%"
     else:
-        sentence += f": {size:,} comparisons cannot tell it from chance, 50%"
+        sentence += f" is not significantly better than chance, 50%, on {size:,} comparisons"
     if not training_losses:
         return f"{sentence}."
     num_latest = max(len(training_losses) // 4, _FEWEST_STEPS)
     trained = fmean(training_losses[-num_latest:])
-    has_parted = loss - trained > _PARTED
-    verb = "has parted" if has_parted else "has not parted"
+    is_diverging = loss - trained > _DIVERGING
+    verb = "is diverging" if is_diverging else "is not diverging"
     held_out = format_number(loss)
     sentence += f"; the loss, {held_out}, {verb} from that of training, {format_number(trained)}"
-    if has_parted:
+    if is_diverging:
         sentence += ": more data or fewer epochs may help"
     return f"{sentence}."

@@ -55,7 +55,7 @@ def test_the_verdict_is_against_the_suites_chance() -> None:
     never = summary(lambda n, text: -perfect(n, text))
     assert "; worse than chance" in verdict(never)
     half = summary(lambda n, text: float(("right" in text) == (n % 4 < 2)), suite=Coin())
-    assert "; 80 examples cannot tell it from chance." in verdict(half)
+    assert "; not significantly better than chance on 80 examples." in verdict(half)
 
 
 def test_a_collapsed_model_is_called_so_and_nothing_else() -> None:
