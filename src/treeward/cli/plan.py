@@ -5,8 +5,9 @@ examples:
   treeward plan --config run.yaml --gpu a100 policy.dtensor_cfg.activation_checkpointing=true
   treeward plan --config run.yaml --json
 
-A run of `treeward train` or `treeward grpo`. It needs no GPU, no data and no weights: of a model
-the config.json is enough.
+The configuration is one of `treeward train` or `treeward grpo`. The command needs no GPU, no data
+and no weights: it reads only the config.json of a model. The exit code is 0 if the run fits, and 1
+if it does not. docs/scaling.md explains the rows.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ GpuName = Literal["a100", "b200", "h100", "h200", "l40s", "cpu"]
 def run(
     config: ConfigFile,
     overrides: Overrides = None,
-    gpu: Annotated[GpuName, typer.Option(help="The kind of every device.")] = "h100",
+    gpu: Annotated[GpuName, typer.Option(help="The kind of GPU to plan for.")] = "h100",
     as_json: Annotated[
         bool,
         typer.Option("--json", help="Every number as JSON on standard output."),
@@ -55,8 +56,8 @@ def plan_text(planned: Plan) -> str:
     """What one device holds."""
     rows = []
     for name, size in planned.memory.items():
-        rows.append({"of a device": name, "GB": size / 1e9})
-    table = results_table(rows, ["of a device", Column("GB", format=",.1f")])
+        rows.append({"each device": name, "GB": size / 1e9})
+    table = results_table(rows, ["each device", Column("GB", format=",.1f")])
     parameters = f"{planned.parameters / 1e9:,.2f} billion parameters"
     trained = f"{planned.trained / 1e6:,.0f} million trained"
     verdict = "fits" if planned.fits else "does not fit"
@@ -66,6 +67,6 @@ def plan_text(planned: Plan) -> str:
         "",
         table,
         "",
-        f"A micro-batch has {planned.micro_batch_tokens:,} tokens.",
+        f"Tokens in a forward pass: {planned.micro_batch_tokens:,}",
     ]
     return "\n".join(lines)
