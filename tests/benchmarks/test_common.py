@@ -1,4 +1,4 @@
-"""Data of pretrained models, and the commands by which docs/performance.md measured them."""
+"""Data of pretrained models, and the commands by which benchmarks/README.md measured them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
+PAGE = Path(__file__).parents[2] / "benchmarks" / "README.md"
 COMMANDS = re.findall(r"python benchmarks/(\w+)\.py (.*)", PAGE.read_text(encoding="utf-8"))
 
 
