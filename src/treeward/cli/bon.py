@@ -7,10 +7,9 @@ examples:
   treeward bon --proxy scores --gold gold_scores --data samples.jsonl
   treeward bon --proxy "{models: [A, B], ensemble: worst}" --gold OTHER --data samples.jsonl
 
-Rows hold `prompt` (or as docs/data.md has it) or `messages`, with N samples as `responses`
-or `completions`. Proxy and gold are each one of three: a reward model; a column of the
-rows with a number for each sample; an environment, as {type: ..., ...}.
-With --output the same command resumes.
+A row has a `prompt`, with N samples as `responses` or `completions`. Proxy and gold are each a
+reward model, a column of the rows with a number for each sample, or an environment as
+{type: ..., ...}. To resume, type the same command with its --output again.
 """
 
 from __future__ import annotations
@@ -44,23 +43,34 @@ logger = logging.getLogger(__name__)
 
 @with_model_options
 def run(
-    proxy: Annotated[str, typer.Option(metavar="MODEL|YAML|FIELD", help="What chooses a sample.")],
+    proxy: Annotated[
+        str,
+        typer.Option(metavar="MODEL|YAML|FIELD", help="The reward that chooses the best sample."),
+    ],
     data: Annotated[
         str,
-        typer.Option(metavar="FILE", help="jsonl, json, csv, tsv, parquet or arrow."),
+        typer.Option(
+            metavar="FILE",
+            help="Rows with N samples each: jsonl, json, csv, tsv, parquet or arrow.",
+        ),
     ],
     gold: Annotated[
         str,
-        typer.Option(metavar="MODEL|YAML|FIELD", help="What says how good the samples are."),
+        typer.Option(
+            metavar="MODEL|YAML|FIELD",
+            help="The gold reward, which says how good the chosen sample is.",
+        ),
     ] = "gold_scores",
     output: Annotated[
         str | None,
-        typer.Option(metavar="DIR", help="Folder for scores, bon.json and a report."),
+        typer.Option(metavar="DIR", help="The folder for the report, bon.json and the scores."),
     ] = None,
     data_option: DataOptions = None,
     max_n: Annotated[
         int | None,
-        typer.Option(min=2, help="The largest n; default: what 95 % of rows have."),
+        typer.Option(
+            min=2, help="The largest n; default: the number of samples that 95 % of the rows have."
+        ),
     ] = None,
     *,
     options: ModelOptions,

@@ -5,8 +5,8 @@ examples:
   treeward calibrate results/quickstart/final --data held_out.jsonl
   treeward calibrate results/quickstart/final --dataset-name HelpSteer3 --split validation
 
-The data are comparisons that the model was not trained on. The constants go into the
-model's reward_contract.json.
+The constants are the mean and standard deviation of the scores, the score that length alone
+predicts, and a temperature. docs/scoring.md says what they are used for.
 """
 
 from __future__ import annotations
@@ -51,12 +51,15 @@ def run(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A model folder; the constants are written to its contract.",
+            help="The folder of an exported model; its contract gets the constants.",
         ),
     ],
     data: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Comparisons: a file, folder or hub name."),
+        typer.Option(
+            metavar="FILE",
+            help="Comparisons that the model was not trained on: a file, folder or hub name.",
+        ),
     ] = None,
     dataset_name: DatasetName = None,
     split: Split = None,

@@ -2,14 +2,13 @@ r"""`treeward check-data`: what is wrong with preference data, before a model is
 
 examples:
   treeward check-data train.jsonl
-  treeward check-data train.jsonl --tokenizer Qwen/Qwen3-0.6B --out results/data
+  treeward check-data train.jsonl --tokenizer Qwen/Qwen3-0.6B --output results/data
   treeward check-data train.jsonl --validation val.jsonl \
       --benchmark rewardbench=downloads/rewardbench
-  treeward check-data --config run.yaml --out results/data
+  treeward check-data --config run.yaml --output results/data
 
-A finding has its number, why it matters and what to do; the gravest comes first. The exit
-code is 1 if rows are broken, or if `train` would keep no comparison. --out keeps every
-number and the rows concerned.
+Each finding says how often it occurs, why it matters and what to do. The gravest comes first. The
+exit code is 1 if rows are broken, or if `train` would keep no comparison.
 """
 
 from __future__ import annotations
@@ -55,33 +54,48 @@ _Files = list[str] | None
 def run(
     files: Annotated[
         _Files,
-        typer.Argument(metavar="FILES", help="Comparisons, as training reads them."),
+        typer.Argument(metavar="FILES", help="Comparisons, in any format of docs/data.md."),
     ] = None,
     config: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="A run, whose data and tokenizer are used."),
+        typer.Option(
+            metavar="FILE", help="The configuration of a run: check its data, with its tokenizer."
+        ),
     ] = None,
     dataset_name: DatasetName = None,
     split: Split = None,
     data_option: DataOptions = None,
     validation: Annotated[
         _Files,
-        typer.Option(metavar="FILE", help="Validation data to look for in the data."),
+        typer.Option(
+            metavar="FILE", help="Validation data: find its examples that are in the data too."
+        ),
     ] = None,
     benchmark: Annotated[
         _Files,
-        typer.Option(metavar="NAME[=FOLDER]|FILE", help="A suite of eval to look for in the data."),
+        typer.Option(
+            metavar="NAME[=FOLDER]|FILE",
+            help="A benchmark: find its examples that are in the data too.",
+        ),
     ] = None,
     tokenizer: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Tokenizer of the counts; default: trained on the data."),
+        typer.Option(
+            metavar="NAME",
+            help="Count tokens with this tokenizer; default: one trained on the data.",
+        ),
     ] = None,
     out: Annotated[
         str | None,
-        typer.Option("--out", "--output", metavar="DIR", help="Folder for results.json."),
+        typer.Option(
+            "--output",
+            "--out",
+            metavar="DIR",
+            help="The folder for results.json: every number, with the rows concerned.",
+        ),
     ] = None,
 ) -> int:
-    folder = output_folder(out, "--out")
+    folder = output_folder(out)
     loaded = None if config is None else load_config(config, [])
     if not files and dataset_name is None and loaded is None:
         need = "FILES, --dataset-name or --config"

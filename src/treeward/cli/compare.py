@@ -4,9 +4,8 @@ examples:
   treeward compare results/eval/mine results/eval/other
   treeward compare results/eval/mine/llmbar/examples.jsonl results/eval/other/llmbar/examples.jsonl
 
-A and B are folders that `treeward eval` wrote for one model each, or one
-examples.jsonl of them. Examples are matched by suite and id; the difference is
-A's accuracy less B's, with its 95 % interval.
+`treeward eval` writes a folder for each model. The difference is A's accuracy less B's on the same
+examples, with its 95 % interval.
 """
 
 from __future__ import annotations
@@ -29,15 +28,17 @@ if TYPE_CHECKING:
 def run(
     first: Annotated[
         str,
-        typer.Argument(metavar="A", help="Evaluation of a model: a folder, or its examples.jsonl."),
+        typer.Argument(
+            metavar="A", help="The evaluation of a model: its folder, or its examples.jsonl."
+        ),
     ],
     second: Annotated[
         str,
-        typer.Argument(metavar="B", help="Evaluation of another model on the same examples."),
+        typer.Argument(metavar="B", help="The evaluation of another model, on the same examples."),
     ],
     as_json: Annotated[
         bool,
-        typer.Option("--json", help="Every number as JSON on standard output."),
+        typer.Option("--json", help="Print every number as JSON."),
     ] = False,
 ) -> int:
     # Two names of one folder, too.

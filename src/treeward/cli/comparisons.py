@@ -27,12 +27,16 @@ if TYPE_CHECKING:
 
 DatasetName = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Format of the data; default: detected."),
+    typer.Option(
+        metavar="NAME", help="The format of the data; default: by the keys of its first row."
+    ),
 ]
-Split = Annotated[str | None, typer.Option(help="Split of the data.")]
+Split = Annotated[str | None, typer.Option(help="The split of the data, if it has several.")]
 DataOptions = Annotated[
     list[str] | None,
-    typer.Option(metavar="KEY=VALUE", help="A key of the data, as prompt_key=question."),
+    typer.Option(
+        metavar="KEY=VALUE", help="Set a key of the data, as prompt_key=question; may be repeated."
+    ),
 ]
 
 

@@ -11,9 +11,9 @@ examples:
   treeward eval MODEL --suite llmbar \
       "{type: judge, base_url: http://localhost:8000/v1, model: qwen, mode: pairwise}"
 
-Suites: rewardbench, rewardbench2, rmbench, judgebench, llmbar, from the hub or a copy.
-A judge is an environment (docs/environments.md); its requests and tokens stand below the
-table. An example without a score counts as wrong, and the exit code is 1.
+A suite is read from the hub, or from a copy as rewardbench=FOLDER. A judge is an environment
+(docs/environments.md). An example without a score counts as wrong, and the exit code is 1.
+docs/evaluation.md explains the report.
 """
 
 from __future__ import annotations
@@ -68,31 +68,38 @@ def run(
         list[str] | None,
         typer.Argument(
             metavar="MODEL",
-            help="Folders, hub names, or sections as {type: judge, ...}.",
+            help="Reward models: folders, hub names, or sections as {type: judge, ...}.",
         ),
     ] = None,
     suite: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME[=FOLDER],...", help="Suites to run."),
+        typer.Option(
+            metavar="NAME[=FOLDER],...",
+            help="Benchmarks: rewardbench, rewardbench2, rmbench, judgebench, llmbar.",
+        ),
     ] = None,
     data: Annotated[
         list[str] | None,
-        typer.Option(metavar="FILE", help="Comparisons, as training reads them."),
+        typer.Option(
+            metavar="FILE", help="Comparisons of your own, in any format of docs/data.md."
+        ),
     ] = None,
     dataset_name: DatasetName = None,
     split: Split = None,
     data_option: DataOptions = None,
     output: Annotated[
         str | None,
-        typer.Option(metavar="DIR", help="Folder for rows, results and the report."),
+        typer.Option(
+            metavar="DIR", help="The folder for the report, the results and a row for each example."
+        ),
     ] = None,
     limit: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="The first N examples of each suite."),
+        typer.Option(min=1, metavar="N", help="Use the first N examples of each suite."),
     ] = None,
     perturbations: Annotated[
         int | None,
-        typer.Option(min=1, help="Examples of each suite to rewrite."),
+        typer.Option(min=1, help="Rewrite so many examples of each suite, to test style biases."),
     ] = None,
     *,
     options: ModelOptions,

@@ -5,7 +5,8 @@ examples:
   treeward grpo --config run.yaml loss_fn.reference_policy_kl_penalty=0.05 \
       grpo.num_generations_per_prompt=8
 
-The same command resumes a run that was stopped. Every key: docs/config.md.
+To resume a run, type the same command again. docs/grpo.md explains the output; docs/config.md has
+every key.
 """
 
 from __future__ import annotations

@@ -32,17 +32,17 @@ from treeward.progress import configure_logging
 from treeward.version import VERSION
 
 VERBS = {
-    "train": "Train a reward model from a configuration.",
-    "check-data": "Say what is wrong with preference data, before training on it.",
-    "plan": "Plan the memory of a run, without a GPU.",
+    "train": "Train a reward model on comparisons.",
+    "check-data": "Find what is wrong with comparisons, before training on them.",
+    "plan": "Estimate the memory of a run, without a GPU.",
     "score": "Score conversations with a reward model.",
-    "eval": "Evaluate reward models on suites or comparisons, and write a report.",
-    "compare": "Say whether one evaluated model is better than another.",
-    "bon": "Draw best-of-n curves of a reward model against a gold reward.",
+    "eval": "Measure the accuracy and the biases of reward models, and write a report.",
+    "compare": "Test whether one evaluated model is significantly better than another.",
+    "bon": "Measure best-of-n sampling: what a reward model chooses, by a gold reward.",
     "grpo": "Optimise a policy against a reward model, and watch for its exploitation.",
-    "serve": "Serve reward models over HTTP, in the dialects that RL frameworks speak.",
-    "verify": "Replay a model's scoring contract and name what differs.",
-    "calibrate": "Fit a reward model's normalisation, length curve and temperature.",
+    "serve": "Serve reward models over HTTP, in the API formats that RL frameworks use.",
+    "verify": "Check that a model, here or on a server, gives the scores of its contract.",
+    "calibrate": "Fit the constants that turn scores into rewards, and keep them with the model.",
 }
 
 
@@ -77,9 +77,9 @@ def _root(
         typer.Option("--debug", help="Show tracebacks and more log messages."),
     ] = False,
 ) -> None:
-    """Train, examine and use reward models; the prompt is computed once.
+    """Train reward models, find out what they learnt, and use them. Each prompt is computed once.
 
-    `treeward VERB --help` shows a verb's arguments and examples.
+    `treeward COMMAND --help` shows the options of a command, with examples.
     """
 
 
@@ -100,7 +100,7 @@ def keep_freed_memory() -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, and return the exit code.
 
-    0: done; 1: done in part; 2: a mistake that the user can mend; 128 + n: ended by the signal n.
+    0: done; 1: done in part; 2: a mistake that the user can fix; 128 + n: ended by the signal n.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):

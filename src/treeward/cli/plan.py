@@ -36,7 +36,7 @@ def run(
     gpu: Annotated[GpuName, typer.Option(help="The kind of GPU to plan for.")] = "h100",
     as_json: Annotated[
         bool,
-        typer.Option("--json", help="Every number as JSON on standard output."),
+        typer.Option("--json", help="Print every number as JSON."),
     ] = False,
 ) -> int:
     loaded = load_run(config, overrides or [])

@@ -10,8 +10,8 @@ examples:
       --data-option chosen_key=gut --data-option rejected_key=schlecht
   treeward score MODEL --data conversations.jsonl --output scores.jsonl --workers 8
 
-Rows hold `messages`, or a `context` or `prompt` with completions. Each row is written
-unchanged, in order, with its `score` or `scores`. The same command resumes.
+A row has `messages`, or a `prompt` with one or several completions. It is written unchanged and in
+order, with its `score` or `scores` added. To resume, type the same command again.
 """
 
 from __future__ import annotations
@@ -56,20 +56,31 @@ ScoreRows = Callable[..., Generator["ScoredChunk"]]
 def run(
     model: Annotated[
         str,
-        typer.Argument(metavar="MODEL", help="A folder, a hub name, or a section."),
+        typer.Argument(
+            metavar="MODEL",
+            help="A reward model: its folder, hub name, or a section as {models: [A, B], ...}.",
+        ),
     ],
     data: Annotated[
         str,
-        typer.Option(metavar="FILE", help="jsonl, json, csv, tsv, parquet or arrow; - is stdin."),
+        typer.Option(
+            metavar="FILE",
+            help="Conversations: jsonl, json, csv, tsv, parquet or arrow; - is stdin.",
+        ),
     ],
     output: Annotated[
         str,
-        typer.Option(metavar="FILE", help="File for the rows, as JSON lines; - is stdout."),
+        typer.Option(
+            metavar="FILE",
+            help="The file for the rows with their scores, as JSON lines; - is stdout.",
+        ),
     ] = "-",
     data_option: DataOptions = None,
     workers: Annotated[
         int | None,
-        typer.Option(min=1, help="Processes of Ray Data, each with a GPU if there are any."),
+        typer.Option(
+            min=1, help="Score in so many processes of Ray Data, each with a GPU if there are any."
+        ),
     ] = None,
     *,
     options: ModelOptions,

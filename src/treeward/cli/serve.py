@@ -1,5 +1,5 @@
-r"""`treeward serve`: reward models behind an HTTP address, in every dialect that RL frameworks
-speak.
+r"""`treeward serve`: reward models behind an HTTP address, in the API formats that RL frameworks
+use.
 
 examples:
   treeward serve results/quickstart/final
@@ -10,6 +10,8 @@ examples:
       shaping: {length_penalty: {coefficient: 0.001}}}"
   treeward serve MODEL --replicas 4 "ray_actor_options={num_gpus: 1}"
   treeward serve --config server.yaml --port 8001 deadline_seconds=30
+
+http://127.0.0.1:8000/ is a page to try the models. docs/serving.md has every route with an example.
 """
 
 from __future__ import annotations
@@ -30,23 +32,26 @@ from treeward.errors import ConfigError, pip_install
 def run(
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="MODEL|key=value", help="Models, and keys of the configuration."),
+        typer.Argument(
+            metavar="MODEL|key=value",
+            help="Reward models: folders, hub names or sections; and overrides of the server.",
+        ),
     ] = None,
     config: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="A YAML file with the configuration."),
+        typer.Option(metavar="FILE", help="A YAML file that configures the server."),
     ] = None,
     host: Annotated[
         str | None,
-        typer.Option(help="The address to listen on; default 127.0.0.1."),
+        typer.Option(help="The address to listen on; default: 127.0.0.1."),
     ] = None,
     port: Annotated[
         int | None,
-        typer.Option(help="The port; default 8000; 0 takes a free port."),
+        typer.Option(help="The port; default: 8000. 0 takes a free port."),
     ] = None,
     replicas: Annotated[
         int | None,
-        typer.Option(help="Processes of Ray Serve; each holds every model."),
+        typer.Option(help="Copies of all models, each in a process of Ray Serve."),
     ] = None,
     tensor_parallel_size: Annotated[
         int | None,

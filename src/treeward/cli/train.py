@@ -7,12 +7,12 @@ examples:
   treeward train --config run.yaml data.train_data_path=train.jsonl ~data.val_data_path \
       +policy.max_grad_norm=0.5
 
---model and --data need no configuration: format, held-out part, learning rate, batch size and
-precision are chosen, and shown as overrides. With --config they are laid over it. --dry-run plans
-the first batch and stops.
+--model and --data need no configuration. The command then chooses the format of the data, the
+held-out part, the learning rate, the batch size and the precision, and prints them. Change one by
+an override. With --config, --model and --data replace the model and the data of the file.
 
-The same command resumes a run that was stopped. With cluster.gpus_per_node=8, or under torchrun, it
-runs on several processes. Every key: docs/config.md.
+To resume a run, type the same command again. cluster.gpus_per_node=8 trains on eight GPUs.
+docs/training.md explains the output; docs/config.md has every key.
 """
 
 from __future__ import annotations
@@ -42,17 +42,19 @@ if TYPE_CHECKING:
 
 ModelName = Annotated[
     str | None,
-    typer.Option("--model", metavar="MODEL", help="Folder or hub name to start from."),
+    typer.Option("--model", metavar="MODEL", help="The model to start from: a folder or hub name."),
 ]
 Data = Annotated[
     str | None,
-    typer.Option("--data", metavar="FILE", help="Comparisons, in any known format."),
+    typer.Option("--data", metavar="FILE", help="Comparisons, in any format of docs/data.md."),
 ]
 Validation = Annotated[
     str | None,
-    typer.Option(metavar="FILE", help="Validation data; default: a part of the data."),
+    typer.Option(metavar="FILE", help="Comparisons to validate on; default: a part of --data."),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Plan the first batch, and stop.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print the settings, the data and the memory, and stop.")
+]
 
 
 def run(

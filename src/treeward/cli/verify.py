@@ -8,9 +8,9 @@ examples:
   treeward verify results/quickstart/final --against http://gpu7:8001 --dialect vllm \
       --dtype bfloat16
 
-The exit code is 0 if everything is equal, 1 if something differs, 2 if there is nothing
-to compare. The first part that differs is the cause. With --against, --dtype is the
-number format of the server.
+The exit code is 0 if everything is equal, 1 if something differs, and 2 if there is nothing to
+compare. The first part that differs is the cause; docs/why_different.md says what to do. With
+--against, name the dtype of the server by --dtype.
 """
 
 from __future__ import annotations
@@ -48,11 +48,13 @@ def run(
     model: Model,
     as_json: Annotated[
         bool,
-        typer.Option("--json", help="The result as JSON on standard output."),
+        typer.Option("--json", help="Print the result as JSON."),
     ] = False,
     write: Annotated[
         bool,
-        typer.Option("--write", help="Write the contract of a folder that has none."),
+        typer.Option(
+            "--write", help="Write a contract for a folder that has none, and then check it."
+        ),
     ] = False,
     force: Annotated[
         bool,
@@ -64,23 +66,25 @@ def run(
     trust_remote_code: TrustRemoteCode = False,
     against: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="The server to replay the contract on."),
+        typer.Option(metavar="URL", help="The address of a running server to check."),
     ] = None,
     dialect: Annotated[
         str | None,
-        typer.Option(help=f"One of {_DIALECTS}; default: treeward."),
+        typer.Option(help=f"The API format of the server: {_DIALECTS}; default: treeward."),
     ] = None,
     served_model: Annotated[
         str | None,
-        typer.Option("--model", help="The server's name for the model; default: its first."),
+        typer.Option(
+            "--model", help="The name of the model on the server; default: its first model."
+        ),
     ] = None,
     send: Annotated[
         Form | None,
-        typer.Option(help="What the server receives; bare: text without BOS, CLS and SEP."),
+        typer.Option(help="What to send; bare is the text without BOS, CLS and SEP."),
     ] = None,
     token_env: Annotated[
         str | None,
-        typer.Option(help="The environment variable with the server's token."),
+        typer.Option(help="The environment variable that holds the server's token."),
     ] = None,
 ) -> int:
     # An option without an effect is a mistake: it would look like it had worked.
