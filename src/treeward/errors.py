@@ -22,7 +22,7 @@ _LIKENESS = 0.6  # difflib's own
 
 
 class TreewardError(ValueError):
-    """A mistake that the user can mend.
+    """A mistake that the user can fix.
 
     `summary` is one sentence; `where` is a file with its line, a config key or a folder; `field` is the path of the
     value inside it, as `completions[1].rank`; `got`, `need` and `fix` are what was found, expected and advised.

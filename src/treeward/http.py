@@ -180,7 +180,7 @@ def checked_url(url: str) -> str:
         is_address = False
     if not is_address:
         raise ConfigError(
-            "this is no address of a server",
+            "the address of the server is not valid",
             field="url",
             got=url,
             need="http://host:port, or https://",

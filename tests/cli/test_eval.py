@@ -98,7 +98,7 @@ def test_a_conversation_without_a_score_counts_as_wrong_and_is_told(
         (["MODEL", "{model: /nowhere/model}"], "there is no such folder"),
         (["{type: judge, model: x, mode: best}"], "mode"),
         (["{type: judge, model: x}", "--perturbations", "3"], "cannot score rewritten completions"),
-        (["{[}"], "the text in braces is no section"),
+        (["{[}"], "the text in braces is not a section"),
     ],
 )
 def test_what_cannot_be_is_told_before_a_suite_is_read(

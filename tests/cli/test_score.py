@@ -232,7 +232,7 @@ def test_a_fifo_is_written_and_stays(
     ("words", "said"),
     [
         (["MODEL", "--output", "FOLDER"], "the output is a folder"),
-        (["MODEL", "--output", "DATA/scores.jsonl"], "is no folder"),
+        (["MODEL", "--output", "DATA/scores.jsonl"], "is not a folder"),
         (["/nowhere/model", "--workers", "2"], "there is no such folder"),  # before Ray is started
         (["MODEL", "--data", "none.jsonl"], "none.jsonl"),
         (["MODEL", "--output", "DATA"], "the output is the input"),

@@ -110,7 +110,7 @@ def test_a_mistake_is_one_message_and_exit_code_2(train: Callable[..., Ended]) -
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "Saved. The same command goes on from here."),
+        ([], "Saved. The same command resumes the run."),
         (["checkpointing.enabled=false"], "Nothing was saved"),
     ],
 )

@@ -223,7 +223,7 @@ def test_a_row_without_its_prompt_deviates_from_the_first(
     path = str(write_rows("rows.jsonl", [row, row, {"prompt": "2 + 2?", **row}]))
     with pytest.raises(
         DataError,
-        match=r"rows\.jsonl:3(?s:.*)only later rows(?s:.*)mend the first row",
+        match=r"rows\.jsonl:3(?s:.*)only later rows(?s:.*)fix the first row",
     ):
         list(open_dataset(DatasetConfig(data_path=path)))
 

@@ -98,7 +98,7 @@ def test_nested_values_and_places(tmp_path: Path, kind: str) -> None:
     [
         ("a.jsonl", b'{"a": 1}\n{"a": \n', ":2", ["not JSON", "column"]),
         ("a.jsonl", b'{"a": 1}\n\n[{"a": 1}]\n', ":3", ["not an object", ".json"]),
-        ("a.jsonl", b'{"a": 1}\n{"a": 1, "b": 2, "a": 3}\n', ":2", ["the key 'a' is there twice"]),
+        ("a.jsonl", b'{"a": 1}\n{"a": 1, "b": 2, "a": 3}\n', ":2", ["the key 'a' occurs twice"]),
         ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', ":2", ["UTF-8", "0xff at position 8"]),
         ("a.jsonl", gzip.compress(b'{"a": 1}', mtime=0), ":1", ["ends in .gz"]),
         (

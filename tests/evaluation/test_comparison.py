@@ -199,7 +199,7 @@ def test_a_line_that_is_no_example_is_named(line: str, tmp_path: Path) -> None:
 def test_a_line_that_is_no_example_is_named_when_an_evaluation_goes_on(
     line: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(DataError, match="no row of an evaluation"):
+    with pytest.raises(DataError, match="not an example of an evaluation"):
         scored_from_row(json.loads(line), "examples.jsonl:1")
 
 

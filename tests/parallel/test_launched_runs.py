@@ -114,7 +114,7 @@ def stop_one_and_go_on(folder: Path, words: list[str]) -> None:
     _, log = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 1, log
     # One process tells.
-    assert log.count("(SIGTERM). Saved. The same command goes on from here.") == 1, log
+    assert log.count("(SIGTERM). Saved. The same command resumes the run.") == 1, log
     assert not (folder / "checkpoints/final").exists()
     subprocess.run([*TORCHRUN, *words], check=True, timeout=PATIENCE_SECONDS)
 

@@ -106,24 +106,24 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     ),
     "saved in bfloat16": (
         lambda f: change_weights(f, partial(rounded, torch.bfloat16)), "precision",
-        "backbone.*another number format got format bfloat16 need format floa",
+        "backbone.*another dtype got format bfloat16 need format floa",
     ),
     "rounded to bfloat16": (
         lambda f: change_weights(f, partial(rounded, torch.float32)), "precision",
-        "coarser number format.*; 20 of 21 tensors are others|coarser number format.*; 21 of 21 tensors are others",
+        "coarser dtype.*; 20 of 21 tensors have changed|coarser dtype.*; 21 of 21 tensors have changed",
     ),
     "dtype in config.json": (
         lambda f: edit_json(f / "config.json", dtype="bfloat16"), "precision",
-        "another number format got dtype bfloat16 need dtype float32 fix restore config.json",
+        "another dtype got dtype bfloat16 need dtype float32 fix restore config.json",
     ),
     "a sigmoid": (lambda f: edit_json(f / "config.json", problem_type=None), "activation", "problem_type None"),
     "head changed a little": (
         lambda f: change_weights(f, add_to("score.weight", 1e-6)), "weights",
-        "others: score.weight; the golden scores are still equal got other bytes in score.weight",
+        "changed: score.weight; the golden scores are still equal got other bytes in score.weight",
     ),
     "a tensor of the backbone changed": (
         lambda f: change_weights(f, add_to(UP, 3.0)), "weights",
-        f"1 of 21 tensors are others: {UP} got [-0-9.]+ for .*fix restore the weights from the folder",
+        f"1 of 21 tensors have changed: {UP} got [-0-9.]+ for .*fix restore the weights from the folder",
     ),
     "architecture": (
         lambda f: edit_json(f / "config.json", rms_norm_eps=0.1), "files", "by rms_norm_eps got rms_norm_eps 0.1 need",
@@ -196,7 +196,7 @@ def test_the_same_weights_with_other_scores(folder: Path) -> None:
     (other,) = expect([one.score + 0.3 * (-1) ** i for i, one in enumerate(contract.golden)])
     assert (
         other.part == "weights"
-        and "the scores are others, though the bytes of 21 tensors" in other.summary
+        and "the scores differ, though the bytes of 21 tensors" in other.summary
     )
     (coarse,) = expect([one.score + 1e-4 * (-1) ** i for i, one in enumerate(contract.golden)])
     assert coarse.part == "precision"
@@ -239,7 +239,7 @@ def with_scores(folder: Path, scores: list[float], *, bos: bool = True) -> Scori
         (lambda x, i: 1 / (1 + math.exp(-x)), "activation", "a sigmoid"),
         (lambda x, i: 1.0, "activation", "softmax"),
         (lambda x, i: (x - 3.0) / 2.0, "activation", r"0.5 x score -1.5"),
-        (lambda x, i: x + 0.03 * (-1) ** i, "precision", "coarser number format"),
+        (lambda x, i: x + 0.03 * (-1) ** i, "precision", "coarser dtype"),
         (lambda x, i: 0.0, "weights", "no known mistake explains"),
     ],
 )

@@ -79,7 +79,7 @@ def test_a_run_learns_goes_on_exactly_and_exports_what_it_has_trained(
     assert outcome.validation["held_out"]["accuracy"] == 1.0
     with killed_before_step(12):
         run("killed")
-    with pytest.raises(CheckpointError, match=r"another run(?s:.*)lora_cfg\.dim: got 2, need 4"):
+    with pytest.raises(CheckpointError, match=r"other settings(?s:.*)lora_cfg\.dim: got 2, need 4"):
         run("killed", "policy.dtensor_cfg.lora_cfg.dim=2")
     run("killed")
     assert_same_run(tmp_path / "killed", tmp_path / "whole")

@@ -214,7 +214,9 @@ def test_another_run_is_not_continued(tiny_run: Callable[..., Any]) -> None:
         ("+data.train.weight=0.5", "the training data"),
         ("+policy.tokenizer.chat_template_kwargs={x: 1}", "the tokenizer or template"),
     ):
-        with pytest.raises(CheckpointError, match="this checkpoint is of another run") as caught:
+        with pytest.raises(
+            CheckpointError, match="the checkpoint belongs to a run with other settings"
+        ) as caught:
             train(tiny_run(override), show_progress=False)
         assert what in caught.value.summary and "checkpointing.checkpoint_dir" in str(caught.value)
 

@@ -19,7 +19,7 @@ from treeward.training.validation import learnt
             0.72,
             0.27,
             [
-                "53.3% (40.9% to 65.4%) is not significantly better than chance, 50%, on 60 comparisons",
+                "(40.9% to 65.4%) on 60 comparisons is not significantly better than chance, 50%",
                 "0.720, is diverging from that of training, 0.270",
             ],
         ),

@@ -142,10 +142,10 @@ def _candidate(text: str, option: str, fields: Iterable[str], options: ModelOpti
         near = nearest_name(text, fields)
         names = ", ".join(fields) or "(none)"
         raise ConfigError(
-            "this is no model, no environment and no field of the rows",
+            "the reward is not a model, not an environment and not a column of the rows",
             where=option,
             got=text,
-            need=f"a folder or hub name; {{type: ...}}; or one of the fields {names}",
+            need=f"a folder or hub name; {{type: ...}}; or one of the columns {names}",
             fix=None if near is None else f"did you mean {near}?",
         )
     return candidate(model_section(text, option), option, options)

@@ -95,7 +95,7 @@ def run(
     if options.head_weights is not None:
         weights = options.head_weights
         raise ConfigError(
-            "the constants of a contract belong to the contract's own score",
+            "the constants are fitted to the score of the contract, so the heads need its weights",
             where="--head-weights",
             got=weights,
             need="the contract's weights of heads",

@@ -91,7 +91,7 @@ def output_folder(text: str | None, option: str = "--output") -> Path | None:
         existing = existing.parent
     problem = None
     if not existing.is_dir():
-        problem = "is no folder"
+        problem = "is not a folder"
     elif not os.access(existing, os.W_OK):
         problem = "cannot be written"
     if problem is not None:
@@ -215,7 +215,7 @@ def model_section(text: str, where: str = "MODEL") -> dict[str, Any]:
         section = None
     if not isinstance(section, dict):
         raise ConfigError(
-            "the text in braces is no section",
+            "the text in braces is not a section",
             where=where,
             got=text,
             need="YAML, as {models: [A, B], ensemble: worst}",

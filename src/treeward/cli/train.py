@@ -231,7 +231,7 @@ def tell_interrupted(outcome: Outcome, checkpointing: CheckpointingConfig) -> No
     elif outcome.step == 0:
         saved = "There was nothing to save yet. The same command starts again."
     else:
-        saved = "Saved. The same command goes on from here."
+        saved = "Saved. The same command resumes the run."
     by = outcome.interrupted_by
     sys.stderr.write(
         f"Stopped after step {outcome.step} of {outcome.total_steps} ({by}). {saved}\n",

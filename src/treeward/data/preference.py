@@ -384,10 +384,10 @@ def check_prompted(messages: Iterable[Message], first: bool | None, where: str |
         return is_prompted
     if first:
         summary = "the row has no prompt, and the first row has one"
-        fix = "mend or remove the row"
+        fix = "fix or remove the row"
     else:
         summary = "only later rows have a prompt"
-        fix = "mend the first row"
+        fix = "fix the first row"
     need = "a prompt in every row, or in none"
     raise DataError(
         summary,
@@ -509,7 +509,9 @@ def score_of(value: Any, field: str, where: str | None) -> float | None:
         return number
     if not 0 <= number <= 1:
         need = "a number from 0 to 1"
-        raise DataError("this is no probability", where=where, field=field, got=value, need=need)
+        raise DataError(
+            "the value is not a probability", where=where, field=field, got=value, need=need
+        )
     # Certainty would have infinite log-odds.
     probability = min(max(number, _SURE), 1 - _SURE)
     return math.log(probability / (1 - probability))

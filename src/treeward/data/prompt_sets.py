@@ -342,7 +342,7 @@ def check_prompt(messages: Sequence[Message], field: str, where: str | None) -> 
     if problem is None:
         return tuple(messages)
     need = "a conversation that ends with a question"
-    fix = "mend or remove the row"
+    fix = "fix or remove the row"
     raise DataError(problem, where=where, field=field, got=messages, need=need, fix=fix)
 
 

@@ -80,7 +80,7 @@ def read_rows(
     for file in files:
         if f"{file}.gz" in files:
             raise DataError(
-                "a file is there twice",
+                "the folder has a file twice, once compressed",
                 where=file,
                 got=f"{file} and {file}.gz",
                 need="each row once",
@@ -289,7 +289,7 @@ def _jsonl_row(line: bytes | str, where: str) -> Row | None:
             where=where,
             got=text,
             need="one complete JSON object",
-            fix="mend or remove the line",
+            fix="fix or remove the line",
         ) from error
     return _row(value, where)
 
@@ -299,7 +299,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"the key {max(names, key=names.count)!r} is there twice")
+        raise ValueError(f"the key {max(names, key=names.count)!r} occurs twice")
     return values
 
 
@@ -340,7 +340,7 @@ def _decode(raw: bytes, where: str) -> str:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         got = f"byte 0x{raw[error.start]:02x} at position {error.start + 1} of the line"
-        fix = "save the file as UTF-8, or mend the line; a gzip file ends in .gz"
+        fix = "save the file as UTF-8, or fix the line; a gzip file ends in .gz"
         summary = "the text is not UTF-8"
         raise DataError(summary, where=where, got=got, need="UTF-8", fix=fix) from error
 

@@ -81,7 +81,7 @@ def try_probe(apply: Apply, messages: list[Message], name: str) -> str:
             what = f"cannot be parsed: {error.message}"
             if error.source:
                 got = error.source.splitlines()[error.lineno - 1].strip()
-        fix = f"mend the template, or set {SETTING} to another"
+        fix = f"fix the template, or set {SETTING} to another"
         raise ConfigError(f"the chat template {what}", where=name, got=got, fix=fix) from error
     except Exception:
         # It may still accept the data's roles; the error of a row has the template's reason.

@@ -147,7 +147,7 @@ def _start() -> subprocess.Popen[str]:
     assert process.stdout is not None
     if not process.stdout.readline():
         raise ModelError(
-            "the processes of the math rule do not start",
+            "the processes of the math rule failed to start",
             got=f"exit code {process.wait()}",
             fix="read their messages on stderr",
         )

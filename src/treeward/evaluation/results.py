@@ -292,7 +292,7 @@ def scored_from_row(row: Mapping[str, Any], where: str) -> ScoredExample:
         return ScoredExample(example, **numbers, **optional)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise DataError(
-            "this is no row of an evaluation's examples",
+            "the row is not an example of an evaluation",
             where=where,
             got=repr(error),
             need="a line of examples.jsonl as `treeward eval` writes it",

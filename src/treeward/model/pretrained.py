@@ -163,7 +163,7 @@ def load_weights(
     if load_in_4bit:
         if base_of_adapters(name) is not None:
             line = merging_line(Path(name), writes=model_class is AutoModelForCausalLM)
-            summary = "adapters cannot be merged into weights of four bits"
+            summary = "adapters cannot be merged into a base that is loaded in 4 bits"
             raise ModelError(summary, where=name, fix=f"merge them first: {line}")
         settings["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True,
@@ -296,7 +296,7 @@ def check_used(hf: PreTrainedModel, unused: Iterable[str], name: str) -> None:
             got=", ".join((heads or unused_tensors)[:4])
             + (", which look like a head" if heads else ""),
             need=f"those of {type(hf).__name__}",
-            fix=advice if heads else "mend config.json, or save the model without them",
+            fix=advice if heads else "fix config.json, or save the model without them",
         )
 
 
@@ -440,7 +440,10 @@ def _config_errors(where: str) -> Iterator[None]:
         yield
     except Exception as error:
         got = f"{type(error).__name__}: {error.__cause__ or error}"
-        need = "sizes that fit: heads divide the hidden size, heads of keys the heads, and none is below 1"
+        need = (
+            "sizes of at least 1; num_attention_heads divides hidden_size, "
+            "and num_key_value_heads divides num_attention_heads"
+        )
         raise ConfigError(
             "no model can be built from these fields", where=where, got=got, need=need
         ) from error

@@ -469,7 +469,10 @@ def set_template(tokenizer: PreTrainedTokenizerBase, fields: Fields, name: str) 
     if after and not isinstance(template, str):
         got, need = "several chat templates" if template else "no chat template", "one template"
         raise ModelError(
-            "nothing can write the end that this model reads", where=name, got=got, need=need
+            "this model reads its score after a text that only a chat template can write",
+            where=name,
+            got=got,
+            need=need,
         )
     if isinstance(template, str) and not template.endswith(after):
         # Jinja drops that line's end too

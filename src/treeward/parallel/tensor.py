@@ -96,7 +96,7 @@ def _styles(model: WrappedModel, name: str, layer: nn.Module, size: int) -> dict
     family = type(model.hf).__name__
     if any(map(is_quantized, layer.modules())):
         raise _refused(
-            "layers of four bits cannot be cut", "load_in_4bit: true", "load_in_4bit: false"
+            "layers of 4 bits cannot be cut", "load_in_4bit: true", "load_in_4bit: false"
         )
     if has_adapters(model):
         raise _refused(

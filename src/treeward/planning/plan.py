@@ -160,7 +160,7 @@ def plan(config: RewardModelRunConfig | GRPORunConfig, gpu: str) -> Plan:
 def why_not_planned(policy: TrainedModelConfig, model: WrappedModel) -> str | None:
     """What the arithmetic does not know of a run; None if it knows everything."""
     if policy.load_in_4bit:
-        return "weights of four bits"
+        return "weights of 4 bits"
     other = other_layers(model.hf)
     if other:
         return f"layers of type {', '.join(other)}"

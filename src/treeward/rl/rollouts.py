@@ -175,7 +175,7 @@ def _check_failures(rewards: GroupRewards, most: float) -> None:
             "too many completions have no reward",
             got=f"{failed_share:.0%} of {num_completions}; {summary}",
             need=f"at most {most:.0%} (grpo.max_failed_share)",
-            fix="mend the environment and start the same command again: it repeats this step",
+            fix="fix the environment and start the same command again: it repeats this step",
         )
 
 

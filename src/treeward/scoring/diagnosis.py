@@ -254,19 +254,19 @@ def diagnose(
             check = Check(
                 "precision",
                 "differs",
-                "the scores differ by what a coarser number format makes of them",
+                "the scores differ by what a coarser dtype makes of them",
                 fix=f"compute in float32 ({option}), from weights that were not rounded",
             )
         else:
             check = _explained(examples, got, coarse)
             if check is not None:
-                summary = f"{check.summary}, and they are computed in a coarser number format"
+                summary = f"{check.summary}, and they are computed in a coarser dtype"
                 check = replace(check, summary=summary)
     if check is None:
         check = Check(
             "weights",
             "differs",
-            "the scores are others, and no known mistake explains them",
+            "the scores differ, and no known mistake explains them",
             fix=f"{restore('the weights')}, unless the conversations became other tokens",
         )
     worst = off.index(max(off))

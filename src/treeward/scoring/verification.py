@@ -272,7 +272,7 @@ def _precision(
 ) -> Iterator[DiagnosisRow]:
     backbone, head = stored.split(heads)
     expected = contract.dtypes
-    summary = "the {}'s weights are stored in another number format"
+    summary = "the {}'s weights are stored in another dtype"
     yield DiagnosisRow(
         "format",
         expected.weights,
@@ -292,7 +292,7 @@ def _precision(
             "dtype",
             expected.config,
             stored.config_dtype,
-            "config.json has transformers load the weights in another number format",
+            "config.json has transformers load the weights in another dtype",
             _RESTORE_CONFIG,
         )
 
@@ -351,7 +351,7 @@ def _weights(
             changed = [tensor.name for tensor in head]
     if changed:
         names = ", ".join(changed[:3])
-        summary = f"{len(changed)} of {len(stored.tensors)} tensors are others: {names}"
+        summary = f"{len(changed)} of {len(stored.tensors)} tensors have changed: {names}"
         if len(changed) > 3:
             summary += f" and {len(changed) - 3} more"
         if verdict.part == "precision":
@@ -375,7 +375,7 @@ def _weights(
     # Where not every tensor was hashed, other weights can make scores that look scaled or negated.
     is_guess = verdict.part == "activation" and not expected.tensors
     if verdict.part == "weights" or is_guess:
-        summary = f"the scores are others, though {hashed} are equal"
+        summary = f"the scores differ, though {hashed} are equal"
         fix = "restore the folder; if it is whole, compare the versions of torch and transformers"
         return replace(verdict, part="weights", summary=summary, fix=fix)
     return verdict

@@ -210,7 +210,7 @@ def check_identity(folder: Path, identity: Mapping[str, Any]) -> None:
     ]
     if differences:
         raise CheckpointError(
-            "\n  ".join(["this checkpoint is of another run", *differences]),
+            "\n  ".join(["the checkpoint belongs to a run with other settings", *differences]),
             where=str(folder),
             fix="set them back, or begin the new run in another checkpointing.checkpoint_dir",
         )

@@ -72,7 +72,7 @@ class TrainingOutcome(Outcome):
 
 def train(config: RewardModelRunConfig, *, show_progress: bool = True) -> TrainingOutcome:
     """Train a reward model as configured, resuming where an earlier run of the same configuration stopped. Raises a
-    `TreewardError` for what the user can mend; the last checkpoint stands."""
+    `TreewardError` for what the user can fix; the last checkpoint stands."""
     check_packages(config)
     if config.hub.push_to_hub:
         _check_hub(config.hub_repo_id)

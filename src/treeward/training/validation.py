@@ -100,7 +100,7 @@ def learnt(means: Mapping[str, float], size: int, training_losses: Sequence[floa
     elif high < 0.5:
         sentence += " is worse than chance, 50%"
     else:
-        sentence += f" is not significantly better than chance, 50%, on {size:,} comparisons"
+        sentence += f" on {size:,} comparisons is not significantly better than chance, 50%"
     if not training_losses:
         return f"{sentence}."
     num_latest = max(len(training_losses) // 4, _FEWEST_STEPS)
