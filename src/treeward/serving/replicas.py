@@ -270,7 +270,7 @@ def _running(config: ServerConfig, *, name: str, **options: Any) -> Iterator[Any
             # With the traceback of the replica, whose last line is the error.
             status = serve.status().applications[name].deployments["Replica"].message
             reason = status.rpartition("treeward.errors.")[2].strip()
-            raise ModelError(f"the replicas do not start: {reason}") from None
+            raise ModelError(f"the replicas failed to start: {reason}") from None
         yield handle
     finally:
         serve.delete(name)
