@@ -145,7 +145,7 @@ def test_what_has_no_steps_is_refused(
     )
     with pytest.raises(ConfigError, match="has not one value"):
         environment.preprocess_data([CHAT])
-    with pytest.raises(ConfigError, match="no model with a value"):
+    with pytest.raises(ConfigError, match="have no model with one value"):
         _ = environment.reward_model_policy
     with pytest.raises(ModelError, match="no contract and no training"):
         load_classifier(published[0], head_seed=0)

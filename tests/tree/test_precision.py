@@ -51,6 +51,7 @@ def errors_of(family: str, dtype: torch.dtype, device: str) -> list[tuple[float,
     found: list[list[list[float]]] = [[[], []], [[], []]]
     for seed in range(SEEDS):
         hf, groups = model_of(family, seed=seed).to(device), forest(seed)
+        hf.config._experts_implementation = "eager"  # grouped products have no float64
         RewardModel(hf).cast(dtype)
         with InFloat64():
             exact = scores_and_gradients(RewardModel(deepcopy(hf).double(), layout="rows"), groups)
