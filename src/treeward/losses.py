@@ -2,7 +2,7 @@
 
     pairs = ranked_pairs([(0, 1), (0, 1, 1)], ties="drop")
     loss_sum = bradley_terry(scores_S, pairs)        # divide once, by the `num_units` of the whole step
-    heads = heads_of(config, grades_NH, num_heads)   # all that a training step knows of its loss
+    heads = heads_of(section, loss, grades_NH, ...)  # all that a training step knows of its loss
     sums = RewardSums()
     for scores_S, pairs, loss_sum in ...: sums.add(scores_S, pairs, loss_sum)      # on the device; waits for nothing
     sums.read().means()     # {"loss": ..., "accuracy": ..., "chosen_rewards": ..., ...}; waits once
@@ -33,8 +33,8 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from treeward import processes
-from treeward.config.loss import LOSSES
-from treeward.config.run import RewardModelRunConfig
+from treeward.config.loss import LOSSES, LossConfig
+from treeward.config.policy import RewardModelConfig
 from treeward.data.encoding import Comparison
 from treeward.model.contract import ESTIMATE_MEANING, HeadContract
 from treeward.tree.batch import Movable
@@ -340,12 +340,17 @@ class Heads:
 
 
 def heads_of(
-    config: RewardModelRunConfig, grades_NH: npt.NDArray[np.floating[Any]], num_heads: int
+    section: RewardModelConfig,
+    loss: LossConfig,
+    grades_NH: npt.NDArray[np.floating[Any]],
+    *,
+    ties: Literal["drop", "half"],
+    num_heads: int,
 ) -> Heads:
-    """The heads of a run, whose model has `num_heads`. `grades_NH`: those of the training data, for each of the run's
-    labels."""
-    section = config.policy.reward_model_cfg
-    loss = config.rm.loss
+    """The heads of a run, whose model has `num_heads`.
+
+    `grades_NH`: those of the training data, for each label of `section`. `ties`: `data.ties`.
+    """
     names = section.labels
     num_estimates = section.num_heads
     if names:
@@ -361,10 +366,11 @@ def heads_of(
     else:
         weights = (1 / num_estimates,) * num_heads
         stds = (1.0,) * num_heads
+    kind = section.reward_model_type
     pair_options: dict[str, Any] = {
-        "ties": config.data.ties,
+        "ties": ties,
         "weight": loss.weight,
-        "unit": "choice" if LOSSES[section.reward_model_type].learns == "choices" else "pair",
+        "unit": "choice" if LOSSES[kind].learns == "choices" else "pair",
     }
     if loss.strength is not None:
         pair_options |= {"strength": loss.strength, "strength_scale": loss.strength_scale}
@@ -373,9 +379,7 @@ def heads_of(
         weights=weights,
         stds=stds,
         are_estimates=num_estimates > 1,
-        function=partial(
-            function_of(section.reward_model_type), **loss.arguments(section.reward_model_type)
-        ),
+        function=partial(function_of(kind), **loss.arguments(kind)),
         pair_options=pair_options,
     )
 

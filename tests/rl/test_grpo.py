@@ -111,7 +111,7 @@ def test_the_metrics_of_a_step_and_the_kl_that_is_taken_from_each_reward(
     kl_PG, _ = run.setup.updater.measure(sampled[0].groups)
     assert kl_PG is not None and float(kl_PG.min()) > 0
     torch.testing.assert_close(compared[0], sampled[0].rewards_PG - 0.5 * kl_PG)
-    used = advantages(compared[0], run.config.grpo)[sampled[0].used_PG]
+    used = advantages(compared[0], run.grpo)[sampled[0].used_PG]
     assert metrics["train/advantages_std"] == pytest.approx(
         float(used.square().mean() - used.mean().square()) ** 0.5
     )
@@ -155,7 +155,7 @@ def test_completions_that_the_generator_saw_otherwise_are_left_out(
         monkeypatch.setattr(run.setup.generator, "generate", generate_off)
         metrics = run.step(1).logged
         num_used = int(sampled[-1].used_PG.sum())
-        used = advantages(sampled[-1].rewards_PG, run.config.grpo)[sampled[-1].used_PG]
+        used = advantages(sampled[-1].rewards_PG, run.grpo)[sampled[-1].used_PG]
         assert metrics["train/num_masked_seqs_by_logprob_error"] == num_masked
         assert num_used == len(used) == 16
         assert (

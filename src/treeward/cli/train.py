@@ -105,7 +105,9 @@ def run(
         return outcome.exit_code
     if outcome.validation:
         rows = result_rows(outcome.validation_sizes, outcome.validation)
-        sys.stdout.write(f"\n{results_table(rows, result_columns(loaded))}\n")
+        has_grades = bool(loaded.policy.reward_model_cfg.labels)
+        columns = result_columns(loaded.ranking_metric, has_grades=has_grades)
+        sys.stdout.write(f"\n{results_table(rows, columns)}\n")
     lines = [f"\n{name}: {sentence}" for name, sentence in outcome.learnt.items()]
     if outcome.model_folder is not None:
         lines += _model_lines(outcome, outcome.model_folder, loaded)

@@ -1,10 +1,15 @@
-"""`CheckpointingConfig`: when a run is saved, which checkpoints stay, and by which metric they are ranked.
+"""`CheckpointingConfig`: when a run is saved, which checkpoints stay, and by which metric they are
+ranked.
 
-    checkpointing: {metric_name: val:validation-plain_length_controlled_accuracy, keep_top_k: 3, save_period: 100}
+    checkpointing:
+      metric_name: val:validation-plain_length_controlled_accuracy
+      keep_top_k: 3
+      save_period: 100
 
-A metric of one validation set is spelt `val:validation-<name>_<metric>`, `validation-<name>_<metric>` or
-`validation-<name>/<metric>`; a metric over all sets `val_<metric>`, `val:val_<metric>` or `eval/rm/<metric>`. A run of
-GRPO has one validation: `val:<metric>`, `val_<metric>` or `validation/<metric>`.
+A metric of one validation set is spelt `val:validation-<name>_<metric>`,
+`validation-<name>_<metric>` or `validation-<name>/<metric>`; a metric over all sets `val_<metric>`,
+`val:val_<metric>` or `eval/rm/<metric>`. A run of GRPO has one validation: `val:<metric>`,
+`val_<metric>` or `validation/<metric>`.
 """
 
 from __future__ import annotations
@@ -27,10 +32,11 @@ METRICS: Mapping[str, bool | None] = {
     ),
     **dict.fromkeys(("chosen_rewards", "rejected_rewards", "accuracy_gap")),
 }
-"""The validation metrics of a reward model -> whether higher is better; None where neither direction is.
+"""The validation metrics of a reward model -> whether higher is better; None where neither
+direction is.
 
-A metric whose name ends in `_` and another metric's name has the same direction, because a name in underscores may be
-read as either.
+A metric whose name ends in `_` and another metric's name has the same direction, because a name in
+underscores may be read as either.
 """
 
 GRPO_METRICS: Mapping[str, bool | None] = {
@@ -52,31 +58,40 @@ class MetricKey(NamedTuple):
     validation: str | None
     metric: str
 
+    @property
+    def logged_name(self) -> str:
+        """Its name in the log of a run that trains a reward model."""
+        if self.validation is None:
+            return f"eval/rm/{self.metric}"
+        return f"validation-{self.validation}/{self.metric}"
+
 
 def parse_metric_name(
     name: str, sets: Sequence[str] = (), metrics: Collection[str] = METRICS
 ) -> MetricKey:
     """The metric that a name means, in any accepted spelling.
 
-    `sets`: the names of the validation sets. With underscores `validation-a_group_accuracy` is the metric
-    `group_accuracy` of the set `a` or `accuracy` of `a_group`: the first such set of `sets` decides. Raises
-    `ConfigError` for any other name.
+    `sets`: the names of the validation sets. With underscores `validation-a_group_accuracy` is the
+    metric `group_accuracy` of the set `a` or `accuracy` of `a_group`: the first such set of `sets`
+    decides. Raises `ConfigError` for any other name.
     """
-    forms: dict[str, str | None] = {
-        form: None for form in ("val:", "val_", "eval/rm/", "validation/")
-    }
+    # What a name may begin with -> the set that it means, None for all.
+    forms: dict[str, str | None] = dict.fromkeys(("val:", "val_", "eval/rm/", "validation/"))
+    # Reversed, because a later entry replaces an earlier one: the first set decides.
     for validation in reversed(sets):
-        forms |= {f"validation-{validation}{separator}": validation for separator in "_/"}
-    names = {
-        f"{form}{metric}": MetricKey(forms[form], metric) for form in forms for metric in metrics
-    }
+        forms[f"validation-{validation}_"] = validation
+        forms[f"validation-{validation}/"] = validation
+    names: dict[str, MetricKey] = {}
+    for form, validation_set in forms.items():
+        for metric in metrics:
+            names[f"{form}{metric}"] = MetricKey(validation_set, metric)
     key = names.get(name) or names.get(name.removeprefix("val:"))
     if key is None:
         need = f"{_SPELLINGS}; <metric> is one of {', '.join(metrics)}"
-        need += f"; <name> is one of {', '.join(sets)}" if sets else ""
-        raise ConfigError.unknown(
-            "a metric is not known", name, names, field="checkpointing.metric_name", need=need
-        )
+        if sets:
+            need += f"; <name> is one of {', '.join(sets)}"
+        field = "checkpointing.metric_name"
+        raise ConfigError.unknown("a metric is not known", name, names, field=field, need=need)
     return key
 
 
@@ -90,7 +105,9 @@ def parse_grpo_metric_name(name: str) -> str:
 
 
 def _seconds(value: Any) -> Any:
-    match = _DURATION.fullmatch(value.strip()) if isinstance(value, str) else None
+    if not isinstance(value, str):
+        return value
+    match = _DURATION.fullmatch(value.strip())
     if match is None:
         return value
     days, hours, minutes, seconds = map(int, match.groups())
@@ -105,12 +122,14 @@ class CheckpointingConfig(Strict):
     checkpoint_dir: str = "results/rm"
     """Folder of this run's checkpoints and of its export. A run goes on from the latest of them."""
     save_period: PositiveInt | None = 100
-    """Optimiser steps from one save to the next. None: only at the end, on a signal, and at the deadline."""
+    """Optimiser steps from one save to the next. None: only at the end, on a signal, and at the
+    deadline."""
     checkpoint_must_save_by: Annotated[PositiveFloat | None, BeforeValidator(_seconds)] = None
     """Save and stop after this time, in seconds or as `"DD:HH:MM:SS"`, in quotes."""
     metric_name: str | None = None
-    """The validation metric that ranks checkpoints, as `val_loss` or `validation-plain_length_controlled_accuracy`;
-    docs/training.md lists them. None: the latest are kept."""
+    """The validation metric that ranks checkpoints, as `val_loss` or
+    `validation-plain_length_controlled_accuracy`; docs/training.md lists them. None: the latest are
+    kept."""
     higher_is_better: bool | None = None
     """Direction of the metric. None: decided by the metric, if it has a direction of its own."""
     keep_top_k: PositiveInt | None = 3
@@ -123,16 +142,16 @@ class CheckpointingConfig(Strict):
     def _metric(self) -> str | None:
         """The metric of `metric_name`: the longest that it ends with."""
         name = self.metric_name or ""
-        return max(
-            (metric for metric in self.metrics if name.endswith(metric)), key=len, default=None
-        )
+        endings = [metric for metric in self.metrics if name.endswith(metric)]
+        return max(endings, key=len, default=None)
 
     def check(self) -> None:
         if self._metric is None:
             return  # an unknown name is an error of the run, which knows the sets
         direction = self.metrics[self._metric]
         if direction is None and self.higher_is_better is None:
-            need = "true or false: the metric has no direction of its own; length_controlled_accuracy has one"
+            need = "true or false: the metric has no direction of its own; "
+            need += "length_controlled_accuracy has one"
             raise self.error("higher_is_better metric_name", need)
         if direction is not None and self.higher_is_better not in (None, direction):
             need = f"{str(direction).lower()}, or null: the best checkpoints would be deleted"
@@ -156,5 +175,6 @@ class GRPOCheckpointingConfig(CheckpointingConfig):
     save_period: PositiveInt | None = 10
     """Steps from one save to the next. None: only at the end, on a signal, and at the deadline."""
     metric_name: str | None = None
-    """The validation metric that ranks checkpoints: `reward` (also `accuracy`), `raw_reward`, `gold_reward`, `kl`,
-    `truncation_rate`, `entropy` or `mean_gen_tokens_per_sample`. None: the latest stay."""
+    """The validation metric that ranks checkpoints: `reward` (also `accuracy`), `raw_reward`,
+    `gold_reward`, `kl`, `truncation_rate`, `entropy` or `mean_gen_tokens_per_sample`. None: the
+    latest stay."""

@@ -3,11 +3,13 @@
     config = load_config("rm", ["policy.model_name=Qwen/Qwen2.5-0.5B-Instruct", "rm.seed=7"])
     save_config(config, "resolved.yaml")       # loading that gives an equal configuration
 
-OmegaConf reads the file, lays it over those that its `defaults:` names, applies the overrides (`key=value`,
-`+key=value`, `~key`) and resolves `${...}` references, to other keys or to the functions `mul`, `div`, `max`, `min` and
-`int`; pydantic checks the result. Every mistake is a `ConfigError`. docs/config.md has the rules.
+OmegaConf reads the file, lays it over those that its `defaults:` names, applies the overrides
+(`key=value`, `+key=value`, `~key`) and resolves `${...}` references, to other keys or to the
+functions `mul`, `div`, `max`, `min` and `int`; pydantic checks the result. Every mistake is a
+`ConfigError`. docs/config.md has the rules.
 
-A configuration is named by its path, or as a recipe, like this one: a file of the folder `recipes/` beside this module.
+A configuration is named by its path, or as a recipe, like this one: a file of the folder `recipes/`
+beside this module.
 """
 
 from __future__ import annotations
@@ -53,15 +55,37 @@ _ABSENT = object()
 _OVERRIDE = re.compile(
     r"(?P<sign>\+\+|\+|~|)(?P<key>\w[\w./-]*(?:\[\d+\][\w./-]*)*)(?P<value>=.+)?", re.DOTALL
 )
-_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    "mul": lambda a, b: a * b,
+
+
+def _mul(a: Any, b: Any) -> Any:
+    return a * b
+
+
+def _div(a: Any, b: Any) -> Any:
     # A whole number where there is no remainder: most keys are counts.
-    "div": lambda a, b: (
-        a // b if isinstance(a, int) and isinstance(b, int) and a % b == 0 else a / b
-    ),
-    "max": lambda a, b: max(a, b),
-    "min": lambda a, b: min(a, b),
-    "int": lambda a: int(a),
+    if isinstance(a, int) and isinstance(b, int) and a % b == 0:
+        return a // b
+    return a / b
+
+
+def _max(a: Any, b: Any) -> Any:
+    return max(a, b)
+
+
+def _min(a: Any, b: Any) -> Any:
+    return min(a, b)
+
+
+def _int(a: Any) -> int:
+    return int(a)
+
+
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    "mul": _mul,
+    "div": _div,
+    "max": _max,
+    "min": _min,
+    "int": _int,
 }
 _Section = TypeVar("_Section", bound=Strict)
 
@@ -80,7 +104,8 @@ def load_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> Rew
 
 
 def load_grpo_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> GRPORunConfig:
-    """A run of GRPO, as `load_config` reads one that trains a reward model; its remarks are logged."""
+    """A run of GRPO, as `load_config` reads one that trains a reward model; its remarks are
+    logged."""
     config = load_file(GRPORunConfig, path, overrides)
     for remark in config.remarks:
         logger.warning("%s", remark)
@@ -103,20 +128,26 @@ def load_file(
     *,
     values: Mapping[str, Any] | None = None,
 ) -> _Section:
-    """A whole configuration of any kind, read, overridden, resolved and checked as by `load_config`.
+    """A whole configuration of any kind, read, overridden, resolved and checked as by
+    `load_config`.
 
-    `path`: None for a configuration without a file. `values`: laid over the file's values before the overrides, as a
-    command's own options. Raises `ConfigError`.
+    `path`: None for a configuration without a file. `values`: laid over the file's values before
+    the overrides, as a command's own options. Raises `ConfigError`.
     """
-    file = None if path is None else _find(path)
-    where = "command line" if file is None else str(file)
-    layers = [] if file is None else _layers(file, ())
+    where = "command line"
+    layers: list[tuple[Path, dict[str, Any]]] = []
+    if path is not None:
+        file = _find(path)
+        where = str(file)
+        layers = _layers(file, ())
+    trees: list[Mapping[str, Any]] = [layer for _, layer in layers]
+    trees.append(values or {})
     tree: dict[str, Any] = {}
-    for layer in (*(layer for _, layer in layers), values or {}):
-        tree = _laid_over(
-            _without_other_model(tree, partial(_value, OmegaConf.create(dict(layer)))), layer
-        )
-    config = OmegaConf.create(_without_other_model(tree, partial(_overriding_value, overrides)))
+    for layer in trees:
+        value_of = partial(_value, OmegaConf.create(dict(layer)))
+        tree = _laid_over(_without_other_model(tree, value_of), layer)
+    tree = _without_other_model(tree, partial(_overriding_value, overrides))
+    config = OmegaConf.create(tree)
     overridden = {_apply_override(config, text): text for text in overrides}
 
     def origin(location: Location) -> str:
@@ -135,33 +166,39 @@ def load_file(
 
 
 def load_section(section: type[_Section], values: Mapping[str, Any], *, where: str) -> _Section:
-    """Check one section that is given as a mapping, as `env_config` in Python. Raises `ConfigError`; `where` names it.
+    """Check one section that is given as a mapping, as `env_config` in Python. Raises
+    `ConfigError`; `where` names it.
 
-    `${...}` references within the mapping are resolved. OmegaConf's own mappings are accepted; their references may
-    lead out of the section.
+    `${...}` references within the mapping are resolved. OmegaConf's own mappings are accepted;
+    their references may lead out of the section.
     """
     config = values if isinstance(values, DictConfig) else OmegaConf.create(dict(values))
     return _checked(section, config, where, lambda location: where)
 
 
-def save_config(config: RewardModelRunConfig | GRPORunConfig, path: str | PathLike[str]) -> None:
-    """Write every key, defaults included, as YAML that the config's own loader reads back to an equal configuration."""
-    OmegaConf.save(
-        OmegaConf.create(_escape(config.model_dump(mode="json", by_alias=True))), Path(path)
+def config_yaml(config: RewardModelRunConfig | GRPORunConfig) -> str:
+    """Every key, defaults included, as YAML that the config's own loader reads back to an equal
+    configuration."""
+    return OmegaConf.to_yaml(
+        OmegaConf.create(_escape(config.model_dump(mode="json", by_alias=True)))
     )
 
 
+def save_config(config: RewardModelRunConfig | GRPORunConfig, path: str | PathLike[str]) -> None:
+    """Write `config_yaml`."""
+    Path(path).write_text(config_yaml(config), encoding="utf-8")
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a file, with `${...}` references as they are. Raises `ConfigError` naming the file."""
+    """The mapping in a file, with `${...}` references as they are. Raises `ConfigError` naming the
+    file."""
     try:
         tree = OmegaConf.to_container(OmegaConf.load(path))
     except FileNotFoundError as error:
         near = nearest_path(path) or nearest_name(path.stem, recipe_names())
-        fix = (
-            f"did you mean {near}?"
-            if near
-            else f"correct the path; relative paths begin at {Path.cwd()}"
-        )
+        fix = f"correct the path; relative paths begin at {Path.cwd()}"
+        if near:
+            fix = f"did you mean {near}?"
         raise ConfigError(
             "there is no such file", where=str(path), need=_needed_file(), fix=fix
         ) from error
@@ -184,7 +221,8 @@ def _needed_file() -> str:
 def _find(name: str | PathLike[str], folder: Path = Path()) -> Path:
     """The file of a configuration: a path from `folder` that exists, or else a recipe by its name.
 
-    The recipes' paths in treeward's repository are names of them too. Where nothing is found, the path.
+    The recipes' paths in treeward's repository are names of them too. Where nothing is found, the
+    path.
     """
     path = folder / name
     if path.is_file():
@@ -192,41 +230,43 @@ def _find(name: str | PathLike[str], folder: Path = Path()) -> Path:
     named = Path(name)
     if named.parent == _IN_REPOSITORY and named.suffix == ".yaml":
         named = Path(named.stem)
-    recipe = _RECIPES / f"{named}.yaml"
-    return recipe if named.name in recipe_names() and named.parent == Path() else path
+    if named.parent == Path() and named.name in recipe_names():
+        return _RECIPES / f"{named}.yaml"
+    return path
 
 
 def _apply_override(config: DictConfig, text: str) -> Location:
     """Change `config` in place; returns the key that the override names. Raises `ConfigError`."""
     match = _OVERRIDE.fullmatch(text)
     if match is None or (match["value"] is None) != (match["sign"] == "~"):
-        need = "key=value, +key=value, ++key=value or ~key, as policy.optimizer.kwargs.lr=1e-5; null for no value"
         raise ConfigError(
-            "an override is not understood", where="command line", got=text, need=need
+            "an override is not understood",
+            where="command line",
+            got=text,
+            need="key=value, +key=value, ++key=value or ~key, as "
+            "policy.optimizer.kwargs.lr=1e-5; null for no value",
         )
-    sign, path = match["sign"], tuple(re.sub(r"\[(\d+)\]", r".\1", match["key"]).split("."))
-    key = ".".join(path)
+    # train[0].name is the key `name` of the element 0 of `train`.
+    key = re.sub(r"\[(\d+)\]", r".\1", match["key"])
+    path = tuple(key.split("."))
     try:
-        if sign == "~":
-            parent = OmegaConf.select(config, ".".join(path[:-1])) if path[1:] else config
-            if isinstance(parent, DictConfig) and path[-1] not in parent:
-                near = nearest_name(path[-1], map(str, parent))
-                fix = f"did you mean {near}?" if near else None
-                raise ConfigError(
-                    "a key to be removed is not there", where="command line", got=text, fix=fix
-                )
-            del parent[int(path[-1]) if isinstance(parent, ListConfig) else path[-1]]
+        if match["sign"] == "~":
+            _remove(config, path, text)
             return path
         # What the key refers to need not exist: it is replaced.
         old = _value(config, key)
-        if sign == "+" and old is not _ABSENT:
-            summary, fix = "+ adds a key, and it is there already", f"write {text[1:]}"
-            raise ConfigError(summary, where="command line", got=text, fix=fix)
+        if match["sign"] == "+" and old is not _ABSENT:
+            raise ConfigError(
+                "+ adds a key, and it is there already",
+                where="command line",
+                got=text,
+                fix=f"write {text[1:]}",
+            )
+        # OmegaConf reads the value as YAML.
         parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value{match['value']}"]))
         value = parsed["value"]
-        OmegaConf.update(
-            config, key, value, merge=isinstance(value, dict) and isinstance(old, DictConfig)
-        )
+        are_mappings = isinstance(value, dict) and isinstance(old, DictConfig)
+        OmegaConf.update(config, key, value, merge=are_mappings)
     except RecursionError:
         need = "a value that is nested less deep"
         raise ConfigError(
@@ -235,12 +275,35 @@ def _apply_override(config: DictConfig, text: str) -> Location:
     except (OmegaConfBaseException, yaml.YAMLError, LookupError, TypeError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
-        summary = f"an override cannot be applied: {str(getattr(error, 'problem', None) or error).splitlines()[0]}"
-        fix = "put a value with special characters in single quotes, and in double quotes for the shell"
+        # An error of YAML has its words in `problem`.
+        reason = str(getattr(error, "problem", None) or error).splitlines()[0]
         raise ConfigError(
-            summary, where="command line", got=text, need="a key, and a value in YAML", fix=fix
+            f"an override cannot be applied: {reason}",
+            where="command line",
+            got=text,
+            need="a key, and a value in YAML",
+            fix="put a value with special characters in single quotes, and in double quotes for "
+            "the shell",
         ) from None
     return path
+
+
+def _remove(config: DictConfig, path: Location, text: str) -> None:
+    """Remove a key, or an element of a list; `text`: the override that says so."""
+    *parents, key = path
+    parent: Any = config
+    if parents:
+        parent = OmegaConf.select(config, ".".join(parents))
+    if isinstance(parent, ListConfig):
+        del parent[int(key)]
+        return
+    if isinstance(parent, DictConfig) and key not in parent:
+        near = nearest_name(key, map(str, parent))
+        fix = f"did you mean {near}?" if near else None
+        raise ConfigError(
+            "a key to be removed is not there", where="command line", got=text, fix=fix
+        )
+    del parent[key]
 
 
 def _value(tree: DictConfig, key: str) -> Any:
@@ -248,65 +311,82 @@ def _value(tree: DictConfig, key: str) -> Any:
 
 
 def _layers(file: Path, readers: tuple[Path, ...]) -> list[tuple[Path, dict[str, Any]]]:
-    """The trees of the files that a file names, and its own, laid over theirs; `readers` have led to this file."""
+    """The trees of the files that a file names, and its own, laid over theirs; `readers` have led
+    to this file."""
     tree = _with_files_beside(read_yaml(file), file.parent)
     chain = (*readers, file.resolve())
     layers: list[tuple[Path, dict[str, Any]]] = []
     names = tree.pop("defaults", None) or []
-    for name in names if isinstance(names, list) else [names]:
+    if not isinstance(names, list):
+        names = [names]
+    for name in names:
         parent = _find(str(name), file.parent)
         if not parent.is_file():
-            summary = "a file of defaults does not exist"
-            need = f"{_needed_file()}; or a list of these. Paths are relative to the folder of this file"
-            raise ConfigError(summary, where=str(file), field="defaults", got=name, need=need)
-        if parent.resolve() in chain:
-            summary, need = (
-                "defaults go round in a circle",
-                "a file that does not lead back to this one",
+            raise ConfigError(
+                "a file of defaults does not exist",
+                where=str(file),
+                field="defaults",
+                got=name,
+                need=f"{_needed_file()}; or a list of these. Paths are relative to the folder of "
+                "this file",
             )
-            raise ConfigError(summary, where=str(file), field="defaults", got=name, need=need)
+        if parent.resolve() in chain:
+            raise ConfigError(
+                "defaults go round in a circle",
+                where=str(file),
+                field="defaults",
+                got=name,
+                need="a file that does not lead back to this one",
+            )
         layers += _layers(parent, chain)
     return [*layers, (file, tree)]
 
 
 def _with_files_beside(tree: Any, folder: Path) -> Any:
-    """The tree of a file in `folder`, in which the prompt files and templates that lie there have its path.
+    """The tree of a file in `folder`, in which the prompt files and templates that lie there have
+    its path.
 
-    A file of the working directory comes first: NeMo RL's configurations name paths that begin there.
+    A file of the working directory comes first: NeMo RL's configurations name paths that begin
+    there.
     """
     if isinstance(tree, list):
         return [_with_files_beside(item, folder) for item in tree]
     if not isinstance(tree, dict):
         return tree
-    paths = dict[str, Any]()
+    paths: dict[str, Any] = {}
     for key, value in tree.items():
         paths[key] = _with_files_beside(value, folder)
         # isfile: False, not an error, for a template, which is too long for a name.
         if key in _FILE_KEYS and isinstance(value, str) and not os.path.isfile(value):
             beside = os.path.join(folder, value)
-            paths[key] = beside if os.path.isfile(beside) else value
+            if os.path.isfile(beside):
+                paths[key] = beside
     return paths
 
 
 def _laid_over(base: dict[str, Any], tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Mappings are merged; lists, and sections with NeMo RL's `_override_: true`, replace those of `base`."""
+    """Mappings are merged; lists, and sections with NeMo RL's `_override_: true`, replace those of
+    `base`."""
     merged = dict(base)
     for key, value in tree.items():
         old = merged.get(key)
         if isinstance(value, dict):
-            replaces = value.get("_override_") is True or not isinstance(old, dict)
-            value = _laid_over(
-                {} if replaces else old or {}, {k: v for k, v in value.items() if k != "_override_"}
-            )
+            section = dict(value)
+            replaces = section.pop("_override_", None) is True
+            if replaces or not isinstance(old, dict):
+                old = {}
+            value = _laid_over(old, section)
         merged[key] = value
     return merged
 
 
 def _without_other_model(base: dict[str, Any], value_of: Callable[[str], Any]) -> dict[str, Any]:
-    """`base` without the model and its tokenizer, where what is laid over it names a model of the other kind.
+    """`base` without the model and its tokenizer, where what is laid over it names a model of the
+    other kind.
 
-    The kinds are a pretrained model (`model_name`) and one from scratch (`model_config`). `value_of`: the value that is
-    laid over a key, or `_ABSENT`. A `base` whose other model is laid over too, as by null, stays.
+    The kinds are a pretrained model (`model_name`) and one from scratch (`model_config`).
+    `value_of`: the value that is laid over a key, or `_ABSENT`. A `base` whose other model is laid
+    over too, as by null, stays.
     """
     policy = base.get("policy")
     for kind, other in (("model_name", "model_config"), ("model_config", "model_name")):
@@ -321,8 +401,12 @@ def _without_other_model(base: dict[str, Any], value_of: Callable[[str], Any]) -
         kept = {key: value for key, value in policy.items() if key != other}
         rate = _value(OmegaConf.create(policy), _RATE)
         if kind == "model_name" and rate is not _ABSENT and value_of(f"policy.{_RATE}") is _ABSENT:
-            logger.warning("policy.%s=%s is the rate of a model from scratch; a pretrained model needs a lower one, "
-                           "which `treeward train --model NAME` chooses.", _RATE, rate)  # fmt: skip
+            logger.warning(
+                "policy.%s=%s is the rate of a model from scratch; a pretrained model needs a "
+                "lower one, which `treeward train --model NAME` chooses.",
+                _RATE,
+                rate,
+            )
         return base | {"policy": kept | {"tokenizer": tokenizer}}
     return base
 
@@ -332,7 +416,8 @@ def _overriding_value(overrides: Sequence[str], key: str) -> Any:
     for text in reversed(overrides):
         match = _OVERRIDE.fullmatch(text)
         if match is not None and match["key"] == key:
-            return None if match["value"] in (None, "=null") else match["value"]
+            is_null = match["value"] in (None, "=null")
+            return None if is_null else match["value"]
     return _ABSENT
 
 
@@ -366,8 +451,8 @@ def _checked(
     except ValidationError as error:
         for problem in problems_of(error, section, further_keys):
             location = native.spelt(_location(problem))
-            is_read = not any(location[: len(place)] == place for place in native.untranslated)
-            if is_read:
+            # Nothing is known of a section whose form could not be read: that mistake is told.
+            if not any(location[: len(place)] == place for place in native.untranslated):
                 problems.append(problem.but(field=key_path(location) or None))
     if problems:
         placed = [problem.but(where=origin(_location(problem))) for problem in problems]
@@ -376,7 +461,9 @@ def _checked(
 
 
 def _location(problem: ConfigError) -> Location:
-    return located(problem.field) if problem.field else ()
+    if not problem.field:
+        return ()
+    return located(problem.field)
 
 
 def _escape(value: Any) -> Any:

@@ -23,6 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from treeward import processes
+from treeward.config.checkpointing import CheckpointingConfig
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.preflight import check_packages
 from treeward.errors import TreewardError
@@ -37,9 +38,10 @@ from treeward.rl.setup import GRPOSetup, set_up_grpo
 from treeward.rl.update import Evaluated
 from treeward.rl.watch import ALARMS_FILE, Alarm, write_alarms
 from treeward.scoring.trained_judge import write_judge_contract
-from treeward.training.loop import Outcome, Run, StepMetrics, Validation, start
+from treeward.training.loop import Outcome, Run, StepMetrics, Validation
 from treeward.training.models import save_adapted
 from treeward.training.optimisation import SkippedSteps
+from treeward.training.session import open_session
 from treeward.training.state import RunState
 from treeward.training.step_file import StepFile, set_aside
 from treeward.training.tracking import METRICS_FILE, TrackerGroup, read_metrics
@@ -75,13 +77,11 @@ def grpo(config: GRPORunConfig, *, show_progress: bool = True) -> GRPOOutcome:
     ranked_by = None
     if config.ranking_metric is not None:
         ranked_by = f"validation/{config.ranking_metric}"
-    outcome = start(
-        config,
-        config.grpo,
-        lambda checkpoint, shown: GRPORun(set_up_grpo(config, checkpoint, shown)),
-        ranked_by=ranked_by,
-        show_progress=show_progress,
-    )
+    with open_session(
+        config, config.grpo, ranked_by=ranked_by, show_progress=show_progress
+    ) as session:
+        run = GRPORun(set_up_grpo(config, session.checkpoint, session.shows_progress))
+        outcome = session.run_to_end(run)
     assert isinstance(outcome, GRPOOutcome)
     return outcome
 
@@ -97,15 +97,16 @@ class GRPORun(Run):
 
     def __init__(self, setup: GRPOSetup) -> None:
         super().__init__(
-            setup.config,
             setup.updater.optimizer,
             setup.scheduler,
             setup.identity,
             total_steps=setup.total_steps,
             validates=bool(setup.validation),
+            is_rounded=setup.config.policy.precision != "float32",
         )
         self.setup = setup
-        self.config = setup.config
+        self.grpo = setup.config.grpo
+        self.loss_fn = setup.config.loss_fn
         self.prompts_drawn = 0
         self.version = 0
         # A validation with one completion a prompt cannot measure these; the watch gets the means
@@ -144,7 +145,7 @@ class GRPORun(Run):
         if self.stopped_by is not None:
             alarm = self.stopped_by
             logger.info("The alarm %s has ended this run after step %d.", alarm, state.step)
-            if alarm not in self.config.grpo.watch.stop_on:
+            if alarm not in self.grpo.watch.stop_on:
                 self.stopped_by = None
 
     def state(self) -> dict[str, Any]:
@@ -180,16 +181,16 @@ class GRPORun(Run):
         sampled = time.monotonic()
         evaluated = setup.updater.evaluate(
             rollouts.groups,
-            for_reward=self.config.loss_fn.kl_in_reward,
-            with_errors=self.config.grpo.seq_logprob_error_threshold is not None,
+            for_reward=self.loss_fn.kl_in_reward,
+            with_errors=self.grpo.seq_logprob_error_threshold is not None,
         )
         penalty_PG = self._kl_penalty(evaluated)
         rewards_PG = rollouts.rewards_PG if penalty_PG is None else rollouts.rewards_PG - penalty_PG
         used_PG = self._without_mismatched(rollouts.used_PG, evaluated)
-        advantages_PG = advantages(rewards_PG, self.config.grpo)
+        advantages_PG = advantages(rewards_PG, self.grpo)
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         drawn = self.prompts_drawn + rollouts.prompts_drawn
-        is_logged = number % self.config.grpo.log_period == 0 or self._is_through(number, drawn)
+        is_logged = number % self.grpo.log_period == 0 or self._is_through(number, drawn)
         update = setup.updater.update(evaluated, advantages_PG, used_PG, entropies=is_logged)
         self.prompts_drawn = drawn
         self.version += 1
@@ -211,14 +212,13 @@ class GRPORun(Run):
     def _kl_penalty(self, evaluated: Evaluated) -> Tensor | None:
         """What the KL to the reference costs each completion, (P, G); None unless
         `loss_fn.kl_in_reward`."""
-        loss_fn = self.config.loss_fn
-        if not loss_fn.kl_in_reward or evaluated.kl_PG is None:
+        if not self.loss_fn.kl_in_reward or evaluated.kl_PG is None:
             return None
-        return loss_fn.reference_policy_kl_penalty * evaluated.kl_PG
+        return self.loss_fn.reference_policy_kl_penalty * evaluated.kl_PG
 
     def _without_mismatched(self, used_PG: Tensor, evaluated: Evaluated) -> Tensor:
         """The completions to learn from without those of `grpo.seq_logprob_error_threshold`."""
-        most_error = self.config.grpo.seq_logprob_error_threshold
+        most_error = self.grpo.seq_logprob_error_threshold
         if most_error is None or evaluated.error_PG is None:
             return used_PG
         # An error that is not a number masks nothing: `>` is false of it.
@@ -234,7 +234,7 @@ class GRPORun(Run):
                 self.since.setdefault(name, []).append(value)
         if self.setup.validation:
             return
-        period = self.config.grpo.val_period or 1
+        period = self.grpo.val_period or 1
         if number == 1 or number % period == 0:
             self._write_samples(number, rollouts.samples)
 
@@ -337,14 +337,15 @@ class GRPORun(Run):
         )
 
     def complete_export(self, folder: Path, state: RunState) -> None:
-        judged = self.config.judged_by(self.config.data.train[0])
+        config = self.setup.config
+        judged = config.judged_by(config.data.train[0])
         if judged is not None:
-            write_judge_contract(folder, judged, self.config.policy.tokenizer.chat_template_kwargs)
+            write_judge_contract(folder, judged, config.policy.tokenizer.chat_template_kwargs)
 
     def finish(self, outcome: Outcome) -> Outcome:
         through = self._is_through(outcome.step, self.prompts_drawn)
         if through and outcome.step < self.total_steps:
-            epochs = self.config.grpo.max_num_epochs
+            epochs = self.grpo.max_num_epochs
             logger.info(
                 "Dynamic sampling has drawn the prompts of all %d epochs in %d steps.",
                 epochs,
@@ -358,7 +359,7 @@ class GRPORun(Run):
         )
         if not processes.is_main():
             return ended
-        return _with_report(ended, self.config)
+        return _with_report(ended, self._log_dir, self.setup.config.checkpointing)
 
 
 def _progress(logged: Mapping[str, float]) -> dict[str, float]:
@@ -371,13 +372,15 @@ def _progress(logged: Mapping[str, float]) -> dict[str, float]:
     return {name: logged[key] for name, key in names.items() if key in logged}
 
 
-def _with_report(outcome: GRPOOutcome, config: GRPORunConfig) -> GRPOOutcome:
-    log_dir = Path(config.logger.log_dir)
+def _with_report(
+    outcome: GRPOOutcome, log_dir: Path, checkpointing: CheckpointingConfig
+) -> GRPOOutcome:
+    """The outcome with its report, which lies beside the checkpoints, or else beside the log."""
     if not read_metrics(log_dir / METRICS_FILE):
         return outcome  # stopped before anything was measured
     where = log_dir
-    if config.checkpointing.enabled:
-        where = Path(config.checkpointing.checkpoint_dir)
+    if checkpointing.enabled:
+        where = Path(checkpointing.checkpoint_dir)
     name = where.name or "run"
     try:
         run = RLRun.read(name, log_dir)

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from treeward import processes
 from treeward.config.data import PromptSetConfig
+from treeward.config.grpo_policy import GenerationConfig, GRPOPolicyConfig
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.reward_environments import RewardModelEnvironmentConfig, is_enabled
 from treeward.data.prompt_encoding import EncodedPrompts, encode_prompts
@@ -135,19 +136,13 @@ class GRPOSetup:
 
 
 def set_up_grpo(
-    config: GRPORunConfig,
-    checkpoint: Checkpoint | None = None,
-    show_progress: bool = False,
+    config: GRPORunConfig, checkpoint: Checkpoint | None = None, show_progress: bool = False
 ) -> GRPOSetup:
-    """Build everything a run needs; policy and tokenizer are those of the checkpoint, where there
-    is one.
-
-    Raises a `TreewardError` for anything that the user can mend.
-    """
+    """Build everything a run needs, with the checkpoint's policy and tokenizer, if there is one.
+    Raises a `TreewardError` for anything that the user can mend."""
     mesh = make_mesh(config.policy.dtensor_cfg)
-    open_set = partial(_open_set, config)
-    training_sets = [open_set(dataset) for dataset in config.data.train]
-    validation_sets = [open_set(dataset) for dataset in config.data.validation]
+    training_sets = _open_sets(config, config.data.train)
+    validation_sets = _open_sets(config, config.data.validation)
     tokenizer = find_tokenizer(config.policy, _texts_of(training_sets), checkpoint)
     renderer = Renderer(tokenizer, **config.policy.tokenizer.rendering)
     encode = partial(
@@ -170,15 +165,17 @@ def set_up_grpo(
     if checkpoint is not None:
         check_identity(checkpoint.path, identity)
     with contextlib.ExitStack() as opened:
-        _start_ray(config)
+        _start_ray(config.policy.generation, has_other_gpus=config.has_other_gpus)
         rewards = processes.together(lambda: make_environment_runner(config, every_prompt))
         opened.callback(rewards.shutdown)
-        processes.on_main(partial(_compare_lengths, config))
-        policy = _make_policy(config, tokenizer, checkpoint, mesh, prompts)
+        max_length = config.policy.max_total_sequence_length
+        processes.on_main(partial(_compare_lengths, config.reward_models, max_length))
+        seed = config.grpo.seed
+        policy = _make_policy(config.policy, seed, tokenizer, checkpoint, mesh, prompts)
         order = EpochOrder(
             prompts.sizes,
             weights=prompts.weights,
-            seed=config.grpo.seed,
+            seed=seed,
             shuffle=config.data.shuffle,
             together=prompts.together,
             what="prompt",
@@ -187,11 +184,16 @@ def set_up_grpo(
         # If the epochs leave too few prompts for the last step, it draws from the next epoch.
         steps_in_data = math.ceil(prompt_limit / config.grpo.num_prompts_per_step)
         total_steps = planned_steps(config.grpo, steps_in_data, "grpo")
-        updater, scheduler = _make_updater(config, tokenizer, policy, mesh, total_steps)
-        generator = _make_generator(config, policy, tokenizer, renderer, mesh)
+        reference = None
+        if config.needs_reference:
+            reference = _load_reference(config.policy, seed, tokenizer, policy, mesh)
+        updater, scheduler = _make_updater(config, policy, reference, mesh, total_steps)
+        weight_folder = f"{config.checkpointing.checkpoint_dir}/weights"
+        generator = _make_generator(config.policy, weight_folder, policy, tokenizer, renderer, mesh)
         opened.callback(generator.close)
-        validation, set_names = _chosen_for_validation(config, held_out)
-        watch = OverOptimisationWatch(config.grpo.watch)
+        validation, set_names = _chosen_for_validation(
+            held_out, config.data.validation, config.grpo.most_val_prompts
+        )
         run = GRPOSetup(
             config=config,
             policy=policy,
@@ -205,7 +207,7 @@ def set_up_grpo(
             rewards=rewards,
             updater=updater,
             scheduler=scheduler,
-            watch=watch,
+            watch=OverOptimisationWatch(config.grpo.watch),
             identity=identity,
             total_steps=total_steps,
             prompt_limit=prompt_limit,
@@ -222,11 +224,12 @@ def _texts_of(sets: Sequence[PromptSet]) -> Iterator[str]:
                 yield str(message.get("content", ""))
 
 
-def _compare_lengths(config: GRPORunConfig) -> None:
-    """Warn of reward models that have learnt from shorter conversations than the policy's may
-    become."""
-    longest = config.policy.max_total_sequence_length
-    for name, section in config.reward_models.items():
+def _compare_lengths(
+    reward_models: Mapping[str, RewardModelEnvironmentConfig], longest: int
+) -> None:
+    """Warn of reward models that have learnt from shorter conversations than the policy's, which
+    may have `longest` tokens."""
+    for name, section in reward_models.items():
         if section.url:
             continue  # the contract lies at the server
         limits = []
@@ -246,51 +249,56 @@ def _compare_lengths(config: GRPORunConfig) -> None:
             )
 
 
-def _start_ray(config: GRPORunConfig) -> None:
+def _start_ray(generation: GenerationConfig, *, has_other_gpus: bool) -> None:
     """Ray, where engines or reward models have GPUs by it. Raises `ConfigError` for engines without
     a GPU."""
-    generation = config.policy.generation
     if generation.starts_engines:
         check_gpus()
-    if generation.starts_engines or config.has_other_gpus:
+    if generation.starts_engines or has_other_gpus:
         is_colocated = generation.starts_engines and generation.colocated.enabled
-        start_ray_of_run(spares=config.has_other_gpus, everywhere=is_colocated)
+        start_ray_of_run(spares=has_other_gpus, everywhere=is_colocated)
 
 
-def _open_set(config: GRPORunConfig, dataset: PromptSetConfig) -> PromptSet:
-    """A set of prompts, or of questions about the comparisons of a set."""
-    section = config.judged_by(dataset)
-    if section is not None:
-        return open_questions(dataset, section)
-    return open_prompts(dataset, environments=config.environments)
+def _open_sets(config: GRPORunConfig, sets: Sequence[PromptSetConfig]) -> list[PromptSet]:
+    """Sets of prompts, or of questions about the comparisons of a set."""
+    opened: list[PromptSet] = []
+    for dataset in sets:
+        judge = config.judged_by(dataset)
+        if judge is not None:
+            opened.append(open_questions(dataset, judge))
+        else:
+            opened.append(open_prompts(dataset, environments=config.environments))
+    return opened
 
 
 def _load_policy(
-    config: GRPORunConfig,
+    section: GRPOPolicyConfig,
+    seed: int,
     tokenizer: PreTrainedTokenizerBase,
     checkpoint: Checkpoint | None,
     mesh: Mesh,
 ) -> PolicyModel:
-    build = partial(build_policy, seed=config.grpo.seed)
-    load = partial(load_policy, config_overrides=config.policy.hf_config_overrides)
-    return load_model(config.policy, tokenizer, checkpoint, mesh, build=build, load=load)
+    build = partial(build_policy, seed=seed)
+    load = partial(load_policy, config_overrides=section.hf_config_overrides)
+    return load_model(section, tokenizer, checkpoint, mesh, build=build, load=load)
 
 
 def _make_policy(
-    config: GRPORunConfig,
+    section: GRPOPolicyConfig,
+    seed: int,
     tokenizer: PreTrainedTokenizerBase,
     checkpoint: Checkpoint | None,
     mesh: Mesh,
     prompts: EncodedPrompts,
 ) -> PolicyModel:
     """The policy to train, checked on the first prompts."""
-    policy = _load_policy(config, tokenizer, checkpoint, mesh)
+    policy = _load_policy(section, seed, tokenizer, checkpoint, mesh)
     first = [ids.tolist() for ids in prompts.token_ids[:_CHECKED_PROMPTS]]
 
     def check() -> None:
-        check_positions(policy, config.policy.max_total_sequence_length)
+        check_positions(policy, section.max_total_sequence_length)
         exact = None
-        if mesh.devices is not None and config.policy.precision != "float32":
+        if mesh.devices is not None and section.precision != "float32":
             # The check widens whole weights where they are; shards are compared with a copy.
             exact = plain_copy(
                 policy,
@@ -301,19 +309,19 @@ def _make_policy(
             )
         check_policy(policy, first, exact=exact)
 
-    adaptation = partial(adapt, policy, config.policy, seed=config.grpo.seed, checkpoint=checkpoint)
-    make_ready(policy, config.policy, mesh, role="policy", adaptation=adaptation, check=check)
+    adaptation = partial(adapt, policy, section, seed=seed, checkpoint=checkpoint)
+    make_ready(policy, section, mesh, role="policy", adaptation=adaptation, check=check)
     return policy
 
 
 def _make_updater(
     config: GRPORunConfig,
-    tokenizer: PreTrainedTokenizerBase,
     policy: PolicyModel,
+    reference: Reference | None,
     mesh: Mesh,
     total_steps: int,
 ) -> tuple[PolicyUpdater, LRScheduler]:
-    """The updater with its optimiser and reference, and the schedule that its updates advance."""
+    """The updater with its optimiser, and the schedule that its updates advance."""
     on_host = steps_on_host(config.policy, mesh)
     optimizer = build_optimizer(policy, config.policy.optimizer, cpu_offload=on_host)
     updates_per_step = config.grpo.updates_per_batch * config.updates_per_pass
@@ -325,7 +333,7 @@ def _make_updater(
     updater = PolicyUpdater(
         policy,
         optimizer,
-        reference=_load_reference(config, tokenizer, policy, mesh),
+        reference=reference,
         loss=config.loss_fn,
         micro_batch_tokens=config.policy.micro_batch_tokens,
         max_grad_norm=config.policy.max_grad_norm,
@@ -339,63 +347,71 @@ def _make_updater(
 
 
 def _load_reference(
-    config: GRPORunConfig, tokenizer: PreTrainedTokenizerBase, policy: PolicyModel, mesh: Mesh
-) -> Reference | None:
-    """The run's first policy, frozen; None where the loss and the metrics need no reference."""
-    if not config.needs_reference:
-        return None
+    section: GRPOPolicyConfig,
+    seed: int,
+    tokenizer: PreTrainedTokenizerBase,
+    policy: PolicyModel,
+    mesh: Mesh,
+) -> Reference:
+    """The run's first policy, frozen."""
     if has_adapters(policy):
         return AdapterReference(policy)
-    reference = _load_policy(config, tokenizer, None, mesh)
-    make_ready(reference, config.policy, mesh, role="reference, which stays as it is")
+    reference = _load_policy(section, seed, tokenizer, None, mesh)
+    make_ready(reference, section, mesh, role="reference, which stays as it is")
     return reference.requires_grad_(False).eval()
 
 
 def _make_generator(
-    config: GRPORunConfig,
+    section: GRPOPolicyConfig,
+    weight_folder: str,
     policy: PolicyModel,
     tokenizer: PreTrainedTokenizerBase,
     renderer: Renderer,
     mesh: Mesh,
 ) -> Generator:
-    """A server where `url` is set; else engines of vLLM, or the processes of the run themselves."""
-    section = config.policy.generation
+    """A server where `url` is set; else engines of vLLM, or the processes of the run themselves.
+
+    `weight_folder`: for a server that reads the weights from files, unless the section names one.
+    """
+    generation = section.generation
     changes = {
-        "model": section.model or config.policy.model_name,
-        "weight_folder": section.weight_folder or f"{config.checkpointing.checkpoint_dir}/weights",
+        "model": generation.model or section.model_name,
+        "weight_folder": generation.weight_folder or weight_folder,
     }
     kind: type[Generator] = LocalGenerator
-    if section.url is not None:
+    if generation.url is not None:
         kind = HttpGenerator
-    elif section.starts_engines:
+    elif generation.starts_engines:
         kind = VllmGenerator
     return kind(
         policy,
         tokenizer,
-        section.model_copy(update=changes),
-        end_ids=end_ids_of(policy, tokenizer, section, template_ids=template_end_ids(renderer)),
-        max_total_tokens=config.policy.max_total_sequence_length,
+        generation.model_copy(update=changes),
+        end_ids=end_ids_of(policy, tokenizer, generation, template_ids=template_end_ids(renderer)),
+        max_total_tokens=section.max_total_sequence_length,
         chat_template=renderer.chat_template,
-        trust_remote_code=config.policy.trust_remote_code,
+        trust_remote_code=section.trust_remote_code,
         mesh=mesh,
     )
 
 
 def _chosen_for_validation(
-    config: GRPORunConfig, held_out: EncodedPrompts | None
+    held_out: EncodedPrompts | None, sets: Sequence[PromptSetConfig], most_prompts: int | None
 ) -> tuple[list[tuple[Prompt, list[int]]], list[str]]:
-    """The validation prompts, spread evenly over all sets, and the set of each."""
+    """The validation prompts, spread evenly over all sets, and the set of each.
+
+    `most_prompts`: None for no limit.
+    """
     if held_out is None:
         return [], []
     # Prompts that belong together, as the two questions about a comparison, are chosen together.
     size = held_out.together
-    most_prompts = config.grpo.most_val_prompts or len(held_out)
-    num_units = min(len(held_out), most_prompts) // size
+    num_units = min(len(held_out), most_prompts or len(held_out)) // size
     last_unit = len(held_out) // size - 1
     units = np.linspace(0, last_unit, max(num_units, 1)).round().astype(int)
     firsts = units * size
     indices = (firsts[:, None] + np.arange(size)).flatten().tolist()
-    names = [dataset.name or "default" for dataset in config.data.validation]
+    names = [dataset.name or "default" for dataset in sets]
     set_of_prompt = np.repeat(names, held_out.sizes).tolist()
     chosen = [(held_out.prompts[i], held_out.token_ids[i].tolist()) for i in indices]
     return chosen, [set_of_prompt[i] for i in indices]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from treeward.config.checkpointing import MetricKey
 from treeward.config.loss import LOSSES
-from treeward.config.run import RewardModelRunConfig
 from treeward.formatting import metric_format
 from treeward.tables import Column, markdown_table
 from treeward.training.setup import RewardModelSetup
@@ -26,64 +26,77 @@ _GRADE_COLUMNS = [
     Column("pearson", title="correlation", format="number"),
     *_COLUMNS[2:4],
 ]
+_NUM_FIRST_COLUMNS = 3
+"""Columns that stand before that of the metric which chose the checkpoint."""
 
 
-def result_columns(config: RewardModelRunConfig) -> list[Column]:
-    """The columns of a results table: the usual ones, and the metric that chose the checkpoint."""
-    key, columns = (
-        config.ranking_metric,
-        _GRADE_COLUMNS if config.policy.reward_model_cfg.labels else _COLUMNS,
-    )
-    if key is None or key.metric in {column.key for column in columns}:
+def result_columns(ranking: MetricKey | None, *, has_grades: bool) -> list[Column]:
+    """The columns of a results table: the usual ones, and `ranking`, the metric that chose the
+    checkpoint. `has_grades`: whether the model has learnt grades."""
+    columns = _GRADE_COLUMNS if has_grades else _COLUMNS
+    if ranking is None:
         return columns
-    ranking = Column(
-        key.metric, title=key.metric.replace("_", " "), format=metric_format(key.metric)
-    )
-    return [*columns[:3], ranking, *columns[3:]]
+    metric = ranking.metric
+    if metric in {column.key for column in columns}:
+        return columns
+    column = Column(metric, title=metric.replace("_", " "), format=metric_format(metric))
+    return [*columns[:_NUM_FIRST_COLUMNS], column, *columns[_NUM_FIRST_COLUMNS:]]
 
 
 def result_rows(
     sizes: Mapping[str, int], validation: Mapping[str, Mapping[str, float]]
 ) -> list[dict[str, object]]:
     """The rows of a results table. `sizes`: how many comparisons of each set were measured."""
-    return [
-        {"set": name, "comparisons": sizes.get(name), **means} for name, means in validation.items()
-    ]
+    rows: list[dict[str, object]] = []
+    for name, means in validation.items():
+        rows.append({"set": name, "comparisons": sizes.get(name), **means})
+    return rows
 
 
 def model_card(
     setup: RewardModelSetup, step: int, validation: Mapping[str, Mapping[str, float]]
 ) -> str:
     """Markdown with the metadata block that the hub reads."""
-    policy, base = setup.config.policy, setup.config.policy.model_name
-    on_hub = base is not None and not Path(base).is_dir()
-    if base is not None and not on_hub:
-        base = Path(base).resolve().name  # a card is for others: no paths of this machine
-    data = "\n".join(
-        f"- {name}: {dataset.counts.summary()}" for name, dataset in setup.training_sets.items()
-    )
-    rows = result_rows(
-        {name: len(dataset) for name, dataset in setup.validation_sets.items()}, validation
-    )
-    table = markdown_table(rows, result_columns(setup.config))
+    policy = setup.policy
+    base = policy.model_name
+    base_line = ""
+    if base is None:
+        base = "a model trained from scratch"
+    elif Path(base).is_dir():
+        # A card is for others: no paths of this machine.
+        base = Path(base).resolve().name
+    else:
+        base_line = f"base_model: {base}\n"
     loss = policy.reward_model_cfg.reward_model_type
     meaning = LOSSES[loss].meaning.format(grades=", ".join(setup.heads.attributes))
     if setup.heads.are_estimates:
         meaning += _ESTIMATES.format(len(setup.heads.weights))
+    results = "This checkpoint was not validated."
+    if validation:
+        sizes = {name: len(dataset) for name, dataset in setup.validation_sets.items()}
+        has_grades = bool(policy.reward_model_cfg.labels)
+        columns = result_columns(setup.ranking, has_grades=has_grades)
+        results = markdown_table(result_rows(sizes, validation), columns)
+    data = []
+    for name, dataset in setup.training_sets.items():
+        data.append(f"- {name}: {dataset.counts.summary()}")
     return _CARD.format(
-        base_line=f"base_model: {base}\n" if on_hub else "",
-        base=base or "a model trained from scratch",
+        base_line=base_line,
+        base=base,
         loss=loss,
         meaning=meaning,
         step=step,
         batch_size=policy.train_global_batch_size,
         precision=policy.precision,
-        results=table if validation else "This checkpoint was not validated.",
-        data=data,
+        results=results,
+        data="\n".join(data),
     )
 
 
-_ESTIMATES = " It is the mean of {} heads that began with different weights; their spread is its uncertainty."
+_ESTIMATES = (
+    " It is the mean of {} heads that began with different weights; their spread is its "
+    "uncertainty."
+)
 _CARD = """---
 library_name: transformers
 tags: [reward-model, treeward]
@@ -91,7 +104,8 @@ tags: [reward-model, treeward]
 
 # Reward model
 
-{base}, {step} optimiser steps of {batch_size} comparisons in {precision}, trained with treeward; loss: {loss}.
+{base}, {step} optimiser steps of {batch_size} comparisons in {precision}, trained with treeward; \
+loss: {loss}.
 A higher score is better. {meaning}
 
 ## Results
@@ -108,7 +122,7 @@ A higher score is better. {meaning}
 treeward score THIS_FOLDER --data conversations.jsonl --output scores.jsonl
 ```
 
-With plain transformers, `AutoModelForSequenceClassification.from_pretrained(THIS_FOLDER, dtype="float32")` gives the \
-same values as its logits; render conversations with the tokenizer's chat template and tokenize with \
-`add_special_tokens=False`.
+With plain transformers, `AutoModelForSequenceClassification.from_pretrained(THIS_FOLDER, \
+dtype="float32")` gives the same values as its logits; render conversations with the tokenizer's \
+chat template and tokenize with `add_special_tokens=False`.
 """

@@ -1,12 +1,13 @@
 """`CheckpointStore`: checkpoints that are whole or absent, whenever a run is killed.
 
-    with open_store(config.checkpointing, metric_of=partial(stored_metric, name="eval/rm/loss")) as store:
+    metric_of = partial(stored_metric, name="eval/rm/loss")
+    with open_store(config.checkpointing, metric_of) as store:
         store.save(step=200, write=lambda folder: ...)              # results/rm/step_200
         checkpoint = store.latest()                                 # None, or the newest
 
-A checkpoint is written into a folder whose name begins with a dot, flushed to the disk, and renamed. The best
-`keep_top_k` by the metric stay, and the latest always. Every process of a run makes the same calls; the main one makes,
-renames and removes folders, which all nodes must share.
+A checkpoint is written into a folder whose name begins with a dot, flushed to the disk, and
+renamed. The best `keep_top_k` by the metric stay, and the latest always. Every process of a run
+makes the same calls; the main one makes, renames and removes folders, which all nodes must share.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from treeward.storage import folder_lock, remove_leftovers, sync_folder
 logger = logging.getLogger(__name__)
 
 _FINISHED = re.compile(r"step_(\d+)")
-_PARTIAL, _REMOVING = ".saving_", ".removing_"
+_PARTIAL = ".saving_"
+_REMOVING = ".removing_"
 _PATIENCE_SECONDS = 30
 _LEASE_SECONDS = 100  # NFS frees the locks of a lost node after 90
 
@@ -48,9 +50,11 @@ class Checkpoint:
 def open_store(
     config: CheckpointingConfig, metric_of: Callable[[Path], float | None] | None = None
 ) -> Iterator[CheckpointStore | None]:
-    """The store of a run, locked while the block runs; None where checkpointing is off. `metric_of` reads the ranking
-    metric from a checkpoint's folder; None: the latest are the best. Raises `CheckpointError` for an unusable or locked
-    folder."""
+    """The store of a run, locked while the block runs; None where checkpointing is off.
+
+    `metric_of` reads the ranking metric from a checkpoint's folder; None: the latest are the best.
+    Raises `CheckpointError` for an unusable or locked folder.
+    """
     if not config.enabled:
         logger.warning(
             "checkpointing.enabled is false: nothing of this run will be kept but its metrics."
@@ -60,29 +64,29 @@ def open_store(
     folder = Path(config.checkpoint_dir)
     with ExitStack() as opened:
 
-        def opens() -> None:
+        def open_folder() -> None:
             folder.mkdir(parents=True, exist_ok=True)
             if not is_locked(folder, until=opened):
-                fix = "wait until it has ended, or set checkpointing.checkpoint_dir"
                 raise CheckpointError(
-                    "another run is using this checkpoint folder", where=str(folder), fix=fix
+                    "another run is using this checkpoint folder",
+                    where=str(folder),
+                    fix="wait until it has ended, or set checkpointing.checkpoint_dir",
                 )
-            # of a killed session
-            for leftover in (
-                *folder.glob(f"{_PARTIAL}*"),
-                *folder.glob(f"{_REMOVING}*"),
-            ):
+            # Of a session that was killed.
+            leftovers = [*folder.glob(f"{_PARTIAL}*"), *folder.glob(f"{_REMOVING}*")]
+            for leftover in leftovers:
                 shutil.rmtree(leftover)
             remove_leftovers(folder, *folder.glob("step_*"))
 
         try:
-            processes.on_main(opens)
+            processes.on_main(open_folder)
         except OSError as error:
-            summary, fix = (
+            raise CheckpointError(
                 "the checkpoint folder cannot be used",
-                "set checkpointing.checkpoint_dir",
-            )
-            raise CheckpointError(summary, where=str(folder), got=str(error), fix=fix) from error
+                where=str(folder),
+                got=str(error),
+                fix="set checkpointing.checkpoint_dir",
+            ) from error
         yield CheckpointStore(folder, config, metric_of)
 
 
@@ -107,11 +111,23 @@ class CheckpointStore:
         config: CheckpointingConfig,
         metric_of: Callable[[Path], float | None] | None,
     ) -> None:
-        self.folder, self.config, self._metric_of = folder, config, metric_of
+        self.folder = folder
+        self.config = config
+        self._metric_of = metric_of
+
+    @property
+    def is_ranked(self) -> bool:
+        """Whether a metric says which checkpoints are the best."""
+        return self._metric_of is not None
+
+    def is_due(self, step: int) -> bool:
+        """Whether `save_period` asks for a checkpoint after a step, counted from 1."""
+        period = self.config.save_period
+        return period is not None and step % period == 0
 
     def save(self, step: int, write: Callable[[Path], object]) -> Checkpoint:
-        """Have `write` fill a folder, and make it the checkpoint of `step`; then prune. Raises `CheckpointError` if it
-        cannot be written; earlier ones stay."""
+        """Have `write` fill a folder, and make it the checkpoint of `step`; then prune. Raises
+        `CheckpointError` if it cannot be written; earlier ones stay."""
         path = self.folder / f"step_{step}"
         assert not path.exists()
         self.write_folder(path.name, write)
@@ -119,9 +135,11 @@ class CheckpointStore:
         return processes.on_main(lambda: self._checkpoint(path))
 
     def write_folder(self, name: str, write: Callable[[Path], object]) -> Path:
-        """Have `write` fill a folder of any `name` beside the checkpoints, whole or absent; it replaces an older one.
-        Raises `CheckpointError` if it cannot be written; the older one stays."""
-        final, partial = self.folder / name, self.folder / f"{_PARTIAL}{name}"
+        """Have `write` fill a folder of any `name` beside the checkpoints, whole or absent; it
+        replaces an older one. Raises `CheckpointError` if it cannot be written; the older one
+        stays."""
+        final = self.folder / name
+        partial = self.folder / f"{_PARTIAL}{name}"
         try:
             self._begin(partial)
             write(partial)
@@ -129,12 +147,16 @@ class CheckpointStore:
         except Exception as error:
             if processes.is_main():
                 shutil.rmtree(partial, ignore_errors=True)
-            # safetensors and tokenizers report a full disk by exceptions of their own, with the text of Rust's.
+            # safetensors and tokenizers report a full disk by exceptions of their own, with the
+            # text of Rust's.
             if not isinstance(error, OSError) and "(os error " not in str(error):
                 raise
-            fix = "make room and start the same command again: it resumes from the last checkpoint"
             raise CheckpointError(
-                "cannot be saved", where=str(final), got=str(error), fix=fix
+                "cannot be saved",
+                where=str(final),
+                got=str(error),
+                fix="make room and start the same command again: it resumes from the last "
+                "checkpoint",
             ) from error
         return final
 
@@ -145,12 +167,10 @@ class CheckpointStore:
         while not partial.is_dir() and time.monotonic() < end:  # folders of a network may show late
             time.sleep(0.2)
         if not all(processes.gather(partial.is_dir())):
-            summary, need = (
-                "a process does not see the checkpoint folder",
-                "a folder that all nodes share",
-            )
             raise CheckpointError(
-                summary, where=f"checkpointing.checkpoint_dir: {self.folder}", need=need
+                "a process does not see the checkpoint folder",
+                where=f"checkpointing.checkpoint_dir: {self.folder}",
+                need="a folder that all nodes share",
             )
 
     def _end(self, partial: Path, final: Path) -> None:
@@ -168,11 +188,10 @@ class CheckpointStore:
 
     def all(self) -> list[Checkpoint]:
         """Every finished checkpoint, oldest first."""
-        checkpoints = [
-            self._checkpoint(path)
-            for path in self.folder.iterdir()
-            if _FINISHED.fullmatch(path.name)
-        ]
+        checkpoints: list[Checkpoint] = []
+        for path in self.folder.iterdir():
+            if _FINISHED.fullmatch(path.name):
+                checkpoints.append(self._checkpoint(path))
         return sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
 
     def latest(self) -> Checkpoint | None:
@@ -184,14 +203,20 @@ class CheckpointStore:
 
     def _checkpoint(self, path: Path) -> Checkpoint:
         step = int(path.name.removeprefix("step_"))
-        return Checkpoint(path, step, None if self._metric_of is None else self._metric_of(path))
+        metric = None if self._metric_of is None else self._metric_of(path)
+        return Checkpoint(path, step, metric)
 
     def _ranked(self) -> list[Checkpoint]:
         """Best first. Of equals the later one is better."""
         sign = -1.0 if self.config.metric_is_better_when_higher else 1.0
-        return sorted(
-            self.all(), key=lambda c: (math.inf if c.metric is None else sign * c.metric, -c.step)
-        )
+
+        def order(checkpoint: Checkpoint) -> tuple[float, int]:
+            value = math.inf
+            if checkpoint.metric is not None:
+                value = sign * checkpoint.metric
+            return (value, -checkpoint.step)
+
+        return sorted(self.all(), key=order)
 
     def prune(self) -> None:
         """Remove checkpoints that are neither among the best nor the latest."""
@@ -206,7 +231,8 @@ class CheckpointStore:
             processes.on_main(remove_others)
 
     def _remove(self, folder: Path) -> None:
-        # Renamed first: were it killed half-way, a part of a checkpoint would look like a whole one.
+        # Renamed first: were it killed half-way, a part of a checkpoint would look like a whole
+        # one.
         doomed = folder.with_name(f"{_REMOVING}{folder.name}")
         os.rename(folder, doomed)
         shutil.rmtree(doomed)

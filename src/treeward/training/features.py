@@ -1,12 +1,13 @@
 """Head-only training: the backbone is frozen, and reads the data once.
 
-    setup = with_features(set_up(config))      # for `policy.reward_model_cfg.freeze_backbone`
-    setup.features[dataset.path](7)            # the head's inputs for the completions of comparison 7, (K, R, D)
+    setup = with_features(set_up(config))  # for `policy.reward_model_cfg.freeze_backbone`
+    setup.features[dataset.path](7)        # the head's inputs for comparison 7, (C, K, D)
 
-The hidden states lie in `data.cache_dir`, one file per data set, whose name is a hash of everything that they depend
-on.
+The hidden states lie in `data.cache_dir`, one file per data set, whose name is a hash of everything
+that they depend on.
 
-Shapes: C completions of a comparison, N of a data set, S of a micro-batch, K and D as in `RewardModel.feature_shape`.
+Shapes: C completions of a comparison, N of a data set, S of a micro-batch, K and D as in
+`RewardModel.feature_shape`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from treeward import processes
 from treeward.data.encoding import EncodedDataset
 from treeward.digests import has_its_digest, write_digest
 from treeward.errors import ConfigError
-from treeward.model.reward_model import head_name, reads_each
+from treeward.model.reward_model import RewardModel, head_name, reads_each
 from treeward.model.shards import whole
 from treeward.model.stored import architecture_of
 from treeward.progress import ShownProgress
@@ -41,56 +42,57 @@ from treeward.training.setup import RewardModelSetup
 
 logger = logging.getLogger(__name__)
 
-_FORMAT_VERSION = (
-    2  # raise it when a model computes other hidden states, or the layout of the file changes
-)
-_COMPARISONS_AT_ONCE = 256  # planned together, and written together
+_FORMAT_VERSION = 2
+"""Raise it when a model computes other hidden states, or the layout of the file changes."""
+_COMPARISONS_AT_ONCE = 256
+"""Planned together, and written together."""
 
 
 def with_features(setup: RewardModelSetup, show_progress: bool = False) -> RewardModelSetup:
-    """The setup with the features of its data sets, if its backbone is frozen; every process calls it. Raises
-    `ConfigError` if `data.cache_dir` cannot be written, and `ModelError` for an encoder whose head reads more than one
-    hidden state."""
-    if not setup.config.policy.reward_model_cfg.freeze_backbone:
+    """The setup with the features of its data sets, if its backbone is frozen; every process calls
+    it.
+
+    Raises `ConfigError` if `data.cache_dir` cannot be written, and `ModelError` for an encoder
+    whose head reads more than one hidden state.
+    """
+    if not setup.policy.reward_model_cfg.freeze_backbone:
         return setup
-    datasets = {dataset.path: dataset for dataset in setup.validation_sets.values()}
-    datasets |= {dataset.path: dataset for dataset in setup.training_sets.values()}
-    backbone, features = _backbone(setup), dict[Path, Callable[[int], Tensor]]()
+    # A set that is trained and validated on is read once, and whole: its validation may be a part.
+    datasets: dict[Path, EncodedDataset] = {}
+    for dataset in [*setup.validation_sets.values(), *setup.training_sets.values()]:
+        datasets[dataset.path] = dataset
+    model = setup.model
+    shape = model.feature_shape
+    backbone = _backbone(model, setup.policy.matmul_precision)
+    preparer = BatchPreparer(setup)
+    features: dict[Path, Callable[[int], Tensor]] = {}
     for path, dataset in datasets.items():
         tokens = processes.on_main(dataset.tokens_sha256)
         key = hashlib.sha256(f"{backbone} {tokens}".encode()).hexdigest()[:32]
-        file = (
-            Path(setup.config.data.cache_dir or ".treeward_cache")
-            / "features"
-            / key
-            / "features.bin"
-        )
-        _complete(file, setup, dataset, show_progress)
-        counts, shape = dataset.shapes[:, 0], setup.model.feature_shape
-        num, starts = int(counts.sum()), counts.cumsum() - counts
-        mapped = torch.from_file(str(file), size=num * math.prod(shape), dtype=_dtype(setup))
-        features[path] = partial(_features, mapped.view(num, *shape), starts, counts)
+        file = setup.cache_dir / "features" / key / "features.bin"
+        _complete(file, preparer, dataset, show_progress)
+        counts = dataset.shapes[:, 0]
+        starts = counts.cumsum() - counts
+        num_completions = int(counts.sum())
+        size = num_completions * math.prod(shape)
+        mapped = torch.from_file(str(file), size=size, dtype=_dtype(model))
+        features_NKD = mapped.view(num_completions, *shape)
+        features[path] = partial(_features, features_NKD, starts, counts)
     return replace(setup, features=features)
 
 
-def _backbone(setup: RewardModelSetup) -> str:
+def _backbone(model: RewardModel, matmul_precision: str) -> str:
     """Everything that the hidden states of tokens depend on, as JSON."""
-    model, digest = setup.model, hashlib.sha256()
+    digest = hashlib.sha256()
     head = f"{head_name(model.hf)}."
     for name, weight in sorted(model.hf.state_dict().items()):
         if not name.startswith(head):
             digest.update(json.dumps([name, str(weight.dtype), weight.shape]).encode())
             digest.update(_bytes(whole(weight)))
     config = architecture_of(model.hf.config.to_dict()) | {"architectures": None}
-    how = [
-        model.layout,
-        str(_dtype(setup)),
-        setup.config.policy.matmul_precision,
-        reads_each(model.head),
-    ]
-    return json.dumps(
-        [_FORMAT_VERSION, digest.hexdigest(), config, how], sort_keys=True, default=str
-    )
+    computation = [model.layout, str(_dtype(model)), matmul_precision, reads_each(model.head)]
+    parts = [_FORMAT_VERSION, digest.hexdigest(), config, computation]
+    return json.dumps(parts, sort_keys=True, default=str)
 
 
 def _features(features_NKD: Tensor, starts: Any, counts: Any, index: int) -> Tensor:
@@ -98,12 +100,15 @@ def _features(features_NKD: Tensor, starts: Any, counts: Any, index: int) -> Ten
 
 
 def _complete(
-    file: Path, setup: RewardModelSetup, dataset: EncodedDataset, show_progress: bool
+    file: Path, preparer: BatchPreparer, dataset: EncodedDataset, show_progress: bool
 ) -> None:
     """Have the backbone read a data set, unless this or another run has done so before."""
-    size, written = len(dataset), list[IO[bytes]]()  # of the main process
+    shape = preparer.model.feature_shape
+    dtype = _dtype(preparer.model)
+    written: list[IO[bytes]] = []  # of the main process
 
     def begin() -> bool:
+        """Whether the file is to be written."""
         file.parent.mkdir(parents=True, exist_ok=True)
         held.enter_context(folder_lock(file.parent, wait=True))
         if has_its_digest(file):
@@ -115,11 +120,7 @@ def _complete(
                 file,
             )
         remove_leftovers(file.parent)  # of a run that was killed
-        needed = (
-            int(dataset.shapes[:, 0].sum())
-            * math.prod(setup.model.feature_shape)
-            * _dtype(setup).itemsize
-        )
+        needed = int(dataset.shapes[:, 0].sum()) * math.prod(shape) * dtype.itemsize
         free = shutil.disk_usage(file.parent).free
         if needed > free:  # said now, and not after hours
             raise OSError(
@@ -146,46 +147,49 @@ def _complete(
     ):
         try:
             is_missing = processes.on_main(begin, group)
-            shown = held.enter_context(
-                ShownProgress(unit="comparisons", enabled=show_progress and is_missing)
-            )
-            for start in range(0, size if is_missing else 0, _COMPARISONS_AT_ONCE):
+            progress = ShownProgress(unit="comparisons", enabled=show_progress and is_missing)
+            held.enter_context(progress)
+            size = len(dataset) if is_missing else 0
+            for start in range(0, size, _COMPARISONS_AT_ONCE):
                 end = min(start + _COMPARISONS_AT_ONCE, size)
-                states = _states(setup, dataset, range(start, end))
-                assert states[0].shape[1:] == setup.model.feature_shape and states[
-                    0
-                ].dtype == _dtype(setup)
+                states = _states(preparer, dataset, range(start, end))
+                assert states[0].shape[1:] == shape
+                assert states[0].dtype == dtype
                 processes.on_main(partial(write, states))
-                shown.show(f"reading {dataset.name} with the backbone", end, size)
+                progress.show(f"reading {dataset.name} with the backbone", end, size)
             processes.on_main(finish)
         except OSError as error:
-            summary = f"the features cannot be kept: {error.strerror or error}"
-            need = "a folder with room that can be written"
             raise ConfigError(
-                summary, where=str(file.parent), field="data.cache_dir", need=need
+                f"the features cannot be kept: {error.strerror or error}",
+                where=str(file.parent),
+                field="data.cache_dir",
+                need="a folder with room that can be written",
             ) from error
 
 
 @torch.no_grad()
-def _states(setup: RewardModelSetup, dataset: EncodedDataset, places: range) -> list[Tensor]:
+def _states(preparer: BatchPreparer, dataset: EncodedDataset, places: range) -> list[Tensor]:
     """The head's inputs for each of these comparisons, (C, K, D) on the CPU."""
-    model, rank_states = setup.model, dict[int, Tensor]()
+    model = preparer.model
+    rank_states: dict[int, Tensor] = {}
     model.eval()
-    for share in BatchPreparer(setup).shares([(dataset, i) for i in places], validation=True):
+    for share in preparer.shares([(dataset, i) for i in places], validation=True):
         micro_batch = share.micro_batch.to(model.device, non_blocking=True)
         states_SKD = torch.cat([model.features(batch) for batch in micro_batch.batches])
         if micro_batch.order_S is not None:
             states_SKD = states_SKD[micro_batch.order_S]
         sizes = [len(comparison.ranks) for comparison in share.comparisons.values()]
-        rank_states |= dict(zip(share.comparisons, states_SKD.cpu().split(sizes), strict=True))
+        states = states_SKD.cpu().split(sizes)
+        rank_states |= dict(zip(share.comparisons, states, strict=True))
     model.train()
-    shares = processes.gather(rank_states, setup.mesh.data_group)
-    all_states = {i: states_CKD for share in shares for i, states_CKD in share.items()}
+    all_states: dict[int, Tensor] = {}
+    for states_of_rank in processes.gather(rank_states, preparer.mesh.data_group):
+        all_states |= states_of_rank
     return [all_states[i] for i in range(len(places))]
 
 
-def _dtype(setup: RewardModelSetup) -> torch.dtype:
-    return setup.model.compute_dtype or setup.model.hf.dtype
+def _dtype(model: RewardModel) -> torch.dtype:
+    return model.compute_dtype or model.hf.dtype
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -1,22 +1,20 @@
-"""The loop of every run: steps, validations, checkpoints, metrics, progress, and a clean way to stop and go on.
+"""The loop of every run: steps, validations, checkpoints, metrics, progress, and a clean stop.
 
-    outcome = start(config, config.rm, set_up)           # reward models; with config.grpo, policies
+    outcome = Loop(run, state, schedule, store, trackers, progress, stop, config_text).run_to_end()
 
-A `Run` defines a step, a validation and its state; the loop does everything else. A run that is stopped at any moment,
-kill -9 included, and started again with the same command continues exactly as an uninterrupted one: the data of a step
-follow from its number, and everything else is in the checkpoint.
+A `Run` defines a step, a validation and its state; the loop does everything else. A run that is
+stopped at any moment, kill -9 included, and started again with the same command continues exactly
+as an uninterrupted one: the data of a step follow from its number, and everything else is in the
+checkpoint. `treeward.training.session` finds that checkpoint, and calls the loop.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
-import os
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -27,39 +25,24 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from treeward import processes
 from treeward.config.grpo import GRPOConfig
-from treeward.config.grpo_run import GRPORunConfig
-from treeward.config.load import save_config
-from treeward.config.policy import TrainedModelConfig
-from treeward.config.run import RewardModelRunConfig, RMConfig
-from treeward.errors import ConfigError, ModelError
-from treeward.model.pretrained import quiet_transformers
+from treeward.config.run import RMConfig
 from treeward.parallel.stopping import StopRequest
-from treeward.progress import ShownProgress, show_logs
+from treeward.progress import ShownProgress
 from treeward.storage import write_text
-from treeward.training.checkpoints import Checkpoint, CheckpointStore, open_store
-from treeward.training.optimisation import be_deterministic
-from treeward.training.ranking import warn_of_rare_metric, warn_of_unranked
+from treeward.training.checkpoints import CheckpointStore
 from treeward.training.state import (
     RunState,
     check_files,
-    load_state,
     read_state,
     save_state,
-    stored_metric,
     write_state,
 )
-from treeward.training.tracking import (
-    TrackerGroup,
-    begin_log,
-    id_of_run,
-    log_folder,
-    logs_run,
-    open_trackers,
-    read_metrics,
-)
+from treeward.training.tracking import TrackerGroup, read_metrics
 
 logger = logging.getLogger(__name__)
 
+CONFIG_FILE = "config.yaml"
+"""The resolved configuration, in the log folder and in every checkpoint."""
 _EXPORTED = ".exported"  # beside `final`, with the name of its checkpoint
 _VALIDATION_SECONDS = "timing/validation/total_validation_time"
 
@@ -75,7 +58,8 @@ class StepMetrics:
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """The results of a validation: `metrics`, logged and kept in the state; `logged`, not kept; lines for people."""
+    """The results of a validation: `metrics`, logged and kept in the state; `logged`, not kept;
+    lines for people."""
 
     metrics: Mapping[str, float]
     logged: Mapping[str, float] = field(default_factory=dict)
@@ -86,8 +70,9 @@ class Validation:
 class Outcome:
     """How a run ended.
 
-    `validation`: the metrics of the exported model (or of the last step). `model_folder`: the exported model, of step
-    `model_step`; None if the run was interrupted. `interrupted_by`: a signal or the deadline.
+    `validation`: the metrics of the exported model (or of the last step). `model_folder`: the
+    exported model, of step `model_step`; None if the run was interrupted. `interrupted_by`: a
+    signal or the deadline.
     """
 
     step: int
@@ -100,27 +85,29 @@ class Outcome:
 
 
 class Run(ABC):
-    """A run, for the loop. Steps are counted from 1; `step` below is the number of finished steps. `identity`: values
-    that a resumed run must share with the run that it continues. `validates`: whether there is anything to validate on.
+    """A run, for the loop. Steps are counted from 1; `step` below is the number of finished steps.
+
+    `identity`: values that a resumed run must share with the run that it continues. `validates`:
+    whether there is anything to validate on. `is_rounded`: whether a saved model has fewer bits
+    than the weights that are trained, so that a checkpoint needs these too.
     """
 
     def __init__(
         self,
-        config: RewardModelRunConfig | GRPORunConfig,
         optimizer: torch.optim.Optimizer,
         scheduler: LRScheduler,
         identity: dict[str, Any],
         *,
         total_steps: int,
         validates: bool,
+        is_rounded: bool,
     ) -> None:
-        self.run_config, self.optimizer, self.scheduler, self.identity = (
-            config,
-            optimizer,
-            scheduler,
-            identity,
-        )
-        self.total_steps, self.validates = total_steps, validates
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.identity = identity
+        self.total_steps = total_steps
+        self.validates = validates
+        self.is_rounded = is_rounded
 
     @abstractmethod
     def begin(self, state: RunState, trackers: TrackerGroup) -> None:
@@ -140,8 +127,8 @@ class Run(ABC):
 
     @abstractmethod
     def complete_export(self, folder: Path, state: RunState) -> None:
-        """Write what the exported model in `folder`, a copy of the checkpoint with this `state`, has beside it. Called
-        on the main process."""
+        """Write what the exported model in `folder`, a copy of the checkpoint with this `state`,
+        has beside it. Called on the main process."""
 
     @abstractmethod
     def finish(self, outcome: Outcome) -> Outcome:
@@ -159,135 +146,11 @@ class Run(ABC):
         """Free resources outside this object."""
 
 
-def start(
-    config: RewardModelRunConfig | GRPORunConfig,
-    schedule: RMConfig | GRPOConfig,
-    set_up: Callable[[Checkpoint | None, bool], Run],
-    *,
-    ranked_by: str | None,
-    show_progress: bool,
-) -> Outcome:
-    """Check, set a run up, resume where an earlier one of the same configuration stopped, and run to the end.
-    `ranked_by`: the logged name of the metric that ranks checkpoints. `set_up` gets the checkpoint that the run resumes
-    from, and whether to show progress. Raises a `TreewardError`."""
-    stop = StopRequest(deadline_seconds=config.checkpointing.checkpoint_must_save_by)
-    metric_of = None if ranked_by is None else partial(stored_metric, name=ranked_by)
-    show_progress = show_progress and processes.is_main()
-    if show_progress:
-        show_logs()
-    _check_gpu(config.policy)
-    with _memory_suffices():
-        num_processes = int(os.environ.get("WORLD_SIZE") or config.training_cluster.num_processes)
-        if num_processes > 1 and processes.size() == 1:
-            summary, fix = (
-                "the processes of this run are not one group",
-                "call launch(train, config) of treeward.parallel.launch",
-            )
-            raise ConfigError(summary, field="cluster", got=f"{num_processes} processes", fix=fix)
-        with (
-            log_folder(config.logger),
-            open_store(config.checkpointing, metric_of) as store,
-            quiet_transformers(),
-        ):
-            checkpoint = None if store is None else store.latest()
-            if checkpoint is not None:
-                check_files(checkpoint.path)
-            if store is not None and ranked_by is not None and processes.is_main():
-                warn_of_unranked(store, ranked_by, config.checkpointing)
-            torch.set_float32_matmul_precision(config.policy.matmul_precision)
-            if config.policy.deterministic:
-                be_deterministic()
-            torch.manual_seed(schedule.seed)
-            run = set_up(checkpoint, show_progress)
-            if store is not None and ranked_by is not None and processes.is_main():
-                warn_of_rare_metric(config.checkpointing, schedule, run.total_steps)
-            # Signals are heeded from here on: before, there is nothing to save, and they may end the process at once.
-            with stop, contextlib.ExitStack() as opened:
-                opened.callback(run.close)
-                state = _resumed(run, checkpoint)
-                run_id = _run_id(store, checkpoint)
-                resume_step = _logged_step(config, run_id, checkpoint)
-                settings = config.model_dump(mode="json", by_alias=True)
-                trackers = opened.enter_context(open_trackers(config.logger, settings, resume_step))
-                processes.on_main(
-                    lambda: save_config(config, Path(config.logger.log_dir) / "config.yaml")
-                )
-                run.begin(state, trackers)
-                processes.on_main(lambda: begin_log(config.logger, run_id))
-                progress = opened.enter_context(ShownProgress(unit="steps", enabled=show_progress))
-                outcome = Loop(run, state, schedule, store, trackers, progress, stop).run_to_end()
-                trackers.status = "interrupted" if outcome.interrupted_by else "finished"
-                return run.finish(outcome)
-
-
-def _check_gpu(policy: TrainedModelConfig) -> None:
-    """Raise `ConfigError`, before anything is read, for a key that needs a GPU where there is none."""
-    wanted = {
-        "dtensor_cfg.cpu_offload": policy.dtensor_cfg.cpu_offload,
-        "torch_compile": policy.torch_compile,
-    }
-    for key, value in wanted.items():
-        if value and not torch.cuda.is_available():
-            need, fix = "a GPU that torch sees", f"set policy.{key}=false"
-            raise ConfigError(
-                "there is no GPU for this", field=f"policy.{key}", got=value, need=need, fix=fix
-            )
-
-
-@contextlib.contextmanager
-def _memory_suffices() -> Iterator[None]:
-    """Raise `ModelError` if the GPU's memory is too small for the weights, a step or a validation."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        where = f"rank {processes.rank()}" if processes.size() > 1 else None
-        got = str(error).splitlines()[0]
-        fix = "lower policy.train_micro_batch_tokens, or set policy.dtensor_cfg.activation_checkpointing=true; "
-        fix += "`treeward plan --config FILE` says what takes it"
-        raise ModelError("the GPU's memory is too small", where=where, got=got, fix=fix) from error
-
-
-def _resumed(run: Run, checkpoint: Checkpoint | None) -> RunState:
-    if checkpoint is None:
-        return RunState(0, json.loads(json.dumps(run.identity, default=str)))
-    state = load_state(checkpoint.path, run.optimizer, run.scheduler)
-    if state.step <= run.total_steps:
-        logger.info(
-            "Resuming after step %d of %d from %s.", state.step, run.total_steps, checkpoint.path
-        )
-    else:
-        logger.warning(
-            "This run has taken %d steps (%s), and the configuration now asks for %d: there is nothing left to train, "
-            "and no step is undone.", state.step, checkpoint.path, run.total_steps,
-        )  # fmt: skip
-        run.total_steps = state.step
-    return state
-
-
-def _run_id(store: CheckpointStore | None, checkpoint: Checkpoint | None) -> str:
-    folder = None if store is None else store.folder
-    return processes.on_main(lambda: id_of_run(folder, is_new=checkpoint is None))
-
-
-def _logged_step(
-    config: RewardModelRunConfig | GRPORunConfig, run_id: str, checkpoint: Checkpoint | None
-) -> int | None:
-    """The step from which the log goes on; None in a new run, and where the log folder is of another run."""
-    if checkpoint is None:
-        return None
-    if not processes.on_main(lambda: logs_run(config.logger, run_id)):
-        logger.warning(
-            "logger.log_dir=%s has the log of another run. Its files are set aside, and this run's log begins at step "
-            "%d: give each run a log folder of its own.", config.logger.log_dir, checkpoint.step,
-        )  # fmt: skip
-        return None
-    return checkpoint.step
-
-
 @dataclass
 class Loop:
-    """Runs from `state` to the end of the run, or to a request to stop; saves on the way, and exports the best model.
-    `store`: None where nothing is saved."""
+    """Runs from `state` to the end of the run, or to a request to stop; saves on the way, and
+    exports the best model. `store`: None where nothing is saved. `config_text`: the configuration,
+    for the checkpoints."""
 
     run: Run
     state: RunState
@@ -296,6 +159,7 @@ class Loop:
     trackers: TrackerGroup
     progress: ShownProgress
     stop: StopRequest
+    config_text: str
     longest_step: float = 0.0
     longest_save: float = 0.0
 
@@ -304,7 +168,8 @@ class Loop:
         self.saved_step: int | None = self.state.step or None
 
     def run_to_end(self) -> Outcome:
-        run, state = self.run, self.state
+        run = self.run
+        state = self.state
         was_done = run.is_done(state.step)
         if state.step >= run.total_steps:
             logger.info(
@@ -314,14 +179,8 @@ class Loop:
         self.progress.show("training", state.step, run.total_steps)
         if self.schedule.val_at_start and state.step == 0:
             self.validate()
-        elif self._validation_is_due() and state.validation_step != state.step:
-            logger.info("Step %d was saved before its validation, which is done now.", state.step)
-            self.validate()
-            assert self.store is not None  # the step was loaded from it
-            self._complete_state()
-            folder = self.store.folder / f"step_{state.step}"
-            processes.on_main(lambda: write_state(folder, state))
-            self.store.prune()
+        elif self._misses_validation():
+            self._validate_saved_step()
         while not (run.is_done(state.step) or self.stop.agree()):
             started = time.monotonic()
             self.take_step()
@@ -330,44 +189,67 @@ class Loop:
             if self._save_is_due():
                 self.save()
             self.longest_step = max(self.longest_step, time.monotonic() - started)
+            # A deadline leaves time for one more step and its save.
             self.stop.reserved_seconds = self.longest_step + self.longest_save
         if self.stop.reason:
             self.save()
         outcome = Outcome(state.step, run.total_steps, state.own_validation)
-        is_unvalidated = self._validation_is_due() and state.validation_step != state.step
-        if not run.is_done(state.step) or (self.stop.reason and is_unvalidated):
+        is_interrupted = not run.is_done(state.step)
+        if self.stop.reason and self._misses_validation():
+            is_interrupted = True
+        if is_interrupted:
             return replace(outcome, interrupted_by=self.stop.reason, exit_code=self.stop.exit_code)
         return self._export(outcome, was_done=was_done)
 
     def _validation_is_due(self) -> bool:
-        schedule, step = self.schedule, self.state.step
+        step = self.state.step
         if not self.run.validates or step == 0:
             return False
-        return schedule.is_validated(step) or (schedule.val_at_end and self.run.is_done(step))
+        is_last = self.schedule.val_at_end and self.run.is_done(step)
+        return is_last or self.schedule.is_validated(step)
+
+    def _misses_validation(self) -> bool:
+        return self._validation_is_due() and self.state.validation_step != self.state.step
+
+    def _validate_saved_step(self) -> None:
+        """Validate the step from which the run goes on: a signal came between its save and this."""
+        assert self.store is not None  # the step was loaded from it
+        state = self.state
+        logger.info("Step %d was saved before its validation, which is done now.", state.step)
+        self.validate()
+        self._complete_state()
+        folder = self.store.folder / f"step_{state.step}"
+        processes.on_main(lambda: write_state(folder, state))
+        self.store.prune()
 
     def _save_is_due(self) -> bool:
-        period, step = self.run.run_config.checkpointing.save_period, self.state.step
-        return self.run.is_done(step) or bool(period and step % period == 0)
+        if self.store is None:
+            return False
+        return self.run.is_done(self.state.step) or self.store.is_due(self.state.step)
 
     def take_step(self) -> None:
-        run, state = self.run, self.state
+        run = self.run
+        state = self.state
         started = time.monotonic()
-        processes.doing(f"step {state.step + 1}")
+        number = state.step + 1
+        processes.doing(f"step {number}")
         if state.step == self.first_step:
             self.progress.message(
-                f"Step {state.step + 1} of {run.total_steps} begins; the first one is the slowest."
+                f"Step {number} of {run.total_steps} begins; the first one is the slowest."
             )
-        metrics = run.step(state.step + 1)
-        state.step += 1
+        metrics = run.step(number)
+        state.step = number
         self.progress.show(
-            "training", state.step, run.total_steps, metrics.shown, tokens=metrics.row_tokens
+            "training", number, run.total_steps, metrics.shown, tokens=metrics.row_tokens
         )
-        if state.step % self.schedule.log_period == 0 or run.is_done(state.step):
-            seconds = {"timing/train/total_step_time": time.monotonic() - started}
-            self.trackers.log({**metrics.logged, **seconds}, step=state.step)
+        if number % self.schedule.log_period == 0 or run.is_done(number):
+            logged = dict(metrics.logged)
+            logged["timing/train/total_step_time"] = time.monotonic() - started
+            self.trackers.log(logged, step=number)
 
     def validate(self) -> None:
-        """Validate, log, and keep the metrics for the checkpoint; a request to stop ends it without results."""
+        """Validate, log, and keep the metrics for the checkpoint; a request to stop ends it without
+        results."""
         state = self.state
         if not self.run.validates:
             return
@@ -377,76 +259,83 @@ class Loop:
             validation = self.run.validate(state.step, self.stop.agree)
         if validation is None:
             return  # a resumed run repeats it
-        is_logged = False
-        # perhaps by a session that was killed then
-        if processes.is_main() and state.step == self.first_step > 0:
-            lines = read_metrics(self.trackers.metrics_file)
-            is_logged = any(
-                line["step"] == state.step and _VALIDATION_SECONDS in line for line in lines
-            )
-        if processes.is_main() and not is_logged:
-            seconds = {_VALIDATION_SECONDS: time.monotonic() - started}
-            self.trackers.log(
-                {**validation.metrics, **validation.logged, **seconds}, step=state.step
-            )
-        state.validation_step, state.validation = state.step, dict(validation.metrics)
+        if processes.is_main() and not self._validation_is_logged():
+            logged = {**validation.metrics, **validation.logged}
+            logged[_VALIDATION_SECONDS] = time.monotonic() - started
+            self.trackers.log(logged, step=state.step)
+        state.validation_step = state.step
+        state.validation = dict(validation.metrics)
         for line in validation.lines:
             self.progress.message(line)
 
+    def _validation_is_logged(self) -> bool:
+        """Whether an earlier session has logged the validation of this step, and was killed before
+        it was saved."""
+        step = self.state.step
+        if step != self.first_step or step == 0:
+            return False
+        for line in read_metrics(self.trackers.metrics_file):
+            if line["step"] == step and _VALIDATION_SECONDS in line:
+                return True
+        return False
+
     def save(self) -> None:
         """Save a checkpoint, unless this step has one."""
-        if self.store is None or self.saved_step == self.state.step or self.state.step == 0:
+        step = self.state.step
+        if self.store is None or self.saved_step == step or step == 0:
             return
-        processes.doing(f"the save after step {self.state.step}")
+        processes.doing(f"the save after step {step}")
         started = time.monotonic()
         with self.progress.paused("saving"):
-            checkpoint = self.store.save(self.state.step, self._write)
-        self.saved_step = self.state.step
+            checkpoint = self.store.save(step, self._write)
+        self.saved_step = step
         self.longest_save = max(self.longest_save, time.monotonic() - started)
         logger.info("Saved %s.", checkpoint.path)
 
     def _write(self, folder: Path) -> None:
-        run, config = self.run, self.run.run_config
+        run = self.run
         run.save_model(folder)
         self._complete_state()
-        is_rounded = config.policy.precision != "float32"
-        processes.on_main(lambda: save_config(config, folder / "config.yaml"))
+        processes.on_main(lambda: write_text(folder / CONFIG_FILE, self.config_text))
         # Last, because it has the digests of all other files.
-        save_state(folder, self.state, run.optimizer, run.scheduler, with_weights=is_rounded)
+        save_state(folder, self.state, run.optimizer, run.scheduler, with_weights=run.is_rounded)
 
     def _complete_state(self) -> None:
-        self.state.run, self.state.ranked = self.run.state(), self._save_is_due()
+        self.state.run = self.run.state()
+        # A checkpoint of a signal is never the best: the uninterrupted run has none there.
+        self.state.ranked = self._save_is_due()
 
     def _export(self, outcome: Outcome, *, was_done: bool) -> Outcome:
-        """Export the best checkpoint, without a ranking metric the last, unless an earlier session has."""
-        best = None if self.store is None else self.store.best()
-        if self.store is None or best is None:
+        """Export the best checkpoint, without a ranking metric the last, unless an earlier session
+        has."""
+        store = self.store
+        best = None if store is None else store.best()
+        if store is None or best is None:
             return outcome
-        self.store.prune()  # a session that was killed after its last save has not
-        state = self.state if best.step == self.state.step else read_state(best.path)
-        final = self.store.folder / "final"
-        # The run may be longer than before, or rank by another metric.
-        mark, name = self.store.folder / _EXPORTED, best.path.name
+        store.prune()  # a session that was killed after its last save has not
+        state = self.state
+        if best.step != state.step:
+            state = read_state(best.path)
+        final = store.folder / "final"
+        mark = store.folder / _EXPORTED
+        name = best.path.name
 
         def is_exported() -> bool:
-            return (
-                was_done
-                and final.is_dir()
-                and mark.exists()
-                and mark.read_text(encoding="utf-8") == name
-            )
+            # The run may be longer than before, or rank by another metric.
+            if not was_done or not final.is_dir() or not mark.exists():
+                return False
+            return mark.read_text(encoding="utf-8") == name
+
+        def write(folder: Path) -> None:
+            shutil.copytree(best.path / "model", folder, dirs_exist_ok=True)
+            self.run.complete_export(folder, state)
 
         if not processes.on_main(is_exported):
             # It may be older than the checkpoint that the run has resumed from, which was checked.
             check_files(best.path, within="model/")
             processes.on_main(lambda: mark.unlink(missing_ok=True))
-
-            def write(folder: Path) -> None:
-                shutil.copytree(best.path / "model", folder, dirs_exist_ok=True)
-                self.run.complete_export(folder, state)
-
             with processes.patience() as group:
-                self.store.write_folder(
+                store.write_folder(
                     "final", lambda folder: processes.on_main(partial(write, folder), group)
                 )
             processes.on_main(lambda: write_text(mark, name))

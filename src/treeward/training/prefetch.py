@@ -77,25 +77,29 @@ class BatchPreparer:
     and forward passes as the others."""
 
     def __init__(self, setup: RewardModelSetup) -> None:
-        self.setup = setup
-        self.config = setup.config
         self.model = setup.model
         self.mesh = setup.mesh
         self.heads = setup.heads
-        self.max_tokens = setup.config.policy.micro_batch_tokens
+        self.order = setup.order
+        self.training_sets = list(setup.training_sets.values())
+        self.features = setup.features
+        self.batch_size = setup.policy.train_global_batch_size
+        self.max_tokens = setup.policy.micro_batch_tokens
+        self.max_groups = setup.policy.train_micro_batch_size
+        self.max_groups_of_validation = setup.rm.val_micro_batch_size or self.max_groups
+        self.weighs_pairs = setup.rm.loss.weight == "pair"
 
     def step(self, number: int) -> StepBatches:
         """The batches of the step of this number, counted from 1."""
-        size = self.config.policy.train_global_batch_size
-        sets = list(self.setup.training_sets.values())
-        rows = [(sets[which], row) for which, row in self.setup.order.batch(number - 1, size)]
+        places = self.order.batch(number - 1, self.batch_size)
+        rows = [(self.training_sets[which], row) for which, row in places]
         micro_batches: list[MicroBatch] = []
         num_row_tokens = 0
         for share in self.shares(rows):
             micro_batches.append(share.micro_batch)
             num_row_tokens += sum(item.num_tokens for item in share.comparisons.values())
         num_units = len(rows)
-        if self.config.rm.loss.weight == "pair":
+        if self.weighs_pairs:
             ranks = [dataset.ranks(row) for dataset, row in rows]
             num_units = ranked_pairs(ranks, **self.heads.pair_options).num_units
         return StepBatches(num_units, tuple(micro_batches), num_row_tokens=num_row_tokens)
@@ -134,18 +138,15 @@ class BatchPreparer:
         validation: bool = False,
     ) -> list[list[int]]:
         """Which comparisons share a forward pass; see `plan_passes`."""
-        max_groups = self.config.policy.train_micro_batch_size
-        if validation:
-            max_groups = self.config.rm.val_micro_batch_size or max_groups
         num_ranks = self.mesh.data_size
-        if self.setup.features:
+        if self.features:
             sizes = [int(dataset.shapes[row][0]) for dataset, row in rows]
             return plan_micro_batches(sizes, max_tokens=_MOST_FEATURES, num_ranks=num_ranks)
         return plan_passes(
             rows,
             self.model.layout,
             max_tokens=self.max_tokens,
-            max_groups=max_groups,
+            max_groups=self.max_groups_of_validation if validation else self.max_groups,
             num_ranks=num_ranks,
         )
 
@@ -181,11 +182,11 @@ class BatchPreparer:
     def _features(self, rows: Sequence[tuple[EncodedDataset, int]]) -> FeatureBatch | None:
         """The head's inputs for rows of data sets, perhaps none; None if the backbone computes
         them."""
-        if not self.setup.features:
+        if not self.features:
             return None
         if not rows:
             return FeatureBatch(torch.empty(0, *self.model.feature_shape))
-        states = [self.setup.features[dataset.path](row) for dataset, row in rows]
+        states = [self.features[dataset.path](row) for dataset, row in rows]
         return FeatureBatch(torch.cat(states))
 
     def _num_passes(self, rows: Sequence[tuple[EncodedDataset, int]]) -> int:
@@ -193,7 +194,7 @@ class BatchPreparer:
         budget."""
         most = self.max_tokens
         share = self.model.layout == "tree"
-        if self.mesh.data_size == 1 or most is None or len(rows) != 1 or self.setup.features:
+        if self.mesh.data_size == 1 or most is None or len(rows) != 1 or self.features:
             return 1
         dataset, row = rows[0]
         num_tokens = dataset.tree_tokens[row] if share else dataset.shapes[row].prod()

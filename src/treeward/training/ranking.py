@@ -1,9 +1,9 @@
-"""What a person should know of the metric that ranks checkpoints, before checkpoints are pruned by
-it.
+"""Warnings of a metric that ranks checkpoints, before checkpoints are pruned by it.
 
-warn_of_unranked(store, "eval/rm/loss", config.checkpointing)      # those of earlier sessions have
-no such value warn_of_rare_metric(config.checkpointing, schedule, total_steps)   # few of the coming
-ones will have it
+    warn_of_unranked(store)                            # earlier checkpoints have no such value
+    warn_of_rare_metric(store, schedule, total_steps)  # few of the coming ones will have it
+
+Both say nothing for a store whose latest checkpoints are the best, and outside the main process.
 """
 
 from __future__ import annotations
@@ -11,31 +11,29 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from treeward.config.checkpointing import CheckpointingConfig
+from treeward import processes
 from treeward.config.grpo import GRPOConfig
 from treeward.config.run import RMConfig
 from treeward.errors import CheckpointError
 from treeward.training.checkpoints import CheckpointStore
-from treeward.training.state import read_state, stored_metric
+from treeward.training.state import read_state
 
 logger = logging.getLogger(__name__)
 
 
-def warn_of_unranked(store: CheckpointStore, metric: str, config: CheckpointingConfig) -> None:
-    """Warn of checkpoints that will be pruned first, because they have no value of the metric's
-    logged name."""
-    if config.keep_top_k is None:
+def warn_of_unranked(store: CheckpointStore) -> None:
+    """Warn of checkpoints that will be pruned first, because they have no value of the metric."""
+    if not store.is_ranked or store.config.keep_top_k is None or not processes.is_main():
         return
     unranked: list[str] = []
     for checkpoint in store.all():
-        has_metric = stored_metric(checkpoint.path, metric) is not None
-        if not has_metric and not _is_of_a_signal(checkpoint.path):
+        if checkpoint.metric is None and not _is_of_a_signal(checkpoint.path):
             unranked.append(str(checkpoint.step))
     if unranked:
         logger.warning(
             "Checkpoints without %s are pruned first (step %s): to keep one, copy it elsewhere, or "
             "set checkpointing.keep_top_k=null.",
-            config.metric_name,
+            store.config.metric_name,
             ", ".join(unranked),
         )
 
@@ -49,12 +47,13 @@ def _is_of_a_signal(folder: Path) -> bool:
 
 
 def warn_of_rare_metric(
-    config: CheckpointingConfig,
-    schedule: RMConfig | GRPOConfig,
-    total_steps: int,
+    store: CheckpointStore, schedule: RMConfig | GRPOConfig, total_steps: int
 ) -> None:
     """Warn if fewer checkpoints of the run will be validated than saved: the others rank last."""
-    saved = _steps(config.save_period, total_steps) | {total_steps}
+    if not store.is_ranked or not processes.is_main():
+        return
+    save_period = store.config.save_period
+    saved = _steps(save_period, total_steps) | {total_steps}
     validated = _steps(schedule.val_period, total_steps)
     if schedule.val_at_end:
         validated.add(total_steps)
@@ -65,8 +64,8 @@ def warn_of_rare_metric(
             "checkpointing.save_period is %s and val_period %s.",
             num_ranked,
             len(saved),
-            config.metric_name,
-            config.save_period,
+            store.config.metric_name,
+            save_period,
             schedule.val_period,
         )
 

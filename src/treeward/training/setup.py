@@ -1,7 +1,9 @@
-"""`set_up`: from a configuration to everything a run needs, checked, in one frozen `RewardModelSetup`.
+"""`set_up`: from a configuration to everything a run needs, checked, in one `RewardModelSetup`.
 
-The cheap checks (names, files, rows) come before the slow work (weights). Shapes: N completions of the training data, H
-grades.
+`set_up` and `read_data` take the whole configuration, and hand its sections on. The cheap checks
+(names, files, rows) come before the slow work (weights).
+
+Shapes: N completions of the training data, H grades.
 """
 
 from __future__ import annotations
@@ -21,8 +23,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
 from treeward import processes
+from treeward.config.checkpointing import MetricKey
 from treeward.config.data import DatasetConfig
-from treeward.config.run import RewardModelRunConfig
+from treeward.config.policy import PolicyConfig
+from treeward.config.run import HubConfig, RewardModelRunConfig, RMConfig
 from treeward.data.datasets import RowDataset, open_dataset
 from treeward.data.encoding import EncodedDataset, encode_dataset
 from treeward.data.rendering import Renderer
@@ -47,21 +51,39 @@ from treeward.training.models import (
 from treeward.training.optimisation import build_optimizer, build_scheduler
 from treeward.training.order import EpochOrder, planned_steps
 from treeward.training.state import check_identity
+from treeward.tree.token_tree import TokenIds
 
 logger = logging.getLogger(__name__)
 
 _CHECKED_COMPARISONS = 64
+"""Comparisons of each set on which model, tokenizer and data are checked."""
+_OPTIMISATION_KEYS = {
+    "train_global_batch_size",
+    "optimizer",
+    "scheduler",
+    "precision",
+    "max_grad_norm",
+}
+"""Keys of `policy` that a resumed run may not change: optimiser and schedule are restored from the
+saved run, and a new rate would be ignored silently."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardModelSetup:
     """A run that is ready for its first step.
 
-    `validation_sets`: what a validation measures of each set. `features`: by the file of a data set, the features of a
-    comparison (`training.features`); empty unless the backbone is frozen.
+    `policy`, `rm` and `hub` are sections of its configuration. `ranking`: the metric that ranks
+    checkpoints, None where nothing does. `cache_dir`: the folder of everything that is computed
+    once. `validation_sets`: what a validation measures of each set. `features`: by the file of a
+    data set, the features of a comparison (`training.features`); empty unless the backbone is
+    frozen.
     """
 
-    config: RewardModelRunConfig
+    policy: PolicyConfig
+    rm: RMConfig
+    hub: HubConfig
+    ranking: MetricKey | None
+    cache_dir: Path
     mesh: Mesh
     model: RewardModel
     tokenizer: PreTrainedTokenizerBase
@@ -81,7 +103,8 @@ class RewardModelSetup:
 class RunData:
     """The data of a run, and what follows from it without a model.
 
-    `encoded_sets`: the whole validation sets; `validation_sets`: what a validation measures of them.
+    `encoded_sets`: the whole validation sets; `validation_sets`: what a validation measures of
+    them.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -92,15 +115,30 @@ class RunData:
     order: EpochOrder
     total_steps: int
 
+    @property
+    def all_sets(self) -> list[EncodedDataset]:
+        return [*self.training_sets.values(), *self.encoded_sets.values()]
+
+    @property
+    def grades_NH(self) -> np.ndarray:
+        """The grades of the training data; NaN for none."""
+        return np.concatenate([dataset.grades for dataset in self.training_sets.values()])
+
 
 def read_data(
     config: RewardModelRunConfig, checkpoint: Checkpoint | None = None, show_progress: bool = False
 ) -> RunData:
-    """Read and tokenize the data, with the checkpoint's tokenizer, if there is one. Raises a `TreewardError`."""
-    streams: list[RowDataset] = []  # of the main process, which alone reads rows
+    """Read and tokenize the data, with the checkpoint's tokenizer, if there is one. Raises a
+    `TreewardError`."""
+    # Of the main process, which alone reads rows.
+    streams: list[RowDataset] = []
     held_out: list[RowDataset] = []
-    processes.on_main(lambda: streams.extend(map(open_dataset, config.training_sets)))
-    processes.on_main(lambda: held_out.extend(map(open_dataset, config.validation_sets)))
+
+    def open_all() -> None:
+        streams.extend(map(open_dataset, config.training_sets))
+        held_out.extend(map(open_dataset, config.validation_sets))
+
+    processes.on_main(open_all)
     tokenizer = find_tokenizer(config.policy, texts_of(streams), checkpoint)
     renderer = Renderer(
         tokenizer,
@@ -108,55 +146,43 @@ def read_data(
         max_length=config.max_sequence_length,
         truncation=config.data.truncation,
     )
+    labels = config.policy.reward_model_cfg.labels
     encode = partial(
         encode_dataset,
         renderer=renderer,
         ties=config.data.ties,
-        attributes=config.policy.reward_model_cfg.labels,
-        cache_dir=Path(config.data.cache_dir or ".treeward_cache"),
+        attributes=labels,
+        cache_dir=_cache_dir(config),
         progress=show_progress,
     )
 
     def encode_all() -> tuple[dict[str, EncodedDataset], dict[str, EncodedDataset]]:
-        # first: they are the shorter
+        # The validation sets first: they are the shorter ones, and may be faulty too.
         encoded_sets = {str(stream.config.name): encode(stream) for stream in held_out}
         names = _training_names(config.data.train)
         training_sets = {name: encode(stream) for name, stream in zip(names, streams, strict=True)}
-        for i, label in enumerate(config.policy.reward_model_cfg.labels):
-            if not any(
-                np.isfinite(dataset.grades[:, i]).any() for dataset in training_sets.values()
-            ):
-                got, need = "none in any training set", "a number, for some completions at least"
-                raise DataError(
-                    "no completion has this grade",
-                    where=streams[0].name,
-                    field=label,
-                    got=got,
-                    need=need,
-                )
+        _check_grades(labels, training_sets, where=streams[0].name)
         return training_sets, encoded_sets
 
-    with processes.patience() as group:  # the others open the files that the main process has made
+    # The other processes wait, and open the files that the main one has made.
+    with processes.patience() as group:
         training_sets, encoded_sets = processes.on_main(encode_all, group)
-    batches = config.rm.val_batches
-    batch_size = config.rm.val_global_batch_size or config.policy.train_global_batch_size
-    validation_sets = {
-        name: dataset.first(None if batches is None else batches * batch_size)
-        for name, dataset in encoded_sets.items()
-    }
-    trained_on = np.concatenate([dataset.digests for dataset in training_sets.values()])
-    for name, dataset in validation_sets.items():
-        if number := int(np.isin(dataset.digests, trained_on).sum()):
-            logger.warning("%d of %d comparisons of the validation set %s are in the training data too, word for word.",
-                           number, len(dataset), name)  # fmt: skip
-    sizes, weights = (
-        list(map(len, training_sets.values())),
-        [dataset.weight for dataset in config.data.train],
+    most_comparisons = None
+    if config.rm.val_batches is not None:
+        batch_size = config.rm.val_global_batch_size or config.policy.train_global_batch_size
+        most_comparisons = config.rm.val_batches * batch_size
+    validation_sets: dict[str, EncodedDataset] = {}
+    for name, dataset in encoded_sets.items():
+        validation_sets[name] = dataset.first(most_comparisons)
+    _warn_of_seen_comparisons(training_sets, validation_sets)
+    order = EpochOrder(
+        [len(dataset) for dataset in training_sets.values()],
+        weights=[dataset.weight for dataset in config.data.train],
+        seed=config.rm.seed,
+        shuffle=config.data.shuffle,
     )
-    order = EpochOrder(sizes, weights=weights, seed=config.rm.seed, shuffle=config.data.shuffle)
-    steps_in_data = (
-        order.steps_per_epoch(config.policy.train_global_batch_size) * config.rm.max_num_epochs
-    )
+    steps_per_epoch = order.steps_per_epoch(config.policy.train_global_batch_size)
+    steps_in_data = steps_per_epoch * config.rm.max_num_epochs
     return RunData(
         tokenizer=tokenizer,
         renderer=renderer,
@@ -168,133 +194,167 @@ def read_data(
     )
 
 
+def _cache_dir(config: RewardModelRunConfig) -> Path:
+    return Path(config.data.cache_dir or ".treeward_cache")
+
+
+def _check_grades(
+    labels: Sequence[str], training_sets: Mapping[str, EncodedDataset], *, where: str
+) -> None:
+    """Raise `DataError` for a grade that no completion of the training data has."""
+    for i, label in enumerate(labels):
+        for dataset in training_sets.values():
+            if np.isfinite(dataset.grades[:, i]).any():
+                break
+        else:
+            raise DataError(
+                "no completion has this grade",
+                where=where,
+                field=label,
+                got="none in any training set",
+                need="a number, for some completions at least",
+            )
+
+
+def _warn_of_seen_comparisons(
+    training_sets: Mapping[str, EncodedDataset], validation_sets: Mapping[str, EncodedDataset]
+) -> None:
+    trained_on = np.concatenate([dataset.digests for dataset in training_sets.values()])
+    for name, dataset in validation_sets.items():
+        number = int(np.isin(dataset.digests, trained_on).sum())
+        if number > 0:
+            logger.warning(
+                "%d of %d comparisons of the validation set %s are in the training data too, word "
+                "for word.",
+                number,
+                len(dataset),
+                name,
+            )
+
+
 def set_up(
     config: RewardModelRunConfig, checkpoint: Checkpoint | None = None, show_progress: bool = False
 ) -> RewardModelSetup:
-    """Build everything a run needs, with the checkpoint's model and tokenizer, if there is one. Raises a
-    `TreewardError`."""
-    mesh = make_mesh(config.policy.dtensor_cfg)
+    """Build everything a run needs, with the checkpoint's model and tokenizer, if there is one.
+    Raises a `TreewardError`."""
+    policy = config.policy
+    seed = config.rm.seed
+    mesh = make_mesh(policy.dtensor_cfg)
     data = read_data(config, checkpoint, show_progress)
-    tokenizer, training_sets = data.tokenizer, data.training_sets
-    datasets = [*training_sets.values(), *data.encoded_sets.values()]
+
+    def find_highest_token() -> int:
+        return max(dataset.highest_token for dataset in data.all_sets)
+
     with processes.patience() as group:
-        highest_token = processes.on_main(
-            lambda: max(dataset.highest_token for dataset in datasets), group
-        )
-    identity = processes.on_main(
-        partial(_identity, config, data.renderer, training_sets, data.encoded_sets)
-    )
+        highest_token = processes.on_main(find_highest_token, group)
+    identity = processes.on_main(partial(_identity, config, data))
     if checkpoint is not None:
         check_identity(checkpoint.path, identity)
-    model = _load_model(config, tokenizer, checkpoint, mesh)
-    check = partial(_check_model, config, model, tokenizer, datasets, highest_token)
-    adaptation = partial(adapt, model, config.policy, seed=config.rm.seed, checkpoint=checkpoint)
-    make_ready(model, config.policy, mesh, role="reward model", adaptation=adaptation, check=check)
-    optimizer = build_optimizer(
-        model, config.policy.optimizer, cpu_offload=steps_on_host(config.policy, mesh)
+    head_names = policy.reward_model_cfg.head_names
+    model = load_model(
+        policy,
+        data.tokenizer,
+        checkpoint,
+        mesh,
+        build=partial(build_reward_model, seed=seed, labels=head_names),
+        load=partial(load_classifier, head_seed=seed, labels=head_names),
     )
-    scheduler = build_scheduler(optimizer, config.policy.scheduler, total_steps=data.total_steps)
-    grades_NH = np.concatenate([dataset.grades for dataset in training_sets.values()])
+
+    def check() -> None:
+        check_positions(model, config.max_sequence_length)
+        sample: list[TokenIds] = []
+        for dataset in data.all_sets:
+            for comparison in dataset[:_CHECKED_COMPARISONS]:
+                sample += comparison.token_ids
+        check_before_training(
+            model,
+            sample,
+            data.tokenizer,
+            num_heads=len(head_names) or None,
+            highest_token=highest_token,
+        )
+
+    make_ready(
+        model,
+        policy,
+        mesh,
+        role="reward model",
+        adaptation=partial(adapt, model, policy, seed=seed, checkpoint=checkpoint),
+        check=check,
+    )
+    optimizer = build_optimizer(model, policy.optimizer, cpu_offload=steps_on_host(policy, mesh))
+    scheduler = build_scheduler(optimizer, policy.scheduler, total_steps=data.total_steps)
     return RewardModelSetup(
-        config=config,
+        policy=policy,
+        rm=config.rm,
+        hub=config.hub.model_copy(update={"repo_id": config.hub_repo_id}),
+        ranking=config.ranking_metric,
+        cache_dir=_cache_dir(config),
         mesh=mesh,
         model=model,
-        tokenizer=tokenizer,
+        tokenizer=data.tokenizer,
         renderer=data.renderer,
         order=data.order,
-        training_sets=training_sets,
+        training_sets=data.training_sets,
         validation_sets=data.validation_sets,
         optimizer=optimizer,
         scheduler=scheduler,
         total_steps=data.total_steps,
         identity=identity,
-        heads=heads_of(config, grades_NH, model.num_heads),
+        heads=heads_of(
+            policy.reward_model_cfg,
+            config.rm.loss,
+            data.grades_NH,
+            ties=config.data.ties,
+            num_heads=model.num_heads,
+        ),
     )
 
 
-def _load_model(
-    config: RewardModelRunConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    checkpoint: Checkpoint | None,
-    mesh: Mesh,
-) -> RewardModel:
-    seed, labels = config.rm.seed, config.policy.reward_model_cfg.head_names
-    build = partial(build_reward_model, seed=seed, labels=labels)
-    load = partial(load_classifier, head_seed=seed, labels=labels)
-    return load_model(config.policy, tokenizer, checkpoint, mesh, build=build, load=load)
-
-
-def _check_model(
-    config: RewardModelRunConfig,
-    model: RewardModel,
-    tokenizer: PreTrainedTokenizerBase,
-    datasets: Sequence[EncodedDataset],
-    highest_token: int,
-) -> None:
-    """Check that model, tokenizer and data fit together, on the first comparisons of each set."""
-    first = [comparison for dataset in datasets for comparison in dataset[:_CHECKED_COMPARISONS]]
-    sample = [ids for comparison in first for ids in comparison.token_ids]
-    check_positions(model, config.max_sequence_length)
-    num_heads = len(config.policy.reward_model_cfg.head_names) or None
-    check_before_training(
-        model, sample, tokenizer, num_heads=num_heads, highest_token=highest_token
-    )
-
-
-def _identity(
-    config: RewardModelRunConfig,
-    renderer: Renderer,
-    training_sets: Mapping[str, EncodedDataset],
-    validation_sets: Mapping[str, EncodedDataset],
-) -> dict[str, Any]:
-    """The values that a resumed run must share with the run that it continues."""
+def _identity(config: RewardModelRunConfig, run_data: RunData) -> dict[str, Any]:
+    """The values that a resumed run must share with the run that it continues, by readable
+    names."""
     policy = config.policy
-    adapters = identity_of_adapters(policy) if policy.dtensor_cfg.lora_cfg.enabled else {}
-    weights = [dataset.weight for dataset in config.data.train]
-    data = [
-        (dataset.fingerprint, weight)
-        for dataset, weight in zip(training_sets.values(), weights, strict=True)
-    ]
+    model_name = policy.model_name
+    adapters: dict[str, Any] = {}
+    if policy.dtensor_cfg.lora_cfg.enabled:
+        adapters = identity_of_adapters(policy)
+        # Their base is read from the folder again, which must have the same weights.
+        model_name = with_weights(policy.model_name)
+    training_data = []
+    training_sets = run_data.training_sets.values()
+    for dataset, section in zip(training_sets, config.data.train, strict=True):
+        training_data.append((dataset.fingerprint, section.weight))
     # With other validation data the checkpoints of two sessions could not be compared.
-    validation = {name: dataset.fingerprint for name, dataset in validation_sets.items()}
+    validation_data = {}
+    for name, dataset in run_data.encoded_sets.items():
+        validation_data[name] = dataset.fingerprint
+    loss = config.rm.loss.model_dump(mode="json", exclude_defaults=True)
+    reward_model = policy.reward_model_cfg.model_dump(mode="json", exclude_defaults=True)
+    optimisation = policy.model_dump(mode="json", include=_OPTIMISATION_KEYS)
     return {
-        # The weights that adapters are of are read from there again.
-        "the model": (with_weights(policy.model_name) if adapters else policy.model_name)
-        or policy.architecture,
-        "the tokenizer or template": short_hash(renderer.fingerprint),
-        "the training data": short_hash(json.dumps(data)),
-        "the validation data": short_hash(json.dumps(validation, sort_keys=True)),
-        "rm": {
-            "seed": config.rm.seed,
-            "loss": config.rm.loss.model_dump(mode="json", exclude_defaults=True),
-        },
-        "the reward model": policy.reward_model_cfg.model_dump(mode="json", exclude_defaults=True),
+        "the model": model_name or policy.architecture,
+        "the tokenizer or template": short_hash(run_data.renderer.fingerprint),
+        "the training data": short_hash(json.dumps(training_data)),
+        "the validation data": short_hash(json.dumps(validation_data, sort_keys=True)),
+        "rm": {"seed": config.rm.seed, "loss": loss},
+        "the reward model": reward_model,
         "data": {"shuffle": config.data.shuffle},
-        # Optimiser and schedule are restored from the saved run: a new rate would be ignored silently.
-        "policy": policy.model_dump(
-            mode="json",
-            include={
-                "train_global_batch_size",
-                "optimizer",
-                "scheduler",
-                "precision",
-                "max_grad_norm",
-            },
-        )
-        | adapters,
+        "policy": {**optimisation, **adapters},
     }
 
 
 def _training_names(datasets: Sequence[DatasetConfig]) -> list[str]:
-    """A short name for each training set, as metrics and the model card show it: no paths of this machine."""
+    """A short name for each training set, as metrics and the model card show it: no paths of this
+    machine."""
     names: list[str] = []
     for number, dataset in enumerate(datasets, start=1):
-        plain = (
-            Path(dataset.data_path).name
-            if dataset.data_path
-            else dataset.dataset_name.rpartition(".")[2]
-        )
-        name = dataset.name or plain
+        name = dataset.name
+        if not name and dataset.data_path:
+            name = Path(dataset.data_path).name
+        elif not name:
+            # Of a class of the user, which is a dotted path, the last part.
+            name = dataset.dataset_name.rpartition(".")[2]
         while name in names:
             name = f"{name}-{number}"
         names.append(name)
