@@ -1,10 +1,12 @@
 """`MasterWeights`: an optimiser that steps float32 copies of bfloat16 weights.
 
-    optimizer = MasterWeights(model.parameters(), lambda parameters: torch.optim.AdamW(parameters, lr=1e-6))
+    make = partial(torch.optim.AdamW, lr=1e-6)
+    optimizer = MasterWeights(model.parameters(), make)
 
-bfloat16 has 8 bits: a step of less than 1/512 of a weight would be rounded away. Gradients of these weights are float32
-too. `on_host=True` keeps masters and states in the host's memory, and steps them there. (torchao's
-`CPUOffloadOptimizer` keeps no float32 weights, and copies gradients before they are clipped.)
+bfloat16 has 8 bits: a step of less than 1/512 of a weight would be rounded away. Gradients of these
+weights are float32 too. `on_host=True` keeps masters and states in the host's memory, and steps
+them there. (torchao's `CPUOffloadOptimizer` keeps no float32 weights, and copies gradients before
+they are clipped.)
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ from torch import Tensor, nn
 
 
 class MasterWeights(torch.optim.Optimizer):
-    """`make`: builds the inner optimiser, of the masters and of the `parameters` that need none; its groups, state and
-    defaults are shared. `on_host`: every parameter has a master, on the CPU."""
+    """`make`: builds the inner optimiser, of the masters and of the `parameters` that need none;
+    its groups, state and defaults are shared. `on_host`: every parameter has a master, on the
+    CPU."""
 
     def __init__(
         self,
@@ -27,36 +30,45 @@ class MasterWeights(torch.optim.Optimizer):
         *,
         on_host: bool = False,
     ) -> None:
-        parameters, self.on_host = list(parameters), on_host
-        self.low = [
-            parameter for parameter in parameters if on_host or parameter.dtype == torch.bfloat16
-        ]
-        for parameter in self.low:
+        parameters = list(parameters)
+        self.on_host = on_host
+        self.low: list[nn.Parameter] = []
+        self.masters: list[nn.Parameter] = []
+        stepped: list[nn.Parameter] = []
+        for parameter in parameters:
+            if not on_host and parameter.dtype != torch.bfloat16:
+                stepped.append(parameter)
+                continue
             parameter.grad_dtype = torch.float32
-        self.masters = [
-            nn.Parameter(_on_host(low) if on_host else low.detach().float()) for low in self.low
-        ]
-        master_of = dict(zip(self.low, self.masters, strict=True))
-        self.inner = make([master_of.get(parameter, parameter) for parameter in parameters])
+            copy = _on_host(parameter) if on_host else parameter.detach().float()
+            master = nn.Parameter(copy)
+            self.low.append(parameter)
+            self.masters.append(master)
+            stepped.append(master)
+        self.inner = make(stepped)
         super().__init__(parameters, self.inner.defaults)
         self._share()
 
     def _share(self) -> None:
-        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        """Show the inner optimiser's groups and state as this one's: schedules write into them."""
+        self.param_groups = self.inner.param_groups
+        self.state = self.inner.state
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Step the masters by the gradients of the weights, and round them to the weights."""
         assert closure is None, "the loss is computed once a step"
-        for parameter, master in zip(self.low, self.masters, strict=True):
-            # one gradient at a time: the others' parameters rest
-            if self.on_host and parameter.grad is not None:
-                master.grad = _on_host(parameter.grad)
-                self.inner.step()
-                master.grad = None
-            elif not self.on_host:
+        pairs = list(zip(self.low, self.masters, strict=True))
+        if self.on_host:
+            # The host holds one gradient at a time: a parameter without one rests.
+            for parameter, master in pairs:
+                if parameter.grad is not None:
+                    master.grad = _on_host(parameter.grad)
+                    self.inner.step()
+                    master.grad = None
+        else:
+            for parameter, master in pairs:
                 master.grad = parameter.grad
-        if not self.on_host:
             self.inner.step()
         self._round()
 
@@ -77,15 +89,16 @@ class MasterWeights(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _round(self) -> None:
-        for parameter, master in zip(self.low, self.masters, strict=True) if self.on_host else ():
-            # rounded there, not by the host
-            parameter.copy_(master.to(parameter.device, non_blocking=True))
         if not self.on_host:
             torch._foreach_copy_(list[Tensor](self.low), list[Tensor](self.masters))
+            return
+        for parameter, master in zip(self.low, self.masters, strict=True):
+            # Moved first: the device rounds faster than the host.
+            parameter.copy_(master.to(parameter.device, non_blocking=True))
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    """A float32 copy, in page-locked memory, which moves faster; PyTorch keeps such memory and gives it out again."""
-    return torch.empty_like(
-        tensor, device="cpu", dtype=torch.float32, pin_memory=tensor.is_cuda
-    ).copy_(tensor.detach())
+    """A float32 copy, in page-locked memory, which moves faster; PyTorch keeps such memory and
+    gives it out again."""
+    copy = torch.empty_like(tensor, device="cpu", dtype=torch.float32, pin_memory=tensor.is_cuda)
+    return copy.copy_(tensor.detach())

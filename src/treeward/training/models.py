@@ -1,4 +1,5 @@
-"""Preparation of a model for training, in either kind of run: tokenizer, precision, adapters, shards, kernels."""
+"""Preparation of a model for training, in either kind of run: tokenizer, precision, adapters,
+shards, kernels."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ _Model = TypeVar("_Model", RewardModel, PolicyModel)
 def find_tokenizer(
     policy: TrainedModelConfig, texts: Iterable[str], checkpoint: Checkpoint | None
 ) -> PreTrainedTokenizerBase:
-    """The named tokenizer, or the model's; for a bare architecture a new one, trained on `texts`."""
+    """The named tokenizer, or the model's; for a bare architecture a new one, trained on
+    `texts`."""
     if policy.trained_vocab_size is None:
         name = policy.tokenizer.name or policy.model_name
         assert name is not None  # the schema requires it
@@ -58,38 +60,43 @@ def load_model(
     build: Callable[..., Loaded[_Model]],
     load: Callable[..., Loaded[_Model]],
 ) -> _Model:
-    """The model of a checkpoint, or the one that the configuration names (`load`) or describes (`build`). On several
-    processes it is without weights until it is sharded, if nothing needs them before. Raises `CheckpointError` if it is
-    in a checkpoint of another run that is damaged."""
+    """The model of a checkpoint, or the one that the configuration names (`load`) or describes
+    (`build`). On several processes it is without weights until it is sharded, if nothing needs them
+    before. Raises `CheckpointError` if it is in a checkpoint of another run that is damaged."""
     is_sharded = mesh.devices is not None
     is_whole_here = not is_sharded or policy.load_in_4bit
-    common: dict[str, Any] = {
-        "attention": policy.attention,
-        "device": torch.device("cuda" if is_whole_here and torch.cuda.is_available() else "cpu"),
-    }
-    has_adapters = policy.dtensor_cfg.lora_cfg.enabled
-    # adapters are merged there
-    saved = None if checkpoint is None or has_adapters else checkpoint.path / "model"
-    if saved is None and policy.architecture is not None:
-        fields = {key: value for key, value in policy.architecture.items() if key != "vocab_size"}
-        return build(fields, tokenizer, **common).model
-    if saved is None:
-        _check_origin(Path(str(policy.model_name)).expanduser())  # the schema requires one
+    device = torch.device("cpu")
+    if is_whole_here and torch.cuda.is_available():
+        device = torch.device("cuda")
+    resumes = checkpoint is not None
+    if policy.dtensor_cfg.lora_cfg.enabled:
+        # In the checkpoint's model adapters are merged: the run begins at their base again.
+        resumes = False
+    if policy.architecture is not None and not resumes:
+        fields = dict(policy.architecture)
+        fields.pop("vocab_size", None)  # the tokenizer's
+        return build(fields, tokenizer, attention=policy.attention, device=device).model
+    if checkpoint is not None and resumes:
+        folder = checkpoint.path / "model"
+    else:
+        folder = Path(str(policy.model_name)).expanduser()  # the schema requires a name
+        if (folder.parent / SEAL_FILE).is_file():
+            # It lies in a checkpoint of another run, which may be damaged.
+            check_files(folder.parent, within=f"{folder.name}/")
+    precision = policy.precision
+    if is_sharded and policy.trains_backbone:
+        # The shards are the float32 weights that are trained.
+        precision = "float32"
     return load(
-        saved or str(policy.model_name),
+        folder if resumes else str(policy.model_name),
         tokenizer=tokenizer,
-        dtype=DTYPES["float32" if is_sharded and policy.trains_backbone else policy.precision],
+        dtype=DTYPES[precision],
         trust_remote_code=policy.trust_remote_code,
         load_in_4bit=policy.load_in_4bit,
         on_meta=not is_whole_here,
-        **common,
+        attention=policy.attention,
+        device=device,
     ).model
-
-
-def _check_origin(folder: Path) -> None:
-    """Check the files of a model folder that lies in a checkpoint of another run."""
-    if (folder.parent / SEAL_FILE).is_file():
-        check_files(folder.parent, within=f"{folder.name}/")
 
 
 def make_ready(
@@ -101,15 +108,15 @@ def make_ready(
     adaptation: Callable[[], None] | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Give a loaded model its precision, adapters, shards, kernels and weights, and check it. `role`: its name in the
-    log. `adaptation`: adds the adapters, if any; None for a frozen model."""
-    dtype, section, is_sharded = (
-        DTYPES[policy.precision],
-        policy.dtensor_cfg,
-        mesh.devices is not None,
-    )
-    # whose shards are float32
-    if not (is_sharded and adaptation is not None and policy.trains_backbone):
+    """Give a loaded model its precision, adapters, shards, kernels and weights, and check it.
+    `role`: its name in the log. `adaptation`: adds the adapters, if any; None for a frozen
+    model."""
+    dtype = DTYPES[policy.precision]
+    section = policy.dtensor_cfg
+    is_sharded = mesh.devices is not None
+    is_trained = adaptation is not None and policy.trains_backbone
+    # Shards that are trained are float32, and are cast when they are gathered.
+    if not is_sharded or not is_trained:
         model.cast(dtype)
     if adaptation is not None:
         adaptation()
@@ -122,27 +129,34 @@ def make_ready(
         model.recompute_activations()
     can_compile = model.layout == "tree" and model.device.type == "cuda"
     if policy.torch_compile and not can_compile:
-        got, need = f"{model.layout} on {model.device}", "a model that runs on trees, on a GPU"
         raise ConfigError(
             "layers are not compiled here",
             where="policy.torch_compile",
-            got=got,
-            need=need,
+            got=f"{model.layout} on {model.device}",
+            need="a model that runs on trees, on a GPU",
             fix="leave it out",
         )
     if can_compile and policy.torch_compile is not False:
         model.compile_layers()
-    count = model.hf.num_parameters()  # which knows of four bits
-    where = f"{processes.device()}, {mesh}" if is_sharded else processes.device()
-    logger.info("The %s: %s, %s parameters, as %s, on %s.", role, type(model.hf).__name__, f"{count:,}", model.layout,
-                where)  # fmt: skip
+    where = str(processes.device())
+    if is_sharded:
+        where += f", {mesh}"
+    logger.info(
+        "The %s: %s, %s parameters, as %s, on %s.",
+        role,
+        type(model.hf).__name__,
+        f"{model.hf.num_parameters():,}",  # transformers counts weights of four bits right
+        model.layout,
+        where,
+    )
     if is_sharded:
         model.fill("cpu" if section.cpu_offload else processes.device())
     check()
 
 
 def steps_on_host(policy: TrainedModelConfig, mesh: Mesh) -> bool:
-    """Whether the optimiser has copies in the host's memory; with several processes the shards themselves are there."""
+    """Whether the optimiser has copies in the host's memory; with several processes the shards
+    themselves are there."""
     return policy.dtensor_cfg.cpu_offload and mesh.devices is None
 
 
@@ -154,8 +168,10 @@ def adapt(
     seed: int,
     checkpoint: Checkpoint | None,
 ) -> None:
-    """Add the configured adapters, with the checkpoint's weights, if any; or freeze all weights but the head's."""
-    if (lora := policy.dtensor_cfg.lora_cfg).enabled:
+    """Add the configured adapters, with the checkpoint's weights, if any; or freeze all weights but
+    the head's."""
+    lora = policy.dtensor_cfg.lora_cfg
+    if lora.enabled:
         add_adapters(model, lora, seed=seed)
         if checkpoint is not None:
             load_adapters(model, checkpoint.path / _ADAPTER_FOLDER)
@@ -172,8 +188,12 @@ def save_adapted(model: RewardModel | PolicyModel, folder: Path) -> None:
 
 def identity_of_adapters(policy: TrainedModelConfig) -> dict[str, Any]:
     """The adapters' part of a run's identity; without QLoRA as before that existed."""
-    lora = {"dtensor_cfg.lora_cfg": policy.dtensor_cfg.lora_cfg.model_dump(mode="json")}
-    return lora | ({"load_in_4bit": True} if policy.load_in_4bit else {})
+    identity: dict[str, Any] = {
+        "dtensor_cfg.lora_cfg": policy.dtensor_cfg.lora_cfg.model_dump(mode="json")
+    }
+    if policy.load_in_4bit:
+        identity["load_in_4bit"] = True
+    return identity
 
 
 def short_hash(text: str) -> str:
@@ -182,13 +202,18 @@ def short_hash(text: str) -> str:
 
 
 def with_weights(name: str | None) -> str | None:
-    """The hash of a model's weights and of its adapters' base; the name of a model without a folder of safetensors."""
-    folder = Path(name or "").expanduser()
-    weights = sorted(folder.glob("*.safetensors")) if name else []
+    """The hash of a model's weights and of its adapters' base; the name of a model without a folder
+    of safetensors."""
+    if not name:
+        return name
+    folder = Path(name).expanduser()
+    weights = sorted(folder.glob("*.safetensors"))
     if not weights:
         return name
+    digest = hashlib.blake2b()
     base = base_of_adapters(str(folder))
-    digest = hashlib.blake2b(b"" if base is None else str(with_weights(base)).encode())
+    if base is not None:
+        digest.update(str(with_weights(base)).encode())
     for path in (*weights, folder / "config.json", folder / CONTRACT_FILE):
         if path.is_file():
             with path.open("rb") as file:

@@ -1,13 +1,14 @@
-"""Saving and loading a checkpoint's state beside the model: optimiser, schedule, random numbers, `RunState`.
+"""Saving and loading a checkpoint's state beside the model: optimiser, schedule, random numbers,
+`RunState`.
 
-    save_state(folder, RunState(step, ...), optimizer, scheduler)     # the last file of a checkpoint
-    check_files(folder)                                               # nothing is loaded from a damaged one
+    save_state(folder, RunState(step, ...), optimizer, scheduler)  # the last file of a checkpoint
+    check_files(folder)                                    # nothing is loaded from a damaged one
     state = load_state(folder, optimizer, scheduler)
 
-The state is JSON, and has the digests of all files of the checkpoint. The optimiser's tensors are safetensors in
-parts, by the names of the parameters (`hf.score.weight.exp_avg`), so that any number of processes can load them. So are
-float32 weights if the model is saved in bfloat16. The rest, torchao's quantised states included, is loaded by torch's
-`weights_only`.
+The state is JSON, and has the digests of all files of the checkpoint. The optimiser's tensors are
+safetensors in parts, by the names of the parameters (`hf.score.weight.exp_avg`), so that any number
+of processes can load them. So are float32 weights if the model is saved in bfloat16. The rest,
+torchao's quantised states included, is loaded by torch's `weights_only`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import json
 import logging
 import math
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,16 +38,17 @@ from treeward.training.step_file import flattened
 
 logger = logging.getLogger(__name__)
 
-_OPTIMIZER, _TENSORS = "optimizer.pt", "optimizer"
+_OPTIMIZER = "optimizer.pt"
+_TENSORS = "optimizer"
 _FLOAT32_WEIGHT = "float32_weight"
 
 
 @dataclass(slots=True)
 class RunState:
-    """The state of a run after `step` steps. `identity`: values that must not change when a run resumes, by readable
-    names. `validation`: the logged metrics of the latest validation, after `validation_step` steps. `run`:
-    `Run.state()`. `ranked`: whether the uninterrupted run saves this step too; checkpoints of a signal are never the
-    best."""
+    """The state of a run after `step` steps. `identity`: values that must not change when a run
+    resumes, by readable names. `validation`: the logged metrics of the latest validation, after
+    `validation_step` steps. `run`: `Run.state()`. `ranked`: whether the uninterrupted run saves
+    this step too; checkpoints of a signal are never the best."""
 
     step: int
     identity: dict[str, Any]
@@ -58,7 +60,9 @@ class RunState:
     @property
     def own_validation(self) -> dict[str, float]:
         """The metrics of this step's own model; empty if it was not validated."""
-        return self.validation if self.validation_step == self.step else {}
+        if self.validation_step != self.step:
+            return {}
+        return self.validation
 
 
 def save_state(
@@ -69,8 +73,8 @@ def save_state(
     *,
     with_weights: bool = False,
 ) -> None:
-    """Write the state into a folder, with the digests of all that it holds by then; every process calls it.
-    `with_weights`: the float32 weights too."""
+    """Write the state into a folder, with the digests of all that it holds by then; every process
+    calls it. `with_weights`: the float32 weights too."""
     tensors, settings = _pack(optimizer, with_weights=with_weights)
     rng = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
@@ -84,18 +88,21 @@ def save_state(
 
 def _digests(folder: Path) -> dict[str, str]:
     """The digests of all files by their names; each process reads its share of the files."""
-    names = processes.on_main(lambda: sorted(_file_names(folder)))
+
+    def list_files() -> list[str]:
+        paths = [path for path in folder.rglob("*") if path.is_file()]
+        return sorted(str(path.relative_to(folder)) for path in paths)
+
+    # Of the main process: the folder of a network may show less to another.
+    names = processes.on_main(list_files)
+
+    def read_share() -> dict[str, str]:
+        return {name: file_digest(folder / name) for name in _own_share(names)}
+
     digests: dict[str, str] = {}
-    shares = processes.together(
-        lambda: {name: file_digest(folder / name) for name in _own_share(names)}
-    )
-    for share in processes.gather(shares):
-        digests |= share
+    for digests_of_rank in processes.gather(processes.together(read_share)):
+        digests |= digests_of_rank
     return digests
-
-
-def _file_names(folder: Path) -> list[str]:
-    return [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
 
 
 def _own_share(names: Sequence[str]) -> Sequence[str]:
@@ -103,13 +110,15 @@ def _own_share(names: Sequence[str]) -> Sequence[str]:
 
 
 def check_files(folder: Path, within: str = "") -> None:
-    """Raise `CheckpointError` naming a file of a checkpoint that is not as it was saved; every process calls it, and
-    reads its share of the files. `within`: a folder in it, as "model", whose files alone are read."""
+    """Raise `CheckpointError` naming a file of a checkpoint that is not as it was saved; every
+    process calls it, and reads its share of the files. `within`: a folder in it, as "model", whose
+    files alone are read."""
 
     def check_share() -> None:
-        digests = _read(folder)[1]
+        _, digests = _read(folder)
         names = [name for name in sorted(digests) if name.startswith(within)]
-        damaged = damaged_file(folder, {name: digests[name] for name in _own_share(names)})
+        share = {name: digests[name] for name in _own_share(names)}
+        damaged = damaged_file(folder, share)
         if damaged is not None:
             path, got = damaged
             raise _damaged(folder, path, got)
@@ -118,6 +127,7 @@ def check_files(folder: Path, within: str = "") -> None:
 
 
 def _dumped(held: dict[str, Any]) -> memoryview:
+    """The bytes of a file that `torch.load` reads with `weights_only`."""
     stream = io.BytesIO()
     try:
         torch.save(held, stream)
@@ -130,15 +140,18 @@ def _dumped(held: dict[str, Any]) -> memoryview:
             "the state of the run cannot be saved",
             where="policy.optimizer or policy.scheduler: its state_dict()",
             got=refused,
-            need="tensors, numbers, texts, and lists and mappings of these: nothing else would be loaded again",
+            need="tensors, numbers, texts, and lists and mappings of these: nothing else would be "
+            "loaded again",
             fix="use another class",
         )
     return stream.getbuffer()
 
 
 def write_state(folder: Path, state: RunState) -> None:
-    """Write the state alone, also into a finished checkpoint: a kill leaves the old one or the new one."""
-    write_seal(folder, asdict(state), _read(folder)[1])
+    """Write the state alone, also into a finished checkpoint: a kill leaves the old one or the new
+    one."""
+    _, digests = _read(folder)
+    write_seal(folder, asdict(state), digests)
 
 
 def load_state(folder: Path, optimizer: torch.optim.Optimizer, scheduler: LRScheduler) -> RunState:
@@ -154,29 +167,39 @@ def load_state(folder: Path, optimizer: torch.optim.Optimizer, scheduler: LRSche
     except (OSError, SafetensorError, KeyError, RuntimeError) as error:
         raise _unreadable(folder, folder / _TENSORS, error) from error
     if isinstance(scheduler, LambdaLR):
-        # In a run that was made longer the next step has its place in the longer schedule; else nothing changes.
-        for group, base, factor in zip(
-            optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
-        ):
-            before, rate = float(group["lr"]), float(base * factor(scheduler.last_epoch))
-            if isinstance(group["lr"], Tensor):  # in torchao
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
-            if not math.isclose(before, rate, rel_tol=1e-6, abs_tol=1e-15):
-                logger.warning(
-                    "The learning rate goes on at %.3g instead of %.3g: the schedule spans the whole run, and the run "
-                    "has another length than before (max_num_epochs, max_num_steps).", rate, before,
-                )  # fmt: skip
+        _set_learning_rates(optimizer, scheduler)
     torch.set_rng_state(contents["rng"]["cpu"])
     if torch.cuda.is_available() and "cuda" in contents["rng"]:
         torch.cuda.set_rng_state(contents["rng"]["cuda"])
     return state
 
 
+def _set_learning_rates(optimizer: torch.optim.Optimizer, scheduler: LambdaLR) -> None:
+    """Give the next step its place in the schedule of this run, which may be longer than the one
+    that was saved; else nothing changes."""
+    groups = zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+    for group, base_rate, factor in groups:
+        saved_rate = float(group["lr"])
+        rate = float(base_rate * factor(scheduler.last_epoch))
+        if isinstance(group["lr"], Tensor):  # in torchao
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+        if not math.isclose(saved_rate, rate, rel_tol=1e-6, abs_tol=1e-15):
+            logger.warning(
+                "The learning rate goes on at %.3g instead of %.3g: the schedule spans the whole "
+                "run, and the run has another length than before (max_num_epochs, "
+                "max_num_steps).",
+                rate,
+                saved_rate,
+            )
+
+
 def read_state(folder: Path) -> RunState:
-    """The saved state alone, without putting anything back. Raises `CheckpointError` if it cannot be read."""
-    return _read(folder)[0]
+    """The saved state alone, without putting anything back. Raises `CheckpointError` if it cannot
+    be read."""
+    state, _ = _read(folder)
+    return state
 
 
 def _read(folder: Path) -> tuple[RunState, dict[str, str]]:
@@ -189,25 +212,27 @@ def _read(folder: Path) -> tuple[RunState, dict[str, str]]:
 
 
 def stored_metric(folder: Path, name: str) -> float | None:
-    """The metric that ranks a checkpoint; None if it is not `ranked`, not measured, not finite, or cannot be read."""
+    """The metric that ranks a checkpoint; None if it is not `ranked`, not measured, not finite, or
+    cannot be read."""
     try:
         state = read_state(folder)
     except CheckpointError:
         return None  # it only ranks last
-    metric = state.own_validation.get(name) if state.ranked else None
-    return metric if metric is not None and math.isfinite(metric) else None
+    metric = state.own_validation.get(name)
+    if metric is None or not state.ranked or not math.isfinite(metric):
+        return None
+    return metric
 
 
 def check_identity(folder: Path, identity: Mapping[str, Any]) -> None:
-    """Raise `CheckpointError` if a run of `identity` would not continue the run that saved this checkpoint. Sections
-    are compared value by value: only the values that differ are shown."""
+    """Raise `CheckpointError` if a run of `identity` would not continue the run that saved this
+    checkpoint. Sections are compared value by value: only the values that differ are shown."""
     saved = dict(flattened(read_state(folder).identity))
     now = dict(flattened(json.loads(json.dumps(identity, default=str))))
-    differences = [
-        f"{name}: got {_text(now, name)}, need {_text(saved, name)}"
-        for name in {**saved, **now}
-        if saved.get(name) != now.get(name)
-    ]
+    differences: list[str] = []
+    for name in {**saved, **now}:
+        if saved.get(name) != now.get(name):
+            differences.append(f"{name}: got {_text(now, name)}, need {_text(saved, name)}")
     if differences:
         raise CheckpointError(
             "\n  ".join(["the checkpoint belongs to a run with other settings", *differences]),
@@ -218,103 +243,122 @@ def check_identity(folder: Path, identity: Mapping[str, Any]) -> None:
 
 def _text(values: Mapping[str, Any], name: str) -> str:
     value = values.get(name, "nothing")
-    return shown(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+    if not isinstance(value, str):
+        value = json.dumps(value, ensure_ascii=False)
+    return shown(value)
 
 
 def _pack(
     optimizer: torch.optim.Optimizer, *, with_weights: bool
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of the state by name, not copied, and the other values, which `torch.load` reads with `weights_only`.
-    `with_weights`: the float32 weights too; masters always."""
-    saved, tensors = optimizer.state_dict(), dict[str, Tensor]()
+    """The tensors of the state by name, not copied, and the other values, which `torch.load` reads
+    with `weights_only`. `with_weights`: the float32 weights too; masters always."""
+    saved = optimizer.state_dict()
+    tensors: dict[str, Tensor] = {}
     names = list(_named(optimizer))
     kept: dict[str, dict[str, Any]] = {name: {} for name in names}
     for number, values in saved["state"].items():
         name = names[number]
         for key, value in values.items():
-            # not a quantised state, of one process
+            # A quantised state, which one process has whole, is a class of its own.
             is_plain = isinstance(value, DTensor) or type(value) is Tensor
-            if is_plain and value.dim():
-                tensors[f"{name}.{key}"], kept[name][key] = value, None
+            if is_plain and value.dim() > 0:
+                tensors[f"{name}.{key}"] = value
+                kept[name][key] = None
+            elif isinstance(value, Tensor):
+                kept[name][key] = whole(value)
             else:
-                kept[name][key] = whole(value) if isinstance(value, Tensor) else value
+                kept[name][key] = value
     if with_weights or isinstance(optimizer, MasterWeights):
-        tensors |= {
-            f"{name}.{_FLOAT32_WEIGHT}": weight.detach()
-            for name, weight in _float32_weights(optimizer).items()
-        }
-    groups = [
-        {key: value for key, value in group.items() if key != "params"}
-        for group in saved["param_groups"]
-    ]
+        for name, weight in _float32_weights(optimizer).items():
+            tensors[f"{name}.{_FLOAT32_WEIGHT}"] = weight.detach()
+    groups = []
+    for group in saved["param_groups"]:
+        groups.append({key: value for key, value in group.items() if key != "params"})
     return tensors, {"state": kept, "param_groups": groups}
 
 
 def _unpack(optimizer: torch.optim.Optimizer, settings: dict[str, Any], folder: Path) -> None:
-    """Restore a state, with the float32 weights if it has them; every process calls it. Raises `CheckpointError` for
-    the state of another optimiser."""
-    named, weights = _named(optimizer), _float32_weights(optimizer)
-    saved, current_groups = settings["state"], optimizer.state_dict()["param_groups"]
-    if list(saved) != list(named) or len(settings["param_groups"]) != len(current_groups):
-        got, need = (
-            f"{len(names)} parameters, the first {next(iter(names), '')}"
-            for names in (saved, named)
-        )
-        summary, fix = (
+    """Restore a state, with the float32 weights if it has them; every process calls it. Raises
+    `CheckpointError` for the state of another optimiser."""
+    parameters = _named(optimizer)
+    saved = settings["state"]
+    saved_groups = settings["param_groups"]
+    current_groups = optimizer.state_dict()["param_groups"]
+    if list(saved) != list(parameters) or len(saved_groups) != len(current_groups):
+        raise CheckpointError(
             "the saved optimiser is of other weights",
-            "set the model and its adapters as they were",
+            where=str(folder),
+            got=_counted(saved),
+            need=_counted(parameters),
+            fix="set the model and its adapters as they were",
         )
-        raise CheckpointError(summary, where=str(folder), got=got, need=need, fix=fix)
     stored = stored_tensors(folder)
+    # The memory that the files are read into.
+    targets: dict[str, Tensor] = {}
+    for name, weight in _float32_weights(optimizer).items():
+        file_name = f"{name}.{_FLOAT32_WEIGHT}"
+        if file_name in stored:
+            targets[file_name] = weight.detach()
     state: dict[int, dict[str, Any]] = {}
-    targets = {
-        full: weights[name].detach()
-        for name in weights
-        if (full := f"{name}.{_FLOAT32_WEIGHT}") in stored
-    }
-    for number, (name, parameter) in enumerate(named.items()):
+    for number, (name, parameter) in enumerate(parameters.items()):
+        # A parameter that was never stepped has no state, and gets none.
+        if not saved[name]:
+            continue
+        state[number] = {}
         for key, value in saved[name].items():
-            parameter_state = state.setdefault(number, {})
             if value is None:
-                full = f"{name}.{key}"
-                parameter_state[key] = targets[full] = _empty_like(parameter, *stored[full])
-            else:
-                parameter_state[key] = value
+                file_name = f"{name}.{key}"
+                value = _empty_like(parameter, *stored[file_name])
+                targets[file_name] = value
+            state[number][key] = value
     read_tensors(folder, targets)
-    groups = [
-        {**group, "params": new["params"]}
-        for group, new in zip(settings["param_groups"], current_groups, strict=True)
-    ]
+    groups = []
+    for saved_group, current_group in zip(saved_groups, current_groups, strict=True):
+        groups.append({**saved_group, "params": current_group["params"]})
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
+def _counted(names: Collection[str]) -> str:
+    return f"{len(names)} parameters, the first {next(iter(names), '')}"
+
+
 def _named(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    """The parameters in the order of `state_dict`, by their names, or without names by their numbers."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    names = [name for group in optimizer.param_groups for name in group.get("param_names") or ()]
-    return dict(zip(names or map(str, range(len(parameters))), parameters, strict=True))
+    """The parameters in the order of `state_dict`, by their names, or without names by their
+    numbers."""
+    parameters: list[nn.Parameter] = []
+    names: list[str] = []
+    for group in optimizer.param_groups:
+        parameters += group["params"]
+        names += group.get("param_names") or ()
+    if not names:
+        names = [str(number) for number in range(len(parameters))]
+    return dict(zip(names, parameters, strict=True))
 
 
 def _float32_weights(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    return {
-        name: p for name, p in _named(optimizer).items() if p.dtype == torch.float32 and p.dim()
-    }
+    weights: dict[str, nn.Parameter] = {}
+    for name, parameter in _named(optimizer).items():
+        if parameter.dtype == torch.float32 and parameter.dim() > 0:
+            weights[name] = parameter
+    return weights
 
 
 def _empty_like(parameter: Tensor, size: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Memory for a state of a parameter: sharded like it, or whole on every process if it has another shape."""
+    """Memory for a state of a parameter: sharded like it, or whole on every process if it has
+    another shape."""
     if size == parameter.shape:
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     state = torch.empty(size, dtype=dtype, device=parameter.device)
     if not isinstance(parameter, DTensor):
         return state
-    return DTensor.from_local(
-        state, parameter.device_mesh, [Replicate()] * parameter.device_mesh.ndim, run_check=False
-    )
+    mesh = parameter.device_mesh
+    return DTensor.from_local(state, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def _unreadable(folder: Path, file: Path, error: Exception) -> CheckpointError:
-    return _damaged(folder, file, str(error).strip().split("\n")[0] or type(error).__name__)
+    first_line = str(error).strip().split("\n")[0]
+    return _damaged(folder, file, first_line or type(error).__name__)
 
 
 def _damaged(folder: Path, file: Path, got: str) -> CheckpointError:
@@ -323,5 +367,6 @@ def _damaged(folder: Path, file: Path, got: str) -> CheckpointError:
         where=str(file),
         got=got,
         need="the files as the run has saved them",
-        fix=f"remove {folder}: the run resumes from the checkpoint before it, or begins anew without one",
+        fix=f"remove {folder}: the run resumes from the checkpoint before it, or begins anew "
+        "without one",
     )

@@ -1,15 +1,16 @@
-"""`StepFile`: a file of JSON lines, one or more to a step, that a killed and resumed run continues as if never killed.
+"""`StepFile`: a file of JSON lines, one or more to a step, that a killed and resumed run continues
+as if never killed.
 
-    samples = StepFile(log_dir / "samples.jsonl", resume_step=None)      # a new run; another's is set aside
+    # In a new run; the file of another is set aside.
+    samples = StepFile(log_dir / "samples.jsonl", resume_step=None)
     samples.append({"step": 20, "text": "..."})
 
-A step's lines must be appended before its checkpoint is saved; a run that resumes from it takes out those of later
-steps.
+A step's lines must be appended before its checkpoint is saved; a run that resumes from it takes out
+those of later steps.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import os
@@ -24,10 +25,10 @@ logger = logging.getLogger(__name__)
 
 
 class StepFile:
-    """Appends objects with a whole number `step`, each handed to the operating system before `append` returns.
-    `resume_step`: the step to continue from; None keeps an existing file as `<name>.1.jsonl`. A file that is
-    deleted meanwhile begins again, with a warning. Raises `DataError` on
-    resume for a line that is not such an object."""
+    """Appends objects with a whole number `step`, each handed to the operating system before
+    `append` returns. `resume_step`: the step to continue from; None keeps an existing file as
+    `<name>.1.jsonl`. A file that is deleted meanwhile begins again, with a warning. Raises
+    `DataError` on resume for a line that is not such an object."""
 
     def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
         self._path = path
@@ -35,16 +36,20 @@ class StepFile:
         if path.exists() and resume_step is not None:
             records = read_steps(path)
             kept_records = [record for record in records if record["step"] <= resume_step]
-            with atomic_file(path) as file:  # a kill leaves the old file or the new one
-                file.writelines(json.dumps(record) + "\n" for record in kept_records)
-            if number := len(records) - len(kept_records):
-                logger.info("%s: cut %d lines after step %d", path.name, number, resume_step)
+            # A kill leaves the old file or the new one.
+            with atomic_file(path) as file:
+                for record in kept_records:
+                    file.write(json.dumps(record) + "\n")
+            num_cut = len(records) - len(kept_records)
+            if num_cut > 0:
+                logger.info("%s: cut %d lines after step %d", path.name, num_cut, resume_step)
         else:
             set_aside(path)
         self._file = path.open("ab", buffering=0)
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write a line. Raises `ConfigError` if that fails; half a line is cut when the run resumes."""
+        """Write a line. Raises `ConfigError` if that fails; half a line is cut when the run
+        resumes."""
         line = json.dumps(record, allow_nan=False).encode() + b"\n"
         try:
             if os.fstat(self._file.fileno()).st_nlink == 0:
@@ -72,17 +77,20 @@ class StepFile:
 
 
 def set_aside(path: Path) -> None:
-    """Keep a file of another run, unless it is empty, as `<name>.1<suffix>`, or the next number that is free."""
+    """Keep a file of another run, unless it is empty, as `<name>.1<suffix>`, or the next number
+    that is free."""
     if not path.exists() or path.stat().st_size == 0:
         return
-    names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
-    kept = path.rename(next(name for name in names if not name.exists()))
+    number = 1
+    while (kept := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+        number += 1
+    path.rename(kept)
     logger.info("%s of another run is kept as %s", path, kept.name)
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file, also of a run that is still writing: an unfinished last line is left out. Raises
-    `DataError` naming the line if one is not an object with a whole number `step`."""
+    """The objects of a file, also of a run that is still writing: an unfinished last line is left
+    out. Raises `DataError` naming the line if one is not an object with a whole number `step`."""
     records = []
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
         try:
