@@ -16,10 +16,10 @@ from pydantic.fields import FieldInfo
 
 from treeward.config.base import Strict, meaning, sections
 from treeward.config.grpo_run import GRPORunConfig
-from treeward.config.nemo_rl import SAMPLED_ALIKE, spellings
 from treeward.config.reward_environments import ENVIRONMENTS
 from treeward.config.run import RewardModelRunConfig
 from treeward.config.server import ServedModelConfig, ServerConfig
+from treeward.config.spellings import SAMPLED_ALIKE, spellings
 
 
 def config_reference(page: str) -> str:

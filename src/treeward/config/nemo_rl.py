@@ -1,62 +1,34 @@
-"""Other spellings of a configuration, NeMo RL's above all, turned into treeward's: mapping to mapping.
+"""Other spellings of a configuration, NeMo RL's above all, turned into treeward's: mapping to
+mapping.
 
     native = to_native(GRPORunConfig, {"loss_fn": {"use_kl_in_reward": True}, ...})
     native.tree        # {"loss_fn": {"kl_in_reward": True}, ...}: what the sections read
     native.no_effect   # keys that were left out because they change nothing here
     native.mistakes    # keys that ask for what is not there, each a `ConfigError` at the file's key
-    native.spelt(("loss_fn", "kl_in_reward"))     # ("loss_fn", "use_kl_in_reward"): for errors that are found later
+    native.spelt(("loss_fn", "kl_in_reward"))  # ("loss_fn", "use_kl_in_reward"), for later errors
 
-The loader calls it once, before a configuration is checked. The sections have one form and know nothing of this module.
-A section has the `Spelling` of its class, and those of the classes that it derives from.
+The loader calls it once, before a configuration is checked. The sections have one form and know
+nothing of this module. A section has the `Spelling` of its class, and those of the classes that it
+derives from; `spellings` has the table.
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, get_origin
 
 from pydantic import ValidationError
 
-from treeward.config import (
-    checkpointing,
-    data,
-    data_forms,
-    grpo,
-    grpo_policy,
-    policy,
-    reward_environments,
-    run,
-    scoring,
-)
+from treeward.config import data_forms, reward_environments
 from treeward.config.base import Location, Strict, as_yaml, key_path, sections
 from treeward.config.grpo_run import GRPORunConfig
-from treeward.errors import ConfigError, nearest_name
+from treeward.config.spellings import Spelling, Values, spellings
+from treeward.errors import ConfigError
 
-Values = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Spelling:
-    """What a file may have in a section beside the section's own keys. A key may be a pattern, as `refit_*`.
-
-    `unread`: keys that are left out, with words between spaces: what they set is always so here, or changes no result.
-    `off`: key -> remedy. Left out while it is off: null, false, 0, -1, empty, or a section in which nothing is on.
-    `fixed`: key -> values and remedy. Left out while it is off or has one of these values, which say how it is here.
-    `renamed`: another name of a key -> the key.
-    `forms`: keys that `rewrite` turns into keys of the section.
-    `rewrite`: from what the file has in the section to the section's form. It may raise `ConfigError`, whose `field`
-    begins at the section.
-    """
-
-    unread: str = ""
-    off: Mapping[str, str] = field(default_factory=dict)
-    fixed: Mapping[str, tuple[Sequence[Any], str]] = field(default_factory=dict)
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    forms: Sequence[str] = ()
-    rewrite: Callable[[Values], Values] | None = None
+_ENVIRONMENTS = ((GRPORunConfig, "env"), (reward_environments.HybridEnvironmentConfig, "members"))
+"""The keys that hold environments by name."""
 
 
 @dataclass(slots=True)
@@ -89,21 +61,37 @@ def to_native(section: type[Strict], values: Mapping[str, Any]) -> Native:
     return native
 
 
-def spellings(section: type[Strict]) -> list[Spelling]:
-    """The spellings of a section: of the classes that it derives from, and its own."""
-    return [SPELLINGS[base] for base in reversed(section.__mro__) if base in SPELLINGS]
-
-
 def further_keys(section: type[Strict]) -> list[str]:
-    """Keys that a file may have in a section beside the section's own, as far as they have an effect."""
-    keys = list[str]()
+    """Keys that a file may have in a section beside the section's own, as far as they have an
+    effect."""
+    keys: list[str] = []
     for spelling in spellings(section):
         keys += [*spelling.forms, *spelling.renamed]
-    if issubclass(section, data.DataConfig):
-        keys += data_forms.form_keys(_keys_of_a_set(data.DatasetConfig))
-    elif issubclass(section, data.PromptDataConfig):
-        keys += data_forms.form_keys(_keys_of_a_set(data.PromptSetConfig))
+        if spelling.sets is not None:
+            keys += data_forms.form_keys(_keys_of_a_set(spelling.sets))
     return keys
+
+
+def _keys_of_a_set(section: type[Strict]) -> list[str]:
+    """The keys that the block of a set may have in a file."""
+    keys = list(section.model_fields)
+    for spelling in spellings(section):
+        keys += [*spelling.unread.split(), *spelling.off, *spelling.fixed, *spelling.renamed]
+    return keys
+
+
+def _as_blocks(section: type[Strict], values: Values) -> Values:
+    """The sets of a run, in any form, as lists of blocks; `section`: of one set."""
+
+    def is_valid(block: Values) -> bool:
+        native = to_native(section, block)
+        try:
+            section.model_validate(native.tree)
+        except ValidationError:
+            return False
+        return not native.mistakes
+
+    return data_forms.as_blocks(values, _keys_of_a_set(section), is_valid)
 
 
 class _Translation:
@@ -113,19 +101,22 @@ class _Translation:
         self.native = native
 
     def section(self, section: type[Strict], values: Any, path: Location) -> Any:
-        """The values of a section in its own form. What is no mapping stays as it is, for the section to refuse."""
+        """The values of a section in its own form. What is no mapping stays as it is, for the
+        section to refuse."""
         if not isinstance(values, Mapping):
             return values
         tree = {str(key): value for key, value in values.items()}
-        # a class may read a form of its own before its base does
-        for spelling in reversed(spellings(section)):
-            if spelling.rewrite is not None:
-                try:
+        try:
+            # A class may read a form of its own before its base does.
+            for spelling in reversed(spellings(section)):
+                if spelling.rewrite is not None:
                     tree = spelling.rewrite(tree)
-                except ConfigError as error:
-                    self._add_mistake(error, path)
-                    self.native.untranslated.append(path)
-                    return tree
+                if spelling.sets is not None:
+                    tree = _as_blocks(spelling.sets, tree)
+        except ConfigError as error:
+            self._add_mistake(error, path)
+            self.native.untranslated.append(path)
+            return tree
         for spelling in spellings(section):
             tree = self._without_foreign_keys(section, spelling, tree, path)
             tree = self._renamed(section, spelling, tree, path)
@@ -154,10 +145,12 @@ class _Translation:
                 continue
             value = renamed.pop(alias)
             if name in renamed and renamed[name] != value:
-                got = f"{as_yaml(renamed[name])} and {as_yaml(value)}"
-                summary = f"{name} and {alias} contradict each other"
                 error = ConfigError(
-                    summary, field=name, got=got, need="one of the two", fix=f"remove {alias}"
+                    f"{name} and {alias} contradict each other",
+                    field=name,
+                    got=f"{as_yaml(renamed[name])} and {as_yaml(value)}",
+                    need="one of the two",
+                    fix=f"remove {alias}",
                 )
                 self._add_mistake(error, path)
                 continue
@@ -180,8 +173,10 @@ class _Translation:
             if inner is None or value is None:
                 continue
             if get_origin(model_field.annotation) is tuple and isinstance(value, list):
-                items = enumerate(value)
-                tree[key] = [self.section(inner, item, (*path, key, str(i))) for i, item in items]
+                items = []
+                for i, item in enumerate(value):
+                    items.append(self.section(inner, item, (*path, key, str(i))))
+                tree[key] = items
             else:
                 tree[key] = self.section(inner, value, (*path, key))
         return tree
@@ -200,20 +195,16 @@ class _Translation:
             if known is not None:
                 # Keys of the place where it stands: its kind, and its weight in a hybrid.
                 place = {key: values[key] for key in ("type", "weight") if key in values}
-                others = {
-                    key: value for key, value in values.items() if key not in (*place, "enabled")
-                }
-                translated[name] = {
-                    **place,
-                    **self.section(known.section, others, (*path, str(name))),
-                }
+                not_of_section = (*place, "enabled")
+                own = {key: value for key, value in values.items() if key not in not_of_section}
+                section = self.section(known.section, own, (*path, str(name)))
+                translated[name] = {**place, **section}
         return translated
 
     def _add_mistake(self, error: ConfigError, path: Location) -> None:
-        place = key_path(path)
-        if error.field is not None:
-            place = f"{place}.{error.field}" if place else error.field
-        self.native.mistakes.append(error.but(field=place or None))
+        """Add an error whose `field` begins at the section at `path`."""
+        parts = [part for part in (key_path(path), error.field) if part]
+        self.native.mistakes.append(error.but(field=".".join(parts) or None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,388 +245,9 @@ def _not_supported(key: str, value: Any, rule: _Rule) -> ConfigError:
     need = "null, false or no such key"
     if rule.values:
         need = f"{' or '.join(map(str, rule.values))}, or no such key"
-    place, got = key, as_yaml(value)
+    place = key
+    got = as_yaml(value)
     if isinstance(value, Mapping) and "enabled" in value:
-        place, got = f"{key}.enabled", "true"
+        place = f"{key}.enabled"
+        got = "true"
     return ConfigError(f"{key} is not supported", field=place, got=got, need=need, fix=rule.remedy)
-
-
-_ENVIRONMENTS = ((GRPORunConfig, "env"), (reward_environments.HybridEnvironmentConfig, "members"))
-"""The keys that hold environments by name."""
-
-
-# Forms that are more than another name of a key.
-
-
-def _with_activation_checkpointing(values: Values) -> Values:
-    """The older place of `dtensor_cfg.activation_checkpointing`."""
-    if "activation_checkpointing_enabled" not in values:
-        return values
-    values = dict(values)
-    section = dict(values.get("dtensor_cfg") or {})
-    if values.pop("activation_checkpointing_enabled") and not section.get(
-        "activation_checkpointing"
-    ):
-        values["dtensor_cfg"] = {**section, "activation_checkpointing": True}
-    return values
-
-
-_BATCHING_SECTIONS = ("dynamic_batching", "sequence_packing")
-_BATCHING_KEYS = ("enabled", "train_mb_tokens")
-_BATCHING_KEYS_WITHOUT_EFFECT = (
-    "algorithm",
-    "fuse_loss",
-    "logprob_mb_tokens",
-    "max_sequences_per_bin",
-    "microbatch_order",
-    "sequence_length_round",
-)
-
-
-def _with_batching_budget(values: Values, tokens_key: str, size_key: str) -> Values:
-    """Sections on batching: one that is enabled sets the token budget of a forward pass by `train_mb_tokens`.
-
-    The budget stands under `tokens_key`, unless that is given, and `size_key` does not count where a section sets it.
-    """
-    known = (*_BATCHING_KEYS, *_BATCHING_KEYS_WITHOUT_EFFECT)
-    result = {key: value for key, value in values.items() if key not in _BATCHING_SECTIONS}
-    for name in _BATCHING_SECTIONS:
-        section = values.get(name) or {}
-        if not isinstance(section, Mapping):
-            raise ConfigError(
-                "this is not a section", field=name, got=section, need="its keys, as enabled: false"
-            )
-        for key in section.keys() - set(known):
-            raise ConfigError.unknown(
-                "there is no such key", str(key), known, field=f"{name}.{key}"
-            )
-        sets_budget = section.get("enabled") and section.get("train_mb_tokens") is not None
-        if sets_budget and values.get(tokens_key) is None:
-            result[tokens_key] = section["train_mb_tokens"]
-            result[size_key] = None
-    return result
-
-
-def _trained_model(values: Values) -> Values:
-    values = _with_activation_checkpointing(values)
-    return _with_batching_budget(values, "train_micro_batch_tokens", "train_micro_batch_size")
-
-
-def _reward_model_environment(values: Values) -> Values:
-    return _with_batching_budget(values, "batch_tokens", "batch_size")
-
-
-def _with_generation_batch_size(values: Values) -> Values:
-    """`policy.generation_batch_size`: `policy.generation.batch_size` here."""
-    if "generation_batch_size" not in values:
-        return values
-    values = dict(values)
-    size = values.pop("generation_batch_size")
-    generation = values.get("generation", {})
-    if isinstance(generation, Mapping):
-        values["generation"] = {"batch_size": size, **generation}
-    return values
-
-
-SAMPLED_ALIKE = {"val_temperature": "temperature", "val_top_p": "top_p", "val_top_k": "top_k"}
-"""A setting of the validation's sampling -> that of the training's, which it must equal."""
-
-
-def _sampled_alike(values: Values) -> Values:
-    kept = {key: value for key, value in values.items() if key not in SAMPLED_ALIKE}
-    for key, own_key in SAMPLED_ALIKE.items():
-        default = grpo_policy.GenerationConfig.model_fields[own_key].default
-        value = values.get(own_key, default)
-        other = values.get(key, value)
-        if other != value:
-            need = f"the value of {own_key}, or no such key"
-            raise ConfigError(
-                "validation samples as training does", field=key, got=other, need=need
-            )
-    return kept
-
-
-_ESTIMATOR_KEYS = ("normalize_rewards", "use_leave_one_out_baseline")
-
-
-def _with_keys_of_the_estimator(values: Values) -> Values:
-    """Keys of `grpo` that may stand in `adv_estimator`, where they count more."""
-    estimator = values.get("adv_estimator")
-    if not isinstance(estimator, Mapping):
-        return values
-    moved = {key: estimator[key] for key in _ESTIMATOR_KEYS if estimator.get(key) is not None}
-    if estimator.get("name") == "leave_one_out":
-        moved = {"normalize_rewards": False, **moved}
-    kept = {key: value for key, value in estimator.items() if key not in _ESTIMATOR_KEYS}
-    return {**values, **moved, "adv_estimator": kept}
-
-
-_VERIFIERS = {"hf_math_verify": "math", "dapo_math_verify": "dapo"}
-"""A verifier of mathematics -> the rule that it is here."""
-
-
-def _with_rule_of_the_verifier(values: Values) -> Values:
-    values = dict(values)
-    verifier = values.pop("math_verify_impl", None)
-    if verifier is None:
-        return values
-    if verifier not in _VERIFIERS:
-        need = f"one of {', '.join(_VERIFIERS)}"
-        raise ConfigError(
-            "there is no such verifier", field="math_verify_impl", got=verifier, need=need
-        )
-    return {"rule": _VERIFIERS[verifier], **values}
-
-
-def _with_keys_of_a_class(section: type[data.SetConfig], values: Values) -> Values:
-    """Keys of a set of a class by dotted path that are none of ours are arguments of the class.
-
-    One that is nearly a key of ours stays, to be refused with its name: a class that takes any keyword would swallow
-    it. `kwargs` can hold such an argument.
-    """
-    if "." not in str(values.get("dataset_name")):
-        return values
-    own, others = Values(), Values()
-    for key, value in values.items():
-        is_near = key in section.model_fields or nearest_name(key, section.model_fields) is not None
-        if is_near:
-            others[key] = value
-        else:
-            own[key] = value
-    if not own:
-        return values
-    return {**others, "kwargs": {**own, **(values.get("kwargs") or {})}}
-
-
-def _blocks(section: type[data.SetConfig], values: Values) -> Values:
-    """The sets of a run, in any form, as lists of blocks; `section`: of one set."""
-
-    def is_valid(block: Values) -> bool:
-        native = to_native(section, block)
-        try:
-            section.model_validate(native.tree)
-        except ValidationError:
-            return False
-        return not native.mistakes
-
-    return data_forms.as_blocks(values, _keys_of_a_set(section), is_valid)
-
-
-def _keys_of_a_set(section: type[data.SetConfig]) -> list[str]:
-    """The keys that the block of a set may have in a file."""
-    keys = list(section.model_fields)
-    for spelling in spellings(section):
-        keys += [*spelling.unread.split(), *spelling.off, *spelling.fixed, *spelling.renamed]
-    return keys
-
-
-_ON_POLICY = "every completion is sampled by the policy that learns from it"
-_RESUME = "remove the section; a resumed run samples the step again, with the same seeds"
-_STOP = "set it to null; grpo.watch.stop_on ends a run that exploits its reward"
-_RULE = "use an environment with a rule for the form of completions instead"
-_SHARDS = (
-    "save memory with dtensor_cfg.activation_checkpointing or fewer policy.train_micro_batch_tokens"
-)
-_MATH_PROCESSORS = ("math_hf_data_processor", "math_data_processor")
-
-SPELLINGS: Mapping[type[Strict], Spelling] = {
-    # the run
-    run.RewardModelRunConfig: Spelling(
-        off={
-            "evaluation": "remove the section: `treeward eval MODEL --data FILE` writes the report"
-        },
-    ),
-    GRPORunConfig: Spelling(
-        unread="data_plane",  # how the data of a step travel between processes
-        off={
-            "async_rl": f"remove the section: {_ON_POLICY}",
-            "on_policy_distillation": "remove the section; a teacher can be an environment of your own",
-            "reward_penalties": f"remove the section; {_RULE}",
-            "rollout_checkpointing": _RESUME,
-            "rollout_recovery": _RESUME,
-            "telemetry": "remove the section; logger says where metrics go",
-            "token_capture": "remove the section; samples.jsonl has completions of each validation",
-        },
-    ),
-    checkpointing.CheckpointingConfig: Spelling(
-        unread="save_consolidated save_optimizer model_cache_dir model_repo_id is_async",
-        fixed={
-            "model_save_format": (
-                ("safetensors",),
-                "set it to safetensors: pickled weights would be code",
-            )
-        },
-    ),
-    checkpointing.GRPOCheckpointingConfig: Spelling(unread="save_data_plane load_replay_buffer"),
-    run.ClusterConfig: Spelling(unread="master_port_range* segment_size"),
-    run.LoggerConfig: Spelling(
-        unread="num_val_samples_to_print monitor_gpus gpu_monitoring swanlab",
-        off={
-            "swanlab_enabled": "set it to false; enable tensorboard, wandb or mlflow, metrics.jsonl is always written"
-        },
-    ),
-    # the model
-    policy.TrainedModelConfig: Spelling(
-        unread="logprob_batch_size offload_optimizer_for_logprob make_sequence_length_divisible_by "
-        "refit_buffer_size_gb",
-        off={
-            "lora_cfg": "move the section to policy.dtensor_cfg.lora_cfg",
-            "megatron_cfg": "set policy.megatron_cfg.enabled=false: the model runs on PyTorch",
-        },
-        forms=("activation_checkpointing_enabled", *_BATCHING_SECTIONS),
-        rewrite=_trained_model,
-    ),
-    grpo_policy.GRPOPolicyConfig: Spelling(
-        unread="logprob_chunk_size",
-        off={
-            "reward_model_cfg": "remove it; `treeward train` trains a reward model, and env.reward_model rewards with "
-            "one",
-            "draft": "set policy.draft.enabled=false: completions are sampled token by token",
-            "router_replay": "set policy.router_replay.enabled=false: experts are routed anew in each update",
-        },
-        forms=("generation_batch_size",),
-        rewrite=_with_generation_batch_size,
-    ),
-    policy.ShardingConfig: Spelling(
-        unread="_v2 automodel_kwargs clear_cache_every_n_steps enabled env_vars expert_parallel_size moe_* "
-        "sequence_parallel",
-        off={"custom_parallel_plan": f"set it to null; {_SHARDS}"},
-        fixed={"context_parallel_size": ((1,), f"set it to 1; {_SHARDS}")},
-    ),
-    policy.LoraConfig: Spelling(
-        unread="use_triton dropout_position lora_A_init",
-        off={
-            "dropout": "set it to 0: scores and log-probabilities are functions of the tokens, in training too"
-        },
-    ),
-    policy.TokenizerConfig: Spelling(unread="use_fast*"),
-    # the data
-    data.DatasetConfig: Spelling(
-        unread="processor env_name",
-        rewrite=partial(_with_keys_of_a_class, data.DatasetConfig),
-    ),
-    data.DataConfig: Spelling(
-        unread="processor env_name num_workers",
-        rewrite=partial(_blocks, data.DatasetConfig),
-    ),
-    data.PromptSetConfig: Spelling(
-        unread="repeat download_dir",
-        fixed={
-            "processor": (
-                _MATH_PROCESSORS,
-                "remove it: the format of the set says how rows are read",
-            )
-        },
-        rewrite=partial(_with_keys_of_a_class, data.PromptSetConfig),
-    ),
-    data.PromptDataConfig: Spelling(
-        unread="num_workers num_prompts_per_dataloader custom_dataloader",
-        off={
-            "use_multiple_dataloader": "set it to false; data.train[i].weight says how often each set comes"
-        },
-        rewrite=partial(_blocks, data.PromptSetConfig),
-    ),
-    # GRPO
-    grpo.GRPOConfig: Spelling(
-        unread="calculate_advantages_on_gpu deduplicate_multimodal_data debug_payload_metrics",
-        off={
-            "async_grpo": f"set grpo.async_grpo.enabled=false: {_ON_POLICY}",
-            "environment": "name it as env_name of data.default, or of each set",
-            "stop_at_validation_metric": _STOP,
-            "stop_at_validation_threshold": _STOP,
-            "invalid_tool_call_advantage": "set it to null: there are no tools",
-            "malformed_thinking_advantage": f"set it to null; {_RULE}",
-            "interleave_rollouts": f"set it to false: {_ON_POLICY}",
-        },
-        fixed={"max_rollout_turns": ((1,), "set it to 1: a prompt is completed once")},
-        renamed={"val_num_generations_per_prompt": "num_val_generations"},
-        rewrite=_with_keys_of_the_estimator,
-    ),
-    grpo.AdvantageEstimatorConfig: Spelling(forms=_ESTIMATOR_KEYS),
-    grpo.OverlongShapingConfig: Spelling(
-        off={
-            "stop_properly_penalty_coef": "set it to null, and grpo.overlong_filtering=true: a factor would raise "
-            "negative rewards"
-        },
-    ),
-    grpo.PolicyLossConfig: Spelling(
-        off={
-            "disable_ppo_ratio": "set it to false; with one update from a batch the ratio is 1",
-            "use_cispo": "set it to false: the loss is the clipped surrogate",
-            "seq_logprob_error_in_loss": "set it to false; token_mult_prob_error is logged",
-            "positive_example_nll_weight": "set it to 0, and fine-tune the policy on examples first",
-        },
-        renamed={"use_kl_in_reward": "kl_in_reward"},
-    ),
-    grpo_policy.GenerationConfig: Spelling(
-        unread="sglang_* mcore_generation_config port_range_* real_quant_* refit_* use_async_rollouts",
-        forms=tuple(SAMPLED_ALIKE),
-        rewrite=_sampled_alike,
-    ),
-    grpo_policy.VllmConfig: Spelling(
-        unread="async_engine cap_max_tokens_to_context enable_* env_vars expose_http_server http_server_* load_format "
-        "logprobs_mode num_first_layers_in_bf16 num_last_layers_in_bf16 skip_tokenizer_init use_deep_gemm use_tqdm "
-        "vllm_metrics_logger_interval *_refit_* reset_*_after_weight_update",
-        fixed={
-            "pipeline_parallel_size": ((1,), "set it to 1: an engine lies on one node"),
-            "expert_parallel_size": (
-                (1,),
-                "set policy.generation.vllm_kwargs={enable_expert_parallel: true} instead",
-            ),
-        },
-    ),
-    # models that score, and environments
-    scoring.ScoringConfig: Spelling(
-        renamed={
-            "model": "models",
-            "model_name": "models",
-            "model_path": "models",
-            "precision": "dtype",
-            "max_model_len": "max_length",
-            "reward_shaping": "shaping",
-        },
-    ),
-    scoring.LengthPenaltyConfig: Spelling(
-        fixed={"unit": (("characters",), "give characters, about 4 to a token of English")},
-    ),
-    scoring.RewardShapingConfig: Spelling(
-        unread="reference_key missing_constants",
-        off={"reference": "remove it: an environment of type custom can compare with references"},
-    ),
-    reward_environments.RewardModelEnvironmentConfig: Spelling(
-        unread="enabled logprob_batch_size logprob_chunk_size offload_optimizer_for_logprob generation max_grad_norm "
-        "make_sequence_length_divisible_by processor env_name",
-        off={
-            "checkpoint_path": "give the folder of the exported model as model_name",
-            "megatron_cfg": "set megatron_cfg.enabled=false: the model runs on PyTorch",
-        },
-        forms=_BATCHING_SECTIONS,
-        rewrite=_reward_model_environment,
-    ),
-    reward_environments.ScoringDTensorConfig: Spelling(
-        off={
-            "lora_cfg": "set lora_cfg.enabled=false; merge adapters into their model with peft's merge_and_unload, and "
-            "give that folder as model_name"
-        },
-    ),
-    reward_environments.MathEnvironmentConfig: Spelling(
-        unread="stop_strings",
-        fixed={
-            "verifier_type": (
-                ("math",),
-                "for a choice among letters use the rules exact_match or regex",
-            )
-        },
-        renamed={"num_workers": "workers"},
-        forms=("math_verify_impl",),
-        rewrite=_with_rule_of_the_verifier,
-    ),
-    reward_environments.JudgePromptConfig: Spelling(
-        fixed={
-            "num_samples": ((1,), "a question is asked once; use_logprobs takes the expectation")
-        },
-    ),
-    reward_environments.HybridEnvironmentConfig: Spelling(
-        fixed={"fallback_on": ((["failed", "wrong"],), "remove it: both go to the next member")},
-    ),
-}
