@@ -1,1 +1,1 @@
-"""The configuration of a run: a strict schema, read from YAML with references and command-line overrides."""
+"""The configuration of a run: a strict schema, read from YAML with references and overrides."""

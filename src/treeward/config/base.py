@@ -1,11 +1,12 @@
-"""`Strict`: the class of every section of the configuration, and the errors of a section that does not validate.
+"""`Strict`: the class of every section of the configuration, and the errors of a section that does
+not validate.
 
     class HubConfig(Strict):
         push_to_hub: bool = False
-        '''Upload the exported model when training ends.'''     # a field's docstring is its documentation
+        '''Upload the exported model when training ends.'''  # the documentation of the field
 
-A section is frozen, refuses unknown keys, NaN and infinity, and documents each key once: the docstring under the field
-appears in `docs/config.md` and in error messages:
+A section is frozen, refuses unknown keys, NaN and infinity, and documents each key once: the
+docstring under the field appears in `docs/config.md` and in error messages:
 
     rm.yaml: there is no such key
       field: policy.train_global_batch_sise
@@ -15,7 +16,6 @@ appears in `docs/config.md` and in error messages:
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import UnionType
@@ -41,22 +41,41 @@ else:
     ModelMetaclass = type(BaseModel)  # it has no public name
 
 
+_END_OF_SENTENCE = re.compile(r"(?<!\bet al)\. ")
+_WORDS_OF_PYDANTIC = re.compile(r"^\w+ should (be|have) |, unable to parse.*")
+"""Around what a message of pydantic says is needed."""
+_QUOTED = re.compile(r"'([^']*)'")
+
 Location = tuple[str, ...]
 """The keys that lead to a value, as ("policy", "optimizer", "kwargs")."""
 
-Limit = Annotated[PositiveInt | None, BeforeValidator(lambda value: None if value == -1 else value)]
+
+def _without_limit(value: Any) -> Any:
+    return None if value == -1 else value
+
+
+def _without_period(value: Any) -> Any:
+    # As text: false equals 0, and is a mistake here.
+    return None if str(value) in ("0", "-1") else value
+
+
+def _in_a_list(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+Limit = Annotated[PositiveInt | None, BeforeValidator(_without_limit)]
 """The most that something may be. Other toolkits write -1 for no limit."""
-Period = Annotated[
-    PositiveInt | None, BeforeValidator(lambda value: None if str(value) in ("0", "-1") else value)
-]
-"""Steps from one event to the next, or another number for which other toolkits write 0 or -1 for none."""
-OneIsAList = BeforeValidator(lambda text: (text,) if isinstance(text, str) else text)
+Period = Annotated[PositiveInt | None, BeforeValidator(_without_period)]
+"""Steps from one event to the next, or another number for which other toolkits write 0 or -1 for
+none."""
+OneIsAList = BeforeValidator(_in_a_list)
 TextOrTexts = Annotated[tuple[str, ...], OneIsAList]
 """Texts; a single one needs no list."""
 
 
 class _ReadableErrors(ModelMetaclass):
-    """Makes a section that is constructed in Python fail with the same `ConfigError` as one in a file."""
+    """Makes a section that is constructed in Python fail with the same `ConfigError` as one in a
+    file."""
 
     def __call__(cls, /, *args: Any, **values: Any) -> Any:
         try:
@@ -86,24 +105,27 @@ class Strict(BaseModel, metaclass=_ReadableErrors):
         return self
 
     def check(self) -> None:
-        """Raise `ConfigError` for keys that do not fit together; called when the section is made."""
+        """Raise `ConfigError` for keys that do not fit together; called when the section is
+        made."""
 
     def error(self, keys: str, need: str, fix: str | None = None) -> ConfigError:
-        """An error at the first of `keys` (names, with spaces between) that shows the values of all.
+        """An error at the first of `keys` (names, with spaces between) that shows the values of
+        all.
 
         `watch.max_kl` is a key of an inner section.
         """
-        spelt = {name: field.alias or name for name, field in type(self).model_fields.items()}
-        values = {
-            spelt.get(key, key): as_yaml(functools.reduce(getattr, key.split("."), self))
-            for key in keys.split()
-        }
+        values: dict[str, str] = {}
+        for key in keys.split():
+            value: Any = self
+            for part in key.split("."):
+                value = getattr(value, part)
+            field = type(self).model_fields.get(key)
+            alias = None if field is None else field.alias
+            values[alias or key] = as_yaml(value)
         first, *others = values
-        summary = (
-            f"{' and '.join(values)} do not fit together"
-            if others
-            else f"{first} cannot be {values[first]}"
-        )
+        summary = f"{first} cannot be {values[first]}"
+        if others:
+            summary = f"{' and '.join(values)} do not fit together"
         got = ", ".join(f"{key}: {value}" for key, value in values.items())
         return ConfigError(summary, field=first, got=got, need=need, fix=fix)
 
@@ -122,7 +144,8 @@ def as_yaml(value: Any) -> str:
 
 
 def sections(annotation: Any) -> Iterator[type[Strict]]:
-    """Every section class that an annotation mentions, as `DatasetConfig` in `tuple[DatasetConfig, ...]`."""
+    """Every section class that an annotation mentions, as `DatasetConfig` in `tuple[DatasetConfig,
+    ...]`."""
     if isinstance(annotation, type) and issubclass(annotation, Strict):
         yield annotation
     elif get_origin(annotation) is Annotated:
@@ -134,20 +157,27 @@ def sections(annotation: Any) -> Iterator[type[Strict]]:
 
 def meaning(field: FieldInfo) -> str:
     """The documentation of a key: the docstring under it, or that of its section."""
-    return " ".join((field.description or next(sections(field.annotation)).__doc__ or "").split())
+    text = field.description or next(sections(field.annotation)).__doc__ or ""
+    return " ".join(text.split())
+
+
+def no_further_keys(section: type[Strict]) -> Iterable[str]:
+    """A file has the section's own keys alone."""
+    return ()
 
 
 def problems_of(
     error: ValidationError,
     root: type[Strict],
-    further_keys: Callable[[type[Strict]], Iterable[str]] = lambda section: (),
+    further_keys: Callable[[type[Strict]], Iterable[str]] = no_further_keys,
 ) -> list[ConfigError]:
-    """Every problem of `error`, found for the section `root`, as an error of its own; `field` begins at the section.
+    """Every problem of `error`, found for the section `root`, as an error of its own; `field`
+    begins at the section.
 
     `further_keys`: keys that a file may have in a section beside the section's own.
     """
-    problems = list[ConfigError]()
-    needs = set[str | None]()
+    problems: list[ConfigError] = []
+    needs: set[str | None] = set()
     for details in error.errors(include_url=False):
         if details["type"] == "too_short" and details["input"]:
             continue  # its elements are wrong, and are reported themselves
@@ -161,9 +191,9 @@ def problems_of(
         problem = problem.but(field=key_path(location) or None)
         if details["type"] == "extra_forbidden":
             # The names of a section's keys are said once, at its first unknown one.
-            is_said = problem.need in needs
+            if problem.need in needs:
+                problem = problem.but(need=None)
             needs.add(problem.need)
-            problem = problem.but(need=None) if is_said else problem
         problems.append(problem)
     return problems
 
@@ -172,8 +202,10 @@ def one_error(problems: Sequence[ConfigError], where: str) -> ConfigError:
     """The only problem, or an error that lists all of them."""
     if len(problems) == 1:
         return problems[0]
-    listed = "\n".join(f"  {line}" for problem in problems for line in str(problem).splitlines())
-    return ConfigError(f"the configuration has {len(problems)} mistakes\n{listed}", where=where)
+    lines = [f"the configuration has {len(problems)} mistakes"]
+    for problem in problems:
+        lines += [f"  {line}" for line in str(problem).splitlines()]
+    return ConfigError("\n".join(lines), where=where)
 
 
 def _problem(
@@ -186,59 +218,78 @@ def _problem(
     keys = dict(_keys(root, further_keys))
     if details["type"] == "extra_forbidden":
         return _unknown_key(location, root, keys, got)
-    meaning = re.split(r"(?<!\bet al)\. ", keys.get(without_numbers(location), ""))[0].rstrip(".")
+    documentation = keys.get(without_numbers(location), "")
+    first_sentence = _END_OF_SENTENCE.split(documentation)[0].rstrip(".")
     if details["type"] == "missing":
-        return ConfigError("a key is missing", need=f"{location[-1]}: {meaning}")
-    need = re.sub(r"^\w+ should (be|have) |, unable to parse.*", "", details["msg"])
-    options = re.findall(r"'([^']*)'", str(details.get("ctx", {}).get("expected", "")))
-    near = VALUES_ELSEWHERE.get(got, got) if isinstance(got, str) else ""
-    near = near if near in options else nearest_name(near, options) or ""
-    return ConfigError(
-        "the value is not valid",
-        got=as_yaml(got) if got is None or isinstance(got, bool) else got,
-        need=f"{need} ({meaning})" if meaning else need,
-        fix=f"did you mean {near}?" if near else None,
-    )
+        return ConfigError("a key is missing", need=f"{location[-1]}: {first_sentence}")
+    need = _WORDS_OF_PYDANTIC.sub("", details["msg"])
+    if first_sentence:
+        need = f"{need} ({first_sentence})"
+    options = _QUOTED.findall(str(details.get("ctx", {}).get("expected", "")))
+    near: str | None = None
+    if isinstance(got, str):
+        near = VALUES_ELSEWHERE.get(got, got)
+        if near not in options:
+            near = nearest_name(near, options)
+    if got is None or isinstance(got, bool):
+        got = as_yaml(got)
+    fix = f"did you mean {near}?" if near else None
+    return ConfigError("the value is not valid", got=got, need=need, fix=fix)
 
 
 def _unknown_key(
     location: Location, root: type[Strict], keys: Mapping[Location, str], got: Any
 ) -> ConfigError:
     *parents, key = location
-    command = COMMANDS.get(".".join(location)) if "policy" in root.model_fields else None
-    if command is not None:
-        need = "a configuration of this command's run"
-        fix = f"run `{command}`, or remove the key: ~{key_path(location)} on the command line"
-        return ConfigError(f"{key} belongs to `{command}`", got=got, need=need, fix=fix)
+    is_of_run = "policy" in root.model_fields
+    command = COMMANDS.get(".".join(location))
+    if command is not None and is_of_run:
+        return ConfigError(
+            f"{key} belongs to `{command}`",
+            got=got,
+            need="a configuration of this command's run",
+            fix=f"run `{command}`, or remove the key: ~{key_path(location)} on the command line",
+        )
     siblings = [path[-1] for path in keys if path[:-1] == without_numbers(parents)]
-    # The names of TRL and verl that mean keys of this run; a misspelt one is known in the section of ours.
-    run_paths = {
-        alias: [path for path in paths if path.split(".")[0] in root.model_fields]
-        for alias, paths in KEYS_ELSEWHERE.items()
-    }
-    within = "".join(f"{part}." for part in without_numbers(parents))
-    meant = run_paths.get(key, [])
+    meant = _keys_meant(key, parents, siblings, root)
     if not meant:
-        section_names = [
-            alias
-            for alias, paths in run_paths.items()
-            if any(path.startswith(within) for path in paths)
-        ]
-        near = nearest_name(key, [*siblings, *section_names])
-        meant = [key_path((*parents, near))] if near in siblings else run_paths.get(near or "", [])
-    meant = meant or [key_path(path) for path in keys if path[-1] == key][:1]
-    need, fix = f"one of {', '.join(siblings)}", f"did you mean {' and '.join(meant)}?"
+        # It may stand in another section; the first such is named.
+        meant = [key_path(path) for path in keys if path[-1] == key][:1]
+    if not meant:
+        return ConfigError("there is no such key", got=got, need=f"one of {', '.join(siblings)}")
+    fix = f"did you mean {' and '.join(meant)}?"
     if key in KEY_NOTES:
         fix = f"{fix} {KEY_NOTES[key]}"
-    return ConfigError(
-        "there is no such key", got=got, need=None if meant else need, fix=fix if meant else None
-    )
+    return ConfigError("there is no such key", got=got, fix=fix)
+
+
+def _keys_meant(
+    key: str, parents: Sequence[str], siblings: Sequence[str], root: type[Strict]
+) -> list[str]:
+    """The paths of the keys that TRL or verl call so, or else of what is spelt nearly so among the
+    `siblings` and the names that TRL and verl have for keys of the section at `parents`."""
+    run_paths: dict[str, list[str]] = {}
+    section_names: list[str] = []
+    within = "".join(f"{part}." for part in without_numbers(parents))
+    for alias, paths in KEYS_ELSEWHERE.items():
+        run_paths[alias] = [path for path in paths if path.split(".")[0] in root.model_fields]
+        if any(path.startswith(within) for path in run_paths[alias]):
+            section_names.append(alias)
+    if run_paths.get(key):
+        return run_paths[key]
+    near = nearest_name(key, [*siblings, *section_names])
+    if near is None:
+        return []
+    if near in siblings:
+        return [key_path((*parents, near))]
+    return run_paths[near]
 
 
 def _keys(
     section: type[Strict], further_keys: Callable[[type[Strict]], Iterable[str]]
 ) -> Iterator[tuple[Location, str]]:
-    """Every key that a file may have, with its documentation; keys of a list's elements have the path of the list."""
+    """Every key that a file may have, with its documentation; keys of a list's elements have the
+    path of the list."""
     for name, field in section.model_fields.items():
         key = field.alias or name
         yield (key,), meaning(field)

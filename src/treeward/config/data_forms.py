@@ -1,17 +1,22 @@
-"""The forms of `data` in a file, turned into one: `train` and `validation` as lists of blocks, each whole.
+"""The forms of `data` in a file, turned into one: `train` and `validation` as lists of blocks, each
+whole.
 
-    train: [{dataset_name: PreferenceDataset, data_path: train.jsonl}]            # the form that the sections read
+    # The form that the sections read.
+    train: [{dataset_name: PreferenceDataset, data_path: train.jsonl}]
     validation: [{dataset_name: PreferenceDataset, data_path: plain.jsonl, name: plain}]
 
-    dataset_name: PreferenceDataset                                               # flat keys, NeMo RL's first form
+    # Flat keys, NeMo RL's first form.
+    dataset_name: PreferenceDataset
     train_data_path: train.jsonl
     val_data_paths: {plain: plain.jsonl}
 
-    train: {data_path: train.jsonl}                                               # blocks with shared values, its newer
+    # Blocks with shared values, its newer form.
+    train: {data_path: train.jsonl}
     validation: {plain: {data_path: plain.jsonl}}
     default: {dataset_name: PreferenceDataset}
 
-A set that brings its own data needs no paths. A training set that holds rows out gets a validation set of these rows.
+A set that brings its own data needs no paths. A training set that holds rows out gets a validation
+set of these rows.
 """
 
 from __future__ import annotations
@@ -54,7 +59,8 @@ _PATH_KEYS = (
 
 
 def form_keys(block_keys: Sequence[str]) -> list[str]:
-    """The keys of `data` that only the other forms have; `block_keys`: those that a block may have."""
+    """The keys of `data` that only the other forms have; `block_keys`: those that a block may
+    have."""
     keys = [key for key in _SHARED_KEYS if key in block_keys]
     if _are_comparisons(block_keys):
         keys += _TRAINING_KEYS
@@ -64,11 +70,12 @@ def form_keys(block_keys: Sequence[str]) -> list[str]:
 def as_blocks(
     raw: Mapping[str, Any], block_keys: Sequence[str], is_valid: Callable[[Block], bool]
 ) -> dict[str, Any]:
-    """`data` with `train` and `validation` as lists of whole blocks, without the keys of the other forms.
+    """`data` with `train` and `validation` as lists of whole blocks, without the keys of the other
+    forms.
 
-    `block_keys`: those that a block may have. `is_valid`: whether a block makes a set. Unknown keys stay, for the
-    section to refuse. Raises `ConfigError`, its `field` relative to `data`, for keys that contradict each other and for
-    validation sets that cannot be told apart.
+    `block_keys`: those that a block may have. `is_valid`: whether a block makes a set. Unknown keys
+    stay, for the section to refuse. Raises `ConfigError`, its `field` relative to `data`, for keys
+    that contradict each other and for validation sets that cannot be told apart.
     """
     known_sets = dict(COMPARISON_SETS)
     if not _are_comparisons(block_keys):
@@ -84,28 +91,26 @@ def as_blocks(
     is_a_class = "." in name
     if not train and (brings_data or is_a_class):
         train = [dict(shared)]
-    if (
-        brings_data
-        and raw.get("train") is None
-        and not validation
-        and train[0].get("data_path") is None
-    ):
+    is_flat = raw.get("train") is None
+    if brings_data and is_flat and not validation and train[0].get("data_path") is None:
+        # A set that brings its own data is validated on its own splits.
         for validation_name, split in known_sets[name].validation_splits.items():
             block = {**shared, "name": validation_name, "split": flat.get("val_split") or split}
             validation.append(block)
     if flat.get("val_split") is not None and not validation:
-        need = "data.val_data_path too, or no val_split"
         raise ConfigError(
-            "val_split is given, but there is no validation set", field="val_split", need=need
+            "val_split is given, but there is no validation set",
+            field="val_split",
+            need="data.val_data_path too, or no val_split",
         )
 
     for_training = {key: flat[key] for key in _TRAINING_KEYS if key in flat}
-    train = [
-        {**for_training, **_with_own_split(block, known_sets, is_train=True)} for block in train
-    ]
-    validation = [_with_own_split(block, known_sets, is_train=False) for block in validation]
+    for i, block in enumerate(train):
+        train[i] = {**for_training, **_with_own_split(block, known_sets, is_train=True)}
+    for i, block in enumerate(validation):
+        validation[i] = _with_own_split(block, known_sets, is_train=False)
     validation = _with_names(validation)
-    if not _are_comparisons(block_keys) and raw.get("train") is None and not validation:
+    if not _are_comparisons(block_keys) and is_flat and not validation:
         _add_validation_of_nemo_rl(train, validation, known_sets)
     _add_held_out(train, validation, is_valid, are_comparisons=_are_comparisons(block_keys))
     others = {key: value for key, value in raw.items() if key not in other_keys}
@@ -117,7 +122,8 @@ def _are_comparisons(block_keys: Sequence[str]) -> bool:
 
 
 def _shared_values(flat: Block, block_keys: Sequence[str]) -> Block:
-    """The flat keys and those of the `default` block: the values of every block that does not give its own."""
+    """The flat keys and those of the `default` block: the values of every block that does not give
+    its own."""
     shared = {key: flat[key] for key in _SHARED_KEYS if key in flat}
     default = _mapping(flat.get("default", {}), "default", "{dataset_name: ...}")
     is_a_class = "." in str(default.get("dataset_name") or shared.get("dataset_name"))
@@ -129,36 +135,38 @@ def _shared_values(flat: Block, block_keys: Sequence[str]) -> Block:
             raise ConfigError(
                 "there is no such key", field=f"default.{key}", got=default[key], need=need, fix=fix
             )
-    return _combined(
-        shared, {key: value for key, value in default.items() if value is not None}, "default."
-    )
+    given = {key: value for key, value in default.items() if value is not None}
+    return _combined(shared, given, "default.")
 
 
 def _training_blocks(value: Any, flat: Block, shared: Block) -> list[Block]:
     train = _list_of_blocks(value, "train", shared)
-    flat_train = {
-        key: flat[f"train_{key}"] for key in ("data_path", "split") if f"train_{key}" in flat
-    }
+    flat_train: Block = {}
+    for key in ("data_path", "split"):
+        if f"train_{key}" in flat:
+            flat_train[key] = flat[f"train_{key}"]
     if not flat_train:
         return train
     if len(train) > 1:
-        got = next(iter(flat_train.values()))
-        need = "only the list data.train"
         raise ConfigError(
-            "training data is given in two forms", field="train_data_path", got=got, need=need
+            "training data is given in two forms",
+            field="train_data_path",
+            got=next(iter(flat_train.values())),
+            need="only the list data.train",
         )
-    return [_combined(train[0] if train else shared, flat_train, "train_")]
+    block = train[0] if train else shared
+    return [_combined(block, flat_train, "train_")]
 
 
 def _validation_blocks(
     value: Any, flat: Block, shared: Block, block_keys: Sequence[str]
 ) -> list[Block]:
     """The validation sets; `val_split` is that of the flat ones, or of all blocks."""
-    are_named = isinstance(value, Mapping) and all(
-        isinstance(block, Mapping) for block in value.values()
-    )
-    if value and are_named and not set(value) & set(block_keys):
-        value = [{"name": str(name), **block} for name, block in value.items()]
+    if isinstance(value, Mapping) and value:
+        are_blocks = all(isinstance(block, Mapping) for block in value.values())
+        is_one_block = bool(set(value) & set(block_keys))
+        if are_blocks and not is_one_block:
+            value = [{"name": str(name), **block} for name, block in value.items()]
     validation = _list_of_blocks(value, "validation", shared)
     flat_validation: list[Block] = []
     if "val_data_path" in flat:
@@ -166,7 +174,9 @@ def _validation_blocks(
     need = "{name: path, ...}; for one unnamed set use data.val_data_path"
     for name, path in _mapping(flat.get("val_data_paths", {}), "val_data_paths", need).items():
         flat_validation.append({**shared, "data_path": path, "name": str(name)})
-    split = {"split": flat["val_split"]} if "val_split" in flat else {}
+    split: Block = {}
+    if "val_split" in flat:
+        split["split"] = flat["val_split"]
     if flat_validation:
         return validation + [_combined(block, split, "val_") for block in flat_validation]
     return [_combined(block, split, "val_") for block in validation]
@@ -177,10 +187,11 @@ def _list_of_blocks(value: Any, where: str, shared: Block) -> list[Block]:
     if value is None:
         return []
     items = list(value) if isinstance(value, list | tuple) else [value]
-    return [
-        {**shared, **_mapping(item, where, "{data_path: ..., ...} or a list of blocks")}
-        for item in items
-    ]
+    blocks: list[Block] = []
+    for item in items:
+        block = _mapping(item, where, "{data_path: ..., ...} or a list of blocks")
+        blocks.append({**shared, **block})
+    return blocks
 
 
 def _with_own_split(
@@ -198,9 +209,10 @@ def _with_own_split(
         return {**block, "split": known.train_split}
     splits = known.validation_splits
     if not splits:
-        summary = f"{block['dataset_name']} has no validation split"
         raise ConfigError(
-            summary, field="validation", need="a split, or another set to validate on"
+            f"{block['dataset_name']} has no validation split",
+            field="validation",
+            need="a split, or another set to validate on",
         )
     first_split = next(iter(splits.values()))
     return {**block, "split": splits.get(str(block.get("name")), first_split)}
@@ -209,18 +221,22 @@ def _with_own_split(
 def _with_names(validation: list[Block]) -> list[Block]:
     """A set without a name is called `default`; several are called by their datasets."""
     unnamed = [i for i, block in enumerate(validation) if block.get("name") is None]
-    names = {i: "default" for i in unnamed}
-    if len(unnamed) > 1:
-        names = {i: validation[i].get("dataset_name") or "default" for i in unnamed}
+    names: dict[int, str] = {}
+    for i in unnamed:
+        names[i] = "default"
+        if len(unnamed) > 1:
+            names[i] = validation[i].get("dataset_name") or "default"
     if len(set(names.values())) < len(names):
-        field = f"validation[{unnamed[1]}].name"
-        need = "a name for each of those with the same dataset_name"
         raise ConfigError(
-            "several validation sets have no name", field=field, got="no name", need=need
+            "several validation sets have no name",
+            field=f"validation[{unnamed[1]}].name",
+            got="no name",
+            need="a name for each of those with the same dataset_name",
         )
-    return [
-        {**block, "name": names[i]} if i in names else block for i, block in enumerate(validation)
-    ]
+    named = list(validation)
+    for i, name in names.items():
+        named[i] = {**validation[i], "name": name}
+    return named
 
 
 def _add_validation_of_nemo_rl(
@@ -234,10 +250,10 @@ def _add_validation_of_nemo_rl(
         if known.held_out:
             block["split_validation_size"] = known.held_out
         if known.validated_on is not None:
-            shared = {
-                key: value for key, value in block.items() if key not in ("data_path", "split")
-            }
-            other = {**shared, "dataset_name": known.validated_on, "name": "default"}
+            other = {**block, "dataset_name": known.validated_on, "name": "default"}
+            # These are of the training data.
+            other.pop("data_path", None)
+            other.pop("split", None)
             validation[:] = [_with_own_split(other, known_sets, is_train=False)]
 
 
@@ -261,7 +277,8 @@ def _add_held_out(
         block["part"] = "train"
         # These are not for validation, and several sets may hold rows out under names of their own.
         shared = {key: block[key] for key in block.keys() - {"weight", "name"}}
-        validation.append({**shared, "part": "validation", "name": f"{name}_{i}" if i else name})
+        own_name = name if i == 0 else f"{name}_{i}"
+        validation.append({**shared, "part": "validation", "name": own_name})
 
 
 def _mapping(value: Any, field: str, need: str) -> Mapping[str, Any]:
@@ -271,11 +288,14 @@ def _mapping(value: Any, field: str, need: str) -> Mapping[str, Any]:
 
 
 def _combined(block: Block, values: Block, prefix: str) -> Block:
-    """The block with further values; `prefix` and a key are the name under which they were given."""
+    """The block with further values; `prefix` and a key are the name under which they were
+    given."""
     for key, value in values.items():
         if block.get(key) not in (None, value):
-            got = f"{value!r} and {block[key]!r}"
             raise ConfigError(
-                f"data has two values of {key}", field=f"{prefix}{key}", got=got, need="one of them"
+                f"data has two values of {key}",
+                field=f"{prefix}{key}",
+                got=f"{value!r} and {block[key]!r}",
+                need="one of them",
             )
     return {**block, **values}

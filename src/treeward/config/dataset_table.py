@@ -9,14 +9,15 @@
         validation_splits={"default": "validation"},
     ),
 
-`dataset_name` chooses an entry. All that is known of a name is derived from its entry: whether a configuration needs a
-`data_path`, which splits it gets, which format a file has, what `score` reads, and the tables of docs/data.md.
-Functions are named by text, because this layer cannot import `treeward.data`, which reads the entries.
+`dataset_name` chooses an entry. All that is known of a name is derived from its entry: whether a
+configuration needs a `data_path`, which splits it gets, which format a file has, what `score`
+reads, and the tables of docs/data.md. Functions are named by text, because this layer cannot import
+`treeward.data`, which reads the entries.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
@@ -26,8 +27,9 @@ from typing import Any
 class Form:
     """The keys by which a row of a file is told.
 
-    `completions`: the column of its completions, or those of its two sides. `others`: what it must have beside them.
-    A form without `others` is told by the completions alone, so `score` reads them beside any other column.
+    `completions`: the column of its completions, or those of its two sides. `others`: what it must
+    have beside them. A form without `others` is told by the completions alone, so `score` reads
+    them beside any other column.
     """
 
     completions: tuple[str, ...]
@@ -41,38 +43,41 @@ class Form:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownDataset:
-    """One data set, or one format of files. Functions are paths within `treeward.data`, as `module.function`."""
+    """One data set, or one format of files. Functions are paths within `treeward.data`, as
+    `module.function`."""
 
     name: str
     """Its `dataset_name`, and the `task_name` of comparisons whose rows have none."""
     rows: tuple[str, ...]
     """What a row is, for docs/data.md: each is a line of its table."""
     parser: str
-    """The function that makes a row a `Preference`, or of prompts a `Prompt`. It is called with the row's values, its
-    place `where`, `options` and `arguments`, and of comparisons `task_name`. It returns None for a row without a
-    comparison."""
+    """The function that makes a row a `Preference`, or of prompts a `Prompt`. It is called with the
+    row's values, its place `where`, `options` and `arguments`, and of comparisons `task_name`. It
+    returns None for a row without a comparison."""
     aliases: tuple[str, ...] = ()
     """Further names in configurations."""
     options: tuple[str, ...] = ()
-    """Keys of the set's section of a configuration that the parser gets, unless they are null. `KEY_key` names the
-    column KEY of `forms` anew."""
+    """Keys of the set's section of a configuration that the parser gets, unless they are null.
+    `KEY_key` names the column KEY of `forms` anew."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the parser, where the configuration does not give them."""
     rating: str | None = None
-    """Of a set with one completion in each row: the column of its rating, unless `rating_key` names another. None: a
-    row is a comparison."""
+    """Of a set with one completion in each row: the column of its rating, unless `rating_key` names
+    another. None: a row is a comparison."""
     prepare: str | None = None
-    """A function of the file's rows and the open data set that gives the rows for the parser, where these are others:
-    it joins rows, or leaves completions out."""
+    """A function of the file's rows and the open data set that gives the rows for the parser, where
+    these are others: it joins rows, or leaves completions out."""
     forms: tuple[Form, ...] = ()
     """The keys that tell a row of this format. Empty: files are read so only by name."""
     condition: str | None = None
-    """A function that says whether a row with these keys is of this format, where the keys do not tell."""
+    """A function that says whether a row with these keys is of this format, where the keys do not
+    tell."""
     columns: tuple[str, ...] = ()
-    """Columns that are read beside the completions, the prompt and those of every conversation. All others are named
-    in the log."""
+    """Columns that are read beside the completions, the prompt and those of every conversation. All
+    others are named in the log."""
     needs_prompt_key: bool = False
-    """Whether a row must have the column that `prompt_key` names. A set that finds its prompt by itself need not."""
+    """Whether a row must have the column that `prompt_key` names. A set that finds its prompt by
+    itself need not."""
     hub_path: str | None = None
     """Where the data is without a `data_path`."""
     hub_subset: str | None = None
@@ -104,12 +109,15 @@ def _by_name(datasets: Iterable[KnownDataset]) -> dict[str, KnownDataset]:
     return names
 
 
-# As LMArena's conversation_a and conversation_b, or LLMBar's output_1 and output_2.
-_SIDES = tuple(
-    (f"{name}_{first}", f"{name}_{second}")
-    for name in ("conversation", "response", "completion", "output", "answer")
-    for first, second in (("a", "b"), ("1", "2"), ("0", "1"))
-)
+def _names_of_sides() -> Iterator[tuple[str, str]]:
+    """As LMArena's conversation_a and conversation_b, or LLMBar's output_1 and output_2."""
+    for name in ("conversation", "response", "completion", "output", "answer"):
+        yield f"{name}_a", f"{name}_b"
+        yield f"{name}_1", f"{name}_2"
+        yield f"{name}_0", f"{name}_1"
+
+
+_SIDES = tuple(_names_of_sides())
 _WINNERS = ("winner", "label", "preference")
 
 COMPARISONS: tuple[KnownDataset, ...] = (
@@ -236,8 +244,8 @@ COMPARISONS: tuple[KnownDataset, ...] = (
         validation_splits={"plain": "validation", "length_controlled": "length_controlled"},
     ),
 )
-"""The sets of comparisons. The first with a form that a row has reads it, so a set comes after those whose rows have
-its keys and more."""
+"""The sets of comparisons. The first with a form that a row has reads it, so a set comes after
+those whose rows have its keys and more."""
 
 COMPARISON_SETS: Mapping[str, KnownDataset] = _by_name(COMPARISONS)
 """The sets of comparisons, by name and alias."""

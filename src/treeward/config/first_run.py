@@ -1,6 +1,7 @@
 """A first run without YAML: what `treeward train --model MODEL --data FILE` chooses, as overrides.
 
-    config = load_file(RewardModelRunConfig, None, values=named_values("some/model", "pairs.csv", None))
+    values = named_values("some/model", "pairs.csv", None)
+    config = load_file(RewardModelRunConfig, None, values=values)
     for choice in choose(config, facts_of(config), model=True, data=True, run=True):
         choice.text      # "policy.optimizer.kwargs.lr=1.0e-05", which the command takes too
 
@@ -21,7 +22,8 @@ from treeward.config.run import RewardModelRunConfig
 
 
 class Rate(NamedTuple):
-    """A learning rate that trained a reward model: all weights of `model`, which has so many `parameters`."""
+    """A learning rate that trained a reward model: all weights of `model`, which has so many
+    `parameters`."""
 
     model: str
     parameters: float
@@ -61,9 +63,9 @@ _WARMUP_RATIO = 0.1
 class RunFacts:
     """What is known of a run before it is configured.
 
-    `parameters`: of the model. `positions`: the longest sequence that it reads, None without a limit. `has_bfloat16`:
-    whether there is a GPU that computes in it. `data_keys`: the keys of `data` that say the format. `comparisons`: how
-    many the data has, the held-out ones too.
+    `parameters`: of the model. `positions`: the longest sequence that it reads, None without a
+    limit. `has_bfloat16`: whether there is a GPU that computes in it. `data_keys`: the keys of
+    `data` that say the format. `comparisons`: how many the data has, the held-out ones too.
     """
 
     parameters: int
@@ -87,7 +89,8 @@ class Choice(NamedTuple):
 
 
 def named_values(model: str | None, data: str | None, validation: str | None) -> dict[str, Any]:
-    """The sections that a command's --model, --data and --validation stand for, laid over a configuration's."""
+    """The sections that a command's --model, --data and --validation stand for, laid over a
+    configuration's."""
     values: dict[str, Any] = {}
     if model is not None:
         values["policy"] = {"model_name": model}
@@ -177,12 +180,12 @@ def _run_choices(config: RewardModelRunConfig, facts: RunFacts) -> Iterable[Choi
 
 def _learning_rate(config: RewardModelRunConfig, parameters: int) -> Choice:
     near = rate_of(parameters)
-    lr, why = (
-        near.lr,
-        f"{near.model} is nearest in size to {parameters / 1e6:,.0f} million parameters",
-    )
+    lr = near.lr
+    why = f"{near.model} is nearest in size to {parameters / 1e6:,.0f} million parameters"
     if config.policy.reward_model_cfg.freeze_backbone:
-        lr, why = _HEAD_ALONE, "the head alone is trained"
+        lr = _HEAD_ALONE
+        why = "the head alone is trained"
     elif config.policy.dtensor_cfg.lora_cfg.enabled:
-        lr, why = lr * _TIMES_FOR_ADAPTERS, f"{why}, and adapters need ten times its rate"
+        lr *= _TIMES_FOR_ADAPTERS
+        why += ", and adapters need ten times its rate"
     return Choice("policy.optimizer.kwargs.lr", f"{lr:.1e}", why)

@@ -1,9 +1,11 @@
-"""`GRPOConfig` and `PolicyLossConfig`: group-relative policy optimisation, from sampling to the loss.
+"""`GRPOConfig` and `PolicyLossConfig`: group-relative policy optimisation, from sampling to the
+loss.
 
-    grpo: {num_prompts_per_step: 32, num_generations_per_prompt: 16, val_period: 10, gold_environment: judge}
+    grpo: {num_prompts_per_step: 32, num_generations_per_prompt: 16, val_period: 10}
     loss_fn: {reference_policy_kl_penalty: 0.01, ratio_clip_min: 0.2, ratio_clip_max: 0.28}
 
-A step samples `num_prompts_per_step` groups of completions, and learns from each group `updates_per_batch` times.
+A step samples `num_prompts_per_step` groups of completions, and learns from each group
+`updates_per_batch` times.
 """
 
 from __future__ import annotations
@@ -30,37 +32,46 @@ class PolicyLossConfig(Strict):
     reference_policy_kl_penalty: NonNegativeFloat = 0.01
     """Weight of KL(policy || reference). 0: no penalty; the KL is still measured."""
     reference_policy_kl_type: KLPenalty = "k3"
-    """Estimator of the KL from the sampled tokens (Schulman 2020). `k1`, `k2` and `k3` are weighted by the probability
-    of the token, as in NeMo RL, so that `k1` and `k3` have the gradient of KL(policy || reference). `k2_unweighted` and
-    `k3_unweighted` are the plain estimates of TRL and of the GRPO paper."""
+    """Estimator of the KL from the sampled tokens (Schulman 2020). `k1`, `k2` and `k3` are weighted
+    by the probability of the token, as in NeMo RL, so that `k1` and `k3` have the gradient of
+    KL(policy || reference). `k2_unweighted` and `k3_unweighted` are the plain estimates of TRL and
+    of the GRPO paper."""
     use_on_policy_kl_approximation: bool = False
-    """Weight the estimate by the policy's probability over the generator's, which also corrects for completions that
-    an older policy or another program sampled. False: the weight is 1, and only its gradient counts."""
+    """Weight the estimate by the policy's probability over the generator's, which also corrects for
+    completions that an older policy or another program sampled. False: the weight is 1, and only
+    its gradient counts."""
     kl_in_reward: bool = False
-    """Subtract the penalty from the reward instead of adding it to the loss; also called `use_kl_in_reward`."""
+    """Subtract the penalty from the reward instead of adding it to the loss; also called
+    `use_kl_in_reward`."""
     kl_input_clamp_value: PositiveFloat | None = 20.0
-    """Clip a token's log-ratio to the reference to this absolute value. None disables; ignored with `kl_in_reward`."""
+    """Clip a token's log-ratio to the reference to this absolute value. None disables; ignored with
+    `kl_in_reward`."""
     kl_output_clamp_value: PositiveFloat | None = 10.0
-    """Clip a token's estimated KL to this absolute value. None disables; ignored with `kl_in_reward`."""
+    """Clip a token's estimated KL to this absolute value. None disables; ignored with
+    `kl_in_reward`."""
     ratio_clip_min: float = Field(default=0.2, ge=0.0, le=1.0)
     """The ratio of new to old probability is clipped below at 1 - this."""
     ratio_clip_max: NonNegativeFloat = 0.2
     """The ratio is clipped above at 1 + this."""
     ratio_clip_c: float | None = Field(default=None, gt=1.0)
-    """Dual clip: the largest multiple of a negative advantage, usually 3 (Ye et al. 2019). None: no limit."""
+    """Dual clip: the largest multiple of a negative advantage, usually 3 (Ye et al. 2019). None: no
+    limit."""
     token_level_loss: bool = True
-    """Every token of the batch has the same weight. False: every completion has, whatever its length."""
+    """Every token of the batch has the same weight. False: every completion has, whatever its
+    length."""
     sequence_level_importance_ratios: bool = False
-    """One ratio for a completion, the geometric mean over its tokens (GSPO). Needs `token_level_loss: false`."""
+    """One ratio for a completion, the geometric mean over its tokens (GSPO). Needs
+    `token_level_loss: false`."""
     force_on_policy_ratio: bool = False
-    """The ratio is 1 and nothing is clipped, whatever `sequence_level_importance_ratios` says. Needs one update from
-    the completions of a step."""
+    """The ratio is 1 and nothing is clipped, whatever `sequence_level_importance_ratios` says.
+    Needs one update from the completions of a step."""
     use_importance_sampling_correction: bool = False
-    """Weight tokens by the trainer's probability over the generator's, for a generator with other numerics."""
+    """Weight tokens by the trainer's probability over the generator's, for a generator with other
+    numerics."""
     truncated_importance_sampling_type: Truncation | None = None
-    """What happens to a weight outside the limits. `tis`, also None: it is cut to the nearer limit. `icepop`: it
-    becomes 0. `seq-mask-tis`: all weights of a completion become 0 whose geometric mean is outside the limits; other
-    completions keep theirs uncut."""
+    """What happens to a weight outside the limits. `tis`, also None: it is cut to the nearer limit.
+    `icepop`: it becomes 0. `seq-mask-tis`: all weights of a completion become 0 whose geometric
+    mean is outside the limits; other completions keep theirs uncut."""
     truncated_importance_sampling_ratio: PositiveFloat | None = None
     """The largest such weight. None: no limit."""
     truncated_importance_sampling_ratio_min: NonNegativeFloat | None = None
@@ -123,24 +134,28 @@ class AdvantageEstimatorConfig(Strict):
     """How rewards become advantages."""
 
     name: Estimator = "grpo"
-    """`grpo`: (reward - mean) / std of the group (Shao et al. 2024); `leave_one_out`: reward - mean of the others
-    (Ahmadian et al. 2024); `reinforce_plus_plus`: (reward - mean) / std of the batch (Hu et al. 2025)."""
+    """`grpo`: (reward - mean) / std of the group (Shao et al. 2024); `leave_one_out`: reward - mean
+    of the others (Ahmadian et al. 2024); `reinforce_plus_plus`: (reward - mean) / std of the batch
+    (Hu et al. 2025)."""
     minus_baseline: bool = True
-    """With `reinforce_plus_plus`: subtract the mean of the group. False: subtract the mean of the whole batch."""
+    """With `reinforce_plus_plus`: subtract the mean of the group. False: subtract the mean of the
+    whole batch."""
 
 
 class OverlongShapingConfig(Strict):
-    """A penalty that grows over the last tokens before the limit (DAPO, Yu et al. 2025, arXiv 2503.14476, eq. 13), and
-    on beyond it, as in NeMo RL."""
+    """A penalty that grows over the last tokens before the limit (DAPO, Yu et al. 2025, arXiv
+    2503.14476, eq. 13), and on beyond it, as in NeMo RL."""
 
     enabled: bool = False
     """Subtract the penalty."""
     overlong_buffer_length: PositiveInt = 128
-    """The penalty grows from 0 to `overlong_buffer_penalty` over this number of tokens before `max_response_length`."""
+    """The penalty grows from 0 to `overlong_buffer_penalty` over this number of tokens before
+    `max_response_length`."""
     overlong_buffer_penalty: NonNegativeFloat = 1.0
     """The penalty at `max_response_length`."""
     max_response_length: PositiveInt | None = None
-    """Tokens of a completion that cost `overlong_buffer_penalty`. None: as many as a completion may have."""
+    """Tokens of a completion that cost `overlong_buffer_penalty`. None: as many as a completion may
+    have."""
 
 
 class RewardScalingConfig(Strict):
@@ -164,14 +179,17 @@ class RewardScalingConfig(Strict):
 
 
 class WatchConfig(Strict):
-    """When the run raises an alarm because the policy exploits its reward (Gao et al. 2022, arXiv 2210.10760)."""
+    """When the run raises an alarm because the policy exploits its reward (Gao et al. 2022, arXiv
+    2210.10760)."""
 
     z: PositiveFloat = 3.0
-    """Threshold of the test for a fall of the gold reward, in standard deviations; 3 has 0.00135 false alarms a run."""
+    """Threshold of the test for a fall of the gold reward, in standard deviations; 3 has 0.00135
+    false alarms a run."""
     max_kl: PositiveFloat | None = None
     """Budget for KL(policy || reference). None: no budget."""
     max_length_growth: float | None = Field(default=2.0, gt=1.0)
-    """Alarm when completions are this many times as long as at the first validation. None: never."""
+    """Alarm when completions are this many times as long as at the first validation. None:
+    never."""
     stop_on: tuple[AlarmKind, ...] = ()
     """Kinds of alarms that end the run, as `[gold_falls]`."""
 
@@ -182,12 +200,13 @@ class GRPOConfig(ScheduleConfig):
     num_prompts_per_step: PositiveInt = 32
     """Groups in a step: prompts that are completed and learnt from."""
     num_generations_per_prompt: int = Field(default=16, ge=2)
-    """Completions of each prompt, at least 2: the advantage of a completion is relative to its group."""
+    """Completions of each prompt, at least 2: the advantage of a completion is relative to its
+    group."""
     updates_per_batch: PositiveInt = 1
     """Passes over the completions of a step."""
     normalize_rewards: bool = True
-    """Divide advantages by the group's standard deviation; false with `adv_estimator: {name: leave_one_out}`. NeMo RL
-    has this key and the next one in `adv_estimator` too, which counts."""
+    """Divide advantages by the group's standard deviation; false with `adv_estimator: {name:
+    leave_one_out}`. NeMo RL has this key and the next one in `adv_estimator` too, which counts."""
     use_leave_one_out_baseline: bool = False
     """Subtract the mean reward of the other completions of the group instead of the mean of all."""
     adv_estimator: AdvantageEstimatorConfig = AdvantageEstimatorConfig()
@@ -197,25 +216,30 @@ class GRPOConfig(ScheduleConfig):
     """Larger advantages are cut to this. None: no limit."""
 
     gold_environment: str | None = None
-    """An environment whose reward is watched and never trained on: a stronger judge, or known truth."""
+    """An environment whose reward is watched and never trained on: a stronger judge, or known
+    truth."""
     max_failed_share: float = Field(default=0.5, ge=0.0, le=1.0)
     """The run ends if a larger share of the completions of a batch has no reward."""
     reward_scaling: RewardScalingConfig = RewardScalingConfig()
     reward_shaping: OverlongShapingConfig = OverlongShapingConfig()
 
     overlong_filtering: bool = False
-    """Truncated completions are left out of the loss; their rewards stay in the mean of their group."""
+    """Truncated completions are left out of the loss; their rewards stay in the mean of their
+    group."""
     seq_logprob_error_threshold: float | None = Field(default=None, gt=1.0)
-    """Leave completions out of the loss whose `token_mult_prob_error` is larger: the mean over their tokens of exp
-    |trainer's less generator's log-probability|. Their rewards stay in the mean of their group. None: no limit."""
+    """Leave completions out of the loss whose `token_mult_prob_error` is larger: the mean over
+    their tokens of exp |trainer's less generator's log-probability|. Their rewards stay in the mean
+    of their group. None: no limit."""
     use_dynamic_sampling: bool = False
     """Sample until there are `num_prompts_per_step` groups whose rewards differ (DAPO)."""
     dynamic_sampling_max_gen_batches: PositiveInt = 10
-    """Dynamic sampling: after this number of batches the step goes on with the groups that it has."""
+    """Dynamic sampling: after this number of batches the step goes on with the groups that it
+    has."""
     batch_multiplier: float = Field(default=1.0, ge=1.0)
     """Dynamic sampling: a batch has this many times `num_prompts_per_step` prompts."""
     skip_reference_policy_logprobs_calculation: bool = False
-    """Run without a reference policy: no KL is measured. Needs `loss_fn.reference_policy_kl_penalty: 0`."""
+    """Run without a reference policy: no KL is measured. Needs
+    `loss_fn.reference_policy_kl_penalty: 0`."""
 
     val_period: Period = 10
     """Steps from one validation to the next. None (or 0): no validation before the end."""
@@ -224,7 +248,8 @@ class GRPOConfig(ScheduleConfig):
     max_val_samples: Limit = 256
     """Most prompts to validate on, always the same ones. None: all."""
     val_batch_size: PositiveInt | None = None
-    """`max_val_samples` is lowered to a multiple of this number of prompts, as in NeMo RL. None: it is not."""
+    """`max_val_samples` is lowered to a multiple of this number of prompts, as in NeMo RL. None: it
+    is not."""
     num_val_generations: PositiveInt = 1
     """Completions of each validation prompt. NeMo RL's name is `val_num_generations_per_prompt`."""
     watch: WatchConfig = WatchConfig()
@@ -252,9 +277,9 @@ class GRPOConfig(ScheduleConfig):
         if self.most_val_prompts == 0:
             need = "at most max_val_samples: there would be no prompt to validate on"
             raise self.error("val_batch_size max_val_samples", need, "set grpo.val_batch_size=null")
-        low, high = self.advantage_clip_low, self.advantage_clip_high
+        low = self.advantage_clip_low
+        high = self.advantage_clip_high
         if low is not None and high is not None and low >= high:
             keys = "advantage_clip_low advantage_clip_high"
-            raise self.error(
-                keys, "advantage_clip_low below advantage_clip_high", "set one of the two to null"
-            )
+            need = "advantage_clip_low below advantage_clip_high"
+            raise self.error(keys, need, "set one of the two to null")

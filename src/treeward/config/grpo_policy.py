@@ -1,9 +1,11 @@
 """`GRPOPolicyConfig`: the policy that GRPO trains, and how completions are sampled.
 
-    policy: {model_name: Qwen/Qwen2.5-1.5B, generation: {backend: hf, max_new_tokens: 512, temperature: 1.0}}
+    policy:
+      model_name: Qwen/Qwen2.5-1.5B
+      generation: {backend: hf, max_new_tokens: 512, temperature: 1.0}
 
-With `backend: vllm` or `sglang` and a `url`, a server samples, and gets the weights of the policy. With
-`backend: vllm` and no `url` the run starts engines of vLLM by itself.
+With `backend: vllm` or `sglang` and a `url`, a server samples, and gets the weights of the policy.
+With `backend: vllm` and no `url` the run starts engines of vLLM by itself.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ class ColocatedConfig(Strict):
     """Whether generation shares the GPUs of training."""
 
     enabled: bool = True
-    """Generation and training take turns on the same GPU. False: a server at `url`, or vLLM engines that the run starts
-    on the GPUs of `resources`."""
+    """Generation and training take turns on the same GPU. False: a server at `url`, or vLLM engines
+    that the run starts on the GPUs of `resources`."""
     resources: ResourcesConfig = ResourcesConfig(gpus_per_node=0)
 
 
@@ -32,7 +34,8 @@ class VllmConfig(Strict):
     tensor_parallel_size: PositiveInt = 1
     """GPUs of one engine, all of one node. Colocated: it divides the number of processes."""
     precision: Precision | None = None
-    """`bfloat16` or `float32`, of weights and arithmetic, in which the policy sends them. None: `bfloat16`."""
+    """`bfloat16` or `float32`, of weights and arithmetic, in which the policy sends them. None:
+    `bfloat16`."""
     gpu_memory_utilization: float = Field(default=0.6, gt=0.0, le=1.0)
     """The share of each GPU that an engine takes for weights and keys and values."""
     max_model_len: PositiveInt | None = None
@@ -47,14 +50,16 @@ class GenerationConfig(Strict):
     """How completions are sampled, and by what."""
 
     backend: Literal["hf", "vllm", "sglang"] = "hf"
-    """`hf`: the policy itself samples. `vllm`, `sglang`: the server at `url`. `vllm` without a `url`: engines
-    that the run starts; colocated, where vLLM is not installed, and `sglang` without a `url`: the policy itself."""
+    """`hf`: the policy itself samples. `vllm`, `sglang`: the server at `url`. `vllm` without a
+    `url`: engines that the run starts; colocated, where vLLM is not installed, and `sglang` without
+    a `url`: the policy itself."""
     url: str | None = Field(default=None, pattern="^https?://.+")
     """Address of the server, as `http://127.0.0.1:8000/v1`, with or without the version."""
     model: str | None = None
     """Name of the model at the server. None: `policy.model_name`."""
     api_key_env: str | None = None
-    """Environment variable that holds the key of the server; the key itself never stands in a configuration."""
+    """Environment variable that holds the key of the server; the key itself never stands in a
+    configuration."""
     max_new_tokens: PositiveInt | None = None
     """Longest completion, in tokens, where the prompt leaves that much room. None: all the room."""
     temperature: PositiveFloat = 1.0
@@ -68,22 +73,25 @@ class GenerationConfig(Strict):
     stop_strings: TextOrTexts | None = None
     """Texts that end a completion."""
     batch_size: PositiveInt = 64
-    """Most completions that are sampled at once; NeMo RL's name is `policy.generation_batch_size`."""
+    """Most completions that are sampled at once; NeMo RL's name is
+    `policy.generation_batch_size`."""
     timeout_seconds: PositiveFloat = 600.0
-    """Time limit of a request to the server; of engines, for each `max_concurrency` requests together."""
+    """Time limit of a request to the server; of engines, for each `max_concurrency` requests
+    together."""
     max_concurrency: PositiveInt = 64
     """Most requests to the server at a time."""
     max_retries: NonNegativeInt = 8
     """Further attempts of a request to the server that failed."""
     probe_tolerance: PositiveFloat | None = None
-    """Largest mean difference, in nats, of log-probabilities of sampler and policy after an update. None: 0.001 where
-    both compute in float32, as far as is known, else 0.12."""
+    """Largest mean difference, in nats, of log-probabilities of sampler and policy after an update.
+    None: 0.001 where both compute in float32, as far as is known, else 0.12."""
     weight_folder: str | None = None
-    """The folder from which the server loads new weights, which both see under this path. None: `weights` in
-    `checkpointing.checkpoint_dir`."""
+    """The folder from which the server loads new weights, which both see under this path. None:
+    `weights` in `checkpointing.checkpoint_dir`."""
     vllm_cfg: VllmConfig = VllmConfig()
     vllm_kwargs: dict[str, Any] = {}
-    """Further arguments of `vllm.LLM`, passed on as they are, as `{enable_expert_parallel: true}`."""
+    """Further arguments of `vllm.LLM`, passed on as they are, as `{enable_expert_parallel:
+    true}`."""
     colocated: ColocatedConfig = ColocatedConfig()
 
     @property
@@ -98,8 +106,9 @@ class GenerationConfig(Strict):
 
     @property
     def gives_log_probs(self) -> bool:
-        """Whether server or engines give log-probabilities at the temperature and before top-k and top-p; others are
-        not used. SGLang's are those; a server of vLLM does not say whether they are; engines give raw ones at 1."""
+        """Whether server or engines give log-probabilities at the temperature and before top-k and
+        top-p; others are not used. SGLang's are those; a server of vLLM does not say whether they
+        are; engines give raw ones at 1."""
         is_raw = self.backend == "sglang" or (self.starts_engines and self.temperature == 1.0)
         return is_raw or (self.top_k is None and self.top_p == 1.0)
 
@@ -113,25 +122,22 @@ class GenerationConfig(Strict):
 
     def check(self) -> None:
         if self.vllm_cfg.enforce_eager and not self.vllm_kwargs.get("enforce_eager", True):
-            raise self.error(
-                "vllm_cfg.enforce_eager vllm_kwargs",
-                "the same value in both",
-                "remove it from vllm_kwargs",
-            )
-        gpus, size = self.colocated.resources.gpus_per_node, self.vllm_cfg.tensor_parallel_size
+            keys = "vllm_cfg.enforce_eager vllm_kwargs"
+            raise self.error(keys, "the same value in both", "remove it from vllm_kwargs")
         if self.backend == "hf" and self.url is not None:
-            raise self.error(
-                "url backend",
-                "backend: vllm or sglang, or no url: backend hf samples in this process",
-            )
+            need = "backend: vllm or sglang, or no url: backend hf samples in this process"
+            raise self.error("url backend", need)
         if self.url is not None or self.colocated.enabled:
             return
         if self.backend != "vllm":
-            need = "a url, as http://127.0.0.1:8000/v1; or backend: vllm; or backend: hf and colocated.enabled: true"
+            need = "a url, as http://127.0.0.1:8000/v1; or backend: vllm; or backend: hf and "
+            need += "colocated.enabled: true"
             raise self.error("url backend colocated.enabled", need)
-        if gpus == 0 or gpus % size:
+        gpus = self.colocated.resources.gpus_per_node
+        if gpus == 0 or gpus % self.vllm_cfg.tensor_parallel_size != 0:
             keys = "colocated.resources.gpus_per_node vllm_cfg.tensor_parallel_size url"
-            need = "GPUs of each node for vLLM's engines, a multiple of tensor_parallel_size; or the url of a server"
+            need = "GPUs of each node for vLLM's engines, a multiple of tensor_parallel_size; or "
+            need += "the url of a server"
             raise self.error(keys, need)
 
 
@@ -143,7 +149,8 @@ class GRPOPolicyConfig(TrainedModelConfig):
     train_global_batch_size: PositiveInt | None = None
     """Completions per optimiser step, in whole groups that divide a step. None: all of a step."""
     hf_config_overrides: dict[str, Any] = {}
-    """Keys of the loaded model's configuration to change, as `{rope_parameters: {rope_theta: 500000.0}}`."""
+    """Keys of the loaded model's configuration to change, as `{rope_parameters: {rope_theta:
+    500000.0}}`."""
     generation: GenerationConfig = GenerationConfig()
 
     @property

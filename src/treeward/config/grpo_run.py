@@ -1,7 +1,10 @@
 """`GRPORunConfig`: the configuration of a run of GRPO, and the checks between its sections.
 
     policy: {model_name: Qwen/Qwen2.5-0.5B-Instruct, max_total_sequence_length: 1024}
-    data: {dataset_name: PromptDataset, train_data_path: prompts.jsonl, val_data_path: held_out.jsonl}
+    data:
+      dataset_name: PromptDataset
+      train_data_path: prompts.jsonl
+      val_data_path: held_out.jsonl
     env: {reward_model: {model_name: results/rm/final}}
 
 is a whole configuration: every other key has a default, written once, on its field.
@@ -38,7 +41,8 @@ class GRPORunConfig(Strict):
     """The policy, its batches, its numerics, its optimiser and its generation."""
     data: PromptDataConfig
     env: dict[str, Any] = Field(min_length=1)
-    """The environments by name, each a section of its kind, which is the name unless the section has `type`."""
+    """The environments by name, each a section of its kind, which is the name unless the section
+    has `type`."""
     checkpointing: GRPOCheckpointingConfig = GRPOCheckpointingConfig()
     logger: GRPOLoggerConfig = GRPOLoggerConfig()
     cluster: ClusterConfig = ClusterConfig()
@@ -52,45 +56,53 @@ class GRPORunConfig(Strict):
     def default_environment(self) -> str | None:
         """The environment of prompts that name none; None if every prompt has to name one."""
         names = [name for name in self.environments if name != self.grpo.gold_environment]
-        return "reward_model" if "reward_model" in names else names[0] if len(names) == 1 else None
+        if "reward_model" in names:
+            return "reward_model"
+        if len(names) == 1:
+            return names[0]
+        return None
 
     @property
     def named_environments(self) -> tuple[str, ...]:
         """The environments that the sets of data name, each once."""
-        sets = (*self.data.train, *self.data.validation)
-        return tuple(
-            dict.fromkeys(dataset.env_name for dataset in sets if dataset.env_name is not None)
-        )
+        names: dict[str, None] = {}  # a set that keeps its order
+        for dataset in (*self.data.train, *self.data.validation):
+            if dataset.env_name is not None:
+                names[dataset.env_name] = None
+        return tuple(names)
 
     @property
     def used_environments(self) -> tuple[str, ...]:
         """The environments that reward training, each once; rows of the data may name others."""
-        every_set_names = all(
-            dataset.env_name is not None for dataset in (*self.data.train, *self.data.validation)
-        )
-        default = (
-            ()
-            if every_set_names or self.default_environment is None
-            else (self.default_environment,)
-        )
-        return tuple(dict.fromkeys((*self.named_environments, *default)))
+        used = list(self.named_environments)
+        default = self.default_environment
+        sets = (*self.data.train, *self.data.validation)
+        needs_default = any(dataset.env_name is None for dataset in sets)
+        if needs_default and default is not None and default not in used:
+            used.append(default)
+        return tuple(used)
 
     @property
     def used_sections(self) -> list[tuple[str, str, dict[str, Any]]]:
-        """The name, kind and keys of each environment that the run starts, and of the members of hybrids."""
-        used = {
-            name: self.env[name]
-            for name in (*self.used_environments, self.grpo.gold_environment)
-            if name
-        }
+        """The name, kind and keys of each environment that the run starts, and of the members of
+        hybrids."""
+        used = {name: self.env[name] for name in self.used_environments}
+        gold = self.grpo.gold_environment
+        if gold:
+            used[gold] = self.env[gold]
         return list(environment_sections(used))
 
     def judged_by(self, dataset: PromptSetConfig) -> PreferenceVerdictConfig | None:
-        """The section of `preference_verdict` that rewards a set, whose rows are then comparisons; None for prompts."""
+        """The section of `preference_verdict` that rewards a set, whose rows are then comparisons;
+        None for prompts."""
         name = dataset.env_name or self.default_environment
-        sections = environment_sections({name: self.env[name]} if name in self.env else {})
-        keys = next((keys for _, kind, keys in sections if kind == "preference_verdict"), None)
-        return None if keys is None else PreferenceVerdictConfig.model_validate(keys)
+        if name not in self.env:
+            return None
+        # Of a hybrid the members too.
+        for _, kind, keys in environment_sections({name: self.env[name]}):
+            if kind == "preference_verdict":
+                return PreferenceVerdictConfig.model_validate(keys)
+        return None
 
     @property
     def has_other_gpus(self) -> bool:
@@ -102,13 +114,13 @@ class GRPORunConfig(Strict):
 
     @property
     def training_cluster(self) -> ClusterConfig:
-        """The processes that train: `cluster` without the GPUs of engines and replicas, as NeMo RL counts them.
+        """The processes that train: `cluster` without the GPUs of engines and replicas, as NeMo RL
+        counts them.
 
         Raises `ConfigError` where none is left.
         """
-        num_gpus = sum(
-            model.num_gpus for name, model in self.reward_models.items() if model.needs_ray
-        )
+        models = self.reward_models.values()
+        num_gpus = sum(model.num_gpus for model in models if model.needs_ray)
         generation = self.policy.generation
         if self._has_engines_apart:
             num_gpus += generation.num_engines * generation.vllm_cfg.tensor_parallel_size
@@ -117,11 +129,11 @@ class GRPORunConfig(Strict):
     @property
     def reward_models(self) -> dict[str, RewardModelEnvironmentConfig]:
         """The environments that are reward models, members of hybrids too, by their names."""
-        sections = {name: keys for name, kind, keys in self.used_sections if kind == "reward_model"}
-        return {
-            name: RewardModelEnvironmentConfig.model_validate(keys)
-            for name, keys in sections.items()
-        }
+        models: dict[str, RewardModelEnvironmentConfig] = {}
+        for name, kind, keys in self.used_sections:
+            if kind == "reward_model":
+                models[name] = RewardModelEnvironmentConfig.model_validate(keys)
+        return models
 
     @property
     def _has_engines_apart(self) -> bool:
@@ -148,7 +160,8 @@ class GRPORunConfig(Strict):
 
     @property
     def max_new_tokens(self) -> int:
-        """Longest completion, in tokens, of the shortest prompt; the room that a prompt leaves limits it further."""
+        """Longest completion, in tokens, of the shortest prompt; the room that a prompt leaves
+        limits it further."""
         return self.policy.generation.max_new_tokens or self.policy.max_total_sequence_length
 
     @property
@@ -164,20 +177,25 @@ class GRPORunConfig(Strict):
     @property
     def ranking_metric(self) -> str | None:
         """The validation metric that ranks checkpoints, as `reward`; None if none does."""
-        name = self.checkpointing.metric_name if self.checkpointing.enabled else None
-        return None if name is None else parse_grpo_metric_name(name)
+        name = self.checkpointing.metric_name
+        if name is None or not self.checkpointing.enabled:
+            return None
+        return parse_grpo_metric_name(name)
 
     @property
     def remarks(self) -> list[str]:
         """Warnings about settings that are valid and may surprise."""
+        remarks: list[str] = []
         generation = self.policy.generation
-        remarks = {
-            f"policy.generation.backend is {generation.backend} and no url is given: the policy itself samples, in "
-            "this process": generation.backend != "hf"
-            and not (generation.url or generation.starts_engines),
-            "grpo.watch has nothing to watch: data has no validation set": not self.data.validation,
-        }
-        return [remark for remark, applies in remarks.items() if applies]
+        samples_here = not generation.url and not generation.starts_engines
+        if generation.backend != "hf" and samples_here:
+            remarks.append(
+                f"policy.generation.backend is {generation.backend} and no url is given: the "
+                "policy itself samples, in this process"
+            )
+        if not self.data.validation:
+            remarks.append("grpo.watch has nothing to watch: data has no validation set")
+        return remarks
 
     @field_validator("env")
     @classmethod
@@ -190,7 +208,10 @@ class GRPORunConfig(Strict):
         self._check_environments()
         self._check_watch_and_metric()
         if self.policy.trust_remote_code and any(map(self.judged_by, self.data.train)):
-            need = "false with preference_verdict: whoever loads the judge could not ask its golden questions"
+            need = (
+                "false with preference_verdict: whoever loads the judge could not ask its golden "
+                "questions"
+            )
             fix = "set policy.trust_remote_code=false, with a model whose code transformers has"
             raise self.error("policy.trust_remote_code", need, fix)
         skip = "grpo.skip_reference_policy_logprobs_calculation"
@@ -209,15 +230,20 @@ class GRPORunConfig(Strict):
             raise self.error(keys, "at most policy.max_total_sequence_length", fix)
 
     def _check_update(self) -> None:
-        size, whole = self.policy.train_global_batch_size, self.grpo.completions_per_step
-        loss, sampling = self.loss_fn, self.policy.generation
+        size = self.policy.train_global_batch_size
+        whole = self.grpo.completions_per_step
+        loss = self.loss_fn
+        sampling = self.policy.generation
         if size is not None and (size % self.grpo.num_generations_per_prompt or whole % size):
-            keys = "policy.train_global_batch_size grpo.num_prompts_per_step grpo.num_generations_per_prompt"
-            need = f"a multiple of grpo.num_generations_per_prompt that divides {whole}, the completions of a step"
+            keys = "policy.train_global_batch_size grpo.num_prompts_per_step "
+            keys += "grpo.num_generations_per_prompt"
+            need = f"a multiple of grpo.num_generations_per_prompt that divides {whole}, the "
+            need += "completions of a step"
             fix = f"set policy.train_global_batch_size=null for one update from all {whole}"
             raise self.error(keys, need, fix)
         if loss.force_on_policy_ratio and self.updates_per_pass * self.grpo.updates_per_batch > 1:
-            keys = "loss_fn.force_on_policy_ratio policy.train_global_batch_size grpo.updates_per_batch"
+            keys = "loss_fn.force_on_policy_ratio policy.train_global_batch_size "
+            keys += "grpo.updates_per_batch"
             need = (
                 f"one update from the {whole} completions of a step: with more the ratio is not 1"
             )
@@ -231,22 +257,21 @@ class GRPORunConfig(Strict):
         }
         for key, compares in compares_with_generator.items():
             if compares and lacks_log_probs:
-                keys = f"{key} policy.generation.backend policy.generation.top_k policy.generation.top_p"
-                need = "a generator that returns log-probabilities of its tokens; with these settings it does not"
+                keys = f"{key} policy.generation.backend policy.generation.top_k "
+                keys += "policy.generation.top_p"
+                need = "a generator that returns log-probabilities of its tokens; with these "
+                need += "settings it does not"
                 raise self.error(keys, need, f"remove {key}, or sample with backend hf or sglang")
 
     def _check_environments(self) -> None:
         if not self.environments:
-            raise self.error(
-                "env",
-                "an environment that is enabled",
-                f"set env.{next(iter(self.env))}.enabled=true",
-            )
+            first = next(iter(self.env))
+            fix = f"set env.{first}.enabled=true"
+            raise self.error("env", "an environment that is enabled", fix)
         named = {"grpo.gold_environment": self.grpo.gold_environment}
         for kind, sets in (("train", self.data.train), ("validation", self.data.validation)):
-            named |= {
-                f"data.{kind}[{i}].env_name": dataset.env_name for i, dataset in enumerate(sets)
-            }
+            for i, dataset in enumerate(sets):
+                named[f"data.{kind}[{i}].env_name"] = dataset.env_name
         for field, name in named.items():
             if name is None or name in self.environments:
                 continue
@@ -260,7 +285,9 @@ class GRPORunConfig(Strict):
             raise ConfigError.unknown(summary, name, self.environments, field=field, fix=fix)
 
     def _check_watch_and_metric(self) -> None:
-        gold, watch, metric = self.grpo.gold_environment, self.grpo.watch, self.ranking_metric
+        gold = self.grpo.gold_environment
+        watch = self.grpo.watch
+        metric = self.ranking_metric
         if gold is not None and gold in self.used_environments:
             need = (
                 "a gold environment that is not trained on: no set of data names it as its env_name"
@@ -275,16 +302,17 @@ class GRPORunConfig(Strict):
         validates = bool(self.data.validation) and self.grpo.validates
         if watch.stop_on and not validates:
             fix = "give data.val_data_path, or set grpo.watch.stop_on=[]"
-            raise self.error(
-                "grpo.watch.stop_on grpo.val_period", "a set in data.validation to validate on", fix
-            )
-        is_measured = {
-            "a set in data.validation, and grpo.val_period or grpo.val_at_end": validates,
-            "grpo.gold_environment": metric != "gold_reward" or gold is not None,
-            "grpo.skip_reference_policy_logprobs_calculation: false": metric != "kl"
-            or self.needs_reference,
-        }
-        for need, is_there in is_measured.items():
-            if metric is not None and not is_there:
-                fix = "set checkpointing.metric_name=null to keep the latest checkpoints"
-                raise self.error("checkpointing.metric_name", f"{need}, to measure it", fix)
+            need = "a set in data.validation to validate on"
+            raise self.error("grpo.watch.stop_on grpo.val_period", need, fix)
+        if metric is None:
+            return
+        missing: str | None = None
+        if not validates:
+            missing = "a set in data.validation, and grpo.val_period or grpo.val_at_end"
+        elif metric == "gold_reward" and gold is None:
+            missing = "grpo.gold_environment"
+        elif metric == "kl" and not self.needs_reference:
+            missing = "grpo.skip_reference_policy_logprobs_calculation: false"
+        if missing is not None:
+            fix = "set checkpointing.metric_name=null to keep the latest checkpoints"
+            raise self.error("checkpointing.metric_name", f"{missing}, to measure it", fix)

@@ -1,4 +1,5 @@
-"""Hints in errors for somebody who writes a key or a value of TRL or verl, or a key of the other command's run."""
+"""Hints in errors for somebody who writes a key or a value of TRL or verl, or a key of the other
+command's run."""
 
 from __future__ import annotations
 
@@ -50,9 +51,15 @@ KEYS_ELSEWHERE: Mapping[str, list[str]] = _keys_elsewhere()
 
 _ON_ONE_DEVICE = "It counts on each device"
 KEY_NOTES: Mapping[str, str] = {
-    "per_device_train_batch_size": f"{_ON_ONE_DEVICE}; policy.train_global_batch_size counts all of a step.",
-    "per_device_eval_batch_size": f"{_ON_ONE_DEVICE}; rm.val_global_batch_size counts all of a batch.",
-    "gradient_accumulation_steps": "That is its product with the batch size of a device and the number of devices.",
+    "per_device_train_batch_size": (
+        f"{_ON_ONE_DEVICE}; policy.train_global_batch_size counts all of a step."
+    ),
+    "per_device_eval_batch_size": (
+        f"{_ON_ONE_DEVICE}; rm.val_global_batch_size counts all of a batch."
+    ),
+    "gradient_accumulation_steps": (
+        "That is its product with the batch size of a device and the number of devices."
+    ),
     "max_length": "It counts the tokens of a prompt with its completion.",
     "max_token_length": "It counts the tokens of a prompt with its completion.",
     "bf16": "policy.precision=bfloat16 is true, float32 false.",

@@ -1,4 +1,5 @@
-"""`LOSSES`: every loss of a reward model, one entry each; and `rm.loss`, the options of all of them.
+"""`LOSSES`: every loss of a reward model, one entry each; and `rm.loss`, the options of all of
+them.
 
     "hinge": Loss(
         function="hinge",                                   # of `treeward.losses`
@@ -7,9 +8,11 @@
         meaning="a is preferred to b where score(a) > score(b) + margin",
     ),
 
-    margin: NonNegativeFloat = 1.0                          # a new option, in `LossConfig`, with a docstring
+    # A new option, in `LossConfig`, with a docstring.
+    margin: NonNegativeFloat = 1.0
 
-`policy.reward_model_cfg.reward_model_type` names the loss. With any other loss the option is an error.
+`policy.reward_model_cfg.reward_model_type` names the loss. With any other loss the option is an
+error.
 """
 
 from __future__ import annotations
@@ -25,12 +28,13 @@ from treeward.config.base import Strict
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """`function`: its name in `treeward.losses`. It takes scores (S,) with `Pairs`, or where grades are learnt values
-    (S, H) with `Targets`, and its options by name; it gives a sum.
+    """`function`: its name in `treeward.losses`. It takes scores (S,) with `Pairs`, or where grades
+    are learnt values (S, H) with `Targets`, and its options by name; it gives a sum.
 
-    `learns`: pairs of completions, choices of the best one, or grades. `options`: the keys of `LossConfig` that count:
-    those of `LabelConfig` are read before the function, the others are its arguments. `meaning`: what a score means,
-    for the card of a trained model; `{grades}` are the names of the grades.
+    `learns`: pairs of completions, choices of the best one, or grades. `options`: the keys of
+    `LossConfig` that count: those of `LabelConfig` are read before the function, the others are its
+    arguments. `meaning`: what a score means, for the card of a trained model; `{grades}` are the
+    names of the grades.
     """
 
     function: str
@@ -73,10 +77,12 @@ class LabelConfig(Strict):
     """What becomes of the labels before the loss reads them: arguments of `losses.ranked_pairs`."""
 
     weight: Literal["group", "pair"] = "group"
-    """What weighs the same: comparisons, however many pairs they have, or pairs (`plackett_luce`: choices)."""
+    """What weighs the same: comparisons, however many pairs they have, or pairs (`plackett_luce`:
+    choices)."""
     strength: Literal["margin", "soft_label", "weight"] | None = None
-    """What becomes of by how much a completion is better (the keys are in docs/data.md): a margin that the difference
-    of the scores should exceed, the log-odds of a soft label, or the weight of the pair. None: it is not used."""
+    """What becomes of by how much a completion is better (the keys are in docs/data.md): a margin
+    that the difference of the scores should exceed, the log-odds of a soft label, or the weight of
+    the pair. None: it is not used."""
     strength_scale: PositiveFloat = 1.0
     """Strengths are multiplied by it."""
 
@@ -87,7 +93,8 @@ class LossConfig(LabelConfig):
     label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
     """The assumed probability that a label is wrong."""
     center_rewards_coefficient: NonNegativeFloat = 0.0
-    """Weight of the mean square of score(chosen) + score(rejected), which keeps scores near zero. 0: off."""
+    """Weight of the mean square of score(chosen) + score(rejected), which keeps scores near zero.
+    0: off."""
 
     def arguments(self, loss: str) -> dict[str, Any]:
         """The options that the function of this loss gets, by name."""

@@ -2,8 +2,8 @@
 
     check_inputs(load_config("rm.yaml"))
 
-looks for the optional packages, the files and the folders. Hub names, and what is in the files, are left to those that
-read them.
+looks for the optional packages, the files and the folders. Hub names, and what is in the files, are
+left to those that read them.
 """
 
 from __future__ import annotations
@@ -29,28 +29,36 @@ def check_inputs(config: RewardModelRunConfig | GRPORunConfig) -> None:
     check_packages(config)
     for kind, sets in (("train", config.data.train), ("validation", config.data.validation)):
         for i, dataset in enumerate(sets):
-            path, field = dataset.data_path, f"data.{kind}[{i}].data_path"
-            # a class of the user knows what its path means
+            path = dataset.data_path
+            # A class of the user knows what its path means.
             if path is None or "." in dataset.dataset_name:
                 continue
             if not glob.has_magic(path) and not _HUB_NAME.fullmatch(path):
+                field = f"data.{kind}[{i}].data_path"
                 _check_path(path, field, "a file, a folder or a hub name, as org/name")
     _check_models(config)
 
 
 def check_packages(config: RewardModelRunConfig | GRPORunConfig) -> None:
-    """Raise `ConfigError` for the first optional package that the configuration needs and that is not installed."""
+    """Raise `ConfigError` for the first optional package that the configuration needs and that is
+    not installed."""
     for field, module, extra, alternative in _packages(config):
         if importlib.util.find_spec(module) is None:
-            install = "pip install vllm" if extra == "vllm" else pip_install(extra)
-            fix = f"{install}, or {alternative}"
+            install = pip_install(extra)
+            if extra == "vllm":
+                # It is no extra of ours: it brings a version of PyTorch of its own.
+                install = "pip install vllm"
             raise ConfigError(
-                f"the package {module} is not installed", field=field, need=module, fix=fix
+                f"the package {module} is not installed",
+                field=field,
+                need=module,
+                fix=f"{install}, or {alternative}",
             )
 
 
 def _packages(config: RewardModelRunConfig | GRPORunConfig) -> Iterator[tuple[str, str, str, str]]:
-    """For each optional package: the key that needs it, its module, its extra, and what to do without it."""
+    """For each optional package: the key that needs it, its module, its extra, and what to do
+    without it."""
     for name in ("tensorboard", "wandb", "mlflow"):
         if getattr(config.logger, f"{name}_enabled"):
             field = f"logger.{name}_enabled"
@@ -90,31 +98,33 @@ def _packages(config: RewardModelRunConfig | GRPORunConfig) -> Iterator[tuple[st
 
 
 def _check_models(config: RewardModelRunConfig | GRPORunConfig) -> None:
-    """Refuse folders that do not exist. A run that may resume needs no folder of its first weights."""
+    """Refuse folders that do not exist. A run that may resume needs no folder of its first
+    weights."""
     names: list[tuple[str, str | None]] = []
     if not Path(config.checkpointing.checkpoint_dir).exists():
         names += [("policy.model_name", config.policy.model_name)]
         names += [("policy.tokenizer.name", config.policy.tokenizer.name)]
-    for name, section in config.reward_models.items() if isinstance(config, GRPORunConfig) else ():
-        if section.url is None:
-            names += [(f"env.{name}.model_name", model) for model in section.models]
+    if isinstance(config, GRPORunConfig):
+        for name, section in config.reward_models.items():
+            if section.url is None:
+                names += [(f"env.{name}.model_name", model) for model in section.models]
     for field, model in names:
-        if model is not None and (model.startswith((".", "/", "~")) or model.count("/") > 1):
-            _check_path(
-                os.path.expanduser(model),
-                field,
-                "the folder of a model, or a hub name, as org/name",
-            )
+        if model is None:
+            continue
+        # A hub name has one slash, and begins with a letter or a digit.
+        is_path = model.startswith((".", "/", "~")) or model.count("/") > 1
+        if is_path:
+            need = "the folder of a model, or a hub name, as org/name"
+            _check_path(os.path.expanduser(model), field, need)
 
 
 def _check_path(path: str, field: str, need: str) -> None:
-    """Raise `ConfigError`, with the nearest name in the folder, for a file or folder that does not exist."""
+    """Raise `ConfigError`, with the nearest name in the folder, for a file or folder that does not
+    exist."""
     if Path(path).exists():
         return
     near = nearest_path(path)
-    fix = (
-        f"did you mean {near}?"
-        if near
-        else f"correct the path; relative paths begin at {os.getcwd()}"
-    )
+    fix = f"correct the path; relative paths begin at {os.getcwd()}"
+    if near:
+        fix = f"did you mean {near}?"
     raise ConfigError("there is no such file or folder", field=field, got=path, need=need, fix=fix)

@@ -5,8 +5,8 @@
     judge: {model: some-model, base_url: "http://127.0.0.1:8000/v1", api_key_env: null}
     mixed: {type: hybrid, mode: fallback, members: {math: {type: rules, rule: math}, judge: {...}}}
 
-The kind of a section is its name unless it has `type`; a kind with a dot is the path of a class, which checks its own
-keys. `treeward/environments/registry.py` constructs the environments.
+The kind of a section is its name unless it has `type`; a kind with a dot is the path of a class,
+which checks its own keys. `treeward/environments/registry.py` constructs the environments.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class ScoringDTensorConfig(ShardingConfig):
     """Keep the weights in the CPU's memory and move them to the GPU for each step only. It is for a model in the
     environment's process: replicas keep theirs on their GPUs."""
     tensor_parallel_size: PositiveInt = 1
-    """GPUs that a replica of the model is sharded over, all of one node: for a model that does not fit into one."""
+    """GPUs that a replica of the model is sharded over, all of one node: for a model that does not
+    fit into one."""
 
     def check(self) -> None:
         if self.cpu_offload and self.tensor_parallel_size > 1:
@@ -55,18 +56,20 @@ class ScoringDTensorConfig(ShardingConfig):
 
 
 class RewardModelEnvironmentConfig(ScoringConfig):
-    """A reward model as the environment of an RL loop. Its model may also be the address of a `treeward serve`, as
-    `http://host:8000`."""
+    """A reward model as the environment of an RL loop. Its model may also be the address of a
+    `treeward serve`, as `http://host:8000`."""
 
     served_model: str | None = None
     """Which model of the server at `model_name`, by its name there. None: its first."""
     token_env: str | None = None
-    """Environment variable that holds the bearer token of the server at `model_name`. None: it asks for none."""
+    """Environment variable that holds the bearer token of the server at `model_name`. None: it asks
+    for none."""
     reward_model_cfg: RewardModelConfig = RewardModelConfig()
     batch_size: PositiveInt | None = None
     """Most conversations in one forward pass. None: only `batch_tokens` limits it."""
     batch_tokens: PositiveInt | None = None
-    """Most tokens in one forward pass, counted after sharing prefixes. None: 4096, unless `batch_size` is given."""
+    """Most tokens in one forward pass, counted after sharing prefixes. None: 4096, unless
+    `batch_size` is given."""
     resources: ResourcesConfig = ResourcesConfig()
     max_retries: NonNegativeInt = 3
     """Further attempts of a prompt's completions whose replica died or took too long."""
@@ -82,18 +85,19 @@ class RewardModelEnvironmentConfig(ScoringConfig):
 
     @property
     def num_workers(self) -> int:
-        """Replicas of the model that are loaded: one for each `tensor_parallel_size` GPUs, or one for each node."""
+        """Replicas of the model that are loaded: one for each `tensor_parallel_size` GPUs, or one
+        for each node."""
+        if self.url:
+            return 0
         per_node = self.resources.gpus_per_node // self.dtensor_cfg.tensor_parallel_size
-        return 0 if self.url else max(per_node, 1) * self.resources.num_nodes
+        return max(per_node, 1) * self.resources.num_nodes
 
     @property
     def num_gpus(self) -> int:
         """GPUs of all replicas, where the machines have any."""
-        return (
-            self.num_workers * self.dtensor_cfg.tensor_parallel_size
-            if self.resources.gpus_per_node
-            else 0
-        )
+        if not self.resources.gpus_per_node:
+            return 0
+        return self.num_workers * self.dtensor_cfg.tensor_parallel_size
 
     @property
     def needs_ray(self) -> bool:
@@ -102,42 +106,46 @@ class RewardModelEnvironmentConfig(ScoringConfig):
 
     def check(self) -> None:
         super().check()
-        gpus, size = self.resources.gpus_per_node, self.dtensor_cfg.tensor_parallel_size
-        if gpus % size:
+        if self.resources.gpus_per_node % self.dtensor_cfg.tensor_parallel_size != 0:
             need = "GPUs of each node that are a multiple of tensor_parallel_size"
             raise self.error("resources.gpus_per_node dtensor_cfg.tensor_parallel_size", need)
         if any(re.fullmatch(r"[\w.-]+:\d+/?", name) for name in self.models):
             raise self.error("models", "http:// before the address of a server")
         needs_server = self.served_model or self.token_env or any(map(server_address, self.models))
         if needs_server and (self.url is None or len(self.models) > 1):
-            raise self.error(
-                "models served_model token_env", "the address of a server as the only model_name"
-            )
-        if self.url is not None and (
-            self.has_other_score or self.tokenizer.rendering or self.shaping is not None
-        ):
-            need = "a model alone: its server is started with the others, as models of its configuration"
-            raise self.error("models head_weights ensemble tokenizer shaping", need)
+            need = "the address of a server as the only model_name"
+            raise self.error("models served_model token_env", need)
+        changes_score = self.has_other_score or self.shaping is not None
+        if self.url is not None and (changes_score or self.tokenizer.rendering):
+            keys = "models head_weights ensemble tokenizer shaping"
+            need = "a model alone: its server is started with the others, as models of its "
+            need += "configuration"
+            raise self.error(keys, need)
 
 
 class RuleEnvironmentConfig(Strict):
-    """Rewards by a rule: the answer in a completion equals the ground truth, matches a pattern, or is mathematically
-    the same."""
+    """Rewards by a rule: the answer in a completion equals the ground truth, matches a pattern, or
+    is mathematically the same."""
 
     rule: Literal["exact_match", "regex", "math", "dapo"]
-    """The answer is a ground truth (`exact_match`), has a pattern (`regex`), is mathematically equal (`math`), or
-    stands behind the last `Answer:` and is equal as text in the normal form of Minerva and DAPO (`dapo`)."""
+    """The answer is a ground truth (`exact_match`), has a pattern (`regex`), is mathematically
+    equal (`math`), or stands behind the last `Answer:` and is equal as text in the normal form of
+    Minerva and DAPO (`dapo`)."""
     answer_key: Annotated[TextOrTexts, Field(min_length=1)] = ("ground_truth", "expected_answer")
-    """The keys of `env_infos` with the ground truth (for `regex`, patterns); the first that a sample has counts."""
+    """The keys of `env_infos` with the ground truth (for `regex`, patterns); the first that a
+    sample has counts."""
     extract: str | None = None
-    """A regular expression that finds the answer; without a match it is wrong. None: the whole completion."""
+    """A regular expression that finds the answer; without a match it is wrong. None: the whole
+    completion."""
     pattern: str | None = None
-    """With `regex`: the pattern to find in the answer, in the syntax of the package `regex`; needs no ground truth."""
+    """With `regex`: the pattern to find in the answer, in the syntax of the package `regex`; needs
+    no ground truth."""
     ignore_case: bool = False
     """Ignore case in `exact_match` and `regex`."""
     strip_reasoning: bool | None = None
-    """Take off the reasoning (`<think>...</think>`) before the rule reads the completion. A completion that was cut off
-    within its reasoning has no answer. None: false for `regex`, which may ask for a form; true for the others."""
+    """Take off the reasoning (`<think>...</think>`) before the rule reads the completion. A
+    completion that was cut off within its reasoning has no answer. None: false for `regex`, which
+    may ask for a form; true for the others."""
     timeout_seconds: PositiveFloat = 5.0
     """Time limit of a pattern or of algebra for one sample; beyond it the sample has no reward."""
     workers: PositiveInt = 2
@@ -149,20 +157,25 @@ class RuleEnvironmentConfig(Strict):
                 "pattern rule", "rule: regex; extract finds the answer for the other rules"
             )
         if self.strips_reasoning and "think>" in (self.extract or ""):
-            need = "strip_reasoning: false, or an extract without <think>: the reasoning is taken off before extract"
+            need = "strip_reasoning: false, or an extract without <think>: the reasoning is taken "
+            need += "off before extract"
             raise self.error("extract strip_reasoning", need)
 
     @property
     def strips_reasoning(self) -> bool:
         """`strip_reasoning`, or what the rule does by default."""
-        return self.rule != "regex" if self.strip_reasoning is None else self.strip_reasoning
+        if self.strip_reasoning is None:
+            return self.rule != "regex"
+        return self.strip_reasoning
 
 
 class MathEnvironmentConfig(RuleEnvironmentConfig):
-    """The rule math under the keys of NeMo RL: `env.math: {num_workers: 8, math_verify_impl: hf_math_verify}`."""
+    """The rule math under the keys of NeMo RL: `env.math: {num_workers: 8, math_verify_impl:
+    hf_math_verify}`."""
 
     rule: Literal["math", "dapo"] = "math"
-    """Mathematical equality with the ground truth (`math`), or the text behind the last `Answer:` (`dapo`)."""
+    """Mathematical equality with the ground truth (`math`), or the text behind the last `Answer:`
+    (`dapo`)."""
 
 
 JUDGE_FILE = "judge_contract.json"
@@ -170,27 +183,30 @@ JUDGE_FILE = "judge_contract.json"
 
 
 class JudgePromptConfig(Strict):
-    """What a judge is asked. A policy that learns to judge keeps this in its contract, for its use."""
+    """What a judge is asked. A policy that learns to judge keeps this in its contract, for its
+    use."""
 
     mode: Literal["rating", "pairwise", "equivalence"] = "rating"
-    """`rating`: for a number. `pairwise`: which of two is better. `equivalence`: whether two answers are the same."""
+    """`rating`: for a number. `pairwise`: which of two is better. `equivalence`: whether two
+    answers are the same."""
     template: str | None = None
-    """The prompt of the judge, with the placeholders `{conversation}` and `{completion}`, or `{completion_a}` and
-    `{completion_b}`. None: the built-in prompt."""
+    """The prompt of the judge, with the placeholders `{conversation}` and `{completion}`, or
+    `{completion_a}` and `{completion_b}`. None: the built-in prompt."""
     system_prompt: str | None = None
-    """The system prompt of the judge. None: the built-in one, which forbids to obey the text between the tags."""
+    """The system prompt of the judge. None: the built-in one, which forbids to obey the text
+    between the tags."""
     lowest_rating: float = 1.0
     """A lower rating is not a verdict."""
     highest_rating: float = 9.0
-    """A higher rating is not a verdict. At most 9 with `use_logprobs` and for a policy that learns to judge: the
-    probabilities are of one digit."""
+    """A higher rating is not a verdict. At most 9 with `use_logprobs` and for a policy that learns
+    to judge: the probabilities are of one digit."""
     temperature: float | None = 0.0
     """Temperature of the judge. None: not sent, for models that refuse it; in the process 1."""
 
     def check(self) -> None:
-        places = (
-            ("{completion}",) if self.mode == "rating" else ("{completion_a}", "{completion_b}")
-        )
+        places = ["{completion_a}", "{completion_b}"]
+        if self.mode == "rating":
+            places = ["{completion}"]
         if self.template is not None and any(place not in self.template for place in places):
             need = f"{' and '.join(places)} in the template, where the texts to judge go"
             raise self.error("template mode", need)
@@ -199,10 +215,12 @@ class JudgePromptConfig(Strict):
 
 
 class JudgeEnvironmentConfig(JudgePromptConfig):
-    """Rewards by a language model, behind an OpenAI-compatible endpoint (needs the extra `judge`) or in the process."""
+    """Rewards by a language model, behind an OpenAI-compatible endpoint (needs the extra `judge`)
+    or in the process."""
 
     base_url: str | None = None
-    """The endpoint without `/chat/completions`, as `https://api.openai.com/v1`. None: the model runs in the process."""
+    """The endpoint without `/chat/completions`, as `https://api.openai.com/v1`. None: the model
+    runs in the process."""
     model: str
     """The name of the model at that endpoint; in the process, its folder or hub name."""
     device: str | None = None
@@ -210,23 +228,27 @@ class JudgeEnvironmentConfig(JudgePromptConfig):
     dtype: ScoringPrecision = "bfloat16"
     """Number format of a model in the process."""
     api_key_env: str | None = "OPENAI_API_KEY"
-    """The environment variable that holds the key; the key itself never stands in a configuration. None: no key."""
+    """The environment variable that holds the key; the key itself never stands in a configuration.
+    None: no key."""
     mode: Literal["rating", "pairwise", "equivalence"] = "rating"
-    """`rating`: a number, scaled to 0 to 1. `pairwise`: against references, else against neighbouring completions;
-    win 1, tie 0.5, loss 0. `equivalence`: 1 where the final answer is that of a reference, else 0."""
+    """`rating`: a number, scaled to 0 to 1. `pairwise`: against references, else against
+    neighbouring completions; win 1, tie 0.5, loss 0. `equivalence`: 1 where the final answer is
+    that of a reference, else 0."""
     use_logprobs: bool = False
-    """A rating or the verdict on a pair counts by its expected value: from the endpoint's log-probabilities, where it
-    gives them; in the process from the probability of each verdict as the whole message: nothing is written."""
+    """A rating or the verdict on a pair counts by its expected value: from the endpoint's
+    log-probabilities, where it gives them; in the process from the probability of each verdict as
+    the whole message: nothing is written."""
     reference_key: str = "reference_answers"
-    """The key of `env_infos` with the reference completion, or with a list of them: `pairwise` averages, and for
-    `equivalence` one is enough."""
+    """The key of `env_infos` with the reference completion, or with a list of them: `pairwise`
+    averages, and for `equivalence` one is enough."""
     max_tokens: PositiveInt | None = 1024
-    """Longest message of the judge, in tokens; a truncated message is not a verdict. None: not sent; in the process
-    1024."""
+    """Longest message of the judge, in tokens; a truncated message is not a verdict. None: not
+    sent; in the process 1024."""
     extra_body: dict[str, Any] = {}
     """Further fields of the request, as `{max_completion_tokens: 1024}`."""
     chat_template_kwargs: dict[str, Any] = {}
-    """Variables of the judge's chat template, as `{enable_thinking: false}`; of an endpoint, a field of the request."""
+    """Variables of the judge's chat template, as `{enable_thinking: false}`; of an endpoint, a
+    field of the request."""
     max_concurrency: PositiveInt = 16
     """Most requests at a time."""
     timeout_seconds: PositiveFloat = 60.0
@@ -237,17 +259,19 @@ class JudgeEnvironmentConfig(JudgePromptConfig):
     @model_validator(mode="before")
     @classmethod
     def _ask_as_trained(cls, raw: Any) -> Any:
-        """A model's folder with a judge's contract says how it is asked, where the section does not."""
-        contract = Path(str(raw.get("model"))) / JUDGE_FILE if isinstance(raw, Mapping) else None
-        if contract is None or not contract.is_file():
+        """A model's folder with a judge's contract says how it is asked, where the section does
+        not."""
+        if not isinstance(raw, Mapping):
+            return raw
+        contract = Path(str(raw.get("model"))) / JUDGE_FILE
+        if not contract.is_file():
             return raw
         trained = json.loads(contract.read_text("utf-8"))
-        prompt = trained.get("prompt", {})
-        # of an earlier version, in which a question could be asked several times
-        prompt.pop("num_samples", None)
-        return (
-            prompt | {"chat_template_kwargs": trained.get("chat_template_kwargs", {})} | dict(raw)
-        )
+        values: dict[str, Any] = dict(trained.get("prompt", {}))
+        # Of an earlier version, in which a question could be asked several times.
+        values.pop("num_samples", None)
+        values["chat_template_kwargs"] = trained.get("chat_template_kwargs", {})
+        return {**values, **raw}
 
     def check(self) -> None:
         super().check()
@@ -256,17 +280,19 @@ class JudgeEnvironmentConfig(JudgePromptConfig):
         if self.mode == "equivalence":
             raise self.error("mode use_logprobs", "mode: rating or pairwise")
         if self.mode == "rating" and not 0 <= self.lowest_rating < self.highest_rating <= 9:
-            need = "ratings of one digit, as lowest_rating: 1 and highest_rating: 9: one token's probabilities"
+            need = "ratings of one digit, as lowest_rating: 1 and highest_rating: 9: one token's "
+            need += "probabilities"
             raise self.error("highest_rating use_logprobs", need)
 
 
 class PreferenceVerdictConfig(JudgePromptConfig):
-    """Rewards of a policy that learns to judge: its prompts are questions about comparisons, and 1 is the reward of the
-    verdict that the label gives, 0 that of any other."""
+    """Rewards of a policy that learns to judge: its prompts are questions about comparisons, and 1
+    is the reward of the verdict that the label gives, 0 that of any other."""
 
     mode: Literal["pairwise", "rating"] = "pairwise"
-    """`pairwise`: which of two completions is better, in both orders. `rating`: a number for each of the two, which is
-    right if it is above (or below) those that the other one got in the same step."""
+    """`pairwise`: which of two completions is better, in both orders. `rating`: a number for each
+    of the two, which is right if it is above (or below) those that the other one got in the same
+    step."""
     no_verdict: NonPositiveFloat = -1.0
     """The reward of a message without a verdict, or one that was cut."""
 
@@ -280,8 +306,9 @@ class CustomEnvironmentConfig(Strict):
     """Rewards by your own Python function or class."""
 
     function: str
-    """`package.module:name`, `package.module.name` or `path/to/file.py:name`; a function, or a class, which is
-    constructed once with `kwargs` and called by its `score`, `predict` or `__call__`."""
+    """`package.module:name`, `package.module.name` or `path/to/file.py:name`; a function, or a
+    class, which is constructed once with `kwargs` and called by its `score`, `predict` or
+    `__call__`."""
     kwargs: dict[str, Any] = {}
     """Further keyword arguments of the function, or those of the class's constructor."""
 
@@ -306,8 +333,8 @@ class HybridEnvironmentConfig(Strict):
     members: dict[str, HybridMember] = Field(min_length=1)
     """The environments by name, in order."""
     mode: Literal["weighted", "fallback"] = "weighted"
-    """The sum of weight times reward, where all members give one (`weighted`), or the reward of the first member for
-    which a sample neither fails nor is wrong (`fallback`)."""
+    """The sum of weight times reward, where all members give one (`weighted`), or the reward of the
+    first member for which a sample neither fails nor is wrong (`fallback`)."""
 
     def check(self) -> None:
         for name, member in self.members.items():
@@ -322,7 +349,8 @@ class HybridEnvironmentConfig(Strict):
 
 
 class EnvironmentKind(NamedTuple):
-    """A kind of environment: the schema of its section, and the path of its class, imported when one is made."""
+    """A kind of environment: the schema of its section, and the path of its class, imported when
+    one is made."""
 
     section: type[Strict]
     path: str
@@ -346,7 +374,8 @@ ENVIRONMENTS: Mapping[str, EnvironmentKind] = {
 
 
 def server_address(model: str) -> str | None:
-    """The address of a `treeward serve` that stands in the place of a model's name; None for any other name."""
+    """The address of a `treeward serve` that stands in the place of a model's name; None for any
+    other name."""
     return (
         model.removesuffix("/").removesuffix("/v1")
         if model.startswith(("http://", "https://"))
@@ -362,7 +391,8 @@ def is_enabled(section: Any) -> bool:
 def environment_sections(
     env: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """The name, kind and keys of each enabled section of `env`, and of members of hybrids, as `mixed.members.math`.
+    """The name, kind and keys of each enabled section of `env`, and of members of hybrids, as
+    `mixed.members.math`.
 
     Raises `ConfigError`, its `field` relative to `env`, for a section that is not a mapping.
     """
@@ -376,17 +406,18 @@ def environment_sections(
         kind = str(section.get("type") or name)
         yield f"{prefix}{name}", kind, keys
         if kind == "hybrid" and isinstance(keys.get("members"), Mapping):
-            inner = {
-                key: HybridMember.model_validate(member).section
-                for key, member in keys["members"].items()
-            }
-            yield from environment_sections(inner, f"{prefix}{name}.members.")
+            members: dict[str, Any] = {}
+            for key, member in keys["members"].items():
+                members[key] = HybridMember.model_validate(member).section
+            yield from environment_sections(members, f"{prefix}{name}.members.")
 
 
 def check_environments(env: Mapping[str, Any]) -> None:
-    """Raise `ConfigError`, its `field` relative to `env`, for a section that its environment would refuse.
+    """Raise `ConfigError`, its `field` relative to `env`, for a section that its environment would
+    refuse.
 
-    A section with `enabled: false` may hold anything, and so may one whose kind is the dotted path of a class.
+    A section with `enabled: false` may hold anything, and so may one whose kind is the dotted path
+    of a class.
     """
     for name, kind, keys in environment_sections(env):
         known = ENVIRONMENTS.get(kind)
@@ -396,15 +427,13 @@ def check_environments(env: Mapping[str, Any]) -> None:
             except ValidationError as error:
                 problems = []
                 for problem in problems_of(error, known.section):
-                    problems.append(
-                        problem.but(
-                            where=name, field=f"{name}.{problem.field}" if problem.field else name
-                        )
-                    )
+                    field = f"{name}.{problem.field}" if problem.field else name
+                    problems.append(problem.but(where=name, field=field))
                 raise one_error(problems, name) from None
         elif "." not in kind:
+            # The name of a section is its kind, unless it has a `type`.
             field = name if name.split(".")[-1] == kind else f"{name}.type"
-            need = f"one of {', '.join(ENVIRONMENTS)}, or the dotted path of a class; as `type` under another name"
-            raise ConfigError.unknown(
-                "there is no such kind of environment", kind, ENVIRONMENTS, field=field, need=need
-            )
+            need = f"one of {', '.join(ENVIRONMENTS)}, or the dotted path of a class; as `type` "
+            need += "under another name"
+            summary = "there is no such kind of environment"
+            raise ConfigError.unknown(summary, kind, ENVIRONMENTS, field=field, need=need)

@@ -1,14 +1,16 @@
-"""`RewardModelRunConfig`: the configuration of a run that trains a reward model, and the checks between its sections.
+"""`RewardModelRunConfig`: the configuration of a run that trains a reward model, and the checks
+between its sections.
 
     policy: {model_name: Qwen/Qwen2.5-0.5B-Instruct}
     data: {train_data_path: train.jsonl, val_data_path: val.jsonl}
 
-is a whole configuration: every other key has a default, written once, on its field. The small sections `rm`,
-`logger`, `cluster` and `hub` are here too.
+is a whole configuration: every other key has a default, written once, on its field. The small
+sections `rm`, `logger`, `cluster` and `hub` are here too.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any, Self
@@ -24,12 +26,15 @@ from treeward.errors import ConfigError
 
 
 class ScheduleConfig(Strict):
-    """What the length of a run, its validations and its seed have in common in both kinds of run."""
+    """What the length of a run, its validations and its seed have in common in both kinds of
+    run."""
 
     max_num_epochs: PositiveInt = 1
-    """Passes over the training data; a run of GRPO ends with the step that draws the last prompt."""
+    """Passes over the training data; a run of GRPO ends with the step that draws the last
+    prompt."""
     max_num_steps: Limit = None
-    """Most optimiser steps, or steps of GRPO, whatever the number of epochs. None (or -1): no limit."""
+    """Most optimiser steps, or steps of GRPO, whatever the number of epochs. None (or -1): no
+    limit."""
     val_period: Period = 100
     """Steps from one validation to the next. None (or 0): no validation before the end."""
     val_at_start: bool = False
@@ -55,7 +60,8 @@ class RMConfig(ScheduleConfig):
     """The length of the run, its validations, its seed and its loss."""
 
     val_batches: Limit = None
-    """Most batches of `val_global_batch_size` to validate on, per set. None (or -1): the whole set."""
+    """Most batches of `val_global_batch_size` to validate on, per set. None (or -1): the whole
+    set."""
     val_global_batch_size: PositiveInt | None = None
     """Comparisons in a validation batch. None: `policy.train_global_batch_size`."""
     val_micro_batch_size: PositiveInt | None = None
@@ -109,12 +115,15 @@ class ClusterConfig(Strict):
     """The processes of the run, which share the model and the data of each step."""
 
     gpus_per_node: NonNegativeInt = 1
-    """Processes on each node, each with its GPU where the machines have any; 0: one process, on the CPU. Where it
-    is more than one, the GPUs that reward models and engines have of their own are among them."""
+    """Processes on each node, each with its GPU where the machines have any; 0: one process, on the
+    CPU. Where it is more than one, the GPUs that reward models and engines have of their own are
+    among them."""
     num_nodes: PositiveInt = 1
-    """Nodes; more than one need a Ray cluster (`RAY_ADDRESS`). torchrun decides both numbers itself."""
+    """Nodes; more than one need a Ray cluster (`RAY_ADDRESS`). torchrun decides both numbers
+    itself."""
     max_restarts: NonNegativeInt = 3
-    """Restarts from the last checkpoint when a process or a node is lost. torchrun has `--max-restarts` instead."""
+    """Restarts from the last checkpoint when a process or a node is lost. torchrun has
+    `--max-restarts` instead."""
     timeout_minutes: PositiveFloat = 30.0
     """Longest that a process waits for the others, before the run ends with an error."""
 
@@ -129,29 +138,34 @@ class ClusterConfig(Strict):
         """
         if num_gpus == 0 or self.num_processes == 1:
             return self
-        per_node, num_left = max(self.gpus_per_node, 1), self.num_processes - num_gpus
+        per_node = max(self.gpus_per_node, 1)
+        num_left = self.num_processes - num_gpus
         if num_left < 1:
-            got = f"{self.num_processes}, of which reward models and engines have {num_gpus}"
-            fix = f"set cluster.num_nodes={num_gpus // per_node + 1}, or fewer resources of those"
+            num_nodes = num_gpus // per_node + 1
             raise ConfigError(
-                "no GPU is left to train on", field="cluster", got=got, need="one or more", fix=fix
+                "no GPU is left to train on",
+                field="cluster",
+                got=f"{self.num_processes}, of which reward models and engines have {num_gpus}",
+                need="one or more",
+                fix=f"set cluster.num_nodes={num_nodes}, or fewer resources of those",
             )
-        num_nodes = next(
-            n for n in range(-(-num_left // per_node), num_left + 1) if num_left % n == 0
-        )
-        return self.model_copy(
-            update={"num_nodes": num_nodes, "gpus_per_node": num_left // num_nodes}
-        )
+        # The fewest nodes that share the processes out evenly.
+        num_nodes = math.ceil(num_left / per_node)
+        while num_left % num_nodes != 0:
+            num_nodes += 1
+        update = {"num_nodes": num_nodes, "gpus_per_node": num_left // num_nodes}
+        return self.model_copy(update=update)
 
 
 class HubConfig(Strict):
     """The upload of the exported model to the Hugging Face hub."""
 
     push_to_hub: bool = False
-    """Upload the exported folder when training ends. A failed upload leaves the model, with exit code 1; the same
-    command tries it again."""
+    """Upload the exported folder when training ends. A failed upload leaves the model, with exit
+    code 1; the same command tries it again."""
     repo_id: str | None = None
-    """Repository, as `organisation/name`. None: the name of `checkpointing.checkpoint_dir`, in your own account."""
+    """Repository, as `organisation/name`. None: the name of `checkpointing.checkpoint_dir`, in your
+    own account."""
     private: bool = True
     """Make the repository private if it is new."""
 
@@ -179,12 +193,10 @@ class RewardModelRunConfig(Strict):
         return self._graded(self.data.validation)
 
     def _graded(self, sets: tuple[DatasetConfig, ...]) -> tuple[DatasetConfig, ...]:
-        update = {"attributes": self.policy.reward_model_cfg.labels}
-        return (
-            tuple(dataset.model_copy(update=update) for dataset in sets)
-            if update["attributes"]
-            else sets
-        )
+        labels = self.policy.reward_model_cfg.labels
+        if not labels:
+            return sets
+        return tuple(dataset.model_copy(update={"attributes": labels}) for dataset in sets)
 
     @property
     def training_cluster(self) -> ClusterConfig:
@@ -204,16 +216,21 @@ class RewardModelRunConfig(Strict):
     @property
     def ranking_metric(self) -> MetricKey | None:
         """The metric that ranks checkpoints; None if they are not ranked."""
-        name = self.checkpointing.metric_name if self.checkpointing.enabled else None
-        return None if name is None else parse_metric_name(name, self.validation_names)
+        name = self.checkpointing.metric_name
+        if name is None or not self.checkpointing.enabled:
+            return None
+        return parse_metric_name(name, self.validation_names)
 
     @property
     def hub_repo_id(self) -> str:
-        """The repository of the upload; without an organisation it is one of the account that is logged in."""
+        """The repository of the upload; without an organisation it is one of the account that is
+        logged in."""
+        if self.hub.repo_id:
+            return self.hub.repo_id
         folder = Path(self.checkpointing.checkpoint_dir).resolve().name
-        # the hub allows no other names
+        # The hub allows no other names, and none of more than 96 characters.
         words = re.findall(r"[A-Za-z0-9_]+(?:\.[A-Za-z0-9_]+)*", folder)
-        return self.hub.repo_id or "-".join(words)[:96].rstrip("-.") or "reward-model"
+        return "-".join(words)[:96].rstrip("-.") or "reward-model"
 
     def check(self) -> None:
         if (self.data.max_input_seq_length or 0) > self.policy.max_total_sequence_length:
@@ -229,11 +246,10 @@ class RewardModelRunConfig(Strict):
             self._check_ranking_metric(self.checkpointing.metric_name, self.validation_names)
 
     def _check_loss(self) -> None:
-        """Whether the type of the reward model reads the options of the loss, and the data has what it learns from."""
-        kind, key = (
-            self.policy.reward_model_cfg.reward_model_type,
-            "policy.reward_model_cfg.reward_model_type",
-        )
+        """Whether the type of the reward model reads the options of the loss, and the data has what
+        it learns from."""
+        key = "policy.reward_model_cfg.reward_model_type"
+        kind = self.policy.reward_model_cfg.reward_model_type
         for name, option in LossConfig.model_fields.items():
             if name not in LOSSES[kind].options and getattr(self.rm.loss, name) != option.default:
                 need = f"no such key, or the type {' or '.join(readers(name))}"
@@ -243,16 +259,13 @@ class RewardModelRunConfig(Strict):
             raise self.error(f"data.ties {key}", f"drop, or the type {' or '.join(types)}")
 
     def _check_ranking_metric(self, given: str, names: list[str]) -> None:
-        field, fix = (
-            "checkpointing.metric_name",
-            "set checkpointing.metric_name=null to keep the latest checkpoints",
-        )
+        field = "checkpointing.metric_name"
+        fix = "set checkpointing.metric_name=null to keep the latest checkpoints"
         if not names:
             need = "a set in data.validation, to measure it on"
             raise self.error(field, need, f"give data.val_data_path, or {fix}")
         if not self.rm.validates:
             keys = f"{field} rm.val_period rm.val_at_end"
-            raise self.error(
-                keys, "a validation, to measure it", f"set rm.val_at_end=true, or {fix}"
-            )
+            need = "a validation, to measure it"
+            raise self.error(keys, need, f"set rm.val_at_end=true, or {fix}")
         parse_metric_name(given, names)

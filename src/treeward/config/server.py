@@ -24,7 +24,8 @@ class ServedModelConfig(ScoringConfig):
     """A reward model, or several as one, under a name."""
 
     name: str | None = None
-    """Name of the model in requests. None: the hub name, or that of the folder (`results/rm/final` is `rm`)."""
+    """Name of the model in requests. None: the hub name, or that of the folder (`results/rm/final`
+    is `rm`)."""
     device: str = "auto"
     """`auto` (a GPU if there is one, else the CPU), cpu, cuda, cuda:1, ..."""
     default_max_length: PositiveInt | None = None
@@ -36,7 +37,9 @@ class ServedModelConfig(ScoringConfig):
         if self.name is not None:
             return self.name
         names = [model_name(model) for model in self.models]
-        return names[0] if self.ensemble is None else f"{self.ensemble.method}-of-{'-'.join(names)}"
+        if self.ensemble is None:
+            return names[0]
+        return f"{self.ensemble.method}-of-{'-'.join(names)}"
 
 
 class ServerConfig(Strict):
@@ -49,33 +52,42 @@ class ServerConfig(Strict):
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """The port to listen on; 0 for a free one, which the log names."""
     running: bool = False
-    """Normalise the rewards of NeMo Gym's `/verify`, and no others, by the mean and deviation of those so far."""
+    """Normalise the rewards of NeMo Gym's `/verify`, and no others, by the mean and deviation of
+    those so far."""
     replicas: PositiveInt = 1
-    """Processes that each hold every model, in Ray Serve behind one address. 1: this process, without Ray."""
+    """Processes that each hold every model, in Ray Serve behind one address. 1: this process,
+    without Ray."""
     tensor_parallel_size: PositiveInt = 1
-    """Processes of one node that each replica of a model is divided over, each with a GPU where there are any: for one
-    model that does not fit into a GPU. More than 1 needs Ray Serve, and has no cache of prompts."""
+    """Processes of one node that each replica of a model is divided over, each with a GPU where
+    there are any: for one model that does not fit into a GPU. More than 1 needs Ray Serve, and has
+    no cache of prompts."""
     ray_actor_options: dict[str, Any] = Field(default_factory=dict)
-    """Ray's options of each process, as {num_gpus: 0.5}. By default a GPU, or an equal part of the CPUs."""
+    """Ray's options of each process, as {num_gpus: 0.5}. By default a GPU, or an equal part of the
+    CPUs."""
     batch_tokens: PositiveInt = 4096
     """Most tokens computed in one forward pass, counted after sharing."""
     batch_size: PositiveInt | None = None
     """Most conversations in one forward pass. None: only `batch_tokens` limits it."""
     prefix_cache_bytes: NonNegativeInt = 2**28
-    """Memory of each model for the keys and values of prompts that were scored before; 0 disables the cache."""
+    """Memory of each model for the keys and values of prompts that were scored before; 0 disables
+    the cache."""
     max_queued: PositiveInt = 20_000
-    """Most conversations in the queue. Beyond it requests get 429 with a time for a retry; one with more gets 413."""
+    """Most conversations in the queue. Beyond it requests get 429 with a time for a retry; one with
+    more gets 413."""
     max_body_bytes: PositiveInt = 2**25
     """The largest request body; a larger one gets 413 as soon as its bytes show it."""
     max_body_items: PositiveInt = 500_000
-    """Most JSON values of a body, token ids and nested ones included; a body with more gets 413 before it is parsed."""
+    """Most JSON values of a body, token ids and nested ones included; a body with more gets 413
+    before it is parsed."""
     deadline_seconds: PositiveFloat = 120.0
     """Time limit of a request; beyond it 504."""
     token_env: str | None = None
-    """Environment variable that holds the bearer token of requests. None: requests need no token."""
+    """Environment variable that holds the bearer token of requests. None: requests need no
+    token."""
     allowed_hosts: tuple[str, ...] = ()
-    """Names, beside localhost and addresses, by which clients may ask a server on loopback without a token. Other names
-    get 421: a web page could resolve its own name to this machine, and read scores in a browser."""
+    """Names, beside localhost and addresses, by which clients may ask a server on loopback without
+    a token. Other names get 421: a web page could resolve its own name to this machine, and read
+    scores in a browser."""
     access_log: bool = True
     """Log a line for each request."""
 
@@ -88,15 +100,19 @@ class ServerConfig(Strict):
         if self.tensor_parallel_size > 1 and len(self.models) > 1:
             raise self.error("tensor_parallel_size models", "one model, which is divided")
         names = [model.served_name for model in self.models]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            need = "models[i].name, another for each"
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
             raise ConfigError(
-                "two served models have one name", field="models", got=", ".join(twice), need=need
+                "two served models have one name",
+                field="models",
+                got=", ".join(repeated),
+                need="models[i].name, another for each",
             )
 
 
 def model_name(model: str) -> str:
-    """The name of a model by its folder or hub name: `results/rm/final` is rm; `org/model` is org/model."""
+    """The name of a model by its folder or hub name: `results/rm/final` is rm; `org/model` is
+    org/model."""
     if not Path(model).exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", model):
         return model
     parts = [part for part in Path(os.path.abspath(model)).parts if part != "/"]
