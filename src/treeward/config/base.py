@@ -114,6 +114,7 @@ class Strict(BaseModel, metaclass=_ReadableErrors):
 
         `watch.max_kl` is a key of an inner section.
         """
+        # By the names that a file has, which an alias may be.
         values: dict[str, str] = {}
         for key in keys.split():
             value: Any = self
@@ -222,9 +223,11 @@ def _problem(
     first_sentence = _END_OF_SENTENCE.split(documentation)[0].rstrip(".")
     if details["type"] == "missing":
         return ConfigError("a key is missing", need=f"{location[-1]}: {first_sentence}")
+    # "Input should be greater than 0" becomes "greater than 0".
     need = _WORDS_OF_PYDANTIC.sub("", details["msg"])
     if first_sentence:
         need = f"{need} ({first_sentence})"
+    # Of a Literal, whose options are in the context.
     options = _QUOTED.findall(str(details.get("ctx", {}).get("expected", "")))
     near: str | None = None
     if isinstance(got, str):

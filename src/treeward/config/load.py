@@ -144,6 +144,7 @@ def load_file(
     trees.append(values or {})
     tree: dict[str, Any] = {}
     for layer in trees:
+        # A file that names a pretrained model takes the architecture of its defaults away.
         value_of = partial(_value, OmegaConf.create(dict(layer)))
         tree = _laid_over(_without_other_model(tree, value_of), layer)
     tree = _without_other_model(tree, partial(_overriding_value, overrides))

@@ -170,6 +170,7 @@ class _Translation:
                     tree[key] = self._environments(value, (*path, key))
                 continue
             inner = next(sections(model_field.annotation), None)
+            # null is no section: the field says whether it may be left out so.
             if inner is None or value is None:
                 continue
             if get_origin(model_field.annotation) is tuple and isinstance(value, list):

@@ -74,6 +74,7 @@ def with_features(setup: RewardModelSetup, show_progress: bool = False) -> Rewar
         counts = dataset.shapes[:, 0]
         starts = counts.cumsum() - counts
         num_completions = int(counts.sum())
+        # Mapped, because the features of a large set do not fit into memory.
         size = num_completions * math.prod(shape)
         mapped = torch.from_file(str(file), size=size, dtype=_dtype(model))
         features_NKD = mapped.view(num_completions, *shape)

@@ -165,11 +165,12 @@ class Loop:
 
     def __post_init__(self) -> None:
         self.first_step = self.state.step
-        self.saved_step: int | None = self.state.step or None
+        self.saved_step: int | None = self.state.step or None  # step 0 has no checkpoint
 
     def run_to_end(self) -> Outcome:
         run = self.run
         state = self.state
+        # Only then may the best checkpoint have been exported already.
         was_done = run.is_done(state.step)
         if state.step >= run.total_steps:
             logger.info(
@@ -195,6 +196,7 @@ class Loop:
             self.save()
         outcome = Outcome(state.step, run.total_steps, state.own_validation)
         is_interrupted = not run.is_done(state.step)
+        # The best checkpoint is not known before the last one is validated.
         if self.stop.reason and self._misses_validation():
             is_interrupted = True
         if is_interrupted:
@@ -333,6 +335,7 @@ class Loop:
         if not processes.on_main(is_exported):
             # It may be older than the checkpoint that the run has resumed from, which was checked.
             check_files(best.path, within="model/")
+            # First, so that a kill during the export leaves no mark of an older one.
             processes.on_main(lambda: mark.unlink(missing_ok=True))
             with processes.patience() as group:
                 store.write_folder(

@@ -121,6 +121,7 @@ def make_ready(
     if adaptation is not None:
         adaptation()
     if is_sharded:
+        # Layers are cut by heads first; FSDP then shards each part.
         cut(model, mesh)
         shard(model, mesh, dtype=dtype, cpu_offload=section.cpu_offload)
     if policy.use_liger_kernel:
@@ -150,6 +151,7 @@ def make_ready(
         where,
     )
     if is_sharded:
+        # Last, because the main process sends each its shards.
         model.fill("cpu" if section.cpu_offload else processes.device())
     check()
 

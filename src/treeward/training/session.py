@@ -79,6 +79,7 @@ def open_session(
         quiet_transformers(),
     ):
         checkpoint = None if store is None else store.latest()
+        # Nothing is loaded from a damaged one.
         if checkpoint is not None:
             check_files(checkpoint.path)
         if store is not None:

@@ -167,6 +167,7 @@ def read_data(
     # The other processes wait, and open the files that the main one has made.
     with processes.patience() as group:
         training_sets, encoded_sets = processes.on_main(encode_all, group)
+    # What a validation of the run measures; the identity is of the whole sets.
     most_comparisons = None
     if config.rm.val_batches is not None:
         batch_size = config.rm.val_global_batch_size or config.policy.train_global_batch_size
@@ -248,6 +249,7 @@ def set_up(
     with processes.patience() as group:
         highest_token = processes.on_main(find_highest_token, group)
     identity = processes.on_main(partial(_identity, config, data))
+    # From names and hashes, before weights are loaded.
     if checkpoint is not None:
         check_identity(checkpoint.path, identity)
     head_names = policy.reward_model_cfg.head_names

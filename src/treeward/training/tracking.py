@@ -369,6 +369,7 @@ def open_trackers(
     if processes.is_main():
         remove_leftovers(log_dir)
     group = TrackerGroup(log_dir / METRICS_FILE, resume_step)
+    # Each tracker would make a run of its own for each process.
     if not processes.is_main():
         return group
     for name, (make_tracker, fix) in _TRACKERS.items():

@@ -134,7 +134,7 @@ class RewardModelRun(Run):
         self.skipped = SkippedSteps(**state.run.get("skipped_steps", {}))
         self._metrics_file = trackers.metrics_file
         if state.step > 0:
-            return
+            return  # an earlier session has logged the counts
         roles = {"train": self.setup.training_sets, "validation": self.setup.validation_sets}
         for role, sets in roles.items():
             for name, dataset in sets.items():
@@ -151,6 +151,7 @@ class RewardModelRun(Run):
         batches = self._prefetcher.get(number)
         sums = RewardSums()
         for micro_batch in batches.micro_batches:
+            # Copies of the weights on other processes exchange gradients once a step.
             is_last = micro_batch is batches.micro_batches[-1]
             sum_over_copies(self.model, is_last)
             self.backward(micro_batch, batches.num_units, sums)
@@ -207,6 +208,7 @@ class RewardModelRun(Run):
     def _logged(self, number: int, batches: StepBatches, total: RewardMetrics) -> dict[str, float]:
         """The metrics of a step over all processes."""
         setup = self.setup
+        # These are of this process; `total` is of all of them.
         counts_2 = torch.tensor([batches.num_computed_tokens, batches.num_row_tokens])
         computed_tokens, row_tokens = processes.summed(counts_2, setup.mesh.data_group).tolist()
         episodes = setup.order.num_seen(number, setup.policy.train_global_batch_size)
@@ -234,6 +236,7 @@ class RewardModelRun(Run):
         logged = _with_prefix("eval/rm/", metric_values(overall))
         lines = []
         for name, metrics in by_set.items():
+            # Without those that could not be measured: a log has numbers alone.
             values = metric_values(metrics)
             logged |= _with_prefix(f"validation-{name}/", values)
             lines.append(_line(name, step, values, self.setup.ranking))
@@ -327,6 +330,7 @@ class RewardModelRun(Run):
             setup.model, setup.tokenizer, model_folder, chat_template=setup.renderer.chat_template
         )
         save_adapted(setup.model, folder)
+        # The contract, with golden scores of the model as it was exported.
         sign_exported(
             model_folder,
             model=setup.model,
@@ -337,6 +341,7 @@ class RewardModelRun(Run):
         )
 
     def complete_export(self, folder: Path, state: RunState) -> None:
+        # The metrics are of the exported step, which may not be the last.
         card = model_card(self.setup, state.step, self._by_set(state.own_validation))
         (folder / "README.md").write_text(card, encoding="utf-8")
         hash_all(folder, self.setup.renderer, self.model.max_positions)
