@@ -176,12 +176,9 @@ def read_data(
     for name, dataset in encoded_sets.items():
         validation_sets[name] = dataset.first(most_comparisons)
     _warn_of_seen_comparisons(training_sets, validation_sets)
-    order = EpochOrder(
-        [len(dataset) for dataset in training_sets.values()],
-        weights=[dataset.weight for dataset in config.data.train],
-        seed=config.rm.seed,
-        shuffle=config.data.shuffle,
-    )
+    sizes = [len(dataset) for dataset in training_sets.values()]
+    weights = [section.weight for section in config.data.train]
+    order = EpochOrder(sizes, weights=weights, seed=config.rm.seed, shuffle=config.data.shuffle)
     steps_per_epoch = order.steps_per_epoch(config.policy.train_global_batch_size)
     steps_in_data = steps_per_epoch * config.rm.max_num_epochs
     return RunData(
