@@ -1,4 +1,5 @@
-"""treeward trains, examines, serves and optimises against reward models; the prompt is computed once.
+"""treeward trains, examines, serves and optimises against reward models; the prompt is computed
+once.
 
     from treeward import Scorer, load_config, train
 

@@ -6,8 +6,8 @@
     damaged_file(folder, digests)                   # the first file that is missing or changed, or None
     reseal(path)                                    # a file of a checkpoint that is changed on purpose
 
-XXH3 is no defence against people who mean harm: it finds what disks, networks and half copies do, and reads a file
-from memory at 10 GB/s, ten times as fast as BLAKE2.
+XXH3 is no defence against people who mean harm: it finds what disks, networks and half copies do,
+and reads a file from memory at 10 GB/s, ten times as fast as BLAKE2.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _FILES, _SEAL = "files", "digest"
 
 
 def file_digest(path: Path) -> str:
-    """The digest of a file's bytes, 32 hexadecimal digits. Raises `OSError` if it cannot be read."""
+    """The digest of a file's bytes, 32 hexadecimal digits. Raises `OSError` if it cannot be
+    read."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
@@ -38,7 +39,8 @@ def write_digest(path: Path) -> None:
 
 
 def has_its_digest(path: Path) -> bool:
-    """Whether a file is as `write_digest` has seen it; False for one without a digest, or that cannot be read."""
+    """Whether a file is as `write_digest` has seen it; False for one without a digest, or that
+    cannot be read."""
     try:
         expected = _beside(path).read_text(encoding="utf-8").strip()
         return file_digest(path) == expected
@@ -51,15 +53,16 @@ def _beside(path: Path) -> Path:
 
 
 def write_seal(folder: Path, values: Mapping[str, Any], digests: Mapping[str, str]) -> None:
-    """Write the seal of a checkpoint: `values`, `digests` by the files' names in the folder, and a digest of both."""
+    """Write the seal of a checkpoint: `values`, `digests` by the files' names in the folder, and a
+    digest of both."""
     content = {**values, _FILES: dict(digests)}
     content[_SEAL] = _digest_of(content)
     write_text(folder / SEAL_FILE, json.dumps(content, indent=2) + "\n")
 
 
 def read_seal(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """The values and the digests of a seal. Raises `OSError` if it cannot be read, and `ValueError` if it is not as it
-    was written."""
+    """The values and the digests of a seal. Raises `OSError` if it cannot be read, and `ValueError`
+    if it is not as it was written."""
     content = json.loads((folder / SEAL_FILE).read_text(encoding="utf-8"))
     if not isinstance(content, dict) or content.pop(_SEAL, None) != _digest_of(content):
         raise ValueError("its content is not what its digest is of")
@@ -85,8 +88,8 @@ def damaged_file(folder: Path, digests: Mapping[str, str]) -> tuple[Path, str] |
 
 
 def reseal(path: Path) -> None:
-    """Enter a file's new digest in the seal of the checkpoint that it belongs to, if there is one; a damaged seal
-    stays as it is."""
+    """Enter a file's new digest in the seal of the checkpoint that it belongs to, if there is one;
+    a damaged seal stays as it is."""
     path = path.absolute()  # a name without a folder has no parents
     folder = path.parent.parent
     try:

@@ -1,7 +1,8 @@
 """The errors that a user can act on.
 
-Every one of them says what was found, what was needed and how to mend it, and where: a command shows it without a
-traceback and exits with code 2. Anything else that is raised is a fault of treeward.
+Every one of them says what was found, what was needed and how to mend it, and where: a command
+shows it without a traceback and exits with code 2. Anything else that is raised is a fault of
+treeward.
 
     raise DataError("margin is not a number", where="train.jsonl:17", field="margin",
                     got=float("nan"), need="a finite number", fix="drop the key, or give one number per row")
@@ -24,8 +25,9 @@ _LIKENESS = 0.6  # difflib's own
 class TreewardError(ValueError):
     """A mistake that the user can fix.
 
-    `summary` is one sentence; `where` is a file with its line, a config key or a folder; `field` is the path of the
-    value inside it, as `completions[1].rank`; `got`, `need` and `fix` are what was found, expected and advised.
+    `summary` is one sentence; `where` is a file with its line, a config key or a folder; `field` is
+    the path of the value inside it, as `completions[1].rank`; `got`, `need` and `fix` are what was
+    found, expected and advised.
     """
 
     def __init__(
@@ -61,7 +63,8 @@ class TreewardError(ValueError):
         fix: str | None = None,
         **place: Any,
     ) -> Self:
-        """The error of a name that is none of `names`, with the nearest of them; `fix`: where none is near."""
+        """The error of a name that is none of `names`, with the nearest of them; `fix`: where none
+        is near."""
         near = nearest_name(name, names)
         arguments = {"got": name, "need": f"one of {', '.join(names)}"} | place
         return cls(summary, fix=f"did you mean {near}?" if near else fix, **arguments)
@@ -81,12 +84,14 @@ class TreewardError(ValueError):
         return " ".join(f"{summary} ({details})".split()) if details else summary
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Errors cross process borders (workers of Ray); the default would call __init__ with the joined text.
+        # Errors cross process borders (workers of Ray); the default would call __init__ with the
+        # joined text.
         return _rebuild, (type(self), self.__dict__, self.args)
 
 
 class ConfigError(TreewardError):
-    """The configuration is wrong: an unknown key, a bad value, or two keys that contradict each other."""
+    """The configuration is wrong: an unknown key, a bad value, or two keys that contradict each
+    other."""
 
 
 class DataError(TreewardError):
@@ -102,11 +107,13 @@ class CheckpointError(TreewardError):
 
 
 class LostProcessError(TreewardError):
-    """A process of the run is gone, or does not answer: started again, the run goes on from its last checkpoint."""
+    """A process of the run is gone, or does not answer: started again, the run goes on from its
+    last checkpoint."""
 
 
 def shown(value: Any) -> str:
-    """A value in one line of at most about 200 characters; in quotes where nobody would see that it is there."""
+    """A value in one line of at most about 200 characters; in quotes where nobody would see that it
+    is there."""
     try:
         text = (
             value if isinstance(value, str) and value.strip() and "\n" not in value else repr(value)
@@ -128,7 +135,8 @@ def nearest_name(name: str, names: Iterable[str]) -> str | None:
 
 
 def nearest_path(path: str | os.PathLike[str]) -> str | None:
-    """The path that was probably meant by one that does not exist: names are corrected where it goes astray."""
+    """The path that was probably meant by one that does not exist: names are corrected where it
+    goes astray."""
     target = Path(path)
     try:
         missing = next(
@@ -150,7 +158,8 @@ def nearest_path(path: str | os.PathLike[str]) -> str | None:
 
 
 def _nearest_file(name: str, names: Iterable[str]) -> str | None:
-    """`nearest_name` among those whose names are near without their suffixes: .jsonl alone is no likeness."""
+    """`nearest_name` among those whose names are near without their suffixes: .jsonl alone is no
+    likeness."""
     stem = Path(name).stem.lower()
     alike = []
     for candidate in names:

@@ -4,7 +4,8 @@
     format_number(5.9612), format_number(0.0312)  # 5.961, 0.0312
     metric_text("accuracy", 0.9489)              # 94.9%: the form that metrics of this name have
 
-Formats: percent (of a fraction), points (a difference of fractions, in percentage points), number, signed, integer.
+Formats: percent (of a fraction), points (a difference of fractions, in percentage points), number,
+signed, integer.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ _DECIMALS = ((1000, 0), (100, 1), (10, 2), (0.1, 3), (0.01, 4), (1e-4, 5), (0, 3
 def format_number(value: float | None, format: str = "number", size: float | None = None) -> str:
     """`value` in one of `FORMATS`; a dash for None and for a number that is not finite.
 
-    `size`: the largest of the numbers beside it, from which the number of decimals follows; None: its own.
+    `size`: the largest of the numbers beside it, from which the number of decimals follows; None:
+    its own.
     """
     if value is None or not math.isfinite(value):
         return ABSENT

@@ -1,11 +1,13 @@
-"""The one HTTP client and the one retry policy; code that speaks OpenAI's API uses the `openai` client instead.
+"""The one HTTP client and the one retry policy; code that speaks OpenAI's API uses the `openai`
+client instead.
 
     connection = Connection("http://localhost:8000", max_retries=5)
     scores = connection.request("/v1/rewards", body, until=time.monotonic() + 30, read=scores_of)     # of its JSON
     run_async(ask_all())        # a coroutine from synchronous code
 
-A request is repeated after a lost connection and after the statuses 408, 429, 502, 503 and 504: with growing pauses, or
-after the seconds of the server's `Retry-After`, at most `max_retries` times, and never beyond `until`.
+A request is repeated after a lost connection and after the statuses 408, 429, 502, 503 and 504:
+with growing pauses, or after the seconds of the server's `Retry-After`, at most `max_retries`
+times, and never beyond `until`.
 """
 
 from __future__ import annotations
@@ -43,8 +45,9 @@ _FIXES = {
 class ServerError(TreewardError):
     """A server did not respond, refused a request, or sent something unexpected.
 
-    `status`: the HTTP status, None without a response. `code`: the server's word for the error (`queue_full`, ...).
-    `is_temporary`: the same request may succeed later, after `retry_after` seconds.
+    `status`: the HTTP status, None without a response. `code`: the server's word for the error
+    (`queue_full`, ...). `is_temporary`: the same request may succeed later, after `retry_after`
+    seconds.
     """
 
     def __init__(
@@ -67,7 +70,8 @@ class RewardServerError(ServerError):
 
 
 class Connection:
-    """Requests to the server at `url`, which may have a path (`https://host/rm`), from any number of threads.
+    """Requests to the server at `url`, which may have a path (`https://host/rm`), from any number
+    of threads.
 
     `token`: sent as a bearer token. Raises `ConfigError` for a URL or token that cannot be used.
     """
@@ -97,10 +101,12 @@ class Connection:
         until: float,
         read: Callable[[Any], _Value],
     ) -> _Value:
-        """Post JSON, or get it without `content`, and `read` the JSON of the response. Raises `RewardServerError`.
+        """Post JSON, or get it without `content`, and `read` the JSON of the response. Raises
+        `RewardServerError`.
 
-        `until`: of `time.monotonic`; no attempt begins after it, and none waits longer for the server. `read`: raises
-        `LookupError`, `TypeError`, `ValueError` or `AttributeError` for a response of another form.
+        `until`: of `time.monotonic`; no attempt begins after it, and none waits longer for the
+        server. `read`: raises `LookupError`, `TypeError`, `ValueError` or `AttributeError` for a
+        response of another form.
         """
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception(lambda error: getattr(error, "is_temporary", False)),
@@ -164,8 +170,8 @@ class Connection:
 
 
 def run_async(coroutine: Coroutine[Any, Any, _Value]) -> _Value:
-    """The result of a coroutine, in an event loop and thread of its own: also where a loop runs already (notebooks,
-    Ray's async actors). Its exceptions are raised; an interrupt cancels it.
+    """The result of a coroutine, in an event loop and thread of its own: also where a loop runs
+    already (notebooks, Ray's async actors). Its exceptions are raised; an interrupt cancels it.
     """
     with start_blocking_portal() as portal:
         result: _Value = portal.call(lambda: coroutine)
@@ -203,7 +209,8 @@ def _pause(state: tenacity.RetryCallState) -> float:
 
 
 def _refusal(response: httpx.Response, message: Any) -> RewardServerError:
-    """The server's error in its own words: as OpenAI, text-embeddings-inference or FastAPI write it, or a page."""
+    """The server's error in its own words: as OpenAI, text-embeddings-inference or FastAPI write
+    it, or a page."""
     status = response.status_code
     details: dict[str, Any] = {}
     while isinstance(message, dict):

@@ -1,4 +1,5 @@
-"""Losses of scores, pure functions, each with its formula and source; and the sums that become metrics.
+"""Losses of scores, pure functions, each with its formula and source; and the sums that become
+metrics.
 
     pairs = ranked_pairs([(0, 1), (0, 1, 1)], ties="drop")
     loss_sum = bradley_terry(scores_S, pairs)        # divide once, by the `num_units` of the whole step
@@ -7,13 +8,14 @@
     for scores_S, pairs, loss_sum in ...: sums.add(scores_S, pairs, loss_sum)      # on the device; waits for nothing
     sums.read().means()     # {"loss": ..., "accuracy": ..., "chosen_rewards": ..., ...}; waits once
 
-A comparison group of K completions gives the pairs of completions with different ranks. By default each group weighs 1
-however many pairs it has (Ouyang et al. 2022, arXiv 2203.02155, eq. 1). Grades are learnt as they are, for the heads of
-decoders in transformers have no bias to hold a mean; squared errors are in units of the training data's standard
-deviation, so that no attribute counts more for its scale alone.
+A comparison group of K completions gives the pairs of completions with different ranks. By default
+each group weighs 1 however many pairs it has (Ouyang et al. 2022, arXiv 2203.02155, eq. 1). Grades
+are learnt as they are, for the heads of decoders in transformers have no bias to hold a mean;
+squared errors are in units of the training data's standard deviation, so that no attribute counts
+more for its scale alone.
 
-Shapes: S scores of a batch, H heads or attributes, G groups, P pairs, N completions of the training data; a number: so
-many sums.
+Shapes: S scores of a batch, H heads or attributes, G groups, P pairs, N completions of the training
+data; a number: so many sums.
 """
 
 from __future__ import annotations
@@ -47,10 +49,11 @@ Strength = Literal["margin", "soft_label", "weight"]
 class Pairs(Movable):
     """Which scores are compared.
 
-    `better_P`, `worse_P`: int64, places among the scores. `weight_P`, `margin_P`: float32. `target_P`: float32, the
-    probability that the better one wins, 1/2 of a tie. `tied_P`: bool. `num_units`: what the sum of the loss is divided
-    by, groups that have a pair, or pairs (or choices) where each of them weighs 1. `num_ordered`: pairs that are not
-    tied, counted on the host.
+    `better_P`, `worse_P`: int64, places among the scores. `weight_P`, `margin_P`: float32.
+    `target_P`: float32, the probability that the better one wins, 1/2 of a tie. `tied_P`: bool.
+    `num_units`: what the sum of the loss is divided by, groups that have a pair, or pairs (or
+    choices) where each of them weighs 1. `num_ordered`: pairs that are not tied, counted on the
+    host.
     """
 
     better_P: Tensor
@@ -75,11 +78,12 @@ def ranked_pairs(
 ) -> Pairs:
     """The pairs of G groups whose scores lie one group after another.
 
-    `ranks`: for each group the rank of each completion, lower is better. `strengths`: one per group, None for none, or
-    a number for each completion, whose difference is a pair's strength, 0 where it contradicts the ranks. Times
-    `strength_scale` it is the pair's `margin`, its `weight` (both at least 0), or the log-odds of its `soft_label`.
-    `ties`: completions of equal rank are no pair ("drop"), or a tied one ("half"). `weight`: each group weighs 1, or
-    each pair. `unit`: what shares the weight of a group, its pairs, or the choices of `plackett_luce`.
+    `ranks`: for each group the rank of each completion, lower is better. `strengths`: one per
+    group, None for none, or a number for each completion, whose difference is a pair's strength, 0
+    where it contradicts the ranks. Times `strength_scale` it is the pair's `margin`, its `weight`
+    (both at least 0), or the log-odds of its `soft_label`. `ties`: completions of equal rank are no
+    pair ("drop"), or a tied one ("half"). `weight`: each group weighs 1, or each pair. `unit`: what
+    shares the weight of a group, its pairs, or the choices of `plackett_luce`.
     """
     better: list[int] = []
     worse: list[int] = []
@@ -168,13 +172,14 @@ def bradley_terry(
 ) -> Tensor:
     """The Bradley-Terry loss, the *sum* over pairs of weight times loss; a float32 scalar.
 
-    With d = score(better) - score(worse) - margin, the probability q that the better one wins (`target_P`), label
-    smoothing e and p = q (1 - e) + (1 - q) e, a pair's loss is
+    With d = score(better) - score(worse) - margin, the probability q that the better one wins
+    (`target_P`), label smoothing e and p = q (1 - e) + (1 - q) e, a pair's loss is
 
         p softplus(-d) + (1 - p) softplus(d)   [+ c (score(better) + score(worse))^2]
 
-    (Bradley and Terry 1952; margin: Touvron et al. 2023, arXiv 2307.09288, eq. 2; smoothing: Wang et al. 2024, arXiv
-    2401.06080; c: Eisenstein et al. 2023, arXiv 2312.09244). A tied pair has p = 1/2 and no margin.
+    (Bradley and Terry 1952; margin: Touvron et al. 2023, arXiv 2307.09288, eq. 2; smoothing: Wang
+    et al. 2024, arXiv 2401.06080; c: Eisenstein et al. 2023, arXiv 2312.09244). A tied pair has p =
+    1/2 and no margin.
     """
     scores_S = scores_S.float()
     better_P = scores_S[pairs.better_P]
@@ -188,14 +193,15 @@ def bradley_terry(
 
 
 def plackett_luce(scores_S: Tensor, pairs: Pairs) -> Tensor:
-    """The Plackett-Luce loss (Luce 1959, Plackett 1975), the *sum* over choices of weight times loss; a float32 scalar.
+    """The Plackett-Luce loss (Luce 1959, Plackett 1975), the *sum* over choices of weight times
+    loss; a float32 scalar.
 
     Completion i, chosen from itself and the set W of those that are strictly worse, costs
 
         log(1 + sum over W of exp(score(j) - score(i)))
 
-    Tied completions are never compared with each other. Of two completions this is the Bradley-Terry loss. `pairs`: of
-    `unit="choice"`.
+    Tied completions are never compared with each other. Of two completions this is the
+    Bradley-Terry loss. `pairs`: of `unit="choice"`.
     """
     scores_S = scores_S.float()
     excess_P = scores_S[pairs.worse_P] - scores_S[pairs.better_P]
@@ -210,8 +216,8 @@ def plackett_luce(scores_S: Tensor, pairs: Pairs) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Targets(Movable):
-    """Grades of S completions under H attributes, float32: `values_SH`, and `weight_SH`; both 0 where there is none.
-    `num_units`: groups with a grade."""
+    """Grades of S completions under H attributes, float32: `values_SH`, and `weight_SH`; both 0
+    where there is none. `num_units`: groups with a grade."""
 
     values_SH: Tensor
     weight_SH: Tensor
@@ -219,8 +225,9 @@ class Targets(Movable):
 
 
 def graded(groups: Sequence[Sequence[Sequence[float]]], stds: Sequence[float]) -> Targets:
-    """The grades of G groups whose values lie one group after another: for each completion H grades, NaN for none. Each
-    group weighs 1, each of its K completions 1/K, each attribute 1/H of that. `stds`: the units of the attributes."""
+    """The grades of G groups whose values lie one group after another: for each completion H
+    grades, NaN for none. Each group weighs 1, each of its K completions 1/K, each attribute 1/H of
+    that. `stds`: the units of the attributes."""
     num_attributes = len(stds)
     rows: list[Sequence[float]] = []
     shares: list[float] = []
@@ -239,7 +246,8 @@ def graded(groups: Sequence[Sequence[Sequence[float]]], stds: Sequence[float]) -
 
 
 def squared_error(values_SH: Tensor, targets: Targets) -> Tensor:
-    """The *sum* of weight times (value - grade)^2 over completions and attributes; a float32 scalar."""
+    """The *sum* of weight times (value - grade)^2 over completions and attributes; a float32
+    scalar."""
     return (targets.weight_SH * (values_SH.float() - targets.values_SH).square()).sum()
 
 
@@ -266,10 +274,10 @@ class Labels(Movable):
 class Heads:
     """What each head of a reward model learns, and how the heads make one score.
 
-    `attributes`: the grades that are learnt; none where the score learns an order. `weights`: of each head in the
-    score; `stds`: the standard deviations of its grades in the training data, 1 without. `are_estimates`: several heads
-    of one score, each from other initial weights. `function`: of the loss, with its options. `pair_options`: of
-    `ranked_pairs`.
+    `attributes`: the grades that are learnt; none where the score learns an order. `weights`: of
+    each head in the score; `stds`: the standard deviations of its grades in the training data, 1
+    without. `are_estimates`: several heads of one score, each from other initial weights.
+    `function`: of the loss, with its options. `pair_options`: of `ranked_pairs`.
     """
 
     attributes: tuple[str, ...] = ()
@@ -305,7 +313,8 @@ class Heads:
         return self.combine(values_SH)[:, None] if self.are_estimates else values_SH
 
     def loss(self, values_SH: Tensor, labels: Labels) -> Tensor:
-        """The sum of the loss of a training step, a float32 scalar; of estimates the mean over heads."""
+        """The sum of the loss of a training step, a float32 scalar; of estimates the mean over
+        heads."""
         if not self.are_estimates:
             return self.score_loss(values_SH, labels)
         losses = [self._loss_of_scores(values_S, labels) for values_S in values_SH.unbind(dim=1)]
@@ -391,9 +400,9 @@ METRIC_NAMES = ("loss", "accuracy", "chosen_rewards", "rejected_rewards", "rewar
 class RewardMetrics:
     """Sums over pairs, and how many there were.
 
-    `num_units`: what the loss is a mean over, comparisons (or pairs, or choices). `num_pairs` counts ordered pairs (no
-    ties), over which everything else is summed. `num_correct`: the better one scored strictly higher; equal is not
-    correct.
+    `num_units`: what the loss is a mean over, comparisons (or pairs, or choices). `num_pairs`
+    counts ordered pairs (no ties), over which everything else is summed. `num_correct`: the better
+    one scored strictly higher; equal is not correct.
     """
 
     loss_sum: float = 0.0
@@ -422,7 +431,8 @@ class RewardMetrics:
 
 
 class RewardSums:
-    """The sums of `RewardMetrics` while they are made: they stay where the scores are until `read`."""
+    """The sums of `RewardMetrics` while they are made: they stay where the scores are until
+    `read`."""
 
     def __init__(self) -> None:
         self._num_units = self._num_pairs = 0
@@ -432,8 +442,8 @@ class RewardSums:
     def add(
         self, scores_S: Tensor, pairs: Pairs, loss_sum: Tensor, num_units: int | None = None
     ) -> None:
-        """Add one batch. `pairs`: on the device of the scores. `loss_sum`: as a loss gives it, over `num_units` (None:
-        those of the pairs)."""
+        """Add one batch. `pairs`: on the device of the scores. `loss_sum`: as a loss gives it, over
+        `num_units` (None: those of the pairs)."""
         better_P, worse_P = scores_S.double()[pairs.better_P], scores_S.double()[pairs.worse_P]
         correct_P = (better_P > worse_P).double()
         # Not `better_P[~tied_P]`: the host would wait to know how many there are.
@@ -444,7 +454,8 @@ class RewardSums:
         self._num_pairs += pairs.num_ordered
 
     def read(self, group: ProcessGroup | None = None) -> RewardMetrics:
-        """The sums as numbers, over the processes of `group` (None: all). The host waits here for the device, once."""
+        """The sums as numbers, over the processes of `group` (None: all). The host waits here for
+        the device, once."""
         if self._sums_4 is None:
             return RewardMetrics()
         num_units, num_pairs, sums = self._num_units, self._num_pairs, self._sums_4
@@ -457,11 +468,13 @@ class RewardSums:
 
 
 class GradeSums:
-    """Sums over the grades of each attribute, on the device until `read`: what squared error and correlation need."""
+    """Sums over the grades of each attribute, on the device until `read`: what squared error and
+    correlation need."""
 
     def __init__(self) -> None:
         self.sums_6H: Tensor | None = None
-        """Of this process: count, and of values x and grades y the sums of x, y, x^2, y^2, x y; float64."""
+        """Of this process: count, and of values x and grades y the sums of x, y, x^2, y^2, x y;
+        float64."""
 
     @torch.no_grad()
     def add(self, values_SH: Tensor, targets: Targets) -> None:
@@ -473,15 +486,16 @@ class GradeSums:
         self.sums_6H = sums_6H if self.sums_6H is None else self.sums_6H + sums_6H
 
     def read(self, group: ProcessGroup | None = None) -> Tensor | None:
-        """The sums (6, H) over the processes of `group` (None: all); None where there are no grades."""
+        """The sums (6, H) over the processes of `group` (None: all); None where there are no
+        grades."""
         if self.sums_6H is not None and processes.size() > 1:
             return processes.summed(self.sums_6H, group).cpu()
         return None if self.sums_6H is None else self.sums_6H.cpu()
 
 
 def grade_metrics(sums_6H: Tensor, attributes: Sequence[str]) -> dict[str, float]:
-    """The mean squared error `mse_<attribute>` and the correlation `pearson_<attribute>` of each attribute with the
-    grades, and `mse` and `pearson`, their means; NaN where there is none."""
+    """The mean squared error `mse_<attribute>` and the correlation `pearson_<attribute>` of each
+    attribute with the grades, and `mse` and `pearson`, their means; NaN where there is none."""
     count, x, y, xx, yy, xy = sums_6H
     mse_H = (xx - 2 * xy + yy) / count
     spread_H = ((count * xx - x * x) * (count * yy - y * y)).clamp_min(0).sqrt()

@@ -4,7 +4,8 @@
         reply = await post(client, "/chat/completions", {"model": "policy", "messages": messages})
         reply["choices"][0]["message"]["content"]
 
-`post` sends and returns plain JSON, for servers extend OpenAI's schema. The package is imported on use.
+`post` sends and returns plain JSON, for servers extend OpenAI's schema. The package is imported on
+use.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def check_openai() -> None:
 def key_from(
     variable: str | None, *, where: str | None = None, field: str | None = None
 ) -> str | None:
-    """The key in an environment variable; None for no variable. Raises `ConfigError` where it is not set."""
+    """The key in an environment variable; None for no variable. Raises `ConfigError` where it is
+    not set."""
     key = os.environ.get(variable, "").strip() if variable is not None else None
     if key == "":
         got, fix = f"{variable} is empty or not set", f"export {variable}=..., or leave the key out"
@@ -67,7 +69,8 @@ def openai_client(
 async def post(
     client: AsyncOpenAI, path: str, body: Mapping[str, Any], *, total_seconds: float | None = None
 ) -> Any:
-    """The JSON of the response. `total_seconds`: for all attempts. Raises `ServerError`, with the reason in `got`."""
+    """The JSON of the response. `total_seconds`: for all attempts. Raises `ServerError`, with the
+    reason in `got`."""
     import openai
 
     url = f"{str(client.base_url).rstrip('/')}{path}"

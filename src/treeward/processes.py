@@ -1,4 +1,5 @@
-"""The processes of a run, and what they tell each other; in a run of one process all of this costs nothing.
+"""The processes of a run, and what they tell each other; in a run of one process all of this costs
+nothing.
 
     with joined():                      # under torchrun, or a worker of Ray Train; else this process is alone
         if is_main(): ...
@@ -62,10 +63,11 @@ def device() -> torch.device:
 
 @contextmanager
 def joined(*, timeout: timedelta = timedelta(minutes=30)) -> Iterator[None]:
-    """Within it the processes that a launcher has started (RANK, WORLD_SIZE, MASTER_ADDR, ...) are one run.
+    """Within it the processes that a launcher has started (RANK, WORLD_SIZE, MASTER_ADDR, ...) are
+    one run.
 
-    A process group that exists already, as in a worker of Ray Train, is used. `timeout`: how long a process waits for
-    the others in a collective call before it ends with an error.
+    A process group that exists already, as in a worker of Ray Train, is used. `timeout`: how long a
+    process waits for the others in a collective call before it ends with an error.
     """
     if distributed.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield
@@ -92,7 +94,8 @@ def joined(*, timeout: timedelta = timedelta(minutes=30)) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        # Destroying it may wait for those that wait for this process; leaving it may end the interpreter by SIGABRT.
+        # Destroying it may wait for those that wait for this process; leaving it may end the
+        # interpreter by SIGABRT.
         distributed.distributed_c10d._abort_process_group()
         raise
     distributed.destroy_process_group()
@@ -112,7 +115,8 @@ def _address() -> str:
 
 
 def gather(value: _T, group: ProcessGroup | None = None) -> list[_T]:
-    """The values of all processes, in the order of their ranks; on each of them. They are pickled."""
+    """The values of all processes, in the order of their ranks; on each of them. They are
+    pickled."""
     if size() == 1:
         return [value]
     values: list[_T | None] = [None] * distributed.get_world_size(group)
@@ -121,7 +125,8 @@ def gather(value: _T, group: ProcessGroup | None = None) -> list[_T]:
 
 
 def broadcast(value: _T, group: ProcessGroup | None = None) -> _T:
-    """The main process's value, on each process; what the others give is not looked at. It is pickled."""
+    """The main process's value, on each process; what the others give is not looked at. It is
+    pickled."""
     if size() == 1:
         return value
     values = [value]
@@ -130,7 +135,8 @@ def broadcast(value: _T, group: ProcessGroup | None = None) -> _T:
 
 
 def broadcast_tensor(tensor: Tensor | None, like: Tensor) -> Tensor:
-    """The main process's tensor, on each process, with the shape and dtype of `like`; the others give None."""
+    """The main process's tensor, on each process, with the shape and dtype of `like`; the others
+    give None."""
     if size() == 1:
         assert tensor is not None
         return tensor
@@ -142,7 +148,8 @@ def broadcast_tensor(tensor: Tensor | None, like: Tensor) -> Tensor:
 
 
 def on_main(function: Callable[[], _T], group: ProcessGroup | None = None) -> _T:
-    """What `function` returns on the main process, which alone calls it; an error there is raised on each."""
+    """What `function` returns on the main process, which alone calls it; an error there is raised
+    on each."""
     if size() == 1:
         return function()
     result, error = broadcast(_outcome(function) if is_main() else (None, None), group)
@@ -152,7 +159,8 @@ def on_main(function: Callable[[], _T], group: ProcessGroup | None = None) -> _T
 
 
 def together(function: Callable[[], _T]) -> _T:
-    """What `function` returns here; where it fails on one process, all raise the error of the first such."""
+    """What `function` returns here; where it fails on one process, all raise the error of the first
+    such."""
     if size() == 1:
         return function()
     result, failed = _outcome(function)
@@ -185,7 +193,8 @@ def summed(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
 
 @contextmanager
 def patience() -> Iterator[ProcessGroup | None]:
-    """A group of all processes for `on_main`, whose others wait as long as it takes: tokenizing may take hours."""
+    """A group of all processes for `on_main`, whose others wait as long as it takes: tokenizing may
+    take hours."""
     group = distributed.new_group(timeout=timedelta(days=7), backend="gloo") if size() > 1 else None
     yield group
     if group is not None:

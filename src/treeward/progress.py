@@ -1,4 +1,5 @@
-"""`ShownProgress`: what a person sees while something long runs, a bar on a terminal and lines in a log elsewhere.
+"""`ShownProgress`: what a person sees while something long runs, a bar on a terminal and lines in a
+log elsewhere.
 
 with ShownProgress(unit="rows") as shown:
     shown.show("scoring", 3, 10)                                       # scoring: 3 of 10 rows
@@ -33,13 +34,15 @@ logger = logging.getLogger(__name__)
 _HUB_RETRIES = "huggingface_hub.utils._http"
 """The logger by which huggingface_hub tells of each attempt at a request."""
 _SAID_ONCE = (_HUB_RETRIES, "treeward.config.base")
-"""Loggers that repeat themselves: there are five attempts, and a section is validated wherever it is passed on."""
+"""Loggers that repeat themselves: there are five attempts, and a section is validated wherever it
+is passed on."""
 
 
 class ShownProgress:
     """Progress of one task after the other, on standard error or, without a terminal, in the log.
 
-    `unit`: what is counted. `enabled`: False shows nothing. `line_seconds`: least time between two lines of the log.
+    `unit`: what is counted. `enabled`: False shows nothing. `line_seconds`: least time between two
+    lines of the log.
     """
 
     def __init__(
@@ -69,7 +72,8 @@ class ShownProgress:
         *,
         tokens: int = 0,
     ) -> None:
-        """`done` of `total` (0: unknown) of the task `what`; `tokens` were computed since the last call."""
+        """`done` of `total` (0: unknown) of the task `what`; `tokens` were computed since the last
+        call."""
         if not self._enabled:
             return
         if what != self._what:
@@ -105,8 +109,8 @@ class ShownProgress:
 
     @contextlib.contextmanager
     def paused(self, what: str) -> Iterator[None]:
-        """The time spent inside does not lower tokens per second; the time left does count it. Meanwhile "WHAT ..." is
-        shown every `line_seconds`."""
+        """The time spent inside does not lower tokens per second; the time left does count it.
+        Meanwhile "WHAT ..." is shown every `line_seconds`."""
         is_over, start = threading.Event(), time.monotonic()
 
         def tell() -> None:
@@ -152,9 +156,10 @@ class ShownProgress:
 def configure_logging(*, debug: bool = False) -> None:
     """Send log records and Python warnings to standard error, above a progress bar if there is one.
 
-    treeward's messages show from INFO on, other libraries' from WARNING on; with `debug` from DEBUG and INFO on. Those
-    of `_SAID_ONCE` show once. A second call replaces the first; handlers that others have installed stay. Of the
-    processes of torchrun only the first one shows what all would say.
+    treeward's messages show from INFO on, other libraries' from WARNING on; with `debug` from DEBUG
+    and INFO on. Those of `_SAID_ONCE` show once. A second call replaces the first; handlers that
+    others have installed stay. Of the processes of torchrun only the first one shows what all would
+    say.
     """
     root, ours = logging.getLogger(), logging.getLogger("treeward")
     root.handlers = [
@@ -178,7 +183,8 @@ def configure_logging(*, debug: bool = False) -> None:
 
 
 class _Once(logging.Filter):
-    """Lets a message of `_SAID_ONCE` through once; messages that differ in numbers alone are the same."""
+    """Lets a message of `_SAID_ONCE` through once; messages that differ in numbers alone are the
+    same."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,13 +208,15 @@ class _Formatter(logging.Formatter):
 
 
 def show_logs() -> None:
-    """`configure_logging`, if nobody has configured logging: Python alone shows no message below WARNING."""
+    """`configure_logging`, if nobody has configured logging: Python alone shows no message below
+    WARNING."""
     if not logging.getLogger("treeward").hasHandlers():
         configure_logging()
 
 
 class StandardErrorHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Looks standard error up at every message: a bar puts itself in its place, and so does a notebook."""
+    """Looks standard error up at every message: a bar puts itself in its place, and so does a
+    notebook."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr

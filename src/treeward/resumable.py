@@ -1,4 +1,5 @@
-"""Rows that survive a kill: every item is scored once, each row is kept at once, and the next run goes on.
+"""Rows that survive a kill: every item is scored once, each row is kept at once, and the next run
+goes on.
 
     identity = {"model": "sha of the weights", "data": "sha of the file", "truncation": "drop"}
     with resumable_rows(Path("out/rows.jsonl"), identity, parse) as rows:
@@ -7,9 +8,10 @@
             if item.id not in done:
                 rows.add(score(item))                    # in the file when it returns
 
-The identity is everything that a row depends on besides its item. It lies beside the rows (`rows.identity.json`), and
-rows of another identity are refused, so that no file mixes two models. While the block runs the file is locked: two
-processes would write every row twice. `rows.finish(path)` gives the file its final name once it is complete.
+The identity is everything that a row depends on besides its item. It lies beside the rows
+(`rows.identity.json`), and rows of another identity are refused, so that no file mixes two models.
+While the block runs the file is locked: two processes would write every row twice.
+`rows.finish(path)` gives the file its final name once it is complete.
 """
 
 from __future__ import annotations
@@ -79,13 +81,14 @@ def resumable_rows(
 ) -> Iterator[ResumableRows[Row]]:
     """Open a file of JSON lines to go on with. A path of None keeps nothing.
 
-    `identity`: JSON values by name; the error names those that differ. `parse(row, "file:line")` makes a row of JSON
-    values into what `kept` holds; None for a row that is not to be kept, and then it and all after it are cut
-    off. A last line that a killed process left incomplete is cut off too. `can_resume`: whether the next run can read
-    the same items, which an interrupted one then tells.
+    `identity`: JSON values by name; the error names those that differ. `parse(row, "file:line")`
+    makes a row of JSON values into what `kept` holds; None for a row that is not to be kept, and
+    then it and all after it are cut off. A last line that a killed process left incomplete is cut
+    off too. `can_resume`: whether the next run can read the same items, which an interrupted one
+    then tells.
 
-    Raises `CheckpointError` for rows of another identity and where another process writes the file, `DataError` for a
-    line that is no JSON and for a file that cannot be written.
+    Raises `CheckpointError` for rows of another identity and where another process writes the file,
+    `DataError` for a line that is no JSON and for a file that cannot be written.
     """
     if path is None:
         yield ResumableRows([])

@@ -26,8 +26,9 @@ _PARTIAL = ".partial"
 def atomic_file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
     """A file to write; it replaces `path` when the block ends, and is removed if the block fails.
 
-    `mode` is "w" (UTF-8, line feeds, lone surrogates as JSON escapes them) or "wb". Raises `OSError` where the folder
-    cannot be written. A symlink stays, and the file that it names is replaced; a device or a FIFO is written straight.
+    `mode` is "w" (UTF-8, line feeds, lone surrogates as JSON escapes them) or "wb". Raises
+    `OSError` where the folder cannot be written. A symlink stays, and the file that it names is
+    replaced; a device or a FIFO is written straight.
     """
     text = (
         {} if "b" in mode else {"encoding": "utf-8", "errors": "backslashreplace", "newline": "\n"}
@@ -37,7 +38,8 @@ def atomic_file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
             yield stream
         return
     path = path.resolve()
-    # Readable for all: temporary files are their owner's alone, and a model is read by servers and colleagues.
+    # Readable for all: temporary files are their owner's alone, and a model is read by servers and
+    # colleagues.
     permissions = path.stat().st_mode & 0o777 if path.exists() else 0o644
     descriptor, partial = tempfile.mkstemp(
         dir=path.parent, prefix=f".{path.name}.", suffix=_PARTIAL
@@ -57,7 +59,8 @@ def atomic_file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
 
 
 def is_stream(path: Path) -> bool:
-    """Whether something is there that is neither a file nor a folder: a device, a FIFO, a socket."""
+    """Whether something is there that is neither a file nor a folder: a device, a FIFO, a
+    socket."""
     return path.exists() and not path.is_file() and not path.is_dir()
 
 
@@ -68,7 +71,8 @@ def write_text(path: Path, text: str) -> None:
 
 
 def remove_leftovers(*folders: Path) -> None:
-    """Remove what writes into these folders have left that were killed; nobody may be writing into them."""
+    """Remove what writes into these folders have left that were killed; nobody may be writing into
+    them."""
     for folder in folders:
         for partial in folder.glob(f".*{_PARTIAL}"):
             partial.unlink()
@@ -85,7 +89,8 @@ def sync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def folder_lock(folder: Path, *, wait: bool = False) -> Iterator[bool]:
-    """Lock an existing folder or file while the block runs; yields False where another process holds it.
+    """Lock an existing folder or file while the block runs; yields False where another process
+    holds it.
 
     `wait`: until it does not, instead.
 

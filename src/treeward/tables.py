@@ -1,4 +1,5 @@
-"""Results tables: what a run prints at its end, what `treeward score` sums up, and what the model card shows.
+"""Results tables: what a run prints at its end, what `treeward score` sums up, and what the model
+card shows.
 
     rows = [
         {"set": "plain", "pairs": 1200, "accuracy": 0.9125},
@@ -11,8 +12,9 @@
     plain              1,200     91.2%
     length-controlled    800     84.0%
 
-A row is a mapping; a key that it lacks, or a value of None, shows as a dash. The text has no trailing newline and no
-control characters, whatever the cells hold. `markdown_table` gives the same cells as a GitHub table.
+A row is a mapping; a key that it lacks, or a value of None, shows as a dash. The text has no
+trailing newline and no control characters, whatever the cells hold. `markdown_table` gives the same
+cells as a GitHub table.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ _GAP = "  "
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column: the rows' `key`, its heading (`title`, else the key), and the format of its numbers: one of
-    `formatting.FORMATS`, or a specification of Python.
+    """One column: the rows' `key`, its heading (`title`, else the key), and the format of its
+    numbers: one of `formatting.FORMATS`, or a specification of Python.
 
     Without `format` whole numbers get thousands separators and the others four digits.
     """
@@ -100,7 +102,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _plain(text: str) -> str:
-    """One line without control characters: a name out of a data file must not move the cursor or break the table."""
+    """One line without control characters: a name out of a data file must not move the cursor or
+    break the table."""
     return "".join(
         " " if char.isspace() else char for char in text if char.isspace() or char.isprintable()
     )

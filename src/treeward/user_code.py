@@ -1,8 +1,9 @@
-"""`import_object`: classes and functions of the user, by their paths. `source_digest`: what their code is.
+"""`import_object`: classes and functions of the user, by their paths. `source_digest`: what their
+code is.
 
-import_object("my_module.MyDataset", field="dataset_name")
-import_object("rewards/brevity.py:brevity", field="function")
-source_digest(brevity)      # another one once rewards/brevity.py, or a module of its project, has changed
+    import_object("my_module.MyDataset", field="dataset_name")
+    import_object("rewards/brevity.py:brevity", field="function")
+    source_digest(brevity)      # changes with rewards/brevity.py, or a module of its project
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from treeward.errors import ConfigError, nearest_name
 def import_object(path: str, *, field: str, where: str | None = None) -> Any:
     """The object at `package.module.name`, `package.module:name` or `path/to/file.py:name`.
 
-    Raises `ConfigError`, at `field` of `where`, for a module that cannot be imported and for a name that it lacks.
+    Raises `ConfigError`, at `field` of `where`, for a module that cannot be imported and for a name
+    that it lacks.
     """
     module_path, _, name = path.rpartition(":" if ":" in path else ".")
     at: dict[str, Any] = {"where": where, "field": field, "got": path}
@@ -66,10 +68,11 @@ def _run_file(file: Path) -> Any:
 
 
 def source_digest(code: Any) -> str:
-    """A digest of the source of a class or function, and of the modules of its project that it imports at their heads.
+    """A digest of the source of a class or function, and of the modules of its project that it
+    imports at their heads.
 
-    Empty for what is installed, treeward's own code too. Code without a file, as of a notebook, has another digest in
-    every process, so that nothing made with it is reused.
+    Empty for what is installed, treeward's own code too. Code without a file, as of a notebook, has
+    another digest in every process, so that nothing made with it is reused.
     """
     first = sys.modules.get(getattr(code, "__module__", type(code).__module__))
     waiting = [] if first is None else [first]

@@ -1,1 +1,2 @@
-"""Names under which users of other toolkits know treeward's classes, one module a toolkit; nothing here is imported."""
+"""Names under which users of other toolkits know treeward's classes, one module a toolkit; nothing
+here is imported."""

@@ -8,9 +8,10 @@
 
     Brevity.run_webserver()             # in app.py, which NeMo Gym starts
 
-`self.config` has every key of the server's section, and the defaults of NeMo Gym's page for its options. A class with
-`score(prompt, response)` or `predict`, which take texts, needs no `verify`. Unlike in NeMo Gym, a `verify` that raises,
-or gives no finite number, fails its rollout and not the whole collection.
+`self.config` has every key of the server's section, and the defaults of NeMo Gym's page for its
+options. A class with `score(prompt, response)` or `predict`, which take texts, needs no `verify`.
+Unlike in NeMo Gym, a `verify` that raises, or gives no finite number, fails its rollout and not the
+whole collection.
 """
 
 from __future__ import annotations
@@ -83,8 +84,8 @@ class _PolicyResponse(_Open):
 
 
 class BaseVerifyRequest(_Open):
-    """A rollout with the keys of its row, without those of an earlier verdict. `input`: a text or items of the
-    Responses API; `output`: items.
+    """A rollout with the keys of its row, without those of an earlier verdict. `input`: a text or
+    items of the Responses API; `output`: items.
     """
 
     responses_create_params: _CreateParams
@@ -108,7 +109,8 @@ class BaseVerifyResponse(BaseVerifyRequest):
 
 
 class SimpleResourcesServer(_Open):
-    """A resources server: a subclass has `verify`, or `score` or `predict`, and loads its model in `model_post_init`.
+    """A resources server: a subclass has `verify`, or `score` or `predict`, and loads its model in
+    `model_post_init`.
 
     `setup_webserver` gives the application; `run_webserver` is what an `app.py` calls.
     """
@@ -116,7 +118,8 @@ class SimpleResourcesServer(_Open):
     config: BaseResourcesServerConfig
 
     async def verify(self, body: BaseVerifyRequest) -> BaseVerifyResponse:
-        """The reward of a rollout by `score` or `predict`, which are called one at a time beside the event loop."""
+        """The reward of a rollout by `score` or `predict`, which are called one at a time beside
+        the event loop."""
         score = getattr(self, "score", None) or getattr(self, "predict", None)
         if score is None:
             raise NotImplementedError(
@@ -128,8 +131,8 @@ class SimpleResourcesServer(_Open):
         return BaseVerifyResponse(**body.model_dump(), reward=reward)
 
     def setup_webserver(self) -> FastAPI:
-        """The application: /verify and the other routes of a resources server. Raises `ConfigError` unless `verify` is
-        a coroutine.
+        """The application: /verify and the other routes of a resources server. Raises `ConfigError`
+        unless `verify` is a coroutine.
         """
         if not inspect.iscoroutinefunction(inspect.unwrap(self.verify)):
             got = f"def verify of {type(self).__name__}"
@@ -143,8 +146,8 @@ class SimpleResourcesServer(_Open):
 
     @classmethod
     def run_webserver(cls) -> None:
-        """Make the server of the section that NeMo Gym passes, then serve until a signal. Exits with 2 for a mistake in
-        the configuration.
+        """Make the server of the section that NeMo Gym passes, then serve until a signal. Exits
+        with 2 for a mistake in the configuration.
         """
         configure_logging()
         try:
@@ -179,7 +182,8 @@ OWN_KEYS = (
 
 
 def handed_over() -> tuple[str, dict[str, Any]]:
-    """What NeMo Gym gives a server in the environment: the name of its section in the merged whole, and the section.
+    """What NeMo Gym gives a server in the environment: the name of its section in the merged whole,
+    and the section.
 
     References within the whole are resolved. Raises `ConfigError`.
     """

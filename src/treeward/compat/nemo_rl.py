@@ -8,9 +8,10 @@ or, where NeMo RL is not installed, as its documents print it:
     nemo_rl.install()
     from nemo_rl.environments.reward_model_environment import RewardModelEnvironment
 
-`_MODULES` lists the modules and their names. They are treeward's own classes, with the arguments, fields and attributes
-that such code uses. The parts of its training loop (`algorithms.rm`, `data.utils`) have no counterpart:
-`treeward.train(load_config(file))` runs its file. In NeMo RL's own loop use `treeward.environments.nemo_rl`.
+`_MODULES` lists the modules and their names. They are treeward's own classes, with the arguments,
+fields and attributes that such code uses. The parts of its training loop (`algorithms.rm`,
+`data.utils`) have no counterpart: `treeward.train(load_config(file))` runs its file. In NeMo RL's
+own loop use `treeward.environments.nemo_rl`.
 """
 
 from __future__ import annotations
@@ -140,7 +141,8 @@ def _text_of(path: str | PathLike[str] | None) -> str | None:
 
 
 class RawDataset:
-    """The base of a class of one's own: it sets `dataset` and `task_name`, and gets its section by `set_task_spec`."""
+    """The base of a class of one's own: it sets `dataset` and `task_name`, and gets its section by
+    `set_task_spec`."""
 
     dataset: Dataset
     task_name: str
@@ -166,7 +168,8 @@ class RawDataset:
 def load_dataset_from_path(
     data_path: str, data_subset: str | None = None, data_split: str | None = "train"
 ) -> Any:
-    """A file (arrow, csv, json, jsonl, parquet, txt), a dataset of the hub, or a folder of `save_to_disk`.
+    """A file (arrow, csv, json, jsonl, parquet, txt), a dataset of the hub, or a folder of
+    `save_to_disk`.
 
     `data_split`: None or "" for "train". Raises what `datasets` raises.
     """
@@ -234,7 +237,8 @@ class RewardModelEnvironment(reward_model.RewardModelEnvironment):
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of the model in this process. Raises `ConfigError` if it is in another one."""
+        """The tokenizer of the model in this process. Raises `ConfigError` if it is in another
+        one."""
         return self._here("tokenizer").scorer.members[0].renderer.tokenizer
 
 
@@ -257,8 +261,8 @@ def create_env(env_name: str, env_config: Mapping[str, Any]) -> Any:
 def get_tokenizer(tokenizer_config: Mapping[str, Any]) -> PreTrainedTokenizerBase:
     """The tokenizer of a section `tokenizer`, with a token for padding.
 
-    `chat_template`: without the key or "default", the tokenizer's own; null, the contents alone, one after the other;
-    else a template.
+    `chat_template`: without the key or "default", the tokenizer's own; null, the contents alone,
+    one after the other; else a template.
     """
     tokenizer = load_tokenizer(str(tokenizer_config["name"]))
     if tokenizer.pad_token is None:
@@ -288,13 +292,15 @@ class BatchedDataDict(UserDict[str, Any]):
 
 
 class _PreferenceSets:
-    """The attributes of NeMo RL's dataset classes: `task_spec`, and `formatted_ds` of "train" and "validation", each a
-    `datasets.Dataset` of rows with `context` and ranked `completions`, None without validation data; and `dataset`, the
-    first of them, with `task_name`, as its newer classes have it.
+    """The attributes of NeMo RL's dataset classes: `task_spec`, and `formatted_ds` of "train" and
+    "validation", each a `datasets.Dataset` of rows with `context` and ranked `completions`, None
+    without validation data; and `dataset`, the first of them, with `task_name`, as its newer
+    classes have it.
 
-    The arguments are those of NeMo RL's first classes in their order, those of its newer ones by name (`data_path`,
-    `split`), and further keys of the section `data`. Raises `ConfigError` for what they cannot mean, `DataError` for a
-    row that is wrong. A configuration does not hold all rows in memory.
+    The arguments are those of NeMo RL's first classes in their order, those of its newer ones by
+    name (`data_path`, `split`), and further keys of the section `data`. Raises `ConfigError` for
+    what they cannot mean, `DataError` for a row that is wrong. A configuration does not hold all
+    rows in memory.
     """
 
     dataset_name: ClassVar[str]
@@ -392,7 +398,8 @@ _MODULES: Mapping[str, tuple[object, ...]] = {
 
 
 def install() -> None:
-    """Make `import nemo_rl` mean these modules, in this process. Raises `ConfigError` where NeMo RL is installed."""
+    """Make `import nemo_rl` mean these modules, in this process. Raises `ConfigError` where NeMo RL
+    is installed."""
     if "nemo_rl" not in sys.modules and importlib.util.find_spec("nemo_rl") is not None:
         summary, need = (
             "NeMo RL is installed",
@@ -408,7 +415,8 @@ def install() -> None:
 
 
 def _add_modules(root: str, package: ModuleType) -> None:
-    """Put the modules of `_MODULES` and their parents under `root` where Python looks for imported modules."""
+    """Put the modules of `_MODULES` and their parents under `root` where Python looks for imported
+    modules."""
     sys.modules[root] = package
     package.__path__ = []  # a module with a path may have others within
     for path, members in _MODULES.items():

@@ -2,14 +2,15 @@
 
     from treeward.compat.trl import GRPOTrainer, RewardTrainer      # instead of: from trl import ...
 
-They are subclasses of TRL's, with its arguments, datasets, losses, metrics, callbacks and checkpoints. Only the model's
-forward differs: it takes the padding off and packs the rows into trees, so that what rows have in common at their
-beginning is computed once, and gives what the model's own forward gives. As it is the instance's forward that is
-replaced, accelerate, DDP, FSDP, DeepSpeed and PEFT wrap and call it as they would the other.
+They are subclasses of TRL's, with its arguments, datasets, losses, metrics, callbacks and
+checkpoints. Only the model's forward differs: it takes the padding off and packs the rows into
+trees, so that what rows have in common at their beginning is computed once, and gives what the
+model's own forward gives. As it is the instance's forward that is replaced, accelerate, DDP, FSDP,
+DeepSpeed and PEFT wrap and call it as they would the other.
 
-What trees cannot do runs through TRL's own forward, and one warning says why: models that cannot share prefixes, vision
-models, dropout and NEFTune, `torch_compile`, context parallelism, several devices in a process, router losses, prompt
-learning.
+What trees cannot do runs through TRL's own forward, and one warning says why: models that cannot
+share prefixes, vision models, dropout and NEFTune, `torch_compile`, context parallelism, several
+devices in a process, router losses, prompt learning.
 
 Shapes: B rows of L tokens, N tokens that are predicted, D hidden size.
 """
@@ -46,7 +47,8 @@ _HARMLESS = frozenset({"return_dict", "margin"})
 class TreeForward:
     """The forward of a Hugging Face model, on trees where the call is one of TRL's loss.
 
-    `num_computed_tokens`, `num_row_tokens`: tokens that went through the model so far, and tokens of the same rows.
+    `num_computed_tokens`, `num_row_tokens`: tokens that went through the model so far, and tokens
+    of the same rows.
     """
 
     arguments: frozenset[str] = frozenset()
@@ -56,7 +58,8 @@ class TreeForward:
         self.hf = hf
         self.num_computed_tokens = self.num_row_tokens = 0
         self.is_exact: bool | None = None
-        """Whether trees are exact for this model: tried at the first call, where sharded weights are whole."""
+        """Whether trees are exact for this model: tried at the first call, where sharded weights
+        are whole."""
         self._plain = hf.forward
         self._attention: str | None = None
         with _same_config(hf):
@@ -115,7 +118,8 @@ class TreeForward:
         return self._compute(input_ids, attention_mask, labels) if self.is_exact else None
 
     def _why_not_padded(self) -> str | None:
-        """Why the model's own forward gives rows of this padding other values than without it, or None."""
+        """Why the model's own forward gives rows of this padding other values than without it, or
+        None."""
         return None
 
     def _compute(
@@ -162,10 +166,11 @@ class ScoresForward(TreeForward):
 
 
 class LogProbsForward(TreeForward):
-    """Of a causal language model with TRL's fused head: log-probabilities and entropies of the labels.
+    """Of a causal language model with TRL's fused head: log-probabilities and entropies of the
+    labels.
 
-    The head is TRL's own, with its temperature, gradients and sharded weights: it is given the hidden states of a
-    single row, one for each token of the trees that is predicted.
+    The head is TRL's own, with its temperature, gradients and sharded weights: it is given the
+    hidden states of a single row, one for each token of the trees that is predicted.
     """
 
     arguments = frozenset({"labels", "fused_lm_head"})
@@ -243,7 +248,8 @@ def _giving(backbone: nn.Module, hidden: Tensor) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _same_config(hf: PreTrainedModel) -> Iterator[None]:
-    """A `WrappedModel` sets rates of dropout to zero, of the configuration too, which is saved with the model."""
+    """A `WrappedModel` sets rates of dropout to zero, of the configuration too, which is saved with
+    the model."""
     before = [(owner, name, getattr(owner, name)) for owner, name in find_noise(hf)]
     try:
         yield
@@ -279,7 +285,8 @@ def _why_not(trainer: Any, hf: Any) -> str | None:
 
 
 class _OnTrees:
-    """`trees`: the forwards that were replaced, with their counts of tokens; none where trees are not possible."""
+    """`trees`: the forwards that were replaced, with their counts of tokens; none where trees are
+    not possible."""
 
     trees: tuple[TreeForward, ...] = ()
 
@@ -307,7 +314,8 @@ class _OnTrees:
 
 
 class RewardTrainer(_OnTrees, trl.RewardTrainer):  # type: ignore[misc,name-defined]
-    """`trl.RewardTrainer` on trees: the prompt of a comparison is computed once, and so is what prompts share.
+    """`trl.RewardTrainer` on trees: the prompt of a comparison is computed once, and so is what
+    prompts share.
 
     The score is read where transformers reads it, at the last token that is not padding.
     """
@@ -320,9 +328,9 @@ class RewardTrainer(_OnTrees, trl.RewardTrainer):  # type: ignore[misc,name-defi
 class GRPOTrainer(_OnTrees, trl.GRPOTrainer):  # type: ignore[misc,name-defined]
     """`trl.GRPOTrainer` on trees: each prompt is computed once for its completions in a batch.
 
-    So it is for the policy, its earlier self and the reference. Generation, rewards and loss are TRL's. TRL shuffles
-    completions over the micro-batches of an optimiser's step; where the loss is a sum over completions, those of a
-    prompt are put together again within the step.
+    So it is for the policy, its earlier self and the reference. Generation, rewards and loss are
+    TRL's. TRL shuffles completions over the micro-batches of an optimiser's step; where the loss is
+    a sum over completions, those of a prompt are put together again within the step.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -357,7 +365,8 @@ class GRPOTrainer(_OnTrees, trl.GRPOTrainer):  # type: ignore[misc,name-defined]
 
 
 def _by_prompt(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same completions in as many batches of the same size, those of a prompt next to each other."""
+    """The same completions in as many batches of the same size, those of a prompt next to each
+    other."""
     prompts = torch.cat([batch["prompt_ids"] for batch in batches]).tolist()
     order = torch.tensor(sorted(range(len(prompts)), key=prompts.__getitem__))
     sorted_batches = [dict(batch) for batch in batches]

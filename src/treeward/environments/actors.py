@@ -4,8 +4,9 @@
     environment = RewardModelEnvironment.options(name="rewards").remote(env_config)
     ray.get(environment.step.remote(message_logs, env_infos))
 
-The actor has every public method of the class. An error in its constructor, as for a faulty configuration or a missing
-model, is the reason of Ray's `ActorDiedError`. Ray does not restart the actor unless `max_restarts` asks for it.
+The actor has every public method of the class. An error in its constructor, as for a faulty
+configuration or a missing model, is the reason of Ray's `ActorDiedError`. Ray does not restart the
+actor unless `max_restarts` asks for it.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ class RayActor:
 
     @classmethod
     def remote(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make the object in a Ray actor and return the actor's handle. Starts Ray where it is not running."""
+        """Make the object in a Ray actor and return the actor's handle. Starts Ray where it is not
+        running."""
         return cls.options().remote(*args, **kwargs)
 
     @classmethod
     def options(cls, **ray_options: Any) -> Any:
-        """Ray's class of the actor, with options of Ray's `ActorClass.options`, as `name` or `max_restarts`.
+        """Ray's class of the actor, with options of Ray's `ActorClass.options`, as `name` or
+        `max_restarts`.
 
         Raises `ConfigError` if Ray is not installed.
         """
@@ -36,7 +39,8 @@ class RayActor:
 
 
 def _plain(cls: type[RayActor]) -> type:
-    """A class with the public methods of `cls`, but for `remote` and `options`, which Ray has itself."""
+    """A class with the public methods of `cls`, but for `remote` and `options`, which Ray has
+    itself."""
 
     def construct(self: Any, *args: Any, **kwargs: Any) -> None:
         self.object = cls(*args, **kwargs)

@@ -6,10 +6,10 @@
 
 The names of its parameters decide how it is called: `_CONVENTIONS`, and docs/environments.md.
 
-A prompt as text is the user's single message unchanged, or `role: text` per message. A reward is a number, True or
-False, None (no reward), or a mapping with `reward` or `score`, whose other numbers are its components and whose `error`
-is the reason for no reward. An exception costs the sample, or all samples of the call, their reward. Functions may be
-async.
+A prompt as text is the user's single message unchanged, or `role: text` per message. A reward is a
+number, True or False, None (no reward), or a mapping with `reward` or `score`, whose other numbers
+are its components and whose `error` is the reason for no reward. An exception costs the sample, or
+all samples of the call, their reward. Functions may be async.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ _CONVENTIONS = (
 
 
 class CustomEnvironment(ConfiguredEnvironment[CustomEnvironmentConfig]):
-    """A function by its path. Raises `ConfigError` if it cannot be imported or called, or if a batch's rewards are not
-    one per sample.
+    """A function by its path. Raises `ConfigError` if it cannot be imported or called, or if a
+    batch's rewards are not one per sample.
     """
 
     name = "custom_env"
@@ -224,7 +224,8 @@ class CustomEnvironment(ConfiguredEnvironment[CustomEnvironmentConfig]):
 
 
 def _reward(value: Any) -> Reward:
-    """A returned value as a `Reward`; its value is None, with a reason, unless it is a finite number."""
+    """A returned value as a `Reward`; its value is None, with a reason, unless it is a finite
+    number."""
     if isinstance(value, Reward):
         finite = value.value is None or _number(value.value) is not None
         return (

@@ -1,11 +1,13 @@
-r"""The rule `dapo`: `Answer: 34` at the end of a completion, compared as text with the ground truth.
+r"""The rule `dapo`: `Answer: 34` at the end of a completion, compared as text with the ground
+truth.
 
     answer = find_answer("... so there are 34.\nAnswer: $\\boxed{34}$")
     normal_form(answer) == normal_form("34")        # True
 
-It is the rule of DAPO's training set (Yu et al. 2025, arXiv 2503.14476), NeMo RL's `math_verify_impl: dapo_math_verify`
-and verl's `math_dapo`. No algebra is done: `1/2` is not `0.5`. The normal form, and its two tables, are those of
-Minerva (Lewkowycz et al. 2022, arXiv 2206.14858, appendix D.1).
+It is the rule of DAPO's training set (Yu et al. 2025, arXiv 2503.14476), NeMo RL's
+`math_verify_impl: dapo_math_verify` and verl's `math_dapo`. No algebra is done: `1/2` is not `0.5`.
+The normal form, and its two tables, are those of Minerva (Lewkowycz et al. 2022, arXiv 2206.14858,
+appendix D.1).
 """
 
 from __future__ import annotations
@@ -52,13 +54,15 @@ _REMOVED = (*_UNITS.split(), *_MARKS)
 
 
 def find_answer(completion: str) -> str | None:
-    """What stands behind the last `Answer:` of a completion, to the end of its line; None if there is none."""
+    """What stands behind the last `Answer:` of a completion, to the end of its line; None if there
+    is none."""
     answers = _ANSWER.findall(completion[-_LAST_CHARACTERS:])
     return answers[-1] if answers else None
 
 
 def normal_form(answer: str) -> str:
-    """An answer as it is compared: what comes after the last `=`, without units, marks and TeX's wrappers."""
+    """An answer as it is compared: what comes after the last `=`, without units, marks and TeX's
+    wrappers."""
     text = answer.rpartition("=")[2]
     for before, after in _REPLACED:
         text = text.replace(before, after)

@@ -5,9 +5,9 @@
         "format": {"type": "rules", "weight": 0.2, "rule": "regex", "pattern": "</think>"},
     }})
 
-The reward is the weighted sum of the members' rewards. With `mode: fallback` the next member gets what the one before
-finds wrong or cannot check: for example first a rule, then a judge. The components are each member's reward by its
-name, and its components as `member/component`.
+The reward is the weighted sum of the members' rewards. With `mode: fallback` the next member gets
+what the one before finds wrong or cannot check: for example first a rule, then a judge. The
+components are each member's reward by its name, and its components as `member/component`.
 """
 
 from __future__ import annotations
@@ -91,9 +91,11 @@ def _falls_back(reward: Reward) -> bool:
 
 
 def _weighted_sum(parts: Mapping[str, Reward], weights: Mapping[str, float]) -> Reward:
-    """The sum of weight times reward over `parts`, by name; its score is the same sum before shaping.
+    """The sum of weight times reward over `parts`, by name; its score is the same sum before
+    shaping.
 
-    There is none where a part has none. Names of components, and reasons, begin with the name of their part.
+    There is none where a part has none. Names of components, and reasons, begin with the name of
+    their part.
     """
     components = _components(parts)
     judgement = (

@@ -12,10 +12,11 @@
     LongestCompletion.remote()                         # a Ray actor with the same methods
 
 A missing reward is NaN in `EnvironmentReturn.rewards`, with the reason in `metadata`, and
-`global_post_process_and_metrics` takes its sample out of the loss: it is never a number that trains.
+`global_post_process_and_metrics` takes its sample out of the loss: it is never a number that
+trains.
 
-A reward depends on its conversation and `env_info`, and for a judge on the prompt's other completions; never on earlier
-steps. So there is no state to save, and a step may be repeated.
+A reward depends on its conversation and `env_info`, and for a judge on the prompt's other
+completions; never on earlier steps. So there is no state to save, and a step may be repeated.
 """
 
 from __future__ import annotations
@@ -81,9 +82,9 @@ AnyInfos = Sequence[Mapping[str, Any] | None]
 class EnvironmentReturn(NamedTuple):
     """The result of a step for B samples; the fields and their order are NeMo RL's.
 
-    `observations`: messages with the rewards, which treeward's loop ignores. `metadata`: the `env_info` and, under
-    `reward_details`, `raw`, `components` and `error`. `rewards`: float32 (B,), NaN for none. `terminateds`: bool (B,),
-    all true. `answers`: the scored texts.
+    `observations`: messages with the rewards, which treeward's loop ignores. `metadata`: the
+    `env_info` and, under `reward_details`, `raw`, `components` and `error`. `rewards`: float32
+    (B,), NaN for none. `terminateds`: bool (B,), all true. `answers`: the scored texts.
     """
 
     observations: list[dict[str, str]]
@@ -102,9 +103,11 @@ class Environment(RayActor, abc.ABC):
 
     @abc.abstractmethod
     def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
-        """One `Reward` per conversation, in order. `env_infos`: the data's other columns, as `ground_truth`.
+        """One `Reward` per conversation, in order. `env_infos`: the data's other columns, as
+        `ground_truth`.
 
-        The value is None for a conversation that cannot be rewarded; a fault of the environment raises.
+        The value is None for a conversation that cannot be rewarded; a fault of the environment
+        raises.
         """
 
     @property
@@ -115,9 +118,10 @@ class Environment(RayActor, abc.ABC):
     def reward(self, message_logs: Logs, env_infos: AnyInfos) -> list[Reward]:
         """One `Reward` per message log of a loop, in order; a batch may have any size.
 
-        Messages lose the loop's own keys (`token_ids`, tensors). A reward model's chat template reads `tools` and
-        `chat_template_kwargs` of the `env_info`. Raises `DataError` for a log that is not a list of messages, and
-        unless there are as many `env_infos` (or None) as logs, or none at all.
+        Messages lose the loop's own keys (`token_ids`, tensors). A reward model's chat template
+        reads `tools` and `chat_template_kwargs` of the `env_info`. Raises `DataError` for a log
+        that is not a list of messages, and unless there are as many `env_infos` (or None) as logs,
+        or none at all.
         """
         env_infos = env_infos or [None] * len(message_logs)  # NeMo RL's reward models get none
         if len(message_logs) != len(env_infos):
@@ -172,10 +176,11 @@ class Environment(RayActor, abc.ABC):
         )
 
     def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, float]]:
-        """Take samples without a reward out of the loss, and compute the `reward_metrics` of the others.
+        """Take samples without a reward out of the loss, and compute the `reward_metrics` of the
+        others.
 
-        `batch`: a mapping with `rewards` or `total_reward` (B,) and perhaps `loss_multiplier` (B,), which is returned
-        as 0 for missing rewards. Raises `DataError` for a batch without rewards.
+        `batch`: a mapping with `rewards` or `total_reward` (B,) and perhaps `loss_multiplier` (B,),
+        which is returned as 0 for missing rewards. Raises `DataError` for a batch without rewards.
         """
         values = next((batch[key] for key in ("rewards", "total_reward") if key in batch), None)
         if values is None:
@@ -201,7 +206,8 @@ _Section = TypeVar("_Section", bound=Strict)
 
 
 class ConfiguredEnvironment(Environment, Generic[_Section]):
-    """An environment made from one section of the configuration: `config`, checked by the subclass's `section`.
+    """An environment made from one section of the configuration: `config`, checked by the
+    subclass's `section`.
 
     Raises `ConfigError` for an invalid section.
     """
@@ -216,7 +222,8 @@ class ConfiguredEnvironment(Environment, Generic[_Section]):
 
 
 def conversation_of_log(log: Any, where: str | None = None) -> Conversation:
-    """The messages of a log, without the loop's own keys. Raises `DataError` unless it is a list of messages."""
+    """The messages of a log, without the loop's own keys. Raises `DataError` unless it is a list of
+    messages."""
     if isinstance(log, np.ndarray):
         log = log.tolist()  # parquet gives lists as arrays
     if not isinstance(log, Sequence) or not all(isinstance(message, Mapping) for message in log):

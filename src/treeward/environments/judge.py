@@ -11,12 +11,13 @@ Rewards are from 0 to 1. By `mode`:
   its prompt, in a circle.
 - `equivalence`: whether the final answer equals a reference's (`[[A=B]]`, `[[A!=B]]`).
 
-Judges favour a position (Zheng et al. 2023, arXiv 2306.05685, section 3.4). So two texts are compared in both orders: a
-judge that always says A gives 0.5 to all. The component `position_bias`, from -1 to 1, is the advantage of the first
-place; `inconsistent` is the share of pairs whose winner changed with the order.
+Judges favour a position (Zheng et al. 2023, arXiv 2306.05685, section 3.4). So two texts are
+compared in both orders: a judge that always says A gives 0.5 to all. The component `position_bias`,
+from -1 to 1, is the advantage of the first place; `inconsistent` is the share of pairs whose winner
+changed with the order.
 
-A sample with a question without a verdict has no reward. What the judge wrote is in `Reward.score.judgement`. A judge
-without a verdict on the first few questions stops the run.
+A sample with a question without a verdict has no reward. What the judge wrote is in
+`Reward.score.judgement`. A judge without a verdict on the first few questions stops the run.
 """
 
 from __future__ import annotations
@@ -55,10 +56,12 @@ _FIRST_QUESTIONS = 4
 
 
 class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
-    """A language model as judge. The key `GROUP` of `env_infos`, or else the messages, group completions by prompt.
+    """A language model as judge. The key `GROUP` of `env_infos`, or else the messages, group
+    completions by prompt.
 
-    Raises `ConfigError` if the package openai or the key is missing, `ModelError` for a model that cannot be loaded,
-    and in a step if the endpoint refuses the key or the model, or none of the first questions has a verdict.
+    Raises `ConfigError` if the package openai or the key is missing, `ModelError` for a model that
+    cannot be loaded, and in a step if the endpoint refuses the key or the model, or none of the
+    first questions has a verdict.
     """
 
     name = "judge_env"
@@ -126,7 +129,8 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
     def _answers(self, questions: Sequence[Sequence[Message]]) -> list[Verdict | NoVerdict]:
         """The answer to each question.
 
-        Raises `ModelError` where none of the first questions has a verdict: the others would be asked in vain.
+        Raises `ModelError` where none of the first questions has a verdict: the others would be
+        asked in vain.
         """
         before = time.perf_counter()
         has_first = not self._has_begun and len(questions) >= _FIRST_QUESTIONS
@@ -155,7 +159,8 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
         return answers
 
     def _reward(self, answers: Sequence[tuple[int, Verdict | NoVerdict]]) -> Reward:
-        """The reward of a sample from all its answers, each with the place of the sample; pairs follow one another."""
+        """The reward of a sample from all its answers, each with the place of the sample; pairs
+        follow one another."""
         if not answers:
             alone = (
                 ", and it is the only one of its prompt" if self.config.mode == "pairwise" else ""
@@ -207,7 +212,8 @@ def _winner(value: float) -> int:
 
 
 def _references(value: Any) -> list[str]:
-    """Reference completions: a text, or a list of texts and message lists, whose last message is the completion."""
+    """Reference completions: a text, or a list of texts and message lists, whose last message is
+    the completion."""
     value = plain(value)
     values = [value] if isinstance(value, str) else value if isinstance(value, Sequence) else []
     texts = []

@@ -39,8 +39,8 @@ class EndpointJudge:
         self._key = key_from(config.api_key_env, where=WHERE, field="api_key_env")
 
     def ask(self, questions: Sequence[Sequence[Message]]) -> list[Verdict | NoVerdict]:
-        """A verdict for each question, or the reason for none. Raises `ModelError` if the endpoint refuses the key or
-        the model."""
+        """A verdict for each question, or the reason for none. Raises `ModelError` if the endpoint
+        refuses the key or the model."""
         return run_async(self._ask_all(questions)) if questions else []
 
     async def _ask_all(self, questions: Sequence[Sequence[Message]]) -> list[Verdict | NoVerdict]:
@@ -67,7 +67,8 @@ class EndpointJudge:
     async def _verdict(
         self, client: AsyncOpenAI, slots: asyncio.Semaphore, question: Sequence[Message]
     ) -> Verdict | NoVerdict:
-        """The verdict, or the reason for none, which is the server's where it refuses this request alone."""
+        """The verdict, or the reason for none, which is the server's where it refuses this request
+        alone."""
         try:
             async with slots:
                 answer = await self._message(client, question)

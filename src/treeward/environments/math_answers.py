@@ -3,11 +3,12 @@ r"""`MathChecker`: whether a completion's answer is mathematically equal to a gr
     with closing(MathChecker()) as checker:
         checker.check([(["1/2"], r"So it is \boxed{0.5}."), (["1/2"], "I do not know.")])    # correct, wrong
 
-The answer is the content of the last `\boxed{}` or `\fbox{}`. Without a box math-verify looks for it after "the answer
-is", else it takes the last expression. It parses LaTeX, fractions, percentages, units, sets, intervals and matrices,
-and compares by algebra. Algebra can take for ever or fill the memory, and math-verify's timeouts work in a main thread
-only. So it runs in processes of its own, which get one item at a time as JSON. An alarm ends a process that takes too
-long, even if its parent is dead.
+The answer is the content of the last `\boxed{}` or `\fbox{}`. Without a box math-verify looks for
+it after "the answer is", else it takes the last expression. It parses LaTeX, fractions,
+percentages, units, sets, intervals and matrices, and compares by algebra. Algebra can take for ever
+or fill the memory, and math-verify's timeouts work in a main thread only. So it runs in processes
+of its own, which get one item at a time as JSON. An alarm ends a process that takes too long, even
+if its parent is dead.
 
 These processes import this module, which therefore stays light.
 """
@@ -41,7 +42,8 @@ _BRACE = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*\{)|\\.|(?P<open>\{)|(?P<close>
 
 @dataclass(frozen=True, slots=True)
 class MathVerdict:
-    """`correct`: None if unknown, with the reason in `error`. `parsed`: the completion has an answer."""
+    """`correct`: None if unknown, with the reason in `error`. `parsed`: the completion has an
+    answer."""
 
     correct: bool | None
     parsed: bool = True
@@ -64,10 +66,11 @@ class MathChecker:
             self._processes.put(None)
 
     def check(self, items: Sequence[tuple[Sequence[str], str]]) -> list[MathVerdict]:
-        """Compare each (accepted ground truths, completion), in order; one equal ground truth is enough.
+        """Compare each (accepted ground truths, completion), in order; one equal ground truth is
+        enough.
 
-        Ground truths may be bare (`1/2`, `50%`) or marked as mathematics (`$...$`, `\\boxed{...}`). Raises `ModelError`
-        if the processes do not start.
+        Ground truths may be bare (`1/2`, `50%`) or marked as mathematics (`$...$`, `\\boxed{...}`).
+        Raises `ModelError` if the processes do not start.
         """
         with ThreadPoolExecutor(self.workers) as threads:
             return list(threads.map(self._check, items))
@@ -108,7 +111,8 @@ class MathChecker:
 
 
 def marked(text: str) -> str:
-    """A bare ground truth marked as mathematics: otherwise math-verify would read only its last number."""
+    """A bare ground truth marked as mathematics: otherwise math-verify would read only its last
+    number."""
     return text if any(mark in text for mark in _MATHEMATICS) else f"\\boxed{{{text}}}"
 
 

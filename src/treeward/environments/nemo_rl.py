@@ -1,11 +1,13 @@
-"""`NemoRLEnvironment`: any environment as NeMo RL makes and calls one, with a rule for samples without a reward.
+"""`NemoRLEnvironment`: any environment as NeMo RL makes and calls one, with a rule for samples
+without a reward.
 
     from treeward.environments import nemo_rl
     nemo_rl.register("reward_model")           # before NeMo RL's run_grpo.py; env.reward_model stays as it is
 
-Environments already have the signature of NeMo RL's loops. But these loops put `total_reward` into baselines and
-advantages, whatever `loss_multiplier` is, so one NaN spoils its group and the update. Here a sample without a reward
-fails the step, or takes its group's mean, which gives no policy gradient.
+Environments already have the signature of NeMo RL's loops. But these loops put `total_reward` into
+baselines and advantages, whatever `loss_multiplier` is, so one NaN spoils its group and the update.
+Here a sample without a reward fails the step, or takes its group's mean, which gives no policy
+gradient.
 """
 
 from __future__ import annotations
@@ -39,23 +41,25 @@ logger = logging.getLogger(__name__)
 
 _SECTION = "nemo_rl"
 _OBSERVATION = "\n"
-"""The environment's last message, not trained on: NeMo RL's asynchronous rollouts fail on one without tokens."""
+"""The environment's last message, not trained on: NeMo RL's asynchronous rollouts fail on one
+without tokens."""
 
 
 class NemoRLConfig(Strict):
     """The section `nemo_rl` of an environment's section: settings for NeMo RL's loop alone."""
 
     failed_samples: Literal["raise", "group_mean"] = "raise"
-    """A sample without a reward stops the run with the reason (`raise`), or gets the mean of the other completions of
-    its prompt, and so the advantage 0 (`group_mean`). That needs another completion of the prompt with a reward in the
-    same step, or it raises: asynchronous rollouts of NeMo RL step one sample at a time."""
+    """A sample without a reward stops the run with the reason (`raise`), or gets the mean of the
+    other completions of its prompt, and so the advantage 0 (`group_mean`). That needs another
+    completion of the prompt with a reward in the same step, or it raises: asynchronous rollouts of
+    NeMo RL step one sample at a time."""
 
 
 class NemoRLEnvironment(Environment):
     """The environment of a section of `env:`, for NeMo RL.
 
-    `env_config`: the section, with the kind as `type` (default `reward_model`) and a `NemoRLConfig` as `nemo_rl`.
-    Raises as the environment does.
+    `env_config`: the section, with the kind as `type` (default `reward_model`) and a `NemoRLConfig`
+    as `nemo_rl`. Raises as the environment does.
     """
 
     def __init__(self, env_config: Mapping[str, Any]) -> None:
@@ -72,7 +76,8 @@ class NemoRLEnvironment(Environment):
     def step(
         self, message_logs: Logs, env_infos: AnyInfos, return_extracted_answer: bool = False
     ) -> EnvironmentReturn:
-        """The environment's step, every reward finite. Raises `ModelError` for a missing reward without a substitute.
+        """The environment's step, every reward finite. Raises `ModelError` for a missing reward
+        without a substitute.
 
         `return_extracted_answer`: of NeMo RL's evaluation; `answers` are always returned.
         """
@@ -107,11 +112,12 @@ class NemoRLEnvironment(Environment):
 
 
 def fill_with_group_means(rewards: Tensor, groups: Sequence[Hashable]) -> Tensor:
-    """Give each sample without a reward its group's mean, which makes its group-relative advantage 0.
+    """Give each sample without a reward its group's mean, which makes its group-relative advantage
+    0.
 
-    `rewards`: float32 (B,), NaN for none. `groups`: the key of each sample's group, None if unknown. The advantage is 0
-    for the mean of the group and of the others in it (leave-one-out). NaN stays for groups that are unknown or without
-    a reward: any other mean would train.
+    `rewards`: float32 (B,), NaN for none. `groups`: the key of each sample's group, None if
+    unknown. The advantage is 0 for the mean of the group and of the others in it (leave-one-out).
+    NaN stays for groups that are unknown or without a reward: any other mean would train.
     """
     has_reward = torch.isfinite(rewards)
     filled = rewards.clone()
@@ -128,10 +134,11 @@ def fill_with_group_means(rewards: Tensor, groups: Sequence[Hashable]) -> Tensor
 
 
 def register(name: str = "reward_model") -> None:
-    """Make NeMo RL use a `NemoRLEnvironment` for the section `env.<name>`, instead of its own class.
+    """Make NeMo RL use a `NemoRLEnvironment` for the section `env.<name>`, instead of its own
+    class.
 
-    Call it before NeMo RL's script, in the same process. treeward must be installed in the Python of Ray's workers.
-    Raises `ConfigError` if NeMo RL is not installed.
+    Call it before NeMo RL's script, in the same process. treeward must be installed in the Python
+    of Ray's workers. Raises `ConfigError` if NeMo RL is not installed.
     """
     try:
         from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY

@@ -3,16 +3,19 @@
     questions = open_questions(config.data.train[0], section)     # a `PromptSet`: two questions for each pair
     PreferenceVerdictEnvironment(section).rewards(conversations, [question.info for question in questions])
 
-Every pair of completions with different ranks is two neighbouring questions: which is better, in both orders, or a
-rating of each. Prompt and parser are those of a judge (`verdicts`), so the policy is asked in use what it was asked in
-training. Pairs of equal rank or text are left out and counted; so are strengths, which are not used.
+Every pair of completions with different ranks is two neighbouring questions: which is better, in
+both orders, or a rating of each. Prompt and parser are those of a judge (`verdicts`), so the policy
+is asked in use what it was asked in training. Pairs of equal rank or text are left out and counted;
+so are strengths, which are not used.
 
-The reward is 1 for the verdict of the label, 0 for the other one or a tie. A rating is compared with the ratings that
-the other completion got in the same step: the reward is the share that it is above, or for the worse completion below.
-A message that has no verdict, or was cut, has `no_verdict`.
+The reward is 1 for the verdict of the label, 0 for the other one or a tie. A rating is compared
+with the ratings that the other completion got in the same step: the reward is the share that it is
+above, or for the worse completion below. A message that has no verdict, or was cut, has
+`no_verdict`.
 
-Components, which the run logs as means: `accuracy` (0 without a verdict), `no_verdict`, `position_bias` (1 for the
-first place, -1 for the second), `consistent` (the g-th messages about both orders have one winner), `rating`.
+Components, which the run logs as means: `accuracy` (0 without a verdict), `no_verdict`,
+`position_bias` (1 for the first place, -1 for the second), `consistent` (the g-th messages about
+both orders have one winner), `rating`.
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ from treeward.scoring.verdicts import Answer, Verdict, make_question, read_answe
 logger = logging.getLogger(__name__)
 
 LABEL = "verdict_label"
-"""The key of `info` with the right verdict, `A` or `B`; of ratings, whether the completion is `better` or `worse`."""
+"""The key of `info` with the right verdict, `A` or `B`; of ratings, whether the completion is
+`better` or `worse`."""
 
 _NO_QUESTION = "the prompt is no question about a comparison: its data set has another environment"
 
@@ -46,7 +50,8 @@ _NO_QUESTION = "the prompt is no question about a comparison: its data set has a
 def open_questions(config: PromptSetConfig, section: JudgePromptConfig) -> PromptSet:
     """The questions about a set of comparisons, with the judge's prompt of `section`.
 
-    `max_samples` counts comparisons. Raises as `open_dataset` does, and `DataError` for a set without an order.
+    `max_samples` counts comparisons. Raises as `open_dataset` does, and `DataError` for a set
+    without an order.
     """
     dataset = open_dataset(config.comparisons)
     questions: list[Prompt] = []
@@ -131,7 +136,8 @@ class PreferenceVerdictEnvironment(ConfiguredEnvironment[PreferenceVerdictConfig
         return rewards
 
     def _right(self, verdict: Verdict, label: str, others: Sequence[Verdict]) -> float:
-        """1 for the verdict of the label; of a rating the share of the other completion's that it is right of."""
+        """1 for the verdict of the label; of a rating the share of the other completion's that it
+        is right of."""
         if self.config.mode == "pairwise":
             return float(verdict.label == label)
         sign = 1.0 if label == "better" else -1.0

@@ -4,7 +4,8 @@
     make_environments({"reward_model": {...}, "format": {"type": "rules", "rule": "regex", "pattern": "</think>"}})
     make_environment("mine", {"type": "my_package.MyEnvironment"})
 
-The kinds are `ENVIRONMENTS` of `config/reward_environments.py`. A class is imported with its first environment.
+The kinds are `ENVIRONMENTS` of `config/reward_environments.py`. A class is imported with its first
+environment.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from treeward.user_code import import_object
 
 
 def environment_class(kind: str) -> Callable[[Mapping[str, Any]], Environment]:
-    """What makes an environment of a kind from its section: a class of `ENVIRONMENTS` or at a dotted path, which has
-    our `rewards` or NeMo RL's `step`. Raises `ConfigError` with the nearest name."""
+    """What makes an environment of a kind from its section: a class of `ENVIRONMENTS` or at a
+    dotted path, which has our `rewards` or NeMo RL's `step`. Raises `ConfigError` with the nearest
+    name."""
     path = ENVIRONMENTS[kind].path if kind in ENVIRONMENTS else kind
     if "." not in path:
         need = f"one of {', '.join(ENVIRONMENTS)}, or the dotted path of a class"
@@ -49,9 +51,11 @@ def environment_class(kind: str) -> Callable[[Mapping[str, Any]], Environment]:
 
 
 def make_environment(name: str, config: Mapping[str, Any], *, where: str = WHERE) -> Environment:
-    """One environment, in this process. `name`: its kind, unless its section `config` has a key `type`.
+    """One environment, in this process. `name`: its kind, unless its section `config` has a key
+    `type`.
 
-    `where`: the section's name in errors. Raises `ConfigError` for an unknown kind, or a faulty section.
+    `where`: the section's name in errors. Raises `ConfigError` for an unknown kind, or a faulty
+    section.
     """
     section = dict(config)
     kind = str(section.pop("type", None) or name)
@@ -66,10 +70,12 @@ def make_environment(name: str, config: Mapping[str, Any], *, where: str = WHERE
 
 
 def make_environments(env_section: Mapping[str, Any]) -> dict[str, Environment]:
-    """The environments of an `env:` section, in this process, by name, without disabled ones (`enabled: false`).
+    """The environments of an `env:` section, in this process, by name, without disabled ones
+    (`enabled: false`).
 
-    The kind of an environment is its name unless its section has a `type`; if the name is not a kind, its metrics begin
-    with `<name>_env/`. Raises `ConfigError` for a faulty section, after it has shut the others down.
+    The kind of an environment is its name unless its section has a `type`; if the name is not a
+    kind, its metrics begin with `<name>_env/`. Raises `ConfigError` for a faulty section, after it
+    has shut the others down.
     """
     is_omega = isinstance(env_section, DictConfig)
     plain: Any = OmegaConf.to_container(env_section, resolve=True) if is_omega else env_section

@@ -1,4 +1,5 @@
-"""`RewardModelEnvironment`: a reward model as the environment of an RL loop, in this process or in Ray actors.
+"""`RewardModelEnvironment`: a reward model as the environment of an RL loop, in this process or in
+Ray actors.
 
     env = RewardModelEnvironment({"model_name": "results/rm/final", "batch_size": 32})
     env.step(message_logs, env_infos).rewards                                # float32 (B,)
@@ -45,9 +46,10 @@ from treeward.model.reward_model import RewardModel
 class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]):
     """Rewards conversations by a reward model.
 
-    It runs in this process, or in replicas where the configuration asks for several, or where this process is a Ray
-    actor without a GPU and the model needs one. Raises `ConfigError` for a faulty configuration or too few resources,
-    `ModelError` for a model that cannot be loaded, `RewardServerError` for a server that does not respond.
+    It runs in this process, or in replicas where the configuration asks for several, or where this
+    process is a Ray actor without a GPU and the model needs one. Raises `ConfigError` for a faulty
+    configuration or too few resources, `ModelError` for a model that cannot be loaded,
+    `RewardServerError` for a server that does not respond.
     """
 
     name = "reward_model_env"

@@ -5,9 +5,10 @@ r"""`RuleEnvironment`: rewards by a rule, for completions with an answer that ca
         [{"ground_truth": "1/2"}],
     ).rewards                                                                                        # tensor([1.])
 
-The reward is 1 for a right answer and 0 for any other, as the component `correct`; `answered` is 1 for a completion
-with an answer. Exact match and mathematics read what comes after the reasoning. A sample without a valid ground truth
-or pattern has no reward. Patterns from data can backtrack for ever: the package `regex` matches them with a time limit.
+The reward is 1 for a right answer and 0 for any other, as the component `correct`; `answered` is 1
+for a completion with an answer. Exact match and mathematics read what comes after the reasoning. A
+sample without a valid ground truth or pattern has no reward. Patterns from data can backtrack for
+ever: the package `regex` matches them with a time limit.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """`EnvironmentScorer`: an environment instead of a reward model, for `eval` and `bon`.
 
-scorer = EnvironmentScorer(make_environment("judge", {"base_url": url, "model": "m", "mode": "pairwise"}))
-scorer.score_groups([[conversation, other], ...], [info, ...])     # its rewards, as scores
-scorer.usage()                                    # of a judge: {"num_requests": 120, ..., "seconds": 31.0}
+    judge = make_environment("judge", {"base_url": url, "model": "m", "mode": "pairwise"})
+    scorer = EnvironmentScorer(judge)
+    scorer.score_groups([[conversation, other], ...], [info, ...])      # its rewards, as scores
+    scorer.usage()      # of a judge: {"num_requests": 120, ..., "seconds": 31.0}
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class EnvironmentScorer:
     def score_groups(
         self, groups: Sequence[Sequence[AnyConversation]], infos: Sequence[Mapping[str, Any]]
     ) -> list[list[Score]]:
-        """A list of scores for each group, with the components of the rewards as heads. `infos`: the data's columns for
-        each group, as `ground_truth`."""
+        """A list of scores for each group, with the components of the rewards as heads. `infos`:
+        the data's columns for each group, as `ground_truth`."""
         flat = [conversation for group in groups for conversation in group]
         env_infos = [
             {**info, GROUP: f"group {g}"} for g, info in enumerate(infos) for _ in groups[g]

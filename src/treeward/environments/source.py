@@ -1,10 +1,11 @@
-"""`RewardSource`: rewards for loops that ask for one at a time; one source in a process, shared by its threads.
+"""`RewardSource`: rewards for loops that ask for one at a time; one source in a process, shared by
+its threads.
 
     source = reward_source({"model": "results/rm/final"})
     source.submit(messages, {"ground_truth": "4"}).result().value
 
-Requests that arrive during a step form the next step. So no request waits for a full batch, and completions of one
-prompt from different threads share its computation.
+Requests that arrive during a step form the next step. So no request waits for a full batch, and
+completions of one prompt from different threads share its computation.
 """
 
 from __future__ import annotations
@@ -31,13 +32,16 @@ class RewardSourceConfig(Strict):
     """The source of rewards: `model` or `environment`."""
 
     model: str | None = None
-    """A reward model: a folder or hub name, loaded once in this process, or the address of a `treeward serve`."""
+    """A reward model: a folder or hub name, loaded once in this process, or the address of a
+    `treeward serve`."""
 
     environment: dict[str, Any] | None = None
-    """A section as under `env:`, made once in this process; `type` is its kind, by default `reward_model`."""
+    """A section as under `env:`, made once in this process; `type` is its kind, by default
+    `reward_model`."""
 
     on_failure: Literal["raise", "nan"] = "raise"
-    """A completion without a reward stops the run with the reason (`raise`), or gets NaN (`nan`)."""
+    """A completion without a reward stops the run with the reason (`raise`), or gets NaN
+    (`nan`)."""
 
     def check(self) -> None:
         if (self.model is None) == (self.environment is None):
@@ -45,7 +49,8 @@ class RewardSourceConfig(Strict):
 
 
 class RewardSource:
-    """Turns requests from any thread into steps of one environment. A step that raises fails its own requests only."""
+    """Turns requests from any thread into steps of one environment. A step that raises fails its
+    own requests only."""
 
     def __init__(self, environment: Environment) -> None:
         self._environment = environment

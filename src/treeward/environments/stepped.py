@@ -2,10 +2,10 @@
 
     env: {mine: {type: my_package.MyEnvironment, limit: 200}}     # MyEnvironment({"limit": 200}).step(logs, env_infos)
 
-The class is constructed with its section of the configuration, and its `step` returns NeMo RL's `EnvironmentReturn`.
-`rewards` is a tensor (B,), or for several rewards `{"reward/correct": (B,), "reward/format": (B,)}`: the reward is
-their sum, and each is a component by its name without `reward/`. A class that `@ray.remote` decorates lives in its
-actor.
+The class is constructed with its section of the configuration, and its `step` returns NeMo RL's
+`EnvironmentReturn`. `rewards` is a tensor (B,), or for several rewards
+`{"reward/correct": (B,), "reward/format": (B,)}`: the reward is their sum, and each is a component
+by its name without `reward/`. A class that `@ray.remote` decorates lives in its actor.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ _PREFIX = "reward/"
 
 
 class SteppedEnvironment(Environment):
-    """An object of `cls`, a class with NeMo RL's `step`, or such a class that `@ray.remote` decorates.
+    """An object of `cls`, a class with NeMo RL's `step`, or such a class that `@ray.remote`
+    decorates.
 
-    `section`: its only argument. Raises `ConfigError` for a step that does not end every sample, or whose rewards are
-    not one number for each.
+    `section`: its only argument. Raises `ConfigError` for a step that does not end every sample, or
+    whose rewards are not one number for each.
     """
 
     def __init__(self, cls: Any, section: Mapping[str, Any]) -> None:

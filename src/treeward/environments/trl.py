@@ -3,8 +3,9 @@
     GRPOTrainer(model="Qwen/Qwen3-0.6B", reward_funcs=as_trl("http://host:8000"), train_dataset=prompts)
     reward = as_trl(RewardModelEnvironment({"model_name": "results/rm/final"}))
 
-TRL calls it with prompts, completions and the columns of the dataset, each a list with an entry per completion. A
-missing reward is None, which TRL keeps out of the group's baseline and gives the advantage 0.
+TRL calls it with prompts, completions and the columns of the dataset, each a list with an entry per
+completion. A missing reward is None, which TRL keeps out of the group's baseline and gives the
+advantage 0.
 """
 
 from __future__ import annotations
@@ -36,16 +37,17 @@ def as_trl(
 ) -> Callable[..., list[float | None]]:
     """A reward as one of TRL's `reward_funcs`.
 
-    `reward`: an `Environment`, the address of a `treeward serve` (`http://host:8000`), or the folder or hub name of a
-    model. `settings`: for an address or a model, other keys of the section `env.reward_model`, as `token_env`. `name`:
-    in TRL's log (`rewards/<name>/mean`). The columns of the dataset are the `env_infos`, without empty cells. Passes on
-    the environment's errors.
+    `reward`: an `Environment`, the address of a `treeward serve` (`http://host:8000`), or the
+    folder or hub name of a model. `settings`: for an address or a model, other keys of the section
+    `env.reward_model`, as `token_env`. `name`: in TRL's log (`rewards/<name>/mean`). The columns of
+    the dataset are the `env_infos`, without empty cells. Passes on the environment's errors.
 
-    `policy_tokenizer`: the trainer's `processing_class`, and `policy_template_kwargs` its `chat_template_kwargs`. With
-    it a completion begins with what the generation prompt has written of it, as `<think>`, which TRL leaves out.
+    `policy_tokenizer`: the trainer's `processing_class`, and `policy_template_kwargs` its
+    `chat_template_kwargs`. With it a completion begins with what the generation prompt has written
+    of it, as `<think>`, which TRL leaves out.
 
-    It adds to TRL's metrics `<name>/failed`, the share of completions without a reward, and `<name>/raw_mean`, the mean
-    reward before shaping.
+    It adds to TRL's metrics `<name>/failed`, the share of completions without a reward, and
+    `<name>/raw_mean`, the mean reward before shaping.
     """
     environment: Environment = reward
     if isinstance(reward, str):
@@ -58,7 +60,8 @@ def as_trl(
     def rewards_of(
         prompts: Sequence[Any], completions: Sequence[Any], **columns: Any
     ) -> list[float | None]:
-        """The rewards of B completions, None for none. `prompts`, `completions`: B lists of messages, or B texts."""
+        """The rewards of B completions, None for none. `prompts`, `completions`: B lists of
+        messages, or B texts."""
         logs = []
         for prompt, completion in zip(prompts, completions, strict=True):
             messages = _messages(completion, "assistant")

@@ -1,15 +1,16 @@
-"""verl's `compute_score`: verl loads this file by its path or as a package, and gets rewards from treeward.
+"""verl's `compute_score`: verl loads this file by its path or as a package, and gets rewards from
+treeward.
 
     reward.custom_reward_function.path=pkg://treeward.environments.verl
     reward.custom_reward_function.name=compute_score
     +reward.custom_reward_function.reward_kwargs.model=results/rm/final        # or http://host:8000
 
-The other `reward_kwargs` are those of `RewardSourceConfig`. verl does not pass the prompt on, so the data has it in
-`extra_info`, under `prompt` (messages, or the text of one); the other keys of `extra_info`, `ground_truth` and
-`data_source` are the environment's `env_info`.
+The other `reward_kwargs` are those of `RewardSourceConfig`. verl does not pass the prompt on, so
+the data has it in `extra_info`, under `prompt` (messages, or the text of one); the other keys of
+`extra_info`, `ground_truth` and `data_source` are the environment's `env_info`.
 
-verl knows no missing rewards. NaN makes the mini-batch's gradient NaN, so that verl drops the whole update; 0 would
-train. So a completion without a reward raises, unless `on_failure` is `nan`.
+verl knows no missing rewards. NaN makes the mini-batch's gradient NaN, so that verl drops the whole
+update; 0 would train. So a completion without a reward raises, unless `on_failure` is `nan`.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def compute_score(
 ) -> dict[str, float]:
     """The reward of one completion: `{"score": shaped, "raw": before shaping}`.
 
-    verl's reward managers call it from several threads, which share one model; simultaneous calls are one step. Raises
-    `DataError` for a sample without a prompt, and for a missing reward.
+    verl's reward managers call it from several threads, which share one model; simultaneous calls
+    are one step. Raises `DataError` for a sample without a prompt, and for a missing reward.
     """
     future, config = _submit(data_source, solution_str, ground_truth, extra_info, reward_kwargs)
     return _score(future.result(), config, data_source)
@@ -53,7 +54,8 @@ async def compute_score_async(
     extra_info: Mapping[str, Any] | None = None,
     **reward_kwargs: Any,
 ) -> dict[str, float]:
-    """`compute_score` for verl's reward loop: a worker sends all of its samples at once, so steps are larger."""
+    """`compute_score` for verl's reward loop: a worker sends all of its samples at once, so steps
+    are larger."""
     # The first call loads the model, which must not block the loop.
     future, config = await asyncio.to_thread(
         _submit, data_source, solution_str, ground_truth, extra_info, reward_kwargs

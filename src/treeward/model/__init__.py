@@ -1,8 +1,9 @@
 """How a Hugging Face model is called.
 
-transformers imports torchao, which warns of kernels that this machine has no use for: not in a script of ours or yours.
-What it and torch import stays: the collector is spared it meanwhile, and in the process of a command for ever, where
-nothing else is lost to it. That is two seconds of a short command.
+transformers imports torchao, which warns of kernels that this machine has no use for: not in a
+script of ours or yours. What it and torch import stays: the collector is spared it meanwhile, and
+in the process of a command for ever, where nothing else is lost to it. That is two seconds of a
+short command.
 """
 
 import gc

@@ -1,4 +1,5 @@
-"""A model against plain transformers: can it share prefixes, and does it give the values of plain rows?
+"""A model against plain transformers: can it share prefixes, and does it give the values of plain
+rows?
 
     layout = choose_layout(hf, "tree")                      # tried on the model itself; there is no list of families
     check_before_training(model, conversations_as_token_ids, tokenizer)
@@ -31,15 +32,16 @@ logger = logging.getLogger(__name__)
 
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""Largest accepted difference of hidden states, relative to their largest value. Rounding stays a factor of ten below,
-and a token that sees one token too many lies far above."""
+"""Largest accepted difference of hidden states, relative to their largest value. Rounding stays a
+factor of ten below, and a token that sees one token too many lies far above."""
 _LONGEST_PATH = 2**17
 """In tokens, of a model that names no limit."""
 
 
 def choose_layout(hf: PreTrainedModel, requested: Literal["tree", "rows"]) -> Layout:
-    """How to run a sequence classifier when `policy.attention` is `requested`; rows, with a warning, if it cannot share
-    a prefix. Raises `ModelError` if not even rows give the scores of plain transformers."""
+    """How to run a sequence classifier when `policy.attention` is `requested`; rows, with a
+    warning, if it cannot share a prefix. Raises `ModelError` if not even rows give the scores of
+    plain transformers."""
     if head_name(hf) != "score":
         return "encoder"
     if hf.device.type != "meta" and not getattr(hf, "made_by_treeward", False):
@@ -65,8 +67,8 @@ def other_layers(hf: PreTrainedModel) -> list[str]:
 
 @torch.no_grad()
 def why_not_tree(hf: PreTrainedModel) -> str | None:
-    """None if trees are exact for this model, else the reason why not. Without weights the configuration decides, and
-    `check_before_training` compares later."""
+    """None if trees are exact for this model, else the reason why not. Without weights the
+    configuration decides, and `check_before_training` compares later."""
     config = hf.config.get_text_config()
     model = WrappedModel(hf, layout="tree")
     other = other_layers(hf)
@@ -93,7 +95,8 @@ def why_not_tree(hf: PreTrainedModel) -> str | None:
 def _why_not_equal(
     model: WrappedModel, sequences: Sequence[TokenIds], plain_SD: Tensor
 ) -> str | None:
-    """Why the last hidden states of a tree of the sequences differ from `plain_SD`; None if they do not."""
+    """Why the last hidden states of a tree of the sequences differ from `plain_SD`; None if they do
+    not."""
     try:
         batch = TreeBatch.from_groups([sequences]).to(model.device)
         tree_SD = (
@@ -117,9 +120,10 @@ def check_before_training(
     num_heads: int | None = None,
     highest_token: int | None = None,
 ) -> None:
-    """Raise `ModelError` where training would go wrong: a head without `num_heads` labels (None: one, or parts of one
-    score), not float32, frozen or not saved; tokens of `sequences` (real conversations) or `highest_token` outside the
-    vocabulary; sequences that end with padding; scores of the two shortest that are not plain transformers'."""
+    """Raise `ModelError` where training would go wrong: a head without `num_heads` labels (None:
+    one, or parts of one score), not float32, frozen or not saved; tokens of `sequences` (real
+    conversations) or `highest_token` outside the vocabulary; sequences that end with padding;
+    scores of the two shortest that are not plain transformers'."""
     name = head_name(model.hf)
     layers = [module for module in model.head.modules() if isinstance(module, nn.Linear)]
     outputs = layers[-1].out_features
@@ -150,12 +154,14 @@ def check_before_training(
 def check_policy(
     policy: PolicyModel, prompts: Sequence[TokenIds], *, exact: PolicyModel | None = None
 ) -> None:
-    """Raise `ModelError` if the policy's log-probabilities differ from plain transformers', or for unknown tokens.
+    """Raise `ModelError` if the policy's log-probabilities differ from plain transformers', or for
+    unknown tokens.
 
-    `prompts`: real ones, as tokens; the four shortest are checked, with completions of their own tokens. Computed
-    together they must equal those of single rows, on average within 1e-3 in float32; other dtypes may differ from
-    float32 by that plus twice the error of single rows. `exact`: the policy in float32; None widens its weights
-    meanwhile, or allows 0.05 if the GPU has no room for them.
+    `prompts`: real ones, as tokens; the four shortest are checked, with completions of their own
+    tokens. Computed together they must equal those of single rows, on average within 1e-3 in
+    float32; other dtypes may differ from float32 by that plus twice the error of single rows.
+    `exact`: the policy in float32; None widens its weights meanwhile, or allows 0.05 if the GPU has
+    no room for them.
     """
     _check_tokens(policy.num_embeddings, prompts)
     groups = []
@@ -191,7 +197,8 @@ def check_policy(
 
 
 def _plain_log_probs(policy: PolicyModel, groups: Sequence[tuple[int, list[list[int]]]]) -> Tensor:
-    """Log-probabilities of all tokens after the prompts, (N,), from the model's logits, one row at a time."""
+    """Log-probabilities of all tokens after the prompts, (N,), from the model's logits, one row at
+    a time."""
     log_probs = []
     for start, rows in groups:
         for row in rows:
@@ -204,7 +211,8 @@ def _plain_log_probs(policy: PolicyModel, groups: Sequence[tuple[int, list[list[
 
 
 def check_positions(model: WrappedModel, length: int) -> None:
-    """Raise `ConfigError` where conversations of `length` tokens are longer than the model's positions."""
+    """Raise `ConfigError` where conversations of `length` tokens are longer than the model's
+    positions."""
     limit = model.max_positions
     if limit is not None and length > limit:
         raise ConfigError(
@@ -272,12 +280,14 @@ def _check_scores(model: RewardModel, sequences: Sequence[TokenIds]) -> None:
 
 
 def _plain_values(model: RewardModel, sequences: Sequence[TokenIds]) -> Tensor:
-    """The values of plain transformers, (S, H): one row at a time, the score read at its last token."""
+    """The values of plain transformers, (S, H): one row at a time, the score read at its last
+    token."""
     configs = {
         id(config): config for config in (model.hf.config, model.hf.config.get_text_config())
     }.values()
     padding = [config.pad_token_id for config in configs]
-    # transformers gives a float32 head the hidden states of a bfloat16 backbone, and PyTorch refuses.
+    # transformers gives a float32 head the hidden states of a bfloat16 backbone, and PyTorch
+    # refuses.
     hook = model.head.register_forward_pre_hook(
         lambda head, args: (args[0].to(next(head.parameters()).dtype),),
     )

@@ -1,9 +1,11 @@
-"""The scoring contract: everything that a score depends on, with conversations to replay, beside the weights.
+"""The scoring contract: everything that a score depends on, with conversations to replay, beside
+the weights.
 
     contract = read_contract("results/rm/final")       # None for a model that treeward has not written
     contract.rendering.max_length, contract.read.token, contract.golden[0].score
 
-Anyone can replay the golden conversations of `reward_contract.json`, in another program, machine or server.
+Anyone can replay the golden conversations of `reward_contract.json`, in another program, machine or
+server.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 CONTRACT_FILE = "reward_contract.json"
 CONTRACT_VERSION = 2
 MOST_GOLDEN = 100
-"""Golden conversations of a contract. treeward signs eleven at most; each is scored whenever the model is verified."""
+"""Golden conversations of a contract. treeward signs eleven at most; each is scored whenever the
+model is verified."""
 
 SCORE_MEANING = (
     "higher is better; only differences between completions of one prompt have a meaning"
@@ -54,13 +57,15 @@ ESTIMATE_MEANING = (
 
 
 class RenderingContract(Strict):
-    """From messages to token ids: the whole conversation is rendered once, without a generation prompt.
+    """From messages to token ids: the whole conversation is rendered once, without a generation
+    prompt.
 
-    `template_in_folder`: else treeward uses its default, and other programs none. `max_length`: in tokens; null: the
-    model's positions. `trained_length`: the limit in training; longer ones are scored, with a warning. `frame`: the
-    tokens that every conversation begins (and ends) with, written by the template: tokenize with
-    `add_special_tokens=False`. `num_bos`: how many of them, where it is not one as the tokenizer adds.
-    `tokenizer_sha256`: of vocabulary, merges, special tokens.
+    `template_in_folder`: else treeward uses its default, and other programs none. `max_length`: in
+    tokens; null: the model's positions. `trained_length`: the limit in training; longer ones are
+    scored, with a warning. `frame`: the tokens that every conversation begins (and ends) with,
+    written by the template: tokenize with `add_special_tokens=False`. `num_bos`: how many of them,
+    where it is not one as the tokenizer adds. `tokenizer_sha256`: of vocabulary, merges, special
+    tokens.
     """
 
     chat_template_sha256: str
@@ -86,9 +91,10 @@ class RenderingContract(Strict):
 
 
 class ReadContract(Strict):
-    """The position in a conversation at which its score is read: "last token" by length; "before padding", at the last
-    token that is not `rendering.pad_token_id`; "pooled", by the encoder's class. `plain_transformers`: it reads the
-    same scores from padded rows. `token`: the kind of the last token; null: the template refuses the probe."""
+    """The position in a conversation at which its score is read: "last token" by length; "before
+    padding", at the last token that is not `rendering.pad_token_id`; "pooled", by the encoder's
+    class. `plain_transformers`: it reads the same scores from padded rows. `token`: the kind of the
+    last token; null: the template refuses the probe."""
 
     position: Literal["last token", "before padding", "pooled"] = "last token"
     plain_transformers: bool = True
@@ -96,8 +102,8 @@ class ReadContract(Strict):
 
 
 class DtypeContract(Strict):
-    """Number formats on disk: of most of the backbone's weights, and of the head's. `config`: that transformers loads
-    the weights in, by config.json. `compute`: of golden scores."""
+    """Number formats on disk: of most of the backbone's weights, and of the head's. `config`: that
+    transformers loads the weights in, by config.json. `compute`: of golden scores."""
 
     weights: str = "float32"
     head: str = "float32"
@@ -106,7 +112,8 @@ class DtypeContract(Strict):
 
 
 class HeadContract(Strict):
-    """One value that the model gives to a conversation; the score is the sum of weight times value over the heads."""
+    """One value that the model gives to a conversation; the score is the sum of weight times value
+    over the heads."""
 
     name: str = "reward"
     meaning: str = SCORE_MEANING
@@ -114,9 +121,10 @@ class HeadContract(Strict):
 
 
 class WeightsContract(Strict):
-    """The identity of the weights, in SHA-256. `architecture`: the class of transformers. `shapes_sha256`: of names and
-    shapes; `head_sha256`: of the head's tensors; `sha256`: of all tensors, null if not computed; `tensors`: the first
-    12 digits of each. `config`: the keys of config.json that describe the architecture."""
+    """The identity of the weights, in SHA-256. `architecture`: the class of transformers.
+    `shapes_sha256`: of names and shapes; `head_sha256`: of the head's tensors; `sha256`: of all
+    tensors, null if not computed; `tensors`: the first 12 digits of each. `config`: the keys of
+    config.json that describe the architecture."""
 
     architecture: str
     num_parameters: int
@@ -129,14 +137,15 @@ class WeightsContract(Strict):
 
 
 Mistake = Literal["read_before_end", "read_at_padding", "two_bos", "no_bos"]
-"""A mistake that changes the score: reading before the last token (padding and end are the same token, or there is no
-end), reading at an end that is this model's padding, a BOS too many (the tokenizer's, beside the template's), or one
-too few."""
+"""A mistake that changes the score: reading before the last token (padding and end are the same
+token, or there is no end), reading at an end that is this model's padding, a BOS too many (the
+tokenizer's, beside the template's), or one too few."""
 
 
 class GoldenExample(Strict):
-    """A conversation with its token ids, its raw score in float32 from the weights on disk, the value of each head, and
-    the scores of known mistakes. `name`: its speciality. `chat_template_kwargs`: its variables, tools among them."""
+    """A conversation with its token ids, its raw score in float32 from the weights on disk, the
+    value of each head, and the scores of known mistakes. `name`: its speciality.
+    `chat_template_kwargs`: its variables, tools among them."""
 
     name: str
     messages: list[dict[str, Any]]
@@ -153,26 +162,30 @@ class GoldenExample(Strict):
 
 
 class ToleranceContract(Strict):
-    """Largest difference from a golden score, in units of the score, by the number format of the computation."""
+    """Largest difference from a golden score, in units of the score, by the number format of the
+    computation."""
 
     float32: float = Field(gt=0)
     bfloat16: float = Field(gt=0)
 
     def of(self, dtype: Dtype) -> float:
-        """The tolerance of scores that a backbone computes in `dtype`; float16 rounds less than bfloat16."""
+        """The tolerance of scores that a backbone computes in `dtype`; float16 rounds less than
+        bfloat16."""
         return self.float32 if dtype == "float32" else self.bfloat16
 
 
 class NormalizationConstants(Strict):
-    """Mean and standard deviation (of the population) of the scores of all completions of the calibration data."""
+    """Mean and standard deviation (of the population) of the scores of all completions of the
+    calibration data."""
 
     mean: float
     std: PositiveFloat
 
 
 class CalibratedTemperature(Strict):
-    """The temperature T at which sigmoid((s_i - s_j) / T) predicts the data's preferences best. `nll_before`,
-    `nll_after`: mean negative log-likelihood at T = 1 and at T, in nats. `num_pairs`: ordered pairs of completions."""
+    """The temperature T at which sigmoid((s_i - s_j) / T) predicts the data's preferences best.
+    `nll_before`, `nll_after`: mean negative log-likelihood at T = 1 and at T, in nats. `num_pairs`:
+    ordered pairs of completions."""
 
     value: PositiveFloat
     nll_before: NonNegativeFloat
@@ -181,9 +194,9 @@ class CalibratedTemperature(Strict):
 
 
 class LengthCurve(Strict):
-    """The score that length alone predicts: piecewise linear between knots, constant beyond. `lengths`: in characters,
-    strictly increasing; `values`: the score at each. `residual_*`: of the calibration data's scores after the
-    subtraction."""
+    """The score that length alone predicts: piecewise linear between knots, constant beyond.
+    `lengths`: in characters, strictly increasing; `values`: the score at each. `residual_*`: of the
+    calibration data's scores after the subtraction."""
 
     lengths: tuple[float, ...] = Field(min_length=1)
     values: tuple[float, ...] = Field(min_length=1)
@@ -199,8 +212,9 @@ class LengthCurve(Strict):
 
 
 class CalibrationProvenance(Strict):
-    """The data that the constants were fitted on. `fingerprint`: SHA-256 over the comparisons in order.
-    `num_conversations`, `num_failed`: completions with and without a score. `date`: as 2025-01-31, in UTC."""
+    """The data that the constants were fitted on. `fingerprint`: SHA-256 over the comparisons in
+    order. `num_conversations`, `num_failed`: completions with and without a score. `date`: as
+    2025-01-31, in UTC."""
 
     data: str
     fingerprint: str
@@ -222,7 +236,8 @@ class RewardCalibration(Strict):
     @model_validator(mode="before")
     @classmethod
     def _read_earlier_versions(cls, raw: Any) -> Any:
-        """Leave out what an earlier version wrote beside the constants, and a curve over lengths in tokens."""
+        """Leave out what an earlier version wrote beside the constants, and a curve over lengths in
+        tokens."""
         if not isinstance(raw, Mapping):
             return raw
         values = {key: value for key, value in raw.items() if key != "heads"}
@@ -240,10 +255,10 @@ class RewardCalibration(Strict):
 class ScoringContract(Strict):
     """Everything that a model's score depends on: the content of `reward_contract.json`.
 
-    `activation`: some servers apply a sigmoid to models with one label, and pipelines of transformers do unless
-    `problem_type` is "regression". `golden`: conversations to replay, empty if the model refuses all of them.
-    `readme_sha256`: of README.md, the model card, as it was exported; null for a folder without one. No score depends
-    on it.
+    `activation`: some servers apply a sigmoid to models with one label, and pipelines of
+    transformers do unless `problem_type` is "regression". `golden`: conversations to replay, empty
+    if the model refuses all of them. `readme_sha256`: of README.md, the model card, as it was
+    exported; null for a folder without one. No score depends on it.
     """
 
     version: Literal[2] = 2
@@ -263,7 +278,8 @@ class ScoringContract(Strict):
     @model_validator(mode="before")
     @classmethod
     def _without_shaping(cls, raw: Any) -> Any:
-        """A contract without the key of an earlier version, in which it could hold a section of shaping."""
+        """A contract without the key of an earlier version, in which it could hold a section of
+        shaping."""
         return (
             {key: value for key, value in raw.items() if key != "reward_shaping"}
             if isinstance(raw, Mapping)
@@ -277,7 +293,8 @@ class ScoringContract(Strict):
 
     @property
     def scores_sha256(self) -> str:
-        """Identifies everything that a score depends on; calibration and README.md do not change it."""
+        """Identifies everything that a score depends on; calibration and README.md do not change
+        it."""
         # With a key that contracts had when the first hashes were taken.
         decisive = self.model_dump(mode="json", exclude={"readme_sha256"})
         decisive |= {"calibration": None, "reward_shaping": None}
@@ -285,8 +302,9 @@ class ScoringContract(Strict):
 
 
 def read_contract(name: str | Path) -> ScoringContract | None:
-    """The contract of a model in a folder or on the hub; None if treeward has not written the model. Raises
-    `ModelError`, naming the file and the field, for a contract that is damaged or of another version."""
+    """The contract of a model in a folder or on the hub; None if treeward has not written the
+    model. Raises `ModelError`, naming the file and the field, for a contract that is damaged or of
+    another version."""
     path = Path(name).expanduser() / CONTRACT_FILE
     if not path.parent.is_dir():
         check_local(str(name))
@@ -323,13 +341,15 @@ def read_contract(name: str | Path) -> ScoringContract | None:
 
 
 def keeps_padding(contract: ScoringContract | None) -> bool:
-    """Whether a model with this contract, or None, is read before its padding token, as in plain transformers."""
+    """Whether a model with this contract, or None, is read before its padding token, as in plain
+    transformers."""
     return contract is None or contract.read.position == "before padding"
 
 
 def write_contract(contract: ScoringContract, folder: str | Path) -> Path:
-    """Write the contract into a model folder, replacing an older one atomically; returns its path. In a checkpoint of
-    a run its digest is replaced too: to calibrate the model there is no damage."""
+    """Write the contract into a model folder, replacing an older one atomically; returns its path.
+    In a checkpoint of a run its digest is replaced too: to calibrate the model there is no
+    damage."""
     path = Path(folder).expanduser() / CONTRACT_FILE
     write_text(
         path, json.dumps(contract.model_dump(mode="json"), indent=2, ensure_ascii=False) + "\n"

@@ -1,7 +1,8 @@
 """The folder of a model: weights, tokenizer and template, loadable with plain transformers.
 
-export_model(model, tokenizer, Path("results/model"), chat_template=renderer.chat_template)
-AutoModelForSequenceClassification.from_pretrained("results/model", dtype="float32")    # gives the same scores
+    export_model(model, tokenizer, Path("results/model"), chat_template=renderer.chat_template)
+    # It gives the same scores:
+    AutoModelForSequenceClassification.from_pretrained("results/model", dtype="float32")
 """
 
 from __future__ import annotations
@@ -46,10 +47,11 @@ def export_model(
     chat_template: str,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write a model folder, adapters merged into the weights; the caller makes it atomic. Every process of a run calls
-    it. Leaves model and tokenizer unchanged.
+    """Write a model folder, adapters merged into the weights; the caller makes it atomic. Every
+    process of a run calls it. Leaves model and tokenizer unchanged.
 
-    `chat_template` becomes the tokenizer's. `dtype`: of the weights, None keeps theirs; a score head's are float32.
+    `chat_template` becomes the tokenizer's. `dtype`: of the weights, None keeps theirs; a score
+    head's are float32.
     """
     is_policy = isinstance(model, PolicyModel)
     dtype = dtype or model.compute_dtype or (None if is_policy else model.hf.dtype)
@@ -64,8 +66,8 @@ def export_model(
 
 
 def _write_weights(folder: Path, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Write weights as files of `FILE_BYTES`, one of them in memory at a time, with the index of transformers. Every
-    process calls it, with the same names, and the main one writes."""
+    """Write weights as files of `FILE_BYTES`, one of them in memory at a time, with the index of
+    transformers. Every process calls it, with the same names, and the main one writes."""
     pending, file_numbers, total_bytes = dict[str, torch.Tensor](), dict[str, int](), 0
     number = 1
 
@@ -136,9 +138,10 @@ def write_settings(
 def exported_weights(
     model: WrappedModel, dtype: torch.dtype | None, *, float32: str | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of an export, by their names in it, on the model's device, merged and dequantized; tied ones come
-    once. Every process of a sharded model iterates, with one whole decoder layer in memory at a time. `dtype`: None
-    keeps theirs. `float32`: a module whose weights are float32."""
+    """The weights of an export, by their names in it, on the model's device, merged and
+    dequantized; tied ones come once. Every process of a sharded model iterates, with one whole
+    decoder layer in memory at a time. `dtype`: None keeps theirs. `float32`: a module whose weights
+    are float32."""
 
     def layer(weight: tuple[str, torch.Tensor, Any]) -> str:
         match = re.match(r".*?\.\d+\.", weight[0])
@@ -161,8 +164,8 @@ def exported_weights(
 
 
 def push_folder(folder: Path, repo_id: str, *, private: bool) -> str:
-    """Upload a model folder to the hub, and return its page there. `repo_id`: without an organisation, in the account
-    that is logged in. Raises `ModelError` if the hub refuses."""
+    """Upload a model folder to the hub, and return its page there. `repo_id`: without an
+    organisation, in the account that is logged in. Raises `ModelError` if the hub refuses."""
     api = HfApi()
     try:
         page = api.create_repo(repo_id, private=private, exist_ok=True)

@@ -1,8 +1,9 @@
-"""Filling a model that was made without weights and sharded: the main process loads it, and sends the others theirs.
+"""Filling a model that was made without weights and sharded: the main process loads it, and sends
+the others theirs.
 
-model = load_reward_model(name, on_meta=True, ...).model    # on the meta device: no weight has memory
-shard(model, mesh, ...)
-model.fill(device)
+    model = load_reward_model(name, on_meta=True, ...).model    # no weight has memory
+    shard(model, mesh, ...)
+    model.fill(device)
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from treeward.model.wrapped import WrappedModel
 
 
 def without_weights(model_class: Any, config: PreTrainedConfig, **settings: Any) -> PreTrainedModel:
-    """A float32 model on the meta device. `settings`: `trust_remote_code`, for an automatic class of transformers."""
+    """A float32 model on the meta device. `settings`: `trust_remote_code`, for an automatic class
+    of transformers."""
     with torch.device("meta"):
         make = getattr(model_class, "from_config", None)
         options = {"dtype": torch.float32, "attn_implementation": "eager"}
@@ -35,7 +37,8 @@ def without_weights(model_class: Any, config: PreTrainedConfig, **settings: Any)
 
 @torch.no_grad()
 def fill(model: WrappedModel, load_whole: Callable[[], PreTrainedModel]) -> None:
-    """Fill a model that has memory; every process calls it. `load_whole`: loads it as a single process does."""
+    """Fill a model that has memory; every process calls it. `load_whole`: loads it as a single
+    process does."""
     restore_buffers(model)
     weights = {name: weight for name, weight, _ in plain_weights(model)}
     state: dict[str, Tensor] = {}  # stays empty on the others
@@ -51,8 +54,8 @@ def fill(model: WrappedModel, load_whole: Callable[[], PreTrainedModel]) -> None
 
 
 def restore_buffers(model: WrappedModel) -> None:
-    """Compute the buffers that no checkpoint has (rotary frequencies), on the computing device, and tie weights, as
-    transformers does when it loads."""
+    """Compute the buffers that no checkpoint has (rotary frequencies), on the computing device, and
+    tie weights, as transformers does when it loads."""
     hf = model.hf
     hf.tie_weights()
     for tensor in hf.state_dict(keep_vars=True).values():

@@ -1,13 +1,15 @@
-"""Heads of reward models: what turns hidden states into values, where it reads a sequence, and what it makes of that.
+"""Heads of reward models: what turns hidden states into values, where it reads a sequence, and what
+it makes of that.
 
     head(hidden_ND)             # values for each place, (N, H)
     head.reads(token_ids)       # the positions at which the head reads this sequence
     head.combine(values_RH)     # what it makes of the values at all reads, (S, H)
     head.reads_each             # how many reads it makes of each sequence; None if that depends on the sequence
 
-A plain head has none of these methods: it reads the last token, and its values there are the sequence's. ArmoRM's gate
-reads the end of the prompt too and weighs the values at the last token; a process reward model reads every step. Heads
-of published models follow their authors' code, which `published.py` names.
+A plain head has none of these methods: it reads the last token, and its values there are the
+sequence's. ArmoRM's gate reads the end of the prompt too and weighs the values at the last token; a
+process reward model reads every step. Heads of published models follow their authors' code, which
+`published.py` names.
 
 Shapes: N places, R reads, S sequences, D hidden size, H values, Q quantiles.
 """
@@ -55,7 +57,8 @@ _ANSWER_BEGINS = {
     "llama": (128009, 128006, 78191, 128007, 271),
     "gemma2": (107, 108, 106, 2516, 108),
 }
-"""The end of the prompt and the header of the completion, in the tokens of Llama 3 and of Gemma 2."""
+"""The end of the prompt and the header of the completion, in the tokens of Llama 3 and of Gemma
+2."""
 
 
 def mlp(sizes: Sequence[int], *between: Callable[[], nn.Module]) -> nn.Sequential:
@@ -77,7 +80,8 @@ def grm_head(config: PreTrainedConfig) -> nn.Module:
 
 
 class Standardised(nn.Module):
-    """OpenRLHF's linear head with the mean and the deviation of its rewards, (value - mean) / std."""
+    """OpenRLHF's linear head with the mean and the deviation of its rewards, (value - mean) /
+    std."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
@@ -91,8 +95,8 @@ class Standardised(nn.Module):
 
 
 class RewardOrCost(nn.Module):
-    """Beaver: a linear head. With `do_normalize` a reward is (value - mean) / std, and a cost value / std. A cost is
-    negated: higher is better."""
+    """Beaver: a linear head. With `do_normalize` a reward is (value - mean) / std, and a cost value
+    / std. A cost is negated: higher is better."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
@@ -114,8 +118,8 @@ class RewardOrCost(nn.Module):
 
 
 class WeightedRatings(nn.Module):
-    """LDL: the expectation of each objective's distribution over ratings from 0 to 1, times its weight by a network,
-    both from the last token."""
+    """LDL: the expectation of each objective's distribution over ratings from 0 to 1, times its
+    weight by a network, both from the last token."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
@@ -138,8 +142,8 @@ class WeightedRatings(nn.Module):
 
 
 class WeightedAttributes(nn.Module):
-    """URM: the mean of each attribute times its weight by a network, both from the last token. Attributes are pairs of
-    mean and spread; the score ignores the spread."""
+    """URM: the mean of each attribute times its weight by a network, both from the last token.
+    Attributes are pairs of mean and spread; the score ignores the spread."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
@@ -181,13 +185,14 @@ class Gate(nn.Module):
         return F.softmax(logits_NH, dim=-1) * self.logit_scale
 
     def train(self, mode: bool = True) -> Gate:
-        """Keeps the authors' statistics, so that no score depends on other conversations of the batch."""
+        """Keeps the authors' statistics, so that no score depends on other conversations of the
+        batch."""
         return super().train(False)
 
 
 class GatedObjectives(nn.Module):
-    """ArmoRM and QRM: objectives at the last token (QRM's: means of quantiles), transformed, and their weights where
-    the last `gate_pattern` begins, the end of the prompt."""
+    """ArmoRM and QRM: objectives at the last token (QRM's: means of quantiles), transformed, and
+    their weights where the last `gate_pattern` begins, the end of the prompt."""
 
     reads_each = 2
 
@@ -248,8 +253,8 @@ def objectives(fields: Fields) -> tuple[str, ...]:
 
 
 class StepOdds(nn.Sequential):
-    """Qwen2.5-Math-PRM: the log-odds that a step is right, of two layers with a value against it and one for it. It
-    reads every step, at `step_token_id`."""
+    """Qwen2.5-Math-PRM: the log-odds that a step is right, of two layers with a value against it
+    and one for it. It reads every step, at `step_token_id`."""
 
     reads_each = None
 

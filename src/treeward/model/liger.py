@@ -2,9 +2,9 @@
 
     use_liger_kernel(load_reward_model("Qwen/Qwen3-0.6B", head_seed=1, device="cuda").model)
 
-Only the forward methods of this model's modules change, not weights, exports, the attention over trees or other models
-in the process (golden scores, on a CPU too). Liger's rotation would change all models of the family, and its fused loss
-would replace ours: both are off.
+Only the forward methods of this model's modules change, not weights, exports, the attention over
+trees or other models in the process (golden scores, on a CPU too). Liger's rotation would change
+all models of the family, and its fused loss would replace ours: both are off.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from treeward.model.wrapped import WrappedModel
 
 
 def use_liger_kernel(model: WrappedModel) -> None:
-    """Raises `ConfigError` without liger-kernel, or without kernels for the model's family. Needs CUDA."""
+    """Raises `ConfigError` without liger-kernel, or without kernels for the model's family. Needs
+    CUDA."""
     common: dict[str, Any] = {
         "where": "policy.use_liger_kernel",
         "fix": "set policy.use_liger_kernel=false",

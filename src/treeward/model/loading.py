@@ -1,11 +1,12 @@
-"""From a name to a `RewardModel` or a `PolicyModel`: a model on the hub or on disk, or a bare configuration.
+"""From a name to a `RewardModel` or a `PolicyModel`: a model on the hub or on disk, or a bare
+configuration.
 
     loaded = load_classifier("meta-llama/Llama-3.2-1B-Instruct", head_seed=42)   # a new head on a causal LM
     loaded = load_classifier("results/rm/final")                                  # a trained reward model
     loaded = load_policy("Qwen/Qwen2.5-0.5B-Instruct")                              # to be optimised, or compared with
 
-A new head is drawn from N(0, 1 / (d + 1)) for hidden size d (Stiennon et al. 2020, arXiv 2009.01325, p. 11). Only
-safetensors are read, and remote code runs only with `trust_remote_code`.
+A new head is drawn from N(0, 1 / (d + 1)) for hidden size d (Stiennon et al. 2020, arXiv
+2009.01325, p. 11). Only safetensors are read, and remote code runs only with `trust_remote_code`.
 """
 
 from __future__ import annotations
@@ -78,14 +79,17 @@ def load_classifier(
     on_meta: bool = False,
     keep_padding: bool = False,
 ) -> Loaded[RewardModel]:
-    """Load a checkpoint from a folder or the hub. Raises `ModelError` for a missing or unusable checkpoint.
+    """Load a checkpoint from a folder or the hub. Raises `ModelError` for a missing or unusable
+    checkpoint.
 
-    `dtype`: of the backbone's weights; the head's are always float32. `attention`: "rows", or "tree", which falls back
-    to rows with a warning. `head_seed`: draws a new head for a checkpoint without a one-label head; None requires a
-    trained head, as published models always do. `several_heads`: allow any number of labels; `steps`: allow a process
-    reward model; `labels`: names of the heads. `load_in_4bit`: the backbone's linear layers as nf4, for adapters.
-    `on_meta`: a float32 model without weights, to cast and shard before its `fill` reads them. `keep_padding`: read a
-    decoder's score as plain transformers does, at the last token that is not the padding token of config.json.
+    `dtype`: of the backbone's weights; the head's are always float32. `attention`: "rows", or
+    "tree", which falls back to rows with a warning. `head_seed`: draws a new head for a checkpoint
+    without a one-label head; None requires a trained head, as published models always do.
+    `several_heads`: allow any number of labels; `steps`: allow a process reward model; `labels`:
+    names of the heads. `load_in_4bit`: the backbone's linear layers as nf4, for adapters.
+    `on_meta`: a float32 model without weights, to cast and shard before its `fill` reads them.
+    `keep_padding`: read a decoder's score as plain transformers does, at the last token that is not
+    the padding token of config.json.
     """
     config = read_config(str(name), trust_remote_code)
     refuse(config.to_dict(), config.name_or_path)
@@ -145,7 +149,8 @@ def _with_weights(
     head_seed: int | None,
     **settings: Any,
 ) -> PreTrainedModel:
-    """The classifier with the weights of a checkpoint; a head that it lacks is drawn from the seed, if there is one."""
+    """The classifier with the weights of a checkpoint; a head that it lacks is drawn from the seed,
+    if there is one."""
     is_token = published is not None and published.tokens is not None
     # Other missing weights (the pooler of an encoder) are drawn from the seed, like the head.
     with _head_kept_in_float32(model_class), torch.random.fork_rng(devices=[]):
@@ -200,9 +205,9 @@ def build_reward_model(
     device: torch.device | str = "cpu",
     labels: Sequence[str] = (),
 ) -> Loaded[RewardModel]:
-    """A model with random weights from a bare configuration (`model_type` and its fields). The vocabulary size and
-    special tokens are the tokenizer's; `labels` name the heads. Raises `ConfigError` for an unknown model type or
-    field."""
+    """A model with random weights from a bare configuration (`model_type` and its fields). The
+    vocabulary size and special tokens are the tokenizer's; `labels` name the heads. Raises
+    `ConfigError` for an unknown model type or field."""
 
     def make(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
         hf: PreTrainedModel = classifier_class(config, False)._from_config(config, **options)
@@ -249,10 +254,11 @@ def load_policy(
     trust_remote_code: bool = False,
     on_meta: bool = False,
 ) -> Loaded[PolicyModel]:
-    """Load a causal language model from a folder or the hub. Raises `ModelError` for a missing or unusable checkpoint.
+    """Load a causal language model from a folder or the hub. Raises `ModelError` for a missing or
+    unusable checkpoint.
 
-    `config_overrides`: changed fields of its configuration. `load_in_4bit`: linear layers but the head as nf4. The
-    others: see `load_classifier`.
+    `config_overrides`: changed fields of its configuration. `load_in_4bit`: linear layers but the
+    head as nf4. The others: see `load_classifier`.
     """
     config = read_config(str(name), trust_remote_code)
     if any("SequenceClassification" in text for text in config.architectures or ()):
@@ -335,8 +341,8 @@ def initialise_head(hf: PreTrainedModel, *, seed: int) -> None:
 
 
 def ensure_pad_token(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Give model and tokenizer a padding token that no conversation ends with: plain transformers reads the score at
-    the last token that is not padding."""
+    """Give model and tokenizer a padding token that no conversation ends with: plain transformers
+    reads the score at the last token that is not padding."""
     eos = getattr(hf.config.get_text_config(), "eos_token_id", None)
     ends = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])}  # Llama 3 has three
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id in ends:
@@ -361,13 +367,14 @@ def ensure_pad_token(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
         config.pad_token_id = tokenizer.pad_token_id
     embeddings = hf.get_input_embeddings()
     if isinstance(embeddings, nn.Embedding):
-        # PyTorch gives this row no gradient: the former padding token, often the end of turn where the score is read,
-        # would otherwise stay frozen until the run is resumed.
+        # PyTorch gives this row no gradient: the former padding token, often the end of turn where
+        # the score is read, would otherwise stay frozen until the run is resumed.
         embeddings.padding_idx = tokenizer.pad_token_id
 
 
 def classifier_class(config: PreTrainedConfig, trust_remote_code: bool) -> type[PreTrainedModel]:
-    """The family's sequence classifier. About half of the causal LMs have none; treeward makes theirs."""
+    """The family's sequence classifier. About half of the causal LMs have none; treeward makes
+    theirs."""
     mapping: Any = AutoModelForSequenceClassification._model_mapping
     if type(config) in mapping and not config.is_encoder_decoder:
         return mapping[type(config)]  # type: ignore[no-any-return]
@@ -401,7 +408,8 @@ def classifier_class(config: PreTrainedConfig, trust_remote_code: bool) -> type[
 
 @contextlib.contextmanager
 def _head_kept_in_float32(model_class: type[PreTrainedModel]) -> Iterator[None]:
-    """transformers casts every weight to the requested dtype, except those named by this class attribute."""
+    """transformers casts every weight to the requested dtype, except those named by this class
+    attribute."""
     before = getattr(model_class, "_keep_in_fp32_modules_strict", None)
     model_class._keep_in_fp32_modules_strict = {*(before or ()), *_HEADS}
     try:

@@ -1,12 +1,14 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685): the model is frozen, small matrices train.
+"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685): the model is frozen, small matrices
+train.
 
     add_adapters(model, config.policy.dtensor_cfg.lora_cfg, seed=42)    # a policy or a reward model
     reference = AdapterReference(policy)        # the frozen model itself: no second copy of it
     save_adapters(model, folder)                # in peft's format: PeftModel.from_pretrained(base, folder)
     merge_adapters(hf, folder)                  # anybody's adapters, into the weights of any model
 
-An adapted layer computes W x + b + (alpha / dim) B A x, eq. 3, with B zero at first, and A and B in float32; W may have
-four bits (QLoRA, Dettmers et al. 2023, arXiv 2305.14314). A reward model's head is trained whole.
+An adapted layer computes W x + b + (alpha / dim) B A x, eq. 3, with B zero at first, and A and B in
+float32; W may have four bits (QLoRA, Dettmers et al. 2023, arXiv 2305.14314). A reward model's head
+is trained whole.
 """
 
 from __future__ import annotations
@@ -43,9 +45,10 @@ ADAPTER_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def add_adapters(model: WrappedModel, config: LoraConfig, *, seed: int) -> None:
-    """Freeze a model and put adapters beside its linear layers; the same `seed` draws the same ones. A reward model's
-    modules above the backbone train whole. Raises `ConfigError` for names that match nothing, and for layers whose
-    adapters could not be saved or merged; `ModelError` if peft is missing or refuses the model."""
+    """Freeze a model and put adapters beside its linear layers; the same `seed` draws the same
+    ones. A reward model's modules above the backbone train whole. Raises `ConfigError` for names
+    that match nothing, and for layers whose adapters could not be saved or merged; `ModelError` if
+    peft is missing or refuses the model."""
     assert not has_adapters(model), "a model has one adapter"
     try:
         import peft
@@ -142,7 +145,8 @@ def _matrices(model: WrappedModel) -> dict[str, Tensor]:
 
 
 def save_adapters(model: WrappedModel, folder: Path) -> None:
-    """Write the trained tensors as peft does; the caller makes it atomic. Every process of a run calls it."""
+    """Write the trained tensors as peft does; the caller makes it atomic. Every process of a run
+    calls it."""
     state = {
         name: whole(weight.detach()).cpu().contiguous()
         for name, weight in adapter_state(model).items()
@@ -158,8 +162,8 @@ def save_adapters(model: WrappedModel, folder: Path) -> None:
 
 @torch.no_grad()
 def load_adapters(model: WrappedModel, folder: Path) -> None:
-    """Load saved adapters into a model with adapters of the same layers, rank and alpha, which are part of a run's
-    identity. Raises `CheckpointError` for an unreadable file."""
+    """Load saved adapters into a model with adapters of the same layers, rank and alpha, which are
+    part of a run's identity. Raises `CheckpointError` for an unreadable file."""
     try:
         saved = load_file(folder / _WEIGHTS)
     except (OSError, SafetensorError) as error:
@@ -184,8 +188,8 @@ def load_adapters(model: WrappedModel, folder: Path) -> None:
 def plain_weights(
     model: WrappedModel,
 ) -> Iterator[tuple[str, Tensor, Callable[[torch.dtype | None], Tensor]]]:
-    """Each weight and buffer by its name in the plain model, and a function that makes it plain, in a dtype: merged and
-    dequantized."""
+    """Each weight and buffer by its name in the plain model, and a function that makes it plain, in
+    a dtype: merged and dequantized."""
     layers, matrices = adapted_layers(model), {id(weight) for weight in _matrices(model).values()}
     quantized = {name: module for name, module in model.hf.named_modules() if is_quantized(module)}
     for name, weight in model.hf.state_dict(keep_vars=True).items():
@@ -221,9 +225,10 @@ def is_quantized(module: nn.Module) -> bool:
 
 
 def merge_adapters(hf: PreTrainedModel, folder: Path) -> set[str]:
-    """Merge a folder of PEFT's adapters into the weights of their base model, in the weights' number format; returns
-    the names of weights that were trained whole (`modules_to_save`), as a reward model's head. Raises `ModelError` if
-    peft is missing, and for adapters that cannot be merged or are of another model."""
+    """Merge a folder of PEFT's adapters into the weights of their base model, in the weights'
+    number format; returns the names of weights that were trained whole (`modules_to_save`), as a
+    reward model's head. Raises `ModelError` if peft is missing, and for adapters that cannot be
+    merged or are of another model."""
     writes = isinstance(hf, GenerationMixin)
     fix = f"merge them yourself, and use that folder: {merging_line(folder, writes=writes)}"
     try:
@@ -284,7 +289,8 @@ def merge_adapters(hf: PreTrainedModel, folder: Path) -> set[str]:
 
 
 def merging_line(folder: Path, *, writes: bool = False) -> str:
-    """The line of Python that writes adapters and their base as one model; `writes`: one that writes completions."""
+    """The line of Python that writes adapters and their base as one model; `writes`: one that
+    writes completions."""
     auto = "AutoPeftModelForCausalLM" if writes else "AutoPeftModelForSequenceClassification"
     labels = "" if writes else ", num_labels=1"
     return f'peft.{auto}.from_pretrained("{folder}"{labels}).merge_and_unload().save_pretrained(MERGED)'
@@ -347,7 +353,8 @@ def _chosen_layers(model: WrappedModel, config: LoraConfig) -> dict[str, nn.Modu
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Whether it is a plain linear layer: some routers inherit from `nn.Linear` and compute something else."""
+    """Whether it is a plain linear layer: some routers inherit from `nn.Linear` and compute
+    something else."""
     is_plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
     return is_plain or isinstance(module, Conv1D) or is_quantized(module)
 
@@ -358,7 +365,8 @@ def _matches(name: str, pattern: str) -> bool:
 
 @torch.no_grad()
 def _draw(model: WrappedModel, config: LoraConfig, seed: int) -> None:
-    """Draw the adapters on the CPU and in the order of the layers, so that the seed alone determines them."""
+    """Draw the adapters on the CPU and in the order of the layers, so that the seed alone
+    determines them."""
     generator = torch.Generator().manual_seed(seed)
     for layer in adapted_layers(model).values():
         first, second = layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
@@ -385,7 +393,8 @@ def _settings(model: WrappedModel) -> Any:
 
 
 def _trained_whole(model: WrappedModel) -> list[str]:
-    """The modules of a reward model that have no adapters: the head, and an encoder's pooler, which may be new too."""
+    """The modules of a reward model that have no adapters: the head, and an encoder's pooler, which
+    may be new too."""
     if isinstance(model, PolicyModel):
         return []
     above = [name for name, child in model.hf.named_children() if child is not model.backbone]

@@ -3,14 +3,14 @@
     policy = PolicyModel(causal_lm)
     logprobs = policy.log_probs([[prompt_ids + completion_ids, prompt_ids + other_completion_ids]], [[40, 40]])
 
-The completions of a prompt are one tree, and each value and gradient is that of the plain row. `linear_log_probs`
-computes logits for at most `chunk_tokens` tokens at a time in one buffer; the backward pass computes them again and
-turns them into their own gradient in place, g (1[v = target] - p_v) scale / temperature with g = d loss / d log
-p(target). The product is of the weights' dtype, the softmax float32. Processes may share the vocabulary
-(`VocabularyShard`).
+The completions of a prompt are one tree, and each value and gradient is that of the plain row.
+`linear_log_probs` computes logits for at most `chunk_tokens` tokens at a time in one buffer; the
+backward pass computes them again and turns them into their own gradient in place, g (1[v = target]
+- p_v) scale / temperature with g = d loss / d log p(target). The product is of the weights' dtype,
+the softmax float32. Processes may share the vocabulary (`VocabularyShard`).
 
-Shapes: S sequences, L tokens of the longest completion, N predicted tokens, M tokens before them, D hidden size, V
-vocabulary, C tokens of a chunk, R processes.
+Shapes: S sequences, L tokens of the longest completion, N predicted tokens, M tokens before them, D
+hidden size, V vocabulary, C tokens of a chunk, R processes.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ DEFAULT_CHUNK_TOKENS = 1024
 
 @dataclass(frozen=True, slots=True)
 class CompletionLogProbs:
-    """Log-probabilities of S completions with at most L tokens: `values_SL`, float32, 0 where `mask_SL` (bool) is
-    False. `entropies_SL`: of the predicting distributions, without gradients; None unless requested.
-    `num_computed_tokens`: tokens that went through the model."""
+    """Log-probabilities of S completions with at most L tokens: `values_SL`, float32, 0 where
+    `mask_SL` (bool) is False. `entropies_SL`: of the predicting distributions, without gradients;
+    None unless requested. `num_computed_tokens`: tokens that went through the model."""
 
     values_SL: Tensor
     mask_SL: Tensor
@@ -49,8 +49,8 @@ class CompletionLogProbs:
 
 
 class PolicyModel(WrappedModel):
-    """A causal language model, as a policy or a reference. `chunk_tokens`: predicted tokens with logits in memory at a
-    time. Raises `ModelError` for a model that does not predict tokens."""
+    """A causal language model, as a policy or a reference. `chunk_tokens`: predicted tokens with
+    logits in memory at a time. Raises `ModelError` for a model that does not predict tokens."""
 
     def __init__(
         self,
@@ -67,7 +67,8 @@ class PolicyModel(WrappedModel):
 
     @property
     def head(self) -> nn.Linear:
-        """The module from hidden states to logits, tied to the embedding or not. Raises `ModelError`."""
+        """The module from hidden states to logits, tied to the embedding or not. Raises
+        `ModelError`."""
         head = None if self.hf.config.is_encoder_decoder else self.hf.get_output_embeddings()
         if type(head) is not nn.Linear:
             raise ModelError(
@@ -88,8 +89,9 @@ class PolicyModel(WrappedModel):
     ) -> CompletionLogProbs:
         """The log-probabilities of the tokens after each sequence's prompt.
 
-        `groups`: whole sequences, one tree per group. `prompt_lengths`: of each sequence, at least 1; a completion may
-        be empty. `temperature`: of the sampling, divides logits. Raises `ModelError` for a sequence without a prompt.
+        `groups`: whole sequences, one tree per group. `prompt_lengths`: of each sequence, at least
+        1; a completion may be empty. `temperature`: of the sampling, divides logits. Raises
+        `ModelError` for a sequence without a prompt.
         """
         sequences = [sequence for group in groups for sequence in group]
         starts = [length for group in prompt_lengths for length in group]
@@ -154,7 +156,8 @@ class PolicyModel(WrappedModel):
         )
 
     def within(self, work: Callable[[], _T]) -> _T:
-        """What `work` returns; it may call the backbone and `logits` by themselves, also of a sharded policy."""
+        """What `work` returns; it may call the backbone and `logits` by themselves, also of a
+        sharded policy."""
         return work()
 
     def logits(self, hidden_CD: Tensor) -> Tensor:
@@ -176,9 +179,9 @@ class PolicyModel(WrappedModel):
 
 
 class _Completions(NamedTuple):
-    """The predicted tokens, each token of a tree once, int64: their places `at_N`; the places before them `before_M`,
-    ascending and each once, and which is each token's, `before_of_N`. `index_SL`, `mask_SL`: each completion's among
-    the N."""
+    """The predicted tokens, each token of a tree once, int64: their places `at_N`; the places
+    before them `before_M`, ascending and each once, and which is each token's, `before_of_N`.
+    `index_SL`, `mask_SL`: each completion's among the N."""
 
     before_M: Tensor
     before_of_N: Tensor
@@ -196,7 +199,8 @@ def _completions(
     ]
     lengths_S = np.array([edge.shape[1] for edge in edges])
     joined = np.concatenate(edges, axis=1)
-    # a token of a tree has one predecessor, so its own place names the pair; several may have the same one
+    # a token of a tree has one predecessor, so its own place names the pair; several may have the
+    # same one
     at, first, inverse = np.unique(joined[1], return_index=True, return_inverse=True)
     before, before_of = np.unique(joined[0][first], return_inverse=True)
     mask = np.arange(lengths_S.max()) < lengths_S[:, None]
@@ -220,9 +224,10 @@ def linear_log_probs(
     entropies: bool = False,
     shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """log softmax(logits / temperature) at the targets, float32 (N,), with gradients of first order; and the entropies
-    (N,) without gradients, if requested. The logits are (hidden weight^T + bias) * scale, and with `softcap` c then
-    c tanh(logits / c). `shard`: weight and bias are this process's rows; hidden states and targets are those of all."""
+    """log softmax(logits / temperature) at the targets, float32 (N,), with gradients of first
+    order; and the entropies (N,) without gradients, if requested. The logits are (hidden weight^T +
+    bias) * scale, and with `softcap` c then c tanh(logits / c). `shard`: weight and bias are this
+    process's rows; hidden states and targets are those of all."""
     settings = _Settings(chunk_tokens, scale, softcap, temperature, entropies, shard)
     values_N, entropies_N = _LinearLogProbs.apply(hidden_ND, weight_VD, bias_V, targets_N, settings)  # type: ignore[no-untyped-call]
     return values_N, entropies_N if entropies else None
@@ -230,7 +235,8 @@ def linear_log_probs(
 
 @dataclass(frozen=True, slots=True)
 class VocabularyShard:
-    """This process has the rows of the tokens from `first` on; the processes of `group` have one part each."""
+    """This process has the rows of the tokens from `first` on; the processes of `group` have one
+    part each."""
 
     first: int
     group: distributed.ProcessGroup
@@ -238,8 +244,9 @@ class VocabularyShard:
     def merged(
         self, values_N: Tensor, norms_N: Tensor, entropies_N: Tensor, is_here_N: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Values, normalisers and entropies of the whole vocabulary, of those of each part: a part r with normaliser
-        l_r has the probability w_r = exp(l_r - l), and the entropy is sum w_r (h_r - log w_r)."""
+        """Values, normalisers and entropies of the whole vocabulary, of those of each part: a part
+        r with normaliser l_r has the probability w_r = exp(l_r - l), and the entropy is sum w_r
+        (h_r - log w_r)."""
         stacked = torch.stack([(values_N + norms_N).masked_fill(~is_here_N, -torch.inf), norms_N])
         stacked = torch.cat([stacked, entropies_N[None]]) if len(entropies_N) else stacked
         parts = stacked.new_empty(self.group.size(), *stacked.shape)

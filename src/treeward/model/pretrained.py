@@ -1,9 +1,11 @@
-"""The common parts of loading models: names on disk and on the hub, tokenizers, configurations, weights, and errors.
+"""The common parts of loading models: names on disk and on the hub, tokenizers, configurations,
+weights, and errors.
 
     tokenizer = load_tokenizer("Qwen/Qwen2.5-0.5B-Instruct")
     config = read_config("results/rm/final", trust_remote_code=False)
 
-A folder of PEFT's adapters (`adapter_config.json`) is a model too: its base with the adapters merged into the weights.
+A folder of PEFT's adapters (`adapter_config.json`) is a model too: its base with the adapters
+merged into the weights.
 """
 
 from __future__ import annotations
@@ -55,8 +57,10 @@ _DAMAGED = (
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence transformers' advice and progress bars, which concern treeward's calls, not its user's."""
-    # Also the hub's retries, whose outcome is reported anyway, and bitsandbytes' remarks on missing kernels.
+    """Silence transformers' advice and progress bars, which concern treeward's calls, not its
+    user's."""
+    # Also the hub's retries, whose outcome is reported anyway, and bitsandbytes' remarks on missing
+    # kernels.
     others = {log: log.level for log in map(logging.getLogger, ("huggingface_hub", "bitsandbytes"))}
     verbosity = transformers_logging.get_verbosity()
     had_bars = transformers_logging.is_progress_bar_enabled()
@@ -76,7 +80,8 @@ def quiet_transformers() -> Iterator[None]:
 
 @quiet_transformers()
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or hub name, padding on the right. Raises `ModelError` if there is none."""
+    """The tokenizer of a folder or hub name, padding on the right. Raises `ModelError` if there is
+    none."""
     base = base_of_adapters(name)
     if base is not None and not (Path(name).expanduser() / "tokenizer_config.json").is_file():
         return load_tokenizer(base, trust_remote_code=trust_remote_code)
@@ -102,7 +107,8 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
 
 @quiet_transformers()
 def read_config(name: str, trust_remote_code: bool) -> PreTrainedConfig:
-    """The configuration of a folder or hub name; for adapters, their base's. Raises `ModelError`."""
+    """The configuration of a folder or hub name; for adapters, their base's. Raises
+    `ModelError`."""
     if (base := base_of_adapters(name)) is not None:
         try:
             return read_config(base, trust_remote_code)
@@ -124,7 +130,8 @@ def read_config(name: str, trust_remote_code: bool) -> PreTrainedConfig:
 
 
 def base_of_adapters(name: str) -> str | None:
-    """The model that a folder of PEFT's adapters belongs to; None for any other name. Raises `ModelError`."""
+    """The model that a folder of PEFT's adapters belongs to; None for any other name. Raises
+    `ModelError`."""
     file = Path(name).expanduser() / ADAPTER_CONFIG
     if not file.is_file():
         return None
@@ -153,11 +160,13 @@ def load_weights(
     trust_remote_code: bool,
     load_in_4bit: bool = False,
 ) -> tuple[PreTrainedModel, list[str]]:
-    """A model of transformers' `model_class`, and the names of head weights that the checkpoint lacks.
+    """A model of transformers' `model_class`, and the names of head weights that the checkpoint
+    lacks.
 
-    `load_in_4bit`: linear layers but the heads as nf4 (QLoRA, Dettmers et al. 2023), which compute in `dtype`. Raises
-    `ModelError` for a checkpoint that is missing, damaged or of another shape, that lacks other weights or has unused
-    ones, and for weights that are not finite: some attention kernels turn NaN into numbers.
+    `load_in_4bit`: linear layers but the heads as nf4 (QLoRA, Dettmers et al. 2023), which compute
+    in `dtype`. Raises `ModelError` for a checkpoint that is missing, damaged or of another shape,
+    that lacks other weights or has unused ones, and for weights that are not finite: some attention
+    kernels turn NaN into numbers.
     """
     settings: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
     if load_in_4bit:
@@ -183,7 +192,8 @@ def load_weights(
         # saving would take a model on the CPU for one that is moved there
         vars(hf).pop("hf_device_map", None)
         for module in filter(is_quantized, hf.modules()):
-            # bitsandbytes would pack the weights of a model that only computes, and never train them again.
+            # bitsandbytes would pack the weights of a model that only computes, and never train
+            # them again.
             vars(module)["support_avx512bf16_for_cpu"] = False
     if broken := [
         key for key, weight in hf.named_parameters() if weight.numel() and not _is_finite(weight)
@@ -215,7 +225,8 @@ def _is_finite(weight: Tensor) -> bool:
 def _read_weights(
     model_class: Any, name: str, *, config: PreTrainedConfig, **settings: Any
 ) -> tuple[PreTrainedModel, set[str]]:
-    """A model, and the names of the weights that are random: neither its checkpoint nor its adapters have them."""
+    """A model, and the names of the weights that are random: neither its checkpoint nor its
+    adapters have them."""
     if (base := base_of_adapters(name)) is not None:
         if getattr(config, "quantization_config", None) is not None:
             summary = "the base of these adapters is quantised, which a merge would round them to"
@@ -254,9 +265,9 @@ def _read_weights(
 
 
 def check_used(hf: PreTrainedModel, unused: Iterable[str], name: str) -> None:
-    """Raise `ModelError` for `unused` tensors of the checkpoint `name`, which may be the head of a reward model; those
-    of a language model of this configuration, or of the checkpoint's class in transformers, may be. A head file of
-    LLaMA-Factory counts as a tensor."""
+    """Raise `ModelError` for `unused` tensors of the checkpoint `name`, which may be the head of a
+    reward model; those of a language model of this configuration, or of the checkpoint's class in
+    transformers, may be. A head file of LLaMA-Factory counts as a tensor."""
     config, unknown = hf.config, set(unused)
     if hasattr(hf, "num_labels"):  # a language model needs no head
         may_lack: Any = {
@@ -325,8 +336,8 @@ def check_local(name: str) -> None:
 
 
 def check_fields(config: PreTrainedConfig, fields: Iterable[str], where: str) -> None:
-    """Raise `ConfigError` for a field that a model's configuration does not have; transformers keeps unknown ones
-    silently."""
+    """Raise `ConfigError` for a field that a model's configuration does not have; transformers
+    keeps unknown ones silently."""
     for name in fields:
         if not hasattr(config, name):
             summary = f"{config.model_type} has no such field"
@@ -342,7 +353,8 @@ def _look_for(name: str, what: str) -> None:
 
 
 def _damaged_file(name: str) -> tuple[Path, str] | None:
-    """The first file of a local folder that should be JSON and is not, as one that was cut off, and what is wrong."""
+    """The first file of a local folder that should be JSON and is not, as one that was cut off, and
+    what is wrong."""
     for file in sorted(Path(name).expanduser().glob("*.json")):
         try:
             json.loads(file.read_bytes())
@@ -352,7 +364,8 @@ def _damaged_file(name: str) -> tuple[Path, str] | None:
 
 
 def _loading_error(name: str, what: str, error: Exception, fix: str | None = None) -> ModelError:
-    """The user's error for an error of `from_pretrained`, which names the file that is damaged, if one is."""
+    """The user's error for an error of `from_pretrained`, which names the file that is damaged, if
+    one is."""
     if (damaged := _damaged_file(name)) is not None:
         file, wrong = damaged
         fix = "copy the file again from where the model came from"
@@ -383,8 +396,9 @@ def bare_model(
     seed: int,
     **settings: Any,
 ) -> PreTrainedModel:
-    """A model with random float32 weights, by `make` from a bare configuration; the seed alone determines them. The
-    vocabulary size and special tokens are the tokenizer's; `settings` are further fields. Raises `ConfigError`."""
+    """A model with random float32 weights, by `make` from a bare configuration; the seed alone
+    determines them. The vocabulary size and special tokens are the tokenizer's; `settings` are
+    further fields. Raises `ConfigError`."""
     fields = dict(model_config)
     special = {
         f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")
@@ -426,7 +440,8 @@ def bare_config(fields: Mapping[str, Any], **settings: Any) -> PreTrainedConfig:
 
 
 def override_fields(config: PreTrainedConfig, fields: Mapping[str, Any], where: str) -> None:
-    """Set fields of a configuration. Raises `ConfigError` for an unknown field or an invalid value."""
+    """Set fields of a configuration. Raises `ConfigError` for an unknown field or an invalid
+    value."""
     check_fields(config, fields, where)
     with _config_errors(where):
         for field, value in fields.items():
@@ -435,7 +450,8 @@ def override_fields(config: PreTrainedConfig, fields: Mapping[str, Any], where: 
 
 @contextlib.contextmanager
 def _config_errors(where: str) -> Iterator[None]:
-    """Raise `ConfigError` for any error of transformers about the user's fields, as a ZeroDivisionError."""
+    """Raise `ConfigError` for any error of transformers about the user's fields, as a
+    ZeroDivisionError."""
     try:
         yield
     except Exception as error:

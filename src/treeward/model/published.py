@@ -3,8 +3,9 @@
     adapter = find(config.json as a dictionary, "infly/INF-ORM-Llama3.1-70B")      # None for an ordinary model
     model_class = adapter.reader(config, LlamaForSequenceClassification)            # loads the authors' files
 
-The authors' code never runs: `heads.py` has the arithmetic, from the `source` of each adapter. A model with a linear
-head becomes a plain classifier of transformers; another head is a module `score`, and is saved as its authors save it.
+The authors' code never runs: `heads.py` has the arithmetic, from the `source` of each adapter. A
+model with a linear head becomes a plain classifier of transformers; another head is a module
+`score`, and is saved as its authors save it.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ from treeward.model.heads import (
 
 
 class SplitGroups(ConversionOps):
-    """InternLM2's one matrix of queries, keys and values: for each key head its queries, its key and its value."""
+    """InternLM2's one matrix of queries, keys and values: for each key head its queries, its key
+    and its value."""
 
     def convert(
         self,
@@ -97,7 +99,8 @@ def _turns(user: str, assistant: str, begin: str = "") -> str:
 
 
 def _at_end_of_text(_: Fields, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    """The text without line ends, and with the end-of-text token, as in OpenRLHF's `RewardDataset`."""
+    """The text without line ends, and with the end-of-text token, as in OpenRLHF's
+    `RewardDataset`."""
     text = "{{ text if text.endswith(eos_token) else text + ' ' + eos_token }}"
     after = "{% endset %}{% set text = text.rstrip('\\n') %}" + text
     return ("{% set text %}", after) if tokenizer.eos_token else ("", "")
@@ -139,14 +142,16 @@ _INTERNLM2: list[WeightRenaming | WeightConverter] = [
 class Adapter:
     """A kind of published model.
 
-    `source`: of the arithmetic. `recognises`: by config.json and the name. `stored`: the head's modules in the
-    checkpoint, and our names for them. `backbone`: other changes of names and tensors. `head`: makes the module
-    `score`; None for a linear one. `parts`: names of its values, whose sum is the score. `config`: from config.json,
-    for unknown model types. `tokens`: the score is the logit of the last of these, minus that of the one before.
-    `step_token`: it is read after each step, at this token. `template`: for a tokenizer without one, the text that the
-    authors score. `reads_plain_text`: their code tokenizes the template's text like any other, and adds a BOS to one
-    that it has. `end`: texts before and after the chat template. `architecture`: of config.json, where the
-    authors' says too little. `keys`: of config.json for the authors' code alone.
+    `source`: of the arithmetic. `recognises`: by config.json and the name. `stored`: the head's
+    modules in the checkpoint, and our names for them. `backbone`: other changes of names and
+    tensors. `head`: makes the module `score`; None for a linear one. `parts`: names of its values,
+    whose sum is the score. `config`: from config.json, for unknown model types. `tokens`: the score
+    is the logit of the last of these, minus that of the one before. `step_token`: it is read after
+    each step, at this token. `template`: for a tokenizer without one, the text that the authors
+    score. `reads_plain_text`: their code tokenizes the template's text like any other, and adds a
+    BOS to one that it has. `end`: texts before and after the chat template. `architecture`: of
+    config.json, where the authors' says too little. `keys`: of config.json for the authors' code
+    alone.
     """
 
     source: str
@@ -167,7 +172,8 @@ class Adapter:
     def reader(
         self, config: PreTrainedConfig, plain: type[PreTrainedModel]
     ) -> type[PreTrainedModel]:
-        """A subclass of the family's classifier with the authors' architecture, which loads their files."""
+        """A subclass of the family's classifier with the authors' architecture, which loads their
+        files."""
         head, fields = self.head, config.to_dict()
         if not (parts := self.parts(fields)):
             config.num_labels = 1
@@ -221,7 +227,8 @@ class Adapter:
         lm: Any,
         tokenizer: PreTrainedTokenizerBase,
     ) -> PreTrainedModel:
-        """The classifier whose value is a logit of a language model, or the difference of two: their log-odds."""
+        """The classifier whose value is a logit of a language model, or the difference of two:
+        their log-odds."""
         assert self.tokens is not None
         tokens = self.tokens(config.to_dict())
         vocabulary, head, text = (
@@ -251,8 +258,8 @@ class Adapter:
 
 
 TOKENS_KEY, PROMPT_KEY = "classifier_from_token", "classifier_prompt"
-"""Keys that make a reward model of any language model: the first is vLLM's, `[false, true]` or one token; the second
-is the text that follows the last message."""
+"""Keys that make a reward model of any language model: the first is vLLM's, `[false, true]` or one
+token; the second is the text that follows the last message."""
 
 _HUB = "https://huggingface.co/"
 _OPENRLHF = "https://github.com/OpenRLHF/OpenRLHF/blob/3c3be6234e0cb353e76bb8019947db9dfe99fca7/openrlhf/models/model.py"
@@ -459,9 +466,9 @@ def refuse(fields: Fields, name: str | None) -> None:
 
 
 def set_template(tokenizer: PreTrainedTokenizerBase, fields: Fields, name: str) -> None:
-    """Give a tokenizer without a chat template the authors', end the template as the model expects, and note in the
-    tokenizer how many BOS the conversations of its model's training began with. Raises `ModelError` where the end needs
-    a template."""
+    """Give a tokenizer without a chat template the authors', end the template as the model expects,
+    and note in the tokenizer how many BOS the conversations of its model's training began with.
+    Raises `ModelError` where the end needs a template."""
     adapter = find(fields, name)
     before, after = adapter.end(fields, tokenizer) if adapter else ("", "")
     tokenizer.chat_template = tokenizer.chat_template or (adapter.template if adapter else None)
@@ -487,9 +494,9 @@ def set_template(tokenizer: PreTrainedTokenizerBase, fields: Fields, name: str) 
 def _num_bos(
     tokenizer: PreTrainedTokenizerBase, fields: Fields, adapter: Adapter | None
 ) -> int | None:
-    """How many BOS the conversations of another's training began with, where the tokenizer adds one to any text; None
-    where it adds none, and without a template. Most trainers (open-instruct, TRL, OpenRLHF) take the template's text as
-    it is, with its BOS or without."""
+    """How many BOS the conversations of another's training began with, where the tokenizer adds one
+    to any text; None where it adds none, and without a template. Most trainers (open-instruct, TRL,
+    OpenRLHF) take the template's text as it is, with its BOS or without."""
     bos = tokenizer.bos_token_id
     if (
         bos is None

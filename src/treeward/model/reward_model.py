@@ -1,15 +1,16 @@
-"""`RewardModel`: a backbone and a float32 head that read each conversation's score at its last real token.
+"""`RewardModel`: a backbone and a float32 head that read each conversation's score at its last real
+token.
 
     model = load_reward_model("path/or/hub-name").model
     batch = model.make_batch([[prompt_ids + completion_ids, prompt_ids + other_completion_ids]])
     scores_S = model(batch)     # float32, one per sequence
 
-It wraps a Hugging Face `...ForSequenceClassification`. The score is read at the *last real token* by length; Hugging
-Face reads at the last token that is not the padding token (transformers issue #35352), as classifiers from elsewhere
-are read here too (`padding_token`).
+It wraps a Hugging Face `...ForSequenceClassification`. The score is read at the *last real token*
+by length; Hugging Face reads at the last token that is not the padding token (transformers issue
+#35352), as classifiers from elsewhere are read here too (`padding_token`).
 
-Shapes: B rows, S sequences, L tokens of the longest, N places that are read, R reads of all sequences, V rows of
-values, D hidden size, H heads.
+Shapes: B rows, S sequences, L tokens of the longest, N places that are read, R reads of all
+sequences, V rows of values, D hidden size, H heads.
 """
 
 from __future__ import annotations
@@ -40,24 +41,27 @@ HEAD_NAMES = ("score", "classifier", "classification_head", "vqa_classifier", "s
 
 @dataclass(frozen=True, slots=True)
 class FeatureBatch(Movable):
-    """The head's inputs for S sequences, instead of their tokens: `features_SKD` of `RewardModel.features`."""
+    """The head's inputs for S sequences, instead of their tokens: `features_SKD` of
+    `RewardModel.features`."""
 
     features_SKD: Tensor
     num_computed_tokens: ClassVar[int] = 0
 
 
 class RewardModel(WrappedModel):
-    """Scores of conversations, from a Hugging Face sequence classifier with one label per head, usually one. `hf`: the
-    wrapped model. `layout`: see `Layout`. The head is always float32."""
+    """Scores of conversations, from a Hugging Face sequence classifier with one label per head,
+    usually one. `hf`: the wrapped model. `layout`: see `Layout`. The head is always float32."""
 
     def __init__(self, hf: PreTrainedModel, *, layout: Layout = "tree") -> None:
         super().__init__(hf, layout=layout)
         self.num_computed_tokens = self.num_row_tokens = 0
         """Tokens that `score_tokens` has computed so far, and tokens of the plain rows."""
         self.num_known_tokens = self.num_embeddings
-        """Tokens whose embeddings come from the checkpoint; a row added for padding is never scored."""
+        """Tokens whose embeddings come from the checkpoint; a row added for padding is never
+        scored."""
         self.padding_token: int | None = None
-        """For a decoder that is read as in plain transformers: the token to cut off the end of sequences."""
+        """For a decoder that is read as in plain transformers: the token to cut off the end of
+        sequences."""
         if layout == "encoder":
             _compute_in_float32(self.head)
 
@@ -69,13 +73,15 @@ class RewardModel(WrappedModel):
 
     @property
     def score_parts(self) -> tuple[str, ...]:
-        """Names of the values whose sum is the score, for some published models (`published.py`); else empty."""
+        """Names of the values whose sum is the score, for some published models (`published.py`);
+        else empty."""
         parts: tuple[str, ...] = getattr(self.hf, "score_parts", ())
         return parts
 
     @property
     def num_heads(self) -> int:
-        """The number of values of a conversation: the labels of the classifier, or the parts of its score."""
+        """The number of values of a conversation: the labels of the classifier, or the parts of its
+        score."""
         if self.score_parts:
             return len(self.score_parts)
         num_labels = self.hf.config.num_labels
@@ -125,8 +131,8 @@ class RewardModel(WrappedModel):
     def until_last_reads(
         self, sequences: Sequence[TokenIds]
     ) -> tuple[list[TokenIds], list[Sequence[int]]]:
-        """Each sequence up to the last token that the head reads, and the positions that it reads. Raises `ModelError`
-        for a sequence without a token that the head needs."""
+        """Each sequence up to the last token that the head reads, and the positions that it reads.
+        Raises `ModelError` for a sequence without a token that the head needs."""
         cut: list[TokenIds] = []
         read_at: list[Sequence[int]] = []
         for ids in sequences:
@@ -144,8 +150,8 @@ class RewardModel(WrappedModel):
     def pack_parts(
         self, groups: Sequence[Sequence[TokenIds]], *, max_tokens: int | None
     ) -> tuple[list[Batch], Tensor | None]:
-        """Batches of one forward pass each, on the host, and `order_of_parts` of their sequences: one batch, or several
-        if a single group is larger than `max_tokens`."""
+        """Batches of one forward pass each, on the host, and `order_of_parts` of their sequences:
+        one batch, or several if a single group is larger than `max_tokens`."""
         if len(groups) != 1 or max_tokens is None:
             return [self.pack(groups)], None
         parts = split_group(groups[0], max_tokens=max_tokens, share=self.layout == "tree")
@@ -153,7 +159,8 @@ class RewardModel(WrappedModel):
         return [self.pack([[groups[0][i] for i in part.members]]) for part in parts], order_S
 
     def forward(self, batch: Batch) -> Tensor:
-        """Scores of a model with one head, float32 (S,), one per sequence in the order of the batch's groups."""
+        """Scores of a model with one head, float32 (S,), one per sequence in the order of the
+        batch's groups."""
         if self.score_parts:
             return self._heads(batch).sum(dim=1)
         assert self.num_heads == 1, (
@@ -162,12 +169,13 @@ class RewardModel(WrappedModel):
         return self._heads(batch)[:, 0].clone()  # no view: FSDP puts a hook on it
 
     def heads(self, batch: Batch | FeatureBatch) -> Tensor:
-        """The value of each of the H heads, float32 (V, H), in the order of the batch's groups. One row for each
-        sequence, or of a process reward model one for each step."""
+        """The value of each of the H heads, float32 (V, H), in the order of the batch's groups. One
+        row for each sequence, or of a process reward model one for each step."""
         return self._heads(batch)
 
     def features(self, batch: Batch | FeatureBatch) -> Tensor:
-        """The head's inputs for each sequence, (S, *feature_shape): the hidden states that it reads."""
+        """The head's inputs for each sequence, (S, *feature_shape): the hidden states that it
+        reads."""
         hidden_ND, index_R = self._read(batch)
         num_reads, _ = self.feature_shape
         features_SKD: Tensor = hidden_ND.index_select(0, index_R).unflatten(0, (-1, num_reads))
@@ -197,7 +205,8 @@ class RewardModel(WrappedModel):
         return values_of_reads(self.head, values_NH.index_select(0, index_R))
 
     def _read(self, batch: Batch | FeatureBatch) -> tuple[Tensor, Tensor]:
-        """The hidden states at the places that are read, (N, D), and the index into them of every read, (R,)."""
+        """The hidden states at the places that are read, (N, D), and the index into them of every
+        read, (R,)."""
         if isinstance(batch, TreeBatch):
             return self.tree_hidden(batch, batch.reads.places_N), batch.reads.index_R
         if isinstance(batch, RowBatch) and self.layout != "encoder":
@@ -216,8 +225,8 @@ class RewardModel(WrappedModel):
         return logits.float()
 
     def _encoder_hidden(self, batch: RowBatch) -> Tensor:
-        """The inputs of an encoder's head, (S, D): the pooled state, or the first token's. Raises `ModelError` for a
-        head that reads more."""
+        """The inputs of an encoder's head, (S, D): the pooled state, or the first token's. Raises
+        `ModelError` for a head that reads more."""
         inputs: list[Tensor] = []
         hook = self.head.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
         try:
@@ -244,16 +253,19 @@ class RewardModel(WrappedModel):
         cache: PrefixCache | None = None,
         prompt_lengths: Sequence[int] | None = None,
     ) -> Tensor:
-        """Values of token sequences, each a whole conversation: float32 (V, H) on the CPU, in order. One row for each
-        sequence, or of a process reward model one for each of its steps (`num_values`).
+        """Values of token sequences, each a whole conversation: float32 (V, H) on the CPU, in
+        order. One row for each sequence, or of a process reward model one for each of its steps
+        (`num_values`).
 
-        `max_tokens`: of a forward pass, counted after sharing; `max_sequences`: of a forward pass; not both None.
-        `cache`: holds beginnings of earlier calls, and keeps the first `prompt_lengths[i]` tokens of sequence i. Raises
-        `ModelError` for a sequence that is empty, longer than `max_positions`, or has unknown tokens.
+        `max_tokens`: of a forward pass, counted after sharing; `max_sequences`: of a forward pass;
+        not both None. `cache`: holds beginnings of earlier calls, and keeps the first
+        `prompt_lengths[i]` tokens of sequence i. Raises `ModelError` for a sequence that is empty,
+        longer than `max_positions`, or has unknown tokens.
         """
         self._check_sequences(sequences)
         sequences, read_at = self.until_last_reads(sequences)
-        # what FSDP gathers here is used in training as well, which tensors of the inference mode cannot be
+        # what FSDP gathers here is used in training as well, which tensors of the inference mode
+        # cannot be
         is_sharded = self.compute_device is not None
         with torch.no_grad() if is_sharded else torch.inference_mode():
             values: list[Tensor] = [torch.empty(0, self.num_heads)] * len(sequences)
@@ -296,15 +308,16 @@ class RewardModel(WrappedModel):
                     members, batch_values.cpu().split(counts), strict=True
                 ):
                     values[i] = values_of_sequence
-            # Masked attention multiplies hidden values by zero, and zero times NaN is NaN: one broken conversation may
-            # break others.
+            # Masked attention multiplies hidden values by zero, and zero times NaN is NaN: one
+            # broken conversation may break others.
             for i, values_of_sequence in enumerate(values):
                 if not values_of_sequence.isfinite().all():
                     values[i] = self.heads(self.make_batch([[sequences[i]]])).cpu()
             return torch.cat(values) if values else torch.empty(0, self.num_heads)
 
     def num_values(self, ids: TokenIds) -> int:
-        """How many rows of `score_tokens` a sequence has: one, or of a process reward model one for each step."""
+        """How many rows of `score_tokens` a sequence has: one, or of a process reward model one for
+        each step."""
         [positions] = self.until_last_reads([ids])[1]
         return self._num_values(positions)
 
@@ -324,8 +337,8 @@ class RewardModel(WrappedModel):
         groups: Sequence[Sequence[int]],
         prompt_lengths: Sequence[int],
     ) -> tuple[TreeBatch, Tensor]:
-        """The values of groups of sequences, computed only beyond the cached beginnings; and the batch. All sequences
-        of a group begin with the same `num_known` tokens."""
+        """The values of groups of sequences, computed only beyond the cached beginnings; and the
+        batch. All sequences of a group begin with the same `num_known` tokens."""
         prefixes: list[Prefix | None] = []
         keep: list[tuple[int, int, int]] = []
         prompts: list[TokenIds] = []
@@ -376,9 +389,9 @@ class RewardModel(WrappedModel):
     def score(
         self, data: Mapping[str, Tensor], *, max_tokens: int | None = DEFAULT_BATCH_TOKENS
     ) -> dict[str, Tensor]:
-        """`{"scores": float32 (B,)}` for `{"input_ids": (B, L), "input_lengths": (B,)}`, rows padded on the right, as
-        NeMo RL's `Policy.score`; several heads give (B, H). Raises `ModelError` for an invalid length, and for a score
-        that is not finite."""
+        """`{"scores": float32 (B,)}` for `{"input_ids": (B, L), "input_lengths": (B,)}`, rows
+        padded on the right, as NeMo RL's `Policy.score`; several heads give (B, H). Raises
+        `ModelError` for an invalid length, and for a score that is not finite."""
         ids_BL, lengths_B = data["input_ids"], data["input_lengths"].tolist()
         if wrong := [length for length in lengths_B if not 0 < length <= ids_BL.shape[1]]:
             raise ModelError(
@@ -402,7 +415,8 @@ class RewardModel(WrappedModel):
             with torch.autocast(hidden_SD.device.type, enabled=False):
                 values = head.forward(hidden_SD)  # not its hooks: FSDP has gathered it already
             return values
-        # Not a matrix product: it may round two rows differently, and identical completions must tie exactly.
+        # Not a matrix product: it may round two rows differently, and identical completions must
+        # tie exactly.
         values_SH = torch.stack(
             [(hidden_SD * weight_D).sum(dim=-1) for weight_D in head.weight.float()], dim=1
         )
@@ -410,7 +424,8 @@ class RewardModel(WrappedModel):
 
 
 def reads_of(head: nn.Module, ids: TokenIds) -> Sequence[int]:
-    """The positions at which a head reads a sequence, ascending. Raises `ModelError` if it finds none."""
+    """The positions at which a head reads a sequence, ascending. Raises `ModelError` if it finds
+    none."""
     if hasattr(head, "reads"):
         reader: Any = head
         positions: Sequence[int] = reader.reads(ids)
@@ -425,8 +440,8 @@ def reads_each(head: nn.Module) -> int | None:
 
 
 def values_of_reads(head: nn.Module, values_RH: Tensor) -> Tensor:
-    """What a head makes of the values at its reads, one sequence after another: the values of each sequence (S, H), or
-    of each read if the head keeps them apart."""
+    """What a head makes of the values at its reads, one sequence after another: the values of each
+    sequence (S, H), or of each read if the head keeps them apart."""
     if hasattr(head, "combine"):
         gate: Any = head
         combined: Tensor = gate.combine(values_RH)
@@ -437,7 +452,8 @@ def values_of_reads(head: nn.Module, values_RH: Tensor) -> Tensor:
 def _alike(
     sequences: Sequence[TokenIds], num_known: Sequence[int], group: Sequence[int]
 ) -> list[list[int]]:
-    """The sequences of a group by their cached beginning, so that each part continues one prefix."""
+    """The sequences of a group by their cached beginning, so that each part continues one
+    prefix."""
     parts: dict[bytes, list[int]] = {}
     for i in group:
         prefix = np.asarray(sequences[i][: num_known[i]], dtype=np.int64)
@@ -456,8 +472,8 @@ def check_finite(values: Sequence[float], name: str, num_tokens: int) -> None:
 
 
 def head_name(hf: PreTrainedModel) -> str:
-    """The name of the classification head: `score` in decoders, `classifier` in most encoders. Raises `ModelError` if
-    there is none."""
+    """The name of the classification head: `score` in decoders, `classifier` in most encoders.
+    Raises `ModelError` if there is none."""
     for name in HEAD_NAMES:
         if isinstance(getattr(hf, name, None), nn.Module):
             return name

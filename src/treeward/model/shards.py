@@ -35,8 +35,8 @@ _FILE_BYTES = 250 * 1000**2
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors, each process its parts; tensors that are not sharded are written once. An error of one
-    process is raised on all."""
+    """Write tensors, each process its parts; tensors that are not sharded are written once. An
+    error of one process is raised on all."""
     rank_sizes = processes.gather({name: tensor.nbytes for name, tensor in tensors.items()})
     sizes = {name: size for rank in rank_sizes for name, size in rank.items()}
     last_bytes = itertools.accumulate(sizes.values())
@@ -53,7 +53,8 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def stored_tensors(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """The sizes and dtypes of the whole tensors in a folder that `write_tensors` has written, by name."""
+    """The sizes and dtypes of the whole tensors in a folder that `write_tensors` has written, by
+    name."""
     metadata = (
         HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
         if folder.is_dir()

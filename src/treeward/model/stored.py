@@ -1,4 +1,5 @@
-"""`StoredModel`: the safetensors and the config.json of a model folder as they are on disk, without loading a model.
+"""`StoredModel`: the safetensors and the config.json of a model folder as they are on disk, without
+loading a model.
 
     stored = StoredModel(Path("results/rm/final"))
     stored.num_parameters, stored.config_dtype, stored.pad_token_id
@@ -50,7 +51,8 @@ class StoredTensor:
 
 
 class StoredModel:
-    """The files of a model folder, read lazily. Raises `ModelError` for a missing or damaged file."""
+    """The files of a model folder, read lazily. Raises `ModelError` for a missing or damaged
+    file."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -122,7 +124,8 @@ class StoredModel:
 
     @property
     def config_dtype(self) -> str | None:
-        """The number format in which transformers loads the weights: `dtype`, formerly `torch_dtype`."""
+        """The number format in which transformers loads the weights: `dtype`, formerly
+        `torch_dtype`."""
         value = self.config.get("dtype") or self.config.get("torch_dtype")
         return None if value is None else str(value).removeprefix("torch.")
 
@@ -152,8 +155,8 @@ def dtype_of(tensors: Iterable[StoredTensor]) -> str:
 
 
 def architecture_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of `config.json` that a forward pass depends on, besides weights and number format; also of inner
-    configurations, as `text_config`."""
+    """The keys of `config.json` that a forward pass depends on, besides weights and number format;
+    also of inner configurations, as `text_config`."""
     return {
         key: architecture_of(value)
         if key.endswith("_config") and isinstance(value, dict)

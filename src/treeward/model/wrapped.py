@@ -7,7 +7,8 @@
 
 The weights are the wrapped model's, so an export loads anywhere.
 
-Shapes: S sequences, L tokens of the longest, T tokens of a row of trees, N of them read, D hidden size.
+Shapes: S sequences, L tokens of the longest, T tokens of a row of trees, N of them read, D hidden
+size.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from treeward.tree.batch import Batch, RowBatch, TreeBatch
 from treeward.tree.token_tree import TokenIds
 
 Layout = Literal["tree", "rows", "encoder"]
-"""How a model is run: decoders on trees; decoders that cannot share a prefix as padded rows; encoders as padded rows
-through their own pooling and head."""
+"""How a model is run: decoders on trees; decoders that cannot share a prefix as padded rows;
+encoders as padded rows through their own pooling and head."""
 
 
 class WrappedModel(nn.Module):
@@ -49,14 +50,17 @@ class WrappedModel(nn.Module):
         self.compute_dtype: torch.dtype | None = None
         """Of a sharded model, whose weights may have another dtype; None: the weights' dtype."""
         self.unfilled: list[Callable[[], object]] = []
-        """For a model on the meta device: functions that fill its weights, once they have memory."""
+        """For a model on the meta device: functions that fill its weights, once they have
+        memory."""
         self._is_compiled = False
-        # A reward is deterministic (Ziegler et al. 2019, p. 3), and sampling has the probabilities of training.
+        # A reward is deterministic (Ziegler et al. 2019, p. 3), and sampling has the probabilities
+        # of training.
         for owner, name in find_noise(hf):
             setattr(owner, name, 0.0)
 
     def fill(self, device: torch.device | str) -> None:
-        """Give a model on the meta device, which may have been sharded since, memory and values (`filling.py`)."""
+        """Give a model on the meta device, which may have been sharded since, memory and values
+        (`filling.py`)."""
         if self.unfilled:
             self.to_empty(device=device)
         for fill in self.unfilled:
@@ -84,8 +88,9 @@ class WrappedModel(nn.Module):
 
     @property
     def max_positions(self) -> int | None:
-        """The maximum length of a sequence in tokens; None without a limit. Rotary encodings that change with the
-        longest conversation of a batch (`dynamic`, `longrope`) are limited to the length where they begin to."""
+        """The maximum length of a sequence in tokens; None without a limit. Rotary encodings that
+        change with the longest conversation of a batch (`dynamic`, `longrope`) are limited to the
+        length where they begin to."""
         config = self.hf.config.get_text_config()
         limit = getattr(config, "max_position_embeddings", None) or getattr(
             config, "n_positions", None
@@ -108,13 +113,15 @@ class WrappedModel(nn.Module):
         return [parameter for parameter in self.hf.parameters() if parameter.is_floating_point()]
 
     def cast(self, dtype: torch.dtype) -> None:
-        """Hold the weights in `dtype`, and compute in it. Buffers stay: rotary frequencies lose too much."""
+        """Hold the weights in `dtype`, and compute in it. Buffers stay: rotary frequencies lose too
+        much."""
         for parameter in self.weights():
             parameter.data = parameter.data.to(dtype)
 
     @contextlib.contextmanager
     def computing_in(self, dtype: torch.dtype) -> Iterator[None]:
-        """A context in which the weights have `dtype`; afterwards each is the same parameter with the same bits."""
+        """A context in which the weights have `dtype`; afterwards each is the same parameter with
+        the same bits."""
         # A wider format holds every bit of a narrower one, so narrower weights need no copy.
         before = [
             (p, p.dtype, p.data if p.dtype.itemsize >= dtype.itemsize else None)
@@ -128,7 +135,8 @@ class WrappedModel(nn.Module):
                 parameter.data = parameter.data.to(previous_dtype) if data is None else data
 
     def make_batch(self, groups: Sequence[Sequence[TokenIds]]) -> Batch:
-        """Pack groups of token sequences (each a whole conversation) the way this model runs them, on its device."""
+        """Pack groups of token sequences (each a whole conversation) the way this model runs them,
+        on its device."""
         return self.on_device(self.pack(groups))
 
     def on_device(self, packed: Batch) -> Batch:
@@ -142,7 +150,8 @@ class WrappedModel(nn.Module):
         *,
         read_at: Sequence[Sequence[int]] | None = None,
     ) -> Batch:
-        """`make_batch` on the host; any thread may call it. `read_at`: see `TreeBatch.from_groups`."""
+        """`make_batch` on the host; any thread may call it. `read_at`: see
+        `TreeBatch.from_groups`."""
         if self.layout == "tree":
             return TreeBatch.from_groups(groups, read_at=read_at)
         pad = getattr(self.hf.config.get_text_config(), "pad_token_id", None)
@@ -150,7 +159,8 @@ class WrappedModel(nn.Module):
 
     @contextlib.contextmanager
     def attention(self, implementation: str) -> Iterator[None]:
-        """A context with one of transformers' attention implementations. The setting is sticky: set it every time."""
+        """A context with one of transformers' attention implementations. The setting is sticky: set
+        it every time."""
         if self.hf.config._attn_implementation != implementation:
             if type(self.hf)._can_set_attn_implementation():
                 self.hf.set_attn_implementation(implementation)
@@ -166,7 +176,8 @@ class WrappedModel(nn.Module):
             yield
 
     def plain_attention(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which `hf` runs as in plain transformers, whose SDPA would ignore soft-caps and sinks."""
+        """A context in which `hf` runs as in plain transformers, whose SDPA would ignore soft-caps
+        and sinks."""
         has_softcap = (
             getattr(self.hf.config.get_text_config(), "attn_logit_softcapping", None) is not None
         )
@@ -187,15 +198,18 @@ class WrappedModel(nn.Module):
         return {size for size in sizes if isinstance(size, int)}
 
     def compile_layers(self, **options: Any) -> None:
-        """Compile the decoder layers (`torch.compile`, with its `options`) for trees; all of a kind share one graph."""
+        """Compile the decoder layers (`torch.compile`, with its `options`) for trees; all of a kind
+        share one graph."""
         self._is_compiled = True
-        # The compiler sees all kinds of layers as one function: each has a graph for training and one for evaluation.
+        # The compiler sees all kinds of layers as one function: each has a graph for training and
+        # one for evaluation.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
         for layer in self.layers:
             layer.compile(**options)
 
     def recompute_activations(self) -> None:
-        """Keep one activation per layer and compute the others again in the backward pass. Raises `ConfigError`."""
+        """Keep one activation per layer and compute the others again in the backward pass. Raises
+        `ConfigError`."""
         # transformers has renamed it; the oldest versions that we allow have only the old name.
         enable = (
             getattr(self.hf, "activation_checkpointing_enable", None)
@@ -228,7 +242,8 @@ class WrappedModel(nn.Module):
             hidden: Tensor = self.backbone(
                 input_ids=batch.tokens_T[None],
                 position_ids=batch.layout.positions_T[None],
-                # All ones rather than None: with None transformers takes restarting positions for packed sequences.
+                # All ones rather than None: with None transformers takes restarting positions for
+                # packed sequences.
                 attention_mask=torch.ones_like(batch.tokens_T)[None],
                 use_cache=False,
             ).last_hidden_state
@@ -244,11 +259,13 @@ class WrappedModel(nn.Module):
 
 
 _NOISE = re.compile("drop|jitter")
-"""Names of the rates, of modules and configurations, that make a forward in training mode random."""
+"""Names of the rates, of modules and configurations, that make a forward in training mode
+random."""
 
 
 def find_noise(hf: PreTrainedModel) -> Iterator[tuple[Any, str]]:
-    """The module or configuration, and the name, of every rate above zero that makes a forward in training random."""
+    """The module or configuration, and the name, of every rate above zero that makes a forward in
+    training random."""
     for owner in (*hf.modules(), hf.config, hf.config.get_text_config()):
         for name, value in list(vars(owner).items()):
             is_rate = _NOISE.search(name) or (isinstance(owner, nn.Dropout) and name == "p")
