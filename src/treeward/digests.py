@@ -1,10 +1,10 @@
 """Digests: how damage to files that treeward has written is noticed before it is read.
 
     write_digest(path), has_its_digest(path)        # of a cache: one file, and its digest beside it
-    write_seal(folder, values, digests)             # of a checkpoint: training_state.json names all other files
+    write_seal(folder, values, digests)             # of a checkpoint: names all its other files
     values, digests = read_seal(folder)             # ValueError if the seal itself is damaged
-    damaged_file(folder, digests)                   # the first file that is missing or changed, or None
-    reseal(path)                                    # a file of a checkpoint that is changed on purpose
+    damaged_file(folder, digests)                   # the first that is missing or changed, or None
+    reseal(path)                                    # a file that is changed on purpose
 
 XXH3 is no defence against people who mean harm: it finds what disks, networks and half copies do,
 and reads a file from memory at 10 GB/s, ten times as fast as BLAKE2.
@@ -91,6 +91,7 @@ def reseal(path: Path) -> None:
     """Enter a file's new digest in the seal of the checkpoint that it belongs to, if there is one;
     a damaged seal stays as it is."""
     path = path.absolute()  # a name without a folder has no parents
+    # A checkpoint is `step_N/model/FILE` with the seal in `step_N`.
     folder = path.parent.parent
     try:
         values, digests = read_seal(folder)

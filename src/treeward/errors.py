@@ -5,7 +5,8 @@ shows it without a traceback and exits with code 2. Anything else that is raised
 treeward.
 
     raise DataError("margin is not a number", where="train.jsonl:17", field="margin",
-                    got=float("nan"), need="a finite number", fix="drop the key, or give one number per row")
+                    got=float("nan"), need="a finite number",
+                    fix="drop the key, or give one number per row")
 """
 
 from __future__ import annotations
@@ -40,7 +41,12 @@ class TreewardError(ValueError):
         need: str | None = None,
         fix: str | None = None,
     ) -> None:
-        self.summary, self.where, self.field, self.need, self.fix = summary, where, field, need, fix
+        self.summary = summary
+        self.where = where
+        self.field = field
+        self.need = need
+        self.fix = fix
+        # None is a value that a user can have given: `got: None` is then a line of the error.
         self.got = None if got is _UNSET else got
         lines = [f"{where}: {summary}" if where else summary]
         if field is not None:
@@ -71,17 +77,25 @@ class TreewardError(ValueError):
 
     def but(self, **changes: Any) -> Self:
         """The same error with other arguments, as `where`."""
-        names = ("summary", "where", "field", "got", "need", "fix")
-        arguments = {name: value for name in names if (value := getattr(self, name)) is not None}
+        arguments = {}
+        for name in ("summary", "where", "field", "got", "need", "fix"):
+            value = getattr(self, name)
+            if value is not None:
+                arguments[name] = value
         return type(self)(**(arguments | changes))
 
     @property
     def in_one_line(self) -> str:
         """The error without its place, as the reason of a missing score."""
+        summary = self.summary
+        if self.field is not None:
+            summary = f"{self.field}: {self.summary}"
         parts = (("got", self.got), ("need", self.need), ("fix", self.fix))
         details = "; ".join(f"{word}: {shown(part)}" for word, part in parts if part is not None)
-        summary = self.summary if self.field is None else f"{self.field}: {self.summary}"
-        return " ".join(f"{summary} ({details})".split()) if details else summary
+        if not details:
+            return summary
+        # The parts may hold ends of lines.
+        return " ".join(f"{summary} ({details})".split())
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Errors cross process borders (workers of Ray); the default would call __init__ with the
@@ -114,17 +128,16 @@ class LostProcessError(TreewardError):
 def shown(value: Any) -> str:
     """A value in one line of at most about 200 characters; in quotes where nobody would see that it
     is there."""
-    try:
-        text = (
-            value if isinstance(value, str) and value.strip() and "\n" not in value else repr(value)
-        )
-    except RecursionError:
-        return "a value that is nested too deep to be shown"
-    return (
-        text
-        if len(text) <= _LONGEST_VALUE
-        else f"{text[:_LONGEST_VALUE]}... ({len(text)} characters)"
-    )
+    if isinstance(value, str) and value.strip() and "\n" not in value:
+        text = value
+    else:
+        try:
+            text = repr(value)
+        except RecursionError:
+            return "a value that is nested too deep to be shown"
+    if len(text) <= _LONGEST_VALUE:
+        return text
+    return f"{text[:_LONGEST_VALUE]}... ({len(text)} characters)"
 
 
 def nearest_name(name: str, names: Iterable[str]) -> str | None:
@@ -139,22 +152,22 @@ def nearest_path(path: str | os.PathLike[str]) -> str | None:
     goes astray."""
     target = Path(path)
     try:
-        missing = next(
-            (part for part in reversed([target, *target.parents]) if not part.exists()), None
-        )
+        from_the_root = reversed([target, *target.parents])
+        missing = next((part for part in from_the_root if not part.exists()), None)
+        if missing is None:
+            return None
         # A link to nothing is listed, but does not exist.
-        names = (
-            ()
-            if missing is None
-            else [entry.name for entry in missing.parent.iterdir() if entry.exists()]
-        )
+        names = [entry.name for entry in missing.parent.iterdir() if entry.exists()]
     except OSError:  # as for a name that is too long, or a folder that may not be read
         return None
-    near = missing and _nearest_file(missing.name, names)
-    if missing is None or near is None:
+    near = _nearest_file(missing.name, names)
+    if near is None:
         return None
     meant = missing.parent / near / target.relative_to(missing)
-    return str(meant) if meant.exists() else nearest_path(meant)
+    if meant.exists():
+        return str(meant)
+    # This part is corrected; another one further on is missing too.
+    return nearest_path(meant)
 
 
 def _nearest_file(name: str, names: Iterable[str]) -> str | None:

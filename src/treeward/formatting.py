@@ -29,7 +29,8 @@ def format_number(value: float | None, format: str = "number", size: float | Non
     if value is None or not math.isfinite(value):
         return ABSENT
     amount = abs(value)
-    size = amount if size is None else size
+    if size is None:
+        size = amount
     if format == "percent":
         text = f"{amount * 100:.1f}%"
     elif format == "points":
@@ -40,8 +41,10 @@ def format_number(value: float | None, format: str = "number", size: float | Non
         mantissa, exponent = f"{amount:.2e}".split("e")
         text = f"{mantissa}e{int(exponent):+d}"
     else:
-        text = f"{amount:,.{next(decimals for least, decimals in _DECIMALS if size >= least)}f}"
+        num_decimals = next(decimals for least, decimals in _DECIMALS if size >= least)
+        text = f"{amount:,.{num_decimals}f}"
     text = text.replace("e-", "e\N{MINUS SIGN}")
+    # Of what is written, not of the value: -0.0001 in per cent is 0.0%, which has no sign.
     is_zero = not any(digit in "123456789" for digit in text)
     if is_zero:
         return text

@@ -2,7 +2,8 @@
 client instead.
 
     connection = Connection("http://localhost:8000", max_retries=5)
-    scores = connection.request("/v1/rewards", body, until=time.monotonic() + 30, read=scores_of)     # of its JSON
+    until = time.monotonic() + 30
+    scores = connection.request("/v1/rewards", body, until=until, read=scores_of)   # of its JSON
     run_async(ask_all())        # a coroutine from synchronous code
 
 A request is repeated after a lost connection and after the statuses 408, 429, 502, 503 and 504:
@@ -32,7 +33,9 @@ logger = logging.getLogger(__name__)
 
 _Value = TypeVar("_Value")
 
+# Not 500: the same request would meet the same fault again.
 _TEMPORARY = frozenset({408, 429, 502, 503, 504})
+# At random, so that the clients of a server that was down do not all come back at once.
 _BACKOFF = tenacity.wait_random_exponential(multiplier=0.2, min=0.1, max=10)
 _FIXES = {
     401: "give the token that the server asks for (token, or --token-env)",
@@ -61,8 +64,10 @@ class ServerError(TreewardError):
         **details: Any,
     ) -> None:
         super().__init__(summary, **details)
-        self.status, self.code = status, code
-        self.is_temporary, self.retry_after = is_temporary, retry_after
+        self.status = status
+        self.code = code
+        self.is_temporary = is_temporary
+        self.retry_after = retry_after
 
 
 class RewardServerError(ServerError):
@@ -85,7 +90,8 @@ class Connection:
                     "the token cannot be sent in a header", field="token", need="visible ASCII"
                 )
             self._headers["Authorization"] = f"Bearer {token}"
-        self.url, self.max_retries = checked_url(url), max_retries
+        self.url = checked_url(url)
+        self.max_retries = max_retries
         self._connect()
 
     def _connect(self) -> None:
@@ -108,10 +114,11 @@ class Connection:
         server. `read`: raises `LookupError`, `TypeError`, `ValueError` or `AttributeError` for a
         response of another form.
         """
+        has_tried_enough = tenacity.stop_after_attempt(1 + self.max_retries)
+        is_late = tenacity.stop_before_delay(until - time.monotonic())
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception(lambda error: getattr(error, "is_temporary", False)),
-            stop=tenacity.stop_after_attempt(1 + self.max_retries)
-            | tenacity.stop_before_delay(until - time.monotonic()),
+            stop=has_tried_enough | is_late,
             wait=_pause,
             reraise=True,
         )
@@ -125,21 +132,26 @@ class Connection:
     def _once(
         self, path: str, content: bytes | None, until: float, read: Callable[[Any], _Value]
     ) -> _Value:
-        url, seconds_left = self.url + path, max(0.001, until - time.monotonic())
-        # on a connection shared with the parent responses could be swapped
+        url = self.url + path
+        # A socket refuses a negative timeout with an error of its own.
+        seconds_left = max(0.001, until - time.monotonic())
+        # A forked process shares its parent's sockets: their responses could be swapped.
         if self._process_id != os.getpid():
             self._connect()
+        method = "GET" if content is None else "POST"
         try:
             response = self._client.request(
-                "GET" if content is None else "POST",
+                method,
                 url,
                 content=content,
                 timeout=httpx.Timeout(seconds_left, connect=min(seconds_left, 10.0)),
             )
         except (httpx.ReadTimeout, httpx.WriteTimeout, httpx.PoolTimeout):
-            fix = "allow more time (timeout_seconds), or send less at a time"
+            # Not repeated: the time that `until` allows is over.
             raise RewardServerError(
-                "the server has not responded in time", where=url, fix=fix
+                "the server has not responded in time",
+                where=url,
+                fix="allow more time (timeout_seconds), or send less at a time",
             ) from None
         except httpx.RequestError as error:
             raise RewardServerError(
@@ -147,25 +159,33 @@ class Connection:
                 is_temporary=True,
                 where=url,
                 got=str(error) or type(error).__name__,
-                need="a server that listens there; over https, a trusted certificate (SSL_CERT_FILE)",
+                need="a server that listens there; over https, a certificate that is trusted "
+                "(SSL_CERT_FILE)",
             ) from error
         try:
             body = response.json()
         except ValueError:
+            # A proxy's page of HTML, for instance.
             body = response.text[:150]
             if response.is_success:
-                need = "the address of a server of this kind"
                 raise RewardServerError(
-                    "the response is not JSON", status=200, where=url, got=body, need=need
+                    "the response is not JSON",
+                    status=200,
+                    where=url,
+                    got=body,
+                    need="the address of a server of this kind",
                 ) from None
         if not response.is_success:
             raise _refusal(response, body)
         try:
             return read(body)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            summary, need = "the response cannot be read", f"{type(error).__name__}: {error}"
             raise RewardServerError(
-                summary, status=200, where=url, got=json.dumps(body), need=need
+                "the response cannot be read",
+                status=200,
+                where=url,
+                got=json.dumps(body),
+                need=f"{type(error).__name__}: {error}",
             ) from error
 
 
@@ -195,7 +215,8 @@ def checked_url(url: str) -> str:
 
 
 def _pause(state: tenacity.RetryCallState) -> float:
-    error = state.outcome.exception() if state.outcome else None
+    assert state.outcome is not None
+    error = state.outcome.exception()
     assert isinstance(error, RewardServerError)
     pause = max(_BACKOFF(state), error.retry_after)
     logger.info(
@@ -213,12 +234,18 @@ def _refusal(response: httpx.Response, message: Any) -> RewardServerError:
     it, or a page."""
     status = response.status_code
     details: dict[str, Any] = {}
+    # OpenAI's {"error": {"message": ..., "code": ...}} is one inside the other.
     while isinstance(message, dict):
         details |= message
-        message = next(
-            (message[key] for key in ("error", "message", "detail") if key in message),
-            json.dumps(message),
-        )
+        for key in ("error", "message", "detail"):
+            if key in message:
+                message = message[key]
+                break
+        else:
+            message = json.dumps(message)
+    if not isinstance(message, str):
+        message = json.dumps(message)
+    # In seconds; the date that HTTP also allows is not read.
     seconds = re.fullmatch(r"\d{1,9}(\.\d*)?", response.headers.get("retry-after", "").strip())
     return RewardServerError(
         f"the server refuses the request: HTTP {status} {response.reason_phrase}".rstrip(),
@@ -227,6 +254,6 @@ def _refusal(response: httpx.Response, message: Any) -> RewardServerError:
         is_temporary=status in _TEMPORARY,
         retry_after=float(seconds[0]) if seconds else 0.0,
         where=str(response.url),
-        got=message if isinstance(message, str) else json.dumps(message),
+        got=message,
         fix=_FIXES.get(status),
     )

@@ -5,7 +5,8 @@ metrics.
     loss_sum = bradley_terry(scores_S, pairs)        # divide once, by the `num_units` of the whole step
     heads = heads_of(section, loss, grades_NH, ...)  # all that a training step knows of its loss
     sums = RewardSums()
-    for scores_S, pairs, loss_sum in ...: sums.add(scores_S, pairs, loss_sum)      # on the device; waits for nothing
+    for scores_S, pairs, loss_sum in ...:
+        sums.add(scores_S, pairs, loss_sum)          # on the device; waits for nothing
     sums.read().means()     # {"loss": ..., "accuracy": ..., "chosen_rewards": ..., ...}; waits once
 
 A comparison group of K completions gives the pairs of completions with different ranks. By default
@@ -94,7 +95,12 @@ def ranked_pairs(
     num_units = 0
     offset = 0  # of the group's scores among all
     for g, group in enumerate(ranks):
-        pairs = _pairs_of_group(group, with_ties=ties == "half")
+        # Places in the group, the better one first; a tied pair comes once.
+        pairs: list[tuple[int, int]] = []
+        for i, rank in enumerate(group):
+            for j, other in enumerate(group):
+                if rank < other or (ties == "half" and rank == other and i < j):
+                    pairs.append((i, j))
         if unit == "pair":
             units = len(pairs)
         else:
@@ -137,17 +143,6 @@ def ranked_pairs(
     )
 
 
-def _pairs_of_group(ranks: Sequence[int], *, with_ties: bool) -> list[tuple[int, int]]:
-    """The pairs of one group as places in it, the better one first; a tied pair once."""
-    pairs = []
-    for i, rank in enumerate(ranks):
-        for j, other in enumerate(ranks):
-            is_tie = with_ties and rank == other and i < j
-            if rank < other or is_tie:
-                pairs.append((i, j))
-    return pairs
-
-
 def _strength(
     group_strength: float | Sequence[float | None] | None, better: int, worse: int
 ) -> float | None:
@@ -185,7 +180,9 @@ def bradley_terry(
     better_P = scores_S[pairs.better_P]
     worse_P = scores_S[pairs.worse_P]
     excess_P = better_P - worse_P - pairs.margin_P
+    # 1 - p, written so that it is exactly 0 without smoothing and ties.
     wrong_P = (1 - pairs.target_P) * (1 - 2 * label_smoothing) + label_smoothing
+    # softplus(-d) is -log sigmoid(d), without the overflow of either.
     loss_P = (1 - wrong_P) * F.softplus(-excess_P) + wrong_P * F.softplus(excess_P)
     if center_rewards_coefficient:
         loss_P = loss_P + center_rewards_coefficient * (better_P + worse_P).square()
@@ -417,10 +414,8 @@ class RewardMetrics:
 
     def means(self) -> dict[str, float]:
         """The metrics of `METRIC_NAMES`; NaN where there was nothing to average."""
-        chosen, rejected = (
-            _ratio(self.chosen_sum, self.num_pairs),
-            _ratio(self.rejected_sum, self.num_pairs),
-        )
+        chosen = _ratio(self.chosen_sum, self.num_pairs)
+        rejected = _ratio(self.rejected_sum, self.num_pairs)
         return {
             "loss": _ratio(self.loss_sum, self.num_units),
             "accuracy": _ratio(self.num_correct, self.num_pairs),
@@ -444,7 +439,9 @@ class RewardSums:
     ) -> None:
         """Add one batch. `pairs`: on the device of the scores. `loss_sum`: as a loss gives it, over
         `num_units` (None: those of the pairs)."""
-        better_P, worse_P = scores_S.double()[pairs.better_P], scores_S.double()[pairs.worse_P]
+        scores_S = scores_S.double()
+        better_P = scores_S[pairs.better_P]
+        worse_P = scores_S[pairs.worse_P]
         correct_P = (better_P > worse_P).double()
         # Not `better_P[~tied_P]`: the host would wait to know how many there are.
         ordered_3P = torch.stack([correct_P, better_P, worse_P]).masked_fill(pairs.tied_P, 0.0)
@@ -458,12 +455,16 @@ class RewardSums:
         the device, once."""
         if self._sums_4 is None:
             return RewardMetrics()
-        num_units, num_pairs, sums = self._num_units, self._num_pairs, self._sums_4
+        num_units = self._num_units
+        num_pairs = self._num_pairs
+        sums_4 = self._sums_4
         if processes.size() > 1:
-            counts_2 = sums.new_tensor([num_units, num_pairs])
-            sums, counts_2 = processes.summed(torch.cat([sums, counts_2]), group).split([4, 2])
+            # One exchange for all six; float64 holds counts to 2^53 exactly.
+            counts_2 = sums_4.new_tensor([num_units, num_pairs])
+            all_6 = processes.summed(torch.cat([sums_4, counts_2]), group)
+            sums_4, counts_2 = all_6.split([4, 2])
             num_units, num_pairs = map(int, counts_2.tolist())
-        loss, correct, chosen, rejected = sums.tolist()
+        loss, correct, chosen, rejected = sums_4.tolist()
         return RewardMetrics(loss, num_units, num_pairs, int(correct), chosen, rejected)
 
 
@@ -480,7 +481,9 @@ class GradeSums:
     def add(self, values_SH: Tensor, targets: Targets) -> None:
         """Add one batch; what has no grade does not count."""
         known_SH = (targets.weight_SH > 0).double()
-        x_SH, y_SH = values_SH.double() * known_SH, targets.values_SH.double()
+        # The grades are 0 already where there are none.
+        x_SH = values_SH.double() * known_SH
+        y_SH = targets.values_SH.double()
         parts = torch.stack([known_SH, x_SH, y_SH, x_SH * x_SH, y_SH * y_SH, x_SH * y_SH])
         sums_6H = parts.sum(dim=1)
         self.sums_6H = sums_6H if self.sums_6H is None else self.sums_6H + sums_6H
@@ -488,9 +491,9 @@ class GradeSums:
     def read(self, group: ProcessGroup | None = None) -> Tensor | None:
         """The sums (6, H) over the processes of `group` (None: all); None where there are no
         grades."""
-        if self.sums_6H is not None and processes.size() > 1:
-            return processes.summed(self.sums_6H, group).cpu()
-        return None if self.sums_6H is None else self.sums_6H.cpu()
+        if self.sums_6H is None:
+            return None
+        return processes.summed(self.sums_6H, group).cpu()
 
 
 def grade_metrics(sums_6H: Tensor, attributes: Sequence[str]) -> dict[str, float]:
@@ -498,13 +501,15 @@ def grade_metrics(sums_6H: Tensor, attributes: Sequence[str]) -> dict[str, float
     attribute with the grades, and `mse` and `pearson`, their means; NaN where there is none."""
     count, x, y, xx, yy, xy = sums_6H
     mse_H = (xx - 2 * xy + yy) / count
+    # Pearson's r is the covariance over the product of the deviations, each times count^2.
+    covariance_H = count * xy - x * y
+    # Rounding can make the variance of equal values slightly negative.
     spread_H = ((count * xx - x * x) * (count * yy - y * y)).clamp_min(0).sqrt()
-    pearson_H = torch.where(spread_H > 0, (count * xy - x * y) / spread_H, torch.nan)
+    pearson_H = torch.where(spread_H > 0, covariance_H / spread_H, torch.nan)
     metrics = {"mse": float(mse_H.nanmean()), "pearson": float(pearson_H.nanmean())}
     for name, values_H in (("mse", mse_H), ("pearson", pearson_H)):
-        metrics |= {
-            f"{name}_{key}": value for key, value in zip(attributes, values_H.tolist(), strict=True)
-        }
+        for attribute, value in zip(attributes, values_H.tolist(), strict=True):
+            metrics[f"{name}_{attribute}"] = value
     return metrics
 
 

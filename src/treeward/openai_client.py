@@ -38,11 +38,16 @@ def key_from(
 ) -> str | None:
     """The key in an environment variable; None for no variable. Raises `ConfigError` where it is
     not set."""
-    key = os.environ.get(variable, "").strip() if variable is not None else None
-    if key == "":
-        got, fix = f"{variable} is empty or not set", f"export {variable}=..., or leave the key out"
+    if variable is None:
+        return None
+    key = os.environ.get(variable, "").strip()
+    if not key:
         raise ConfigError(
-            "the server's key is not in the environment", where=where, field=field, got=got, fix=fix
+            "the server's key is not in the environment",
+            where=where,
+            field=field,
+            got=f"{variable} is empty or not set",
+            fix=f"export {variable}=..., or leave the key out",
         )
     return key
 
@@ -59,9 +64,11 @@ def openai_client(
 
     return openai.AsyncOpenAI(
         base_url=checked_url(base_url),
+        # The client refuses to start without a key, which local servers do not ask for.
         api_key=api_key or "none",
         timeout=openai.Timeout(timeout_seconds, connect=min(timeout_seconds, 10.0)),
         max_retries=max_retries,
+        # By default httpx trusts certifi's authorities alone, not those of the system.
         http_client=openai.DefaultAsyncHttpxClient(verify=ssl.create_default_context()),
     )
 
@@ -77,24 +84,36 @@ async def post(
     try:
         async with asyncio.timeout(total_seconds):
             text: str = await client.post(path, cast_to=str, body=body)
-        return json.loads(text, parse_constant=_refuse_constant) if text.strip() else None
+        if not text.strip():
+            return None
+        # Python's parser takes NaN and Infinity, which would go on as numbers.
+        return json.loads(text, parse_constant=_refuse_constant)
     except openai.APIStatusError as error:
         details = error.body if isinstance(error.body, Mapping) else {}
         message = str(details.get("message") or details.get("detail") or error.response.text)
-        reason, status = message.strip().partition("\n")[0][:300], error.status_code
-        summary, got = "the server refuses the request", f"{status}: {reason}"
-        raise ServerError(summary, status=status, where=url, got=got) from error
+        reason = message.strip().partition("\n")[0][:300]
+        raise ServerError(
+            "the server refuses the request",
+            status=error.status_code,
+            where=url,
+            got=f"{error.status_code}: {reason}",
+        ) from error
     except (TimeoutError, openai.APITimeoutError) as error:
         raise ServerError(
             "the server has not responded in time", where=url, got="no response"
         ) from error
     except openai.APIConnectionError as error:
+        # The client says "Connection error." alone; the first cause says which.
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        need = "a server that listens there; over https, one whose certificate is trusted (SSL_CERT_FILE)"
-        got = str(cause) or type(cause).__name__
-        raise ServerError("the server cannot be reached", where=url, got=got, need=need) from error
+        raise ServerError(
+            "the server cannot be reached",
+            where=url,
+            got=str(cause) or type(cause).__name__,
+            need="a server that listens there; over https, one whose certificate is trusted "
+            "(SSL_CERT_FILE)",
+        ) from error
     except ValueError as error:
         raise ServerError(
             "the response is not JSON", status=200, where=url, got=f"{text[:150]!r}"

@@ -1,12 +1,12 @@
 """The processes of a run, and what they tell each other; in a run of one process all of this costs
 nothing.
 
-    with joined():                      # under torchrun, or a worker of Ray Train; else this process is alone
+    with joined():                      # under torchrun or Ray Train; else this process is alone
         if is_main(): ...
         sizes = gather(len(rows))       # of every process, in the order of their ranks
         name = broadcast(name)          # that of the main process
         sums = summed(sums)             # a tensor, over all processes
-    on_main(lambda: write(file))    # its error is raised on each
+        on_main(lambda: write(file))    # its error is raised on each
 
 Every process runs the same code (SPMD), and all of them make the same calls in the same order.
 """
@@ -75,8 +75,10 @@ def joined(*, timeout: timedelta = timedelta(minutes=30)) -> Iterator[None]:
     own_device = device()
     if own_device.type == "cuda":
         torch.cuda.set_device(own_device)
-    # both: tensors of the host (checkpoints, Python objects) are exchanged by gloo
-    backend = "cpu:gloo,cuda:nccl" if own_device.type == "cuda" else "gloo"
+    backend = "gloo"
+    if own_device.type == "cuda":
+        # Both: tensors of the host (checkpoints, Python objects) are exchanged by gloo.
+        backend = "cpu:gloo,cuda:nccl"
     reminder = threading.Timer(SILENT_SECONDS, _say_what_is_waited_for)
     reminder.daemon = True
     reminder.start()
@@ -94,8 +96,8 @@ def joined(*, timeout: timedelta = timedelta(minutes=30)) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        # Destroying it may wait for those that wait for this process; leaving it may end the
-        # interpreter by SIGABRT.
+        # Destroying the group may wait for those that wait for this process. Leaving it as it is
+        # may end the interpreter by SIGABRT.
         distributed.distributed_c10d._abort_process_group()
         raise
     distributed.destroy_process_group()
@@ -152,7 +154,10 @@ def on_main(function: Callable[[], _T], group: ProcessGroup | None = None) -> _T
     on each."""
     if size() == 1:
         return function()
-    result, error = broadcast(_outcome(function) if is_main() else (None, None), group)
+    outcome: tuple[_T | None, Exception | None] = (None, None)
+    if is_main():
+        outcome = _outcome(function)
+    result, error = broadcast(outcome, group)
     if error is not None:
         raise error
     return cast(_T, result)
@@ -163,8 +168,10 @@ def together(function: Callable[[], _T]) -> _T:
     such."""
     if size() == 1:
         return function()
-    result, failed = _outcome(function)
-    for error in gather(failed):
+    result, own_error = _outcome(function)
+    # Every process raises the same error, or none: one that went on alone would wait for ever in
+    # its next collective call.
+    for error in gather(own_error):
         if error is not None:
             raise error
     return cast(_T, result)
@@ -176,6 +183,8 @@ def _outcome(function: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
         return function(), None
     except Exception as error:
         try:
+            # Back, too: an error whose constructor takes other arguments than its text is pickled,
+            # and fails where it is read.
             pickle.loads(pickle.dumps(error))
             return None, error
         except Exception:
@@ -195,22 +204,27 @@ def summed(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
 def patience() -> Iterator[ProcessGroup | None]:
     """A group of all processes for `on_main`, whose others wait as long as it takes: tokenizing may
     take hours."""
-    group = distributed.new_group(timeout=timedelta(days=7), backend="gloo") if size() > 1 else None
+    if size() == 1:
+        yield None
+        return
+    group = distributed.new_group(timeout=timedelta(days=7), backend="gloo")
     yield group
-    if group is not None:
-        distributed.destroy_process_group(group)
+    distributed.destroy_process_group(group)
 
 
 def fails_first() -> bool:
     """Whether no other process has said so before; it works while collective calls hang."""
     if size() == 1:
         return True
+    own_rank = str(rank())
     try:
-        store: Any = distributed.distributed_c10d._get_default_store()  # that of the process group
-        return bool(
-            store.compare_set("treeward/fails_first", "", str(rank())).decode() == str(rank())
-        )
-    except RuntimeError:  # the process that keeps the store is gone
+        # The store of the process group is a server of its own, which answers while the group's
+        # collective calls hang. It keeps the first value that anybody sets.
+        store: Any = distributed.distributed_c10d._get_default_store()
+        first = store.compare_set("treeward/fails_first", "", own_rank).decode()
+        return bool(first == own_rank)
+    except RuntimeError:
+        # Rank 0 keeps the store, and is gone: the next one speaks for all.
         return rank() == 1
 
 

@@ -1,14 +1,14 @@
 """`ShownProgress`: what a person sees while something long runs, a bar on a terminal and lines in a
 log elsewhere.
 
-with ShownProgress(unit="rows") as shown:
-    shown.show("scoring", 3, 10)                                       # scoring: 3 of 10 rows
+    with ShownProgress(unit="rows") as shown:
+        shown.show("scoring", 3, 10)                        # scoring: 3 of 10 rows
 
-with ShownProgress(unit="steps") as shown:
-    shown.show("training", resumed_at, total_steps)                    # rate and time left count from here
-    shown.show("training", step, total_steps, {"loss": 0.41}, tokens=16_384)
-    with shown.paused("validating"):                                   # validation does not lower tokens per second
-        shown.message(validate())
+    with ShownProgress(unit="steps") as shown:
+        shown.show("training", resumed_at, total_steps)     # rate and time left count from here
+        shown.show("training", step, total_steps, {"loss": 0.41}, tokens=16_384)
+        with shown.paused("validating"):        # validation does not lower tokens per second
+            shown.message(validate())
 """
 
 from __future__ import annotations
@@ -80,22 +80,35 @@ class ShownProgress:
             self._begin(what, done, total)
         self._tokens += tokens
         now = time.monotonic()
-        texts = [f"{name} {metric_text(name, value)}" for name, value in (numbers or {}).items()]
-        if (seconds := now - self._started - self._paused_seconds) > 0 and self._tokens:
-            texts.append(f"{self._tokens / seconds:,.0f} tokens/s")
+        numbers = numbers or {}
+        texts = [f"{name} {metric_text(name, value)}" for name, value in numbers.items()]
+        computing_seconds = now - self._started - self._paused_seconds
+        if self._tokens and computing_seconds > 0:
+            texts.append(f"{self._tokens / computing_seconds:,.0f} tokens/s")
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=done, note="  ".join(texts))
-        elif now - self._last_line >= self._line_seconds or (
-            numbers and done in (self._first + 1, total)
-        ):
-            self._last_line = now
-            count = f"{done:,} of {total:,}" if total else f"{done:,}"
-            if numbers and total:
-                seconds_left = (now - self._started) / max(done - self._first, 1) * (total - done)
-                texts.append(f"{timedelta(seconds=round(seconds_left))} left")
-            logger.info("%s", "  ".join([f"{what}: {count} {self._unit}", *texts]))
+        else:
+            # The first step and the last are logged at once: somebody waits for these.
+            is_due = now - self._last_line >= self._line_seconds
+            is_first_or_last = done in (self._first + 1, total)
+            if is_due or (numbers and is_first_or_last):
+                self._last_line = now
+                self._log_line(what, done, total, texts, has_numbers=bool(numbers))
         if total and done == total:
             self.__exit__()
+
+    def _log_line(
+        self, what: str, done: int, total: int, texts: list[str], *, has_numbers: bool
+    ) -> None:
+        count = f"{done:,}"
+        if total:
+            count += f" of {total:,}"
+        if has_numbers and total:
+            # Validations count here: the user wants to know when the run is over.
+            seconds_for_each = (self._last_line - self._started) / max(done - self._first, 1)
+            seconds_left = round(seconds_for_each * (total - done))
+            texts = [*texts, f"{timedelta(seconds=seconds_left)} left"]
+        logger.info("%s", "  ".join([f"{what}: {count} {self._unit}", *texts]))
 
     def message(self, text: str) -> None:
         """Print `text` above the bar, or log it line by line."""
@@ -111,7 +124,8 @@ class ShownProgress:
     def paused(self, what: str) -> Iterator[None]:
         """The time spent inside does not lower tokens per second; the time left does count it.
         Meanwhile "WHAT ..." is shown every `line_seconds`."""
-        is_over, start = threading.Event(), time.monotonic()
+        is_over = threading.Event()
+        start = time.monotonic()
 
         def tell() -> None:
             while not is_over.wait(self._line_seconds):
@@ -128,10 +142,15 @@ class ShownProgress:
 
     def _begin(self, what: str, done: int, total: int) -> None:
         self.__exit__()
-        self._what, self._first, self._tokens, self._paused_seconds = what, done, 0, 0.0
+        self._what = what
+        # A resumed run begins at the step of its checkpoint: earlier steps took no time of this
+        # one.
+        self._first = done
+        self._tokens = 0
+        self._paused_seconds = 0.0
         self._started = self._last_line = time.monotonic()
         if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
-            # Here, because it takes a tenth of a second, which `treeward --help` would take too.
+            # The import takes a tenth of a second, which `treeward --help` would take too.
             from rich.console import Console
             from rich.progress import (
                 BarColumn,
@@ -161,25 +180,31 @@ def configure_logging(*, debug: bool = False) -> None:
     others have installed stay. Of the processes of torchrun only the first one shows what all would
     say.
     """
-    root, ours = logging.getLogger(), logging.getLogger("treeward")
-    root.handlers = [
-        handler for handler in root.handlers if not isinstance(handler, StandardErrorHandler)
-    ]
+    root = logging.getLogger()
+    ours = logging.getLogger("treeward")
+    others = [old for old in root.handlers if not isinstance(old, StandardErrorHandler)]
+    root.handlers = others
     handler = StandardErrorHandler()
     handler.setFormatter(_Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
     if os.environ.get("RANK", "0") != "0":
         handler.setLevel(logging.CRITICAL)
     root.addHandler(handler)
-    root.setLevel(logging.INFO if debug else logging.WARNING)
-    ours.setLevel(logging.DEBUG if debug else logging.INFO)
+    if debug:
+        root.setLevel(logging.INFO)
+        ours.setLevel(logging.DEBUG)
+        verbosity = "info"
+    else:
+        root.setLevel(logging.WARNING)
+        ours.setLevel(logging.INFO)
+        verbosity = "error"
     logging.captureWarnings(True)
     handler.addFilter(_Once())
     # huggingface_hub has a handler too, and would show each message twice.
     hub = logging.getLogger(_HUB_RETRIES)
     hub.handlers = [handler]
     hub.propagate = False
-    # also of the run's workers
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "info" if debug else "error")
+    # In the environment, because the processes that the run starts read it too.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", verbosity)
 
 
 class _Once(logging.Filter):
@@ -203,8 +228,10 @@ class _Formatter(logging.Formatter):
     """`HH:MM:SS message`; before the message the level, when it is not INFO."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        level = "" if record.levelno == logging.INFO else f"{record.levelname} "
-        return f"{self.formatTime(record, self.datefmt)} {level}{record.message}"
+        clock = self.formatTime(record, self.datefmt)
+        if record.levelno == logging.INFO:
+            return f"{clock} {record.message}"
+        return f"{clock} {record.levelname} {record.message}"
 
 
 def show_logs() -> None:

@@ -41,7 +41,8 @@ class ResumableRows(Generic[Row]):
         self, kept: list[Row], stream: IO[str] | None = None, path: Path | None = None
     ) -> None:
         self.kept = kept
-        self._stream, self._path = stream, path
+        self._stream = stream
+        self._path = path
 
     def add(self, row: object) -> None:
         """Write one row, a mapping or a dataclass; it survives the process from here on.
@@ -104,7 +105,8 @@ def resumable_rows(
                 "another process is writing these rows",
                 where=str(path),
                 need="one process for each file",
-                fix="wait until it has ended and start the same command again, or choose another --output",
+                fix="wait until it has ended and start the same command again, or choose another "
+                "--output",
             )
         try:
             _check_identity(path, identity_path or _identity_path(path), identity)
@@ -133,16 +135,20 @@ def _identity_path(path: Path) -> Path:
 
 def _check_identity(path: Path, file: Path, identity: Mapping[str, Any]) -> None:
     """Write the identity of new rows, or compare it with that of the rows that are there."""
+    # As it comes back from the file: a tuple would differ from the list that it was written as.
     now = json.loads(json.dumps(identity, default=str))
     if path.stat().st_size == 0:
         write_text(file, json.dumps(now, indent=2, ensure_ascii=False) + "\n")
         return
     try:
         before = json.loads(file.read_text(encoding="utf-8"))
-        differing = {key: (before.get(key), now.get(key)) for key in {**now, **before}}
+        values_of = {key: (before.get(key), now.get(key)) for key in {**now, **before}}
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise _of_another(path, f"{file.name} is missing or damaged: {error}") from error
-    changes = [_change(key, *values) for key, values in differing.items() if values[0] != values[1]]
+    changes = []
+    for key, (old, new) in values_of.items():
+        if old != new:
+            changes.append(_change(key, old, new))
     if changes:
         raise _of_another(path, ", ".join(changes))
 
@@ -156,9 +162,10 @@ def _change(key: str, before: object, now: object) -> str:
 
 
 def _read(path: Path, parse: Callable[[Any, str], Row | None]) -> Iterator[Row]:
-    whole = 0
+    num_whole_bytes = 0
     with path.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
+            # The last line of a process that was killed while it wrote.
             if not line.endswith(b"\n"):
                 break
             where = f"{path}:{number}"
@@ -171,10 +178,10 @@ def _read(path: Path, parse: Callable[[Any, str], Row | None]) -> Iterator[Row]:
             parsed = parse(row, where)
             if parsed is None:
                 break
-            whole += len(line)
+            num_whole_bytes += len(line)
             yield parsed
-    if whole < path.stat().st_size:
-        os.truncate(path, whole)
+    if num_whole_bytes < path.stat().st_size:
+        os.truncate(path, num_whole_bytes)
 
 
 def _of_another(path: Path, got: str) -> CheckpointError:
@@ -193,16 +200,19 @@ def _unwritable(path: Path | None, error: OSError) -> DataError:
         where=str(path),
         got=str(error),
         need="a folder that can be written, and room in it",
-        fix="choose another --output, or make room and start the same command again: it goes on where it stopped",
+        fix="choose another --output, or make room and start the same command again: it goes on "
+        "where it stopped",
     )
 
 
 def as_line(row: object) -> str:
     """A row, a mapping or a dataclass, as the line of JSON that `add` writes, without its end."""
-    return json.dumps(row, ensure_ascii=False, default=_plain)
 
+    def plain(value: Any) -> Any:
+        if is_dataclass(value) and not isinstance(value, type):
+            return asdict(value)
+        if hasattr(value, "tolist"):  # of numpy or torch
+            return value.tolist()
+        return str(value)
 
-def _plain(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        return asdict(value)
-    return value.tolist() if hasattr(value, "tolist") else str(value)
+    return json.dumps(row, ensure_ascii=False, default=plain)

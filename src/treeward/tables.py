@@ -47,21 +47,29 @@ class Column:
 def results_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str | Column]) -> str:
     """An aligned plain-text table; columns of numbers align right, all others left."""
     titles, cells, right = _layout(rows, columns)
+    # In columns of the terminal: a Chinese character takes two.
     widths = [max(map(cell_len, column)) for column in zip(titles, *cells, strict=True)]
-    lines = [titles, ["─" * width for width in widths], *cells]
-    padded = [map(_pad, line, widths, right) for line in lines]
-    return "\n".join(_GAP.join(line).rstrip() for line in padded)
+    rule = ["─" * width for width in widths]
+    lines = []
+    for line in (titles, rule, *cells):
+        padded = []
+        for text, width, at_right in zip(line, widths, right, strict=True):
+            fill = " " * (width - cell_len(text))
+            padded.append(fill + text if at_right else text + fill)
+        lines.append(_GAP.join(padded).rstrip())
+    return "\n".join(lines)
 
 
 def markdown_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str | Column]) -> str:
     """The same table in GitHub's Markdown, with bars inside cells escaped."""
     titles, cells, right = _layout(rows, columns)
     rule = ["---:" if at_right else ":---" for at_right in right]
-    escaped = [
-        [cell.replace("\\", "\\\\").replace("|", "\\|") for cell in line]
-        for line in (titles, *cells)
-    ]
-    return "\n".join(f"| {' | '.join(line)} |" for line in (escaped[0], rule, *escaped[1:]))
+    lines = []
+    for line in (titles, rule, *cells):
+        # A bar would begin another cell, and a backslash before it would undo the escape.
+        escaped = [cell.replace("\\", "\\\\").replace("|", "\\|") for cell in line]
+        lines.append(f"| {' | '.join(escaped)} |")
+    return "\n".join(lines)
 
 
 def _layout(
@@ -70,16 +78,19 @@ def _layout(
     """Headings, cells row by row, and for each column whether it aligns right."""
     if not columns:
         raise ValueError("a table needs at least one column")
-    resolved = [Column(column) if isinstance(column, str) else column for column in columns]
-    titles = [_plain(column.key if column.title is None else column.title) for column in resolved]
-    cells: list[list[str]] = []
+    titles: list[str] = []
     right: list[bool] = []
-    for column in resolved:
+    by_column: list[list[str]] = []
+    for column in columns:
+        if isinstance(column, str):
+            column = Column(column)
+        titles.append(_plain(column.key if column.title is None else column.title))
         values = [row.get(column.key) for row in rows]
         present = [value for value in values if value is not None]
         right.append(bool(present) and all(map(_is_number, present)))
-        cells.append([_cell(value, column.format) for value in values])
-    return titles, [list(line) for line in zip(*cells, strict=True)], right
+        by_column.append([_cell(value, column.format) for value in values])
+    by_row = [list(line) for line in zip(*by_column, strict=True)]
+    return titles, by_row, right
 
 
 def _cell(value: Any, specification: str | None) -> str:
@@ -91,10 +102,9 @@ def _cell(value: Any, specification: str | None) -> str:
         return _plain(str(value))
     if specification in FORMATS:
         return format_number(float(value), specification)
-    is_whole = isinstance(value, numbers.Integral)
-    return format(
-        int(value) if is_whole else float(value), specification or ("," if is_whole else ".4g")
-    )
+    if isinstance(value, numbers.Integral):
+        return format(int(value), specification or ",")
+    return format(float(value), specification or ".4g")
 
 
 def _is_number(value: Any) -> bool:
@@ -104,11 +114,10 @@ def _is_number(value: Any) -> bool:
 def _plain(text: str) -> str:
     """One line without control characters: a name out of a data file must not move the cursor or
     break the table."""
-    return "".join(
-        " " if char.isspace() else char for char in text if char.isspace() or char.isprintable()
-    )
-
-
-def _pad(text: str, width: int, at_right: bool) -> str:
-    fill = " " * (width - cell_len(text))
-    return fill + text if at_right else text + fill
+    characters = []
+    for character in text:
+        if character.isspace():
+            characters.append(" ")
+        elif character.isprintable():
+            characters.append(character)
+    return "".join(characters)

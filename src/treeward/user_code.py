@@ -27,17 +27,17 @@ def import_object(path: str, *, field: str, where: str | None = None) -> Any:
     Raises `ConfigError`, at `field` of `where`, for a module that cannot be imported and for a name
     that it lacks.
     """
-    module_path, _, name = path.rpartition(":" if ":" in path else ".")
+    separator = ":" if ":" in path else "."
+    module_path, _, name = path.rpartition(separator)
     at: dict[str, Any] = {"where": where, "field": field, "got": path}
     if not module_path or not name:
         need = "package.module.name, package.module:name or path/to/file.py:name"
         raise ConfigError("not the path of a class or function", **at, need=need)
     try:
-        module = (
-            _run_file(Path(module_path))
-            if module_path.endswith(".py")
-            else importlib.import_module(module_path)
-        )
+        if module_path.endswith(".py"):
+            module = _run_file(Path(module_path))
+        else:
+            module = importlib.import_module(module_path)
     except (ImportError, FileNotFoundError) as error:
         raise ConfigError(
             f"{module_path} cannot be imported: {error}",
@@ -46,12 +46,12 @@ def import_object(path: str, *, field: str, where: str | None = None) -> Any:
             fix="install the module, or set PYTHONPATH to the folder that holds it",
         ) from error
     if not hasattr(module, name):
-        near, need = (
-            nearest_name(name, vars(module)),
-            f"a name in {getattr(module, '__file__', None) or module_path}",
-        )
-        fix = f"did you mean {module_path}{path[len(module_path)]}{near}?" if near else None
-        raise ConfigError(f"{module_path} has no {name}", **at, need=need, fix=fix)
+        near = nearest_name(name, vars(module))
+        fix = None
+        if near is not None:
+            fix = f"did you mean {module_path}{separator}{near}?"
+        place = getattr(module, "__file__", None) or module_path
+        raise ConfigError(f"{module_path} has no {name}", **at, need=f"a name in {place}", fix=fix)
     return getattr(module, name)
 
 
@@ -74,13 +74,19 @@ def source_digest(code: Any) -> str:
     Empty for what is installed, treeward's own code too. Code without a file, as of a notebook, has
     another digest in every process, so that nothing made with it is reused.
     """
+    # Files below these are the standard library's, a package's, or treeward's own.
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    installed = {sysconfig.get_path(name) for name in names}
+    installed.add(str(Path(__file__).parent))
     first = sys.modules.get(getattr(code, "__module__", type(code).__module__))
     waiting = [] if first is None else [first]
     sources: dict[str, bytes] = {}
     while waiting:
         module = waiting.pop()
         file = getattr(module, "__file__", None)
-        if file is None or file in sources or _is_installed(file):
+        if file is None or file in sources:
+            continue
+        if any(Path(file).is_relative_to(folder) for folder in installed):
             continue
         sources[file] = Path(file).read_bytes()
         for value in list(vars(module).values()):
@@ -95,10 +101,3 @@ def source_digest(code: Any) -> str:
     for content in sorted(sources.values()):  # not by their names: a project may move
         digest.update(hashlib.sha256(content).digest())
     return digest.hexdigest()
-
-
-def _is_installed(file: str) -> bool:
-    """Whether a file is of the standard library, of a package, or of treeward."""
-    folders = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    folders.add(str(Path(__file__).parent))
-    return any(Path(file).is_relative_to(folder) for folder in folders)
