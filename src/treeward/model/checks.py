@@ -1,7 +1,7 @@
 """A model against plain transformers: can it share prefixes, and does it give the values of plain
 rows?
 
-    layout = choose_layout(hf, "tree")                      # tried on the model itself; there is no list of families
+    layout = choose_layout(hf, "tree")      # tried on the model itself: no list of families
     check_before_training(model, conversations_as_token_ids, tokenizer)
 
 Shapes: S sequences, H heads, D hidden size, N tokens.
@@ -44,6 +44,7 @@ def choose_layout(hf: PreTrainedModel, requested: Literal["tree", "rows"]) -> La
     plain transformers."""
     if head_name(hf) != "score":
         return "encoder"
+    # A class that treeward made has nothing of transformers' own to be compared with.
     if hf.device.type != "meta" and not getattr(hf, "made_by_treeward", False):
         _check_scores(RewardModel(hf, layout="rows"), _probe_sequences(hf))
     return tree_or_rows(hf, requested)
@@ -51,12 +52,15 @@ def choose_layout(hf: PreTrainedModel, requested: Literal["tree", "rows"]) -> La
 
 def tree_or_rows(hf: PreTrainedModel, requested: Literal["tree", "rows"]) -> Layout:
     """`choose_layout` for any decoder."""
-    reason = why_not_tree(hf) if requested == "tree" else None
-    if reason is not None:
-        logger.warning(
-            "%s cannot share prefixes (%s): it runs as padded rows.", type(hf).__name__, reason
-        )
-    return "rows" if requested == "rows" or reason is not None else "tree"
+    if requested == "rows":
+        return "rows"
+    reason = why_not_tree(hf)
+    if reason is None:
+        return "tree"
+    logger.warning(
+        "%s cannot share prefixes (%s): it runs as padded rows.", type(hf).__name__, reason
+    )
+    return "rows"
 
 
 def other_layers(hf: PreTrainedModel) -> list[str]:
@@ -74,17 +78,18 @@ def why_not_tree(hf: PreTrainedModel) -> str | None:
     other = other_layers(hf)
     if other and not model.recurrent_functions:
         return f"it has layers of type {', '.join(other)}"
-    # Llama 4, from 8192 tokens on: a probe would not show it
+    # Llama 4 scales queries from 8192 tokens on: a probe would not show it.
     if getattr(config, "attn_temperature_tuning", False):
         return "its attention temperature depends on the place in the row"
     if hf.device.type == "meta":
         return None
     sequences = _probe_sequences(hf)
-    rows = [torch.tensor([ids], device=model.device) for ids in sequences]
+    states = []
     with model.plain_attention():
-        states = [
-            model.backbone(input_ids=ids, use_cache=False).last_hidden_state[:, -1] for ids in rows
-        ]
+        for ids in sequences:
+            row = torch.tensor([ids], device=model.device)
+            hidden = model.backbone(input_ids=row, use_cache=False).last_hidden_state
+            states.append(hidden[:, -1])
     plain_SD = torch.cat(states).float()
     with probing(model.max_positions or _LONGEST_PATH):
         reason = _why_not_equal(model, sequences, plain_SD)
@@ -99,14 +104,13 @@ def _why_not_equal(
     not."""
     try:
         batch = TreeBatch.from_groups([sequences]).to(model.device)
-        tree_SD = (
-            model.tree_hidden(batch, batch.reads.places_N)
-            .index_select(0, batch.reads.index_R)
-            .float()
-        )
+        hidden_ND = model.tree_hidden(batch, batch.reads.places_N)
+        tree_SD = hidden_ND.index_select(0, batch.reads.index_R).float()
     except Exception as error:  # models that are not made for it fail in any way
         return (str(error) or type(error).__name__).splitlines()[0]
-    difference = float((tree_SD - plain_SD).abs().max() / plain_SD.abs().max().clamp_min(1e-6))
+    largest = plain_SD.abs().max().clamp_min(1e-6)
+    difference = float((tree_SD - plain_SD).abs().max() / largest)
+    # NaN is no less than anything, so that a model that gives it is refused.
     if difference <= _TOLERANCE.get(model.hf.dtype, 5e-2):
         return None
     return f"a tree's hidden states differ by {difference:.1e} from plain rows"
@@ -142,7 +146,28 @@ def check_before_training(
     if model.layout == "encoder":
         logger.info("The score is read by %s's own pooling.", type(model.hf).__name__)
         return
-    _check_last_tokens(model, sequences, tokenizer)
+    last = Counter(int(sequence[-1]) for sequence in sequences)
+    pad = model.hf.config.get_text_config().pad_token_id
+    if pad in last:
+        raise ModelError(
+            "conversations end with the padding token, so plain transformers would read another "
+            "score",
+            where="policy.tokenizer",
+            got=f"{tokenizer.convert_ids_to_tokens(pad)!r} ends {last[pad]} of {len(sequences)}",
+        )
+    token, count = last.most_common(1)[0]
+    logger.info(
+        "The score is read at the last token: %r in %d of %d conversations.",
+        tokenizer.decode([token]),
+        count,
+        len(sequences),
+    )
+    if count < len(sequences):
+        logger.warning(
+            "Conversations end with %d different tokens: the chat template writes no end of turn, "
+            "so the model cannot see whether a completion is finished.",
+            len(last),
+        )
     if not getattr(model.hf, "made_by_treeward", False):
         _check_scores(model, sorted(sequences, key=len)[:2])
     # Real conversations may end so long after they part that a wrong state has decayed.
@@ -165,34 +190,44 @@ def check_policy(
     """
     _check_tokens(policy.num_embeddings, prompts)
     groups = []
+    together = []
     for prompt in sorted(prompts, key=len)[:4]:
         ids = [int(token) for token in prompt]
         tail = ids[-8:]
-        groups.append(
-            (len(ids), [ids + end for end in (tail, tail[: len(tail) // 2] + tail[::-1], tail[:1])])
-        )
-    together = [policy.log_probs([rows], [[start] * len(rows)]) for start, rows in groups]
-    together_N = torch.cat([log_probs.values_SL[log_probs.mask_SL] for log_probs in together])
-    plain_N = exact_N = _plain_log_probs(policy, groups)
-    dtype, rounding = policy.compute_dtype or policy.hf.dtype, 0.0
-    more_bytes = sum(weight.numel() * (4 - weight.element_size()) for weight in policy.weights())
-    if dtype != torch.float32 and exact is not None:
-        exact_N = _plain_log_probs(exact, groups)
-    elif dtype != torch.float32 and has_room(policy.device, 1.2 * more_bytes):
-        with policy.computing_in(torch.float32):
-            exact_N = _plain_log_probs(policy, groups)
-    elif dtype != torch.float32:
-        rounding = 0.025
+        # Completions that part at once, that part in the middle, and that end early.
+        completions = (tail, tail[: len(tail) // 2] + tail[::-1], tail[:1])
+        rows = [ids + completion for completion in completions]
+        groups.append((len(ids), rows))
+        log_probs = policy.log_probs([rows], [[len(ids)] * len(rows)])
+        together.append(log_probs.values_SL[log_probs.mask_SL])
+    together_N = torch.cat(together)
+    plain_N = _plain_log_probs(policy, groups)
+    # Not exact against exact: what single rows are off by in this dtype is allowed twice.
+    exact_N = plain_N
+    rounding = 0.0
+    dtype = policy.compute_dtype or policy.hf.dtype
+    if dtype != torch.float32:
+        more_bytes = 0
+        for weight in policy.weights():
+            more_bytes += weight.numel() * (4 - weight.element_size())
+        if exact is not None:
+            exact_N = _plain_log_probs(exact, groups)
+        elif has_room(policy.device, 1.2 * more_bytes):
+            with policy.computing_in(torch.float32):
+                exact_N = _plain_log_probs(policy, groups)
+        else:
+            rounding = 0.025
     rounding = max(rounding, float((plain_N - exact_N).abs().mean()))
-    off, allowed = float((together_N - exact_N).abs().mean()), 1e-3 + 2 * rounding
-    name, summary = (
-        str(dtype).removeprefix("torch."),
-        f"{off:.1e} off a token, the mean of {len(exact_N)}",
-    )
+    off = float((together_N - exact_N).abs().mean())
+    allowed = 1e-3 + 2 * rounding
+    summary = f"{off:.1e} off a token, the mean of {len(exact_N)}"
     logger.info(
-        "The policy's log-probabilities in %s: %s; %.1e is allowed.", name, summary, allowed
+        "The policy's log-probabilities in %s: %s; %.1e is allowed.",
+        str(dtype).removeprefix("torch."),
+        summary,
+        allowed,
     )
-    if not off <= allowed:
+    if not off <= allowed:  # of NaN too
         raise _not_plain(policy, "log-probability", summary, f"at most {allowed:.1e}")
 
 
@@ -203,10 +238,10 @@ def _plain_log_probs(policy: PolicyModel, groups: Sequence[tuple[int, list[list[
     for start, rows in groups:
         for row in rows:
             ids = torch.tensor([row], device=policy.device)
+            # The logits at a token are of the token after it.
             logits_TV = policy.plain_logits(input_ids=ids, use_cache=False)[0, start - 1 : -1]
-            log_probs.append(
-                logits_TV.float().log_softmax(-1).gather(-1, ids[0, start:, None])[:, 0]
-            )
+            log_probs_TV = logits_TV.float().log_softmax(-1)
+            log_probs.append(log_probs_TV.gather(-1, ids[0, start:, None])[:, 0])
     return torch.cat(log_probs)
 
 
@@ -236,45 +271,16 @@ def _check_tokens(
         )
 
 
-def _check_last_tokens(
-    model: RewardModel, sequences: Sequence[TokenIds], tokenizer: PreTrainedTokenizerBase
-) -> None:
-    last = Counter(int(sequence[-1]) for sequence in sequences)
-    pad = model.hf.config.get_text_config().pad_token_id
-    if pad in last:
-        raise ModelError(
-            "conversations end with the padding token, so plain transformers would read another score",
-            where="policy.tokenizer",
-            got=f"{tokenizer.convert_ids_to_tokens(pad)!r} ends {last[pad]} of {len(sequences)}",
-        )
-    token, count = last.most_common(1)[0]
-    text = tokenizer.decode([token])
-    logger.info(
-        "The score is read at the last token: %r in %d of %d conversations.",
-        text,
-        count,
-        len(sequences),
-    )
-    if count < len(sequences):
-        logger.warning(
-            "Conversations end with %d different tokens: the chat template writes no end of turn, so the model cannot "
-            "see whether a completion is finished.",
-            len(last),
-        )
-
-
 @torch.no_grad()
 def _check_scores(model: RewardModel, sequences: Sequence[TokenIds]) -> None:
-    ours_SH, plain_SH = (
-        model.heads(model.make_batch([sequences])).cpu(),
-        _plain_values(model, sequences),
-    )
-    # Not relative to the scores, which may be close to zero.
+    ours_SH = model.heads(model.make_batch([sequences])).cpu()
+    plain_SH = _plain_values(model, sequences)
+    # Not relative to each score, which may be close to zero.
     dtype = model.compute_dtype or model.hf.dtype
-    tolerance = max(1e-3, _TOLERANCE.get(dtype, 5e-2)) * max(
-        1.0, float(plain_SH.nan_to_num().abs().max())
-    )
+    largest = max(1.0, float(plain_SH.nan_to_num().abs().max()))
+    tolerance = largest * max(1e-3, _TOLERANCE.get(dtype, 5e-2))
     for ours_H, plain_H in zip(ours_SH, plain_SH, strict=True):
+        # NaN on both sides is the model's own fault, which later checks name.
         if not torch.allclose(ours_H, plain_H, rtol=0, atol=tolerance, equal_nan=True):
             raise _not_plain(model, "score", ours_H.tolist(), plain_H.tolist())
 
@@ -282,28 +288,31 @@ def _check_scores(model: RewardModel, sequences: Sequence[TokenIds]) -> None:
 def _plain_values(model: RewardModel, sequences: Sequence[TokenIds]) -> Tensor:
     """The values of plain transformers, (S, H): one row at a time, the score read at its last
     token."""
-    configs = {
-        id(config): config for config in (model.hf.config, model.hf.config.get_text_config())
-    }.values()
+    configs = [model.hf.config]
+    text_config = model.hf.config.get_text_config()
+    if text_config is not model.hf.config:
+        configs.append(text_config)
     padding = [config.pad_token_id for config in configs]
-    # transformers gives a float32 head the hidden states of a bfloat16 backbone, and PyTorch
-    # refuses.
-    hook = model.head.register_forward_pre_hook(
-        lambda head, args: (args[0].to(next(head.parameters()).dtype),),
-    )
+
+    def cast(head: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor]:
+        # transformers gives a float32 head the hidden states of a bfloat16 backbone, and PyTorch
+        # refuses.
+        return (arguments[0].to(next(head.parameters()).dtype),)
+
+    hook = model.head.register_forward_pre_hook(cast)
+    values = []
     try:
+        # Without a padding token transformers reads a single row at its very last token.
         for config in configs:
             config.pad_token_id = None
-        rows = [
-            torch.tensor([[int(token) for token in ids]], device=model.device) for ids in sequences
-        ]
-        return torch.cat(
-            [model.plain_logits(input_ids=row, use_cache=False).float().cpu() for row in rows]
-        )
+        for ids in sequences:
+            row = torch.tensor([[int(token) for token in ids]], device=model.device)
+            values.append(model.plain_logits(input_ids=row, use_cache=False).float().cpu())
     finally:
         hook.remove()
         for config, pad in zip(configs, padding, strict=True):
             config.pad_token_id = pad
+    return torch.cat(values)
 
 
 def _not_plain(model: WrappedModel, what: str, got: object, need: object) -> ModelError:

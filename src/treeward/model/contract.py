@@ -1,7 +1,7 @@
 """The scoring contract: everything that a score depends on, with conversations to replay, beside
 the weights.
 
-    contract = read_contract("results/rm/final")       # None for a model that treeward has not written
+    contract = read_contract("results/rm/final")        # None for a model of others
     contract.rendering.max_length, contract.read.token, contract.golden[0].score
 
 Anyone can replay the golden conversations of `reward_contract.json`, in another program, machine or
@@ -240,15 +240,18 @@ class RewardCalibration(Strict):
         tokens."""
         if not isinstance(raw, Mapping):
             return raw
-        values = {key: value for key, value in raw.items() if key != "heads"}
+        values = dict(raw)
+        values.pop("heads", None)
         curve = values.get("length_curve")
         if isinstance(curve, Mapping):
-            values["length_curve"] = {key: value for key, value in curve.items() if key != "unit"}
-            if curve.get("unit") == "tokens":
+            curve = dict(curve)
+            if curve.pop("unit", None) == "tokens":
                 logger.warning(
-                    "A length curve over tokens is not read: `treeward calibrate` fits one over characters."
+                    "A length curve over tokens is not read: `treeward calibrate` fits one over "
+                    "characters."
                 )
-                values["length_curve"] = None
+                curve = None
+            values["length_curve"] = curve
         return values
 
 
@@ -280,11 +283,9 @@ class ScoringContract(Strict):
     def _without_shaping(cls, raw: Any) -> Any:
         """A contract without the key of an earlier version, in which it could hold a section of
         shaping."""
-        return (
-            {key: value for key, value in raw.items() if key != "reward_shaping"}
-            if isinstance(raw, Mapping)
-            else raw
-        )
+        if not isinstance(raw, Mapping):
+            return raw
+        return {key: value for key, value in raw.items() if key != "reward_shaping"}
 
     @property
     def has_estimates(self) -> bool:
@@ -295,7 +296,8 @@ class ScoringContract(Strict):
     def scores_sha256(self) -> str:
         """Identifies everything that a score depends on; calibration and README.md do not change
         it."""
-        # With a key that contracts had when the first hashes were taken.
+        # With keys that contracts had when the first hashes were taken: a model's hash must not
+        # change with the version of treeward.
         decisive = self.model_dump(mode="json", exclude={"readme_sha256"})
         decisive |= {"calibration": None, "reward_shaping": None}
         return text_sha256(json.dumps(decisive, sort_keys=True))
@@ -351,9 +353,8 @@ def write_contract(contract: ScoringContract, folder: str | Path) -> Path:
     In a checkpoint of a run its digest is replaced too: to calibrate the model there is no
     damage."""
     path = Path(folder).expanduser() / CONTRACT_FILE
-    write_text(
-        path, json.dumps(contract.model_dump(mode="json"), indent=2, ensure_ascii=False) + "\n"
-    )
+    content = contract.model_dump(mode="json")
+    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
     reseal(path)
     return path
 

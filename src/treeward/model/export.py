@@ -1,8 +1,8 @@
 """The folder of a model: weights, tokenizer and template, loadable with plain transformers.
 
-    export_model(model, tokenizer, Path("results/model"), chat_template=renderer.chat_template)
-    # It gives the same scores:
-    AutoModelForSequenceClassification.from_pretrained("results/model", dtype="float32")
+export_model(model, tokenizer, Path("results/model"), chat_template=renderer.chat_template)
+# It gives the same scores:
+AutoModelForSequenceClassification.from_pretrained("results/model", dtype="float32")
 """
 
 from __future__ import annotations
@@ -53,52 +53,58 @@ def export_model(
     `chat_template` becomes the tokenizer's. `dtype`: of the weights, None keeps theirs; a score
     head's are float32.
     """
-    is_policy = isinstance(model, PolicyModel)
-    dtype = dtype or model.compute_dtype or (None if is_policy else model.hf.dtype)
-    # Otherwise pipelines of transformers, and servers like them, apply a sigmoid to a single label.
-    changes = {"dtype": dtype or model.hf.dtype} | (
-        {} if is_policy else {"problem_type": "regression"}
-    )
+    dtype = dtype or model.compute_dtype
+    head = None
+    changes: dict[str, Any] = {"dtype": dtype or model.hf.dtype}
+    if not isinstance(model, PolicyModel):
+        dtype = dtype or model.hf.dtype
+        head = head_name(model.hf)
+        # Else pipelines of transformers, and servers like them, apply a sigmoid to a single label.
+        changes["problem_type"] = "regression"
     processes.on_main(lambda: write_settings(model.hf, tokenizer, folder, changes, chat_template))
-    _write_weights(
-        folder, exported_weights(model, dtype, float32=None if is_policy else head_name(model.hf))
-    )
+    _write_weights(folder, exported_weights(model, dtype, float32=head))
 
 
 def _write_weights(folder: Path, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Write weights as files of `FILE_BYTES`, one of them in memory at a time, with the index of
     transformers. Every process calls it, with the same names, and the main one writes."""
-    pending, file_numbers, total_bytes = dict[str, torch.Tensor](), dict[str, int](), 0
+    pending: dict[str, torch.Tensor] = {}
+    pending_bytes = 0
+    file_numbers: dict[str, int] = {}
+    total_bytes = 0
     number = 1
+    # Only the main process writes, so the others hold no bytes; but each takes part in gathering a
+    # sharded weight.
+    device = "cpu" if processes.is_main() else "meta"
 
     def write_file() -> None:
         path = folder / f"model-{number}.safetensors"
         processes.on_main(lambda: save_file(pending, path, metadata={"format": "pt"}))
 
     for name, weight in weights:
-        if (
-            pending
-            and sum(tensor.nbytes for tensor in pending.values()) + weight.nbytes > FILE_BYTES
-        ):
+        if pending and pending_bytes + weight.nbytes > FILE_BYTES:
             write_file()
-            pending, number = {}, number + 1
-        pending[name] = weight.to("cpu" if processes.is_main() else "meta").contiguous()
-        file_numbers[name], total_bytes = number, total_bytes + weight.nbytes
+            pending = {}
+            pending_bytes = 0
+            number += 1
+        pending[name] = weight.to(device).contiguous()
+        pending_bytes += weight.nbytes
+        file_numbers[name] = number
+        total_bytes += weight.nbytes
     write_file()
 
     def name_files() -> None:
-        names = {
-            n: f"model-{n:05d}-of-{number:05d}.safetensors" if number > 1 else SAFE_WEIGHTS_NAME
-            for n in file_numbers.values()
-        }
+        # Only now: the names hold how many files there are.
+        names = {1: SAFE_WEIGHTS_NAME}
+        if number > 1:
+            names = {n: f"model-{n:05d}-of-{number:05d}.safetensors" for n in range(1, number + 1)}
         for n, file in names.items():
             (folder / f"model-{n}.safetensors").rename(folder / file)
-        weight_map = {key: names[n] for key, n in file_numbers.items()}
-        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         if number > 1:
-            (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(
-                json.dumps(index, indent=2), encoding="utf-8"
-            )
+            weight_map = {key: names[n] for key, n in file_numbers.items()}
+            index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+            text = json.dumps(index, indent=2)
+            (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(text, encoding="utf-8")
 
     processes.on_main(name_files)
 
@@ -112,7 +118,8 @@ def write_settings(
 ) -> None:
     """Write all files but the weights. `changes`: of the configuration."""
     folder.mkdir(parents=True, exist_ok=True)
-    own_dtype, own_template = hf.config.dtype, tokenizer.chat_template
+    own_dtype = hf.config.dtype
+    own_template = tokenizer.chat_template
     quantizer = vars(hf).pop("hf_quantizer", None)  # it would write its own weights instead
     try:
         hf.save_pretrained(folder, state_dict={})
@@ -125,11 +132,8 @@ def write_settings(
         tokenizer.chat_template = chat_template
         tokenizer.save_pretrained(folder)
     finally:
-        # saving sets the dtype of the weights
-        hf.config.dtype, tokenizer.chat_template = (
-            own_dtype,
-            own_template,
-        )
+        hf.config.dtype = own_dtype  # `save_pretrained` sets that of the weights
+        tokenizer.chat_template = own_template
         if quantizer is not None:
             hf.hf_quantizer = quantizer
 
@@ -152,15 +156,17 @@ def exported_weights(
         *(getattr(hf, "all_tied_weights_keys", None) or ()),
         *(hf._keys_to_ignore_on_save or ()),
     }
+    # By layers, because a conversion of transformers joins tensors of one layer (the experts of a
+    # mixture), and because one layer is what fits into memory.
     for _, weights in itertools.groupby(plain_weights(model), key=layer):
-        whole_weights = {
-            name: whole(plain(torch.float32 if name.split(".")[0] == float32 else dtype))
-            for name, _, plain in weights
-            if name not in left_out
-        }
-        yield from revert_weight_conversion(
-            hf, whole_weights
-        ).items()  # transformers saves some as other tensors
+        whole_weights = {}
+        for name, _, plain in weights:
+            if name in left_out:
+                continue
+            is_of_head = name.split(".")[0] == float32
+            whole_weights[name] = whole(plain(torch.float32 if is_of_head else dtype))
+        # transformers saves some weights as other tensors than it loads.
+        yield from revert_weight_conversion(hf, whole_weights).items()
 
 
 def push_folder(folder: Path, repo_id: str, *, private: bool) -> str:
@@ -174,9 +180,12 @@ def push_folder(folder: Path, repo_id: str, *, private: bool) -> str:
         )
         return str(page)
     except (OSError, ValueError, HTTP_ERROR) as error:
+        upload = f"hf upload {repo_id} {shlex.quote(str(folder))}"
+        if private:
+            upload += " --private"
         raise ModelError(
             "the model cannot be uploaded",
             where=f"hub.repo_id: {repo_id}",
             got=str(error).partition("\n")[0],
-            fix=f"hf auth login, then hf upload {repo_id} {shlex.quote(str(folder))}{' --private' if private else ''}",
+            fix=f"hf auth login, then {upload}",
         ) from error

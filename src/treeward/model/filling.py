@@ -24,14 +24,12 @@ from treeward.model.wrapped import WrappedModel
 def without_weights(model_class: Any, config: PreTrainedConfig, **settings: Any) -> PreTrainedModel:
     """A float32 model on the meta device. `settings`: `trust_remote_code`, for an automatic class
     of transformers."""
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
     with torch.device("meta"):
-        make = getattr(model_class, "from_config", None)
-        options = {"dtype": torch.float32, "attn_implementation": "eager"}
-        hf = (
-            make(config, **options, **settings)
-            if make
-            else model_class._from_config(config, **options)
-        )
+        if hasattr(model_class, "from_config"):  # an automatic class
+            hf = model_class.from_config(config, **options, **settings)
+        else:
+            hf = model_class._from_config(config, **options)
     return hf.eval()  # type: ignore[no-any-return]
 
 
@@ -58,6 +56,8 @@ def restore_buffers(model: WrappedModel) -> None:
     tie weights, as transformers does when it loads."""
     hf = model.hf
     hf.tie_weights()
+    # `initialize_weights` leaves alone whatever has the mark. All that a checkpoint has gets it, so
+    # that no weight is drawn again; modules lose it, so that their other buffers are computed.
     for tensor in hf.state_dict(keep_vars=True).values():
         tensor._is_hf_initialized = True
     for module in hf.modules():
@@ -65,4 +65,5 @@ def restore_buffers(model: WrappedModel) -> None:
     hf.initialize_weights()
     for module in hf.modules():
         for name, buffer in module._buffers.items():
-            module._buffers[name] = None if buffer is None else buffer.to(model.device)
+            if buffer is not None:
+                module._buffers[name] = buffer.to(model.device)

@@ -4,7 +4,7 @@ it makes of that.
     head(hidden_ND)             # values for each place, (N, H)
     head.reads(token_ids)       # the positions at which the head reads this sequence
     head.combine(values_RH)     # what it makes of the values at all reads, (S, H)
-    head.reads_each             # how many reads it makes of each sequence; None if that depends on the sequence
+    head.reads_each             # its reads of each sequence; None if that depends on the sequence
 
 A plain head has none of these methods: it reads the last token, and its values there are the
 sequence's. ArmoRM's gate reads the end of the prompt too and weighs the values at the last token; a
@@ -77,6 +77,11 @@ def grm_head(config: PreTrainedConfig) -> nn.Module:
     width = getattr(config, "vhead_num_neurons", 1024)
     num_layers = getattr(config, "vhead_num_layers", 1)
     return mlp([config.hidden_size, *[width] * num_layers, 1], nn.ReLU)
+
+
+def two_layer_head(config: PreTrainedConfig) -> nn.Module:
+    """INF-ORM and Qwen2.5-Math-RM: an MLP with ReLU, as wide as the hidden states."""
+    return mlp([config.hidden_size, config.hidden_size, 1], nn.ReLU)
 
 
 class Standardised(nn.Module):
@@ -206,7 +211,8 @@ class GatedObjectives(nn.Module):
                 "nothing says where the prompt ends, which is where this model's gate reads",
                 where="config.json",
                 field="gate_pattern",
-                need="the token ids between a prompt and its completion, as the chat template writes them",
+                need="the token ids between a prompt and its completion, as the chat template "
+                "writes them",
             )
         self.gate_pattern: tuple[int, ...] = tuple(pattern)
         num_values = num_objectives * (self.num_quantiles or 1)

@@ -28,12 +28,16 @@ def use_liger_kernel(model: WrappedModel) -> None:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as families
     except ImportError as error:
         raise ConfigError("liger-kernel cannot be imported", got=str(error), **common) from error
-    family, need = str(model.hf.config.model_type), f"one of {', '.join(sorted(families))}"
+    family = str(model.hf.config.model_type)
     if family not in families:
         raise ConfigError(
-            "Liger has no kernels for this family of models", got=family, need=need, **common
+            "Liger has no kernels for this family of models",
+            got=family,
+            need=f"one of {', '.join(sorted(families))}",
+            **common,
         )
+    # Liger also replaces classes in transformers' module of the family, for models to come.
     family_module = sys.modules[type(model.hf).__module__]
     before = dict(vars(family_module))
     apply(model=model.hf, rope=False, fused_linear_cross_entropy=False, cross_entropy=False)
-    vars(family_module).update(before)  # restore the family's classes for later models
+    vars(family_module).update(before)

@@ -1,9 +1,9 @@
 """From a name to a `RewardModel` or a `PolicyModel`: a model on the hub or on disk, or a bare
 configuration.
 
-    loaded = load_classifier("meta-llama/Llama-3.2-1B-Instruct", head_seed=42)   # a new head on a causal LM
-    loaded = load_classifier("results/rm/final")                                  # a trained reward model
-    loaded = load_policy("Qwen/Qwen2.5-0.5B-Instruct")                              # to be optimised, or compared with
+    load_classifier("meta-llama/Llama-3.2-1B-Instruct", head_seed=42)   # a new head on a causal LM
+    load_classifier("results/rm/final")                 # a trained reward model
+    load_policy("Qwen/Qwen2.5-0.5B-Instruct")           # to be optimised, or compared with
 
 A new head is drawn from N(0, 1 / (d + 1)) for hidden size d (Stiennon et al. 2020, arXiv
 2009.01325, p. 11). Only safetensors are read, and remote code runs only with `trust_remote_code`.
@@ -95,8 +95,12 @@ def load_classifier(
     refuse(config.to_dict(), config.name_or_path)
     published = find(config.to_dict(), config.name_or_path)
     if published is not None and published.step_token is not None and not steps:
-        summary = "a process reward model scores, and has no contract and no training: its steps have labels"
-        raise ModelError(summary, where=str(name), need="one value of a conversation")
+        raise ModelError(
+            "a process reward model scores, and has no contract and no training: its steps have "
+            "labels",
+            where=str(name),
+            need="one value of a conversation",
+        )
     is_classifier = any("SequenceClassification" in text for text in config.architectures or ())
     if published is None and labels:
         vars(config).update(_named(labels))
@@ -113,9 +117,11 @@ def load_classifier(
         logger.info("Read as a published reward model: %s.", published.source)
         if published.step_token is not None:
             config.step_token_id = _step_token_id(published.step_token, tokenizer)
-        model_class, head_seed = published.reader(config, model_class), None
+        model_class = published.reader(config, model_class)
+        head_seed = None  # a published model's own head, or none
         set_template(tokenizer, config.to_dict(), str(name))
     if on_meta:
+        device = "meta"
         hf = without_weights(model_class, config)
     else:
         hf = _with_weights(
@@ -123,20 +129,30 @@ def load_classifier(
         )
     if published is not None:
         published.settle(hf)
-    num_known_tokens, pad = RewardModel(hf).num_embeddings, config.get_text_config().pad_token_id
+    # Both before `_ready`, which may add a padding token.
+    num_known_tokens = RewardModel(hf).num_embeddings
+    pad = config.get_text_config().pad_token_id
     keep_padding = keep_padding and published is None
-    model = _ready(
-        hf, tokenizer, attention, "meta" if on_meta else device, keep_padding=keep_padding
-    )
+    model = _ready(hf, tokenizer, attention, device, keep_padding=keep_padding)
     model.num_known_tokens = num_known_tokens
     if on_meta:
-        same: dict[str, Any] = {"head_seed": head_seed, "labels": labels}
-        same |= {"several_heads": several_heads, "tokenizer": tokenizer, "attention": "rows"}
-        load_whole = partial(load_classifier, name, **same, **settings)
+        load_whole = partial(
+            load_classifier,
+            name,
+            tokenizer=tokenizer,
+            attention="rows",
+            head_seed=head_seed,
+            several_heads=several_heads,
+            labels=labels,
+            **settings,
+        )
         model.unfilled.append(partial(fill, model, lambda: load_whole().model.hf))
     elif is_classifier and pad not in (None, tokenizer.pad_token_id) and not keep_padding:
-        logger.warning("Plain transformers reads this classifier before its padding token, %r. Here it is read at the "
-                       "last token of conversations, and so will be its export.", tokenizer.decode([pad]))  # fmt: skip
+        logger.warning(
+            "Plain transformers reads this classifier before its padding token, %r. Here it is "
+            "read at the last token of conversations, and so will be its export.",
+            tokenizer.decode([pad]),
+        )
     return Loaded(model, tokenizer)
 
 
@@ -164,19 +180,18 @@ def _with_weights(
             # transformers matches parts of names: pre_classifier as well
             child.to(settings["dtype"])
     if new_head and head_seed is None:
-        lost = (
-            new_head
-            if published is None
-            else [published.stored_name(config, weight) for weight in new_head]
-        )
+        if published is None:
+            lost = new_head
+            fix = f"train one: treeward train --config FILE policy.model_name={name}"
+        else:
+            lost = [published.stored_name(config, weight) for weight in new_head]
+            fix = None
         architecture = ", ".join(config.architectures or ["an unknown architecture"])
         raise ModelError(
             "this checkpoint has no reward head: its scores would be random",
             where=name,
             got=f"{architecture}, without {', '.join(lost[:3])}",
-            fix=f"train one: treeward train --config FILE policy.model_name={name}"
-            if published is None
-            else None,
+            fix=fix,
         )
     if new_head:
         initialise_head(hf, seed=head_seed or 0)
@@ -263,7 +278,8 @@ def load_policy(
     config = read_config(str(name), trust_remote_code)
     if any("SequenceClassification" in text for text in config.architectures or ()):
         raise ModelError(
-            "this is a classifier, as reward models are; policy.model_name must be a model that writes completions",
+            "this is a classifier, as reward models are; policy.model_name must be a model that "
+            "writes completions",
             where=str(name),
             got=", ".join(config.architectures or ()),
         )
@@ -278,6 +294,7 @@ def load_policy(
         hf, _ = load_weights(AutoModelForCausalLM, str(name), load_in_4bit=load_in_4bit, **settings)
         return _policy(hf, tokenizer, str(name), attention, device)
     hf = without_weights(AutoModelForCausalLM, config, trust_remote_code=trust_remote_code)
+    # `from_pretrained` reads it with the weights; an export would else lose the stop tokens.
     with contextlib.suppress(OSError):
         hf.generation_config = GenerationConfig.from_pretrained(str(name))
     loaded = _policy(hf, tokenizer, str(name), attention, "meta")
@@ -310,9 +327,9 @@ def _policy(
     hf.to(device)  # type: ignore[arg-type]
     embeddings = hf.get_input_embeddings()
     if isinstance(embeddings, nn.Embedding):
-        embeddings.padding_idx = (
-            None  # a policy is never padded, and its padding token may be its end of turn
-        )
+        # A policy is never padded. Its padding token may be its end of turn, whose row would get
+        # no gradient.
+        embeddings.padding_idx = None
     model = PolicyModel(hf, layout=tree_or_rows(hf, attention))
     if len(tokenizer) > model.num_embeddings:
         raise ModelError(
@@ -327,42 +344,48 @@ def initialise_head(hf: PreTrainedModel, *, seed: int) -> None:
     """Draw the head's weights from N(0, 1 / (hidden size + 1)); biases are zero."""
     generator = torch.Generator().manual_seed(seed)
     for module in hf.get_submodule(head_name(hf)).modules():
-        if isinstance(module, nn.Linear):
-            weight = (
-                torch.randn(module.weight.shape, generator=generator)
-                * (module.in_features + 1) ** -0.5
-            )
-            with torch.no_grad():
-                if module.weight.dtype != torch.float32:
-                    module.float()
-                module.weight.copy_(weight)
-                if module.bias is not None:
-                    module.bias.zero_()
+        if not isinstance(module, nn.Linear):
+            continue
+        # On the CPU whatever the device: a GPU's generator draws other numbers from the seed.
+        weight = torch.randn(module.weight.shape, generator=generator)
+        weight *= (module.in_features + 1) ** -0.5
+        with torch.no_grad():
+            if module.weight.dtype != torch.float32:
+                module.float()
+            module.weight.copy_(weight)
+            if module.bias is not None:
+                module.bias.zero_()
 
 
 def ensure_pad_token(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Give model and tokenizer a padding token that no conversation ends with: plain transformers
     reads the score at the last token that is not padding."""
     eos = getattr(hf.config.get_text_config(), "eos_token_id", None)
-    ends = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])}  # Llama 3 has three
+    if not isinstance(eos, list):  # Llama 3 has three
+        eos = [eos]
+    ends = {tokenizer.eos_token_id, *eos}
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id in ends:
         vocabulary = tokenizer.get_vocab()
-        spare = [
-            t for t in ("<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]") if t in vocabulary
-        ]
-        tokenizer.add_special_tokens(
-            {"pad_token": next((t for t in spare if vocabulary[t] not in ends), PAD_TOKEN)}
-        )
-    if len(tokenizer) > RewardModel(hf).num_embeddings:
-        num_rows = RewardModel(hf).num_embeddings
+        # A spare token of the family saves the vocabulary from growing.
+        pad_token = PAD_TOKEN
+        for token in ("<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]"):
+            if token in vocabulary and vocabulary[token] not in ends:
+                pad_token = token
+                break
+        tokenizer.add_special_tokens({"pad_token": pad_token})
+    num_rows = RewardModel(hf).num_embeddings
+    if len(tokenizer) > num_rows:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             hf.resize_token_embeddings(len(tokenizer), mean_resizing=False)
             grown: Any = hf.get_input_embeddings()
             grown.weight[num_rows:] = 0  # it is never scored, but exports should not differ in it
         logger.info(
-            "The vocabulary grows from %s to %s: the padding token ends conversations, or there is none, so the model "
-            "gets %s, which no conversation ends with.", f"{num_rows:,}", f"{len(tokenizer):,}", tokenizer.pad_token,
-        )  # fmt: skip
+            "The vocabulary grows from %s to %s: the padding token ends conversations, or there is "
+            "none, so the model gets %s, which no conversation ends with.",
+            f"{num_rows:,}",
+            f"{len(tokenizer):,}",
+            tokenizer.pad_token,
+        )
     for config in (hf.config, hf.config.get_text_config()):
         config.pad_token_id = tokenizer.pad_token_id
     embeddings = hf.get_input_embeddings()
@@ -382,9 +405,11 @@ def classifier_class(config: PreTrainedConfig, trust_remote_code: bool) -> type[
         return AutoModelForSequenceClassification  # type: ignore[return-value]
     if type(config) not in AutoModel._model_mapping or config.is_encoder_decoder:
         raise ModelError(
-            f"transformers has no sequence classifier for {type(config).__name__}, and treeward can make none"
+            f"transformers has no sequence classifier for {type(config).__name__}, and treeward "
+            "can make none"
         )
     base_class: Any = AutoModel._model_mapping[type(config)]
+    # As transformers makes its own: the head from one parent, the family from the other.
     name = type(config).__name__.removesuffix("Config") + "ForSequenceClassification"
     family: Any = base_class.__mro__[1]
     body = {
@@ -398,8 +423,8 @@ def classifier_class(config: PreTrainedConfig, trust_remote_code: bool) -> type[
     made: Any = type(name, (GenericForSequenceClassification, family), body)
     AutoModelForSequenceClassification.register(type(config), made)
     logger.warning(
-        "transformers has no sequence classifier for %s: treeward made %s. Its export loads with treeward; plain "
-        "transformers needs the same class.",
+        "transformers has no sequence classifier for %s: treeward made %s. Its export loads with "
+        "treeward; plain transformers needs the same class.",
         config.model_type,
         name,
     )

@@ -3,8 +3,8 @@ train.
 
     add_adapters(model, config.policy.dtensor_cfg.lora_cfg, seed=42)    # a policy or a reward model
     reference = AdapterReference(policy)        # the frozen model itself: no second copy of it
-    save_adapters(model, folder)                # in peft's format: PeftModel.from_pretrained(base, folder)
-    merge_adapters(hf, folder)                  # anybody's adapters, into the weights of any model
+    save_adapters(model, folder)        # peft's format: PeftModel.from_pretrained(base, folder)
+    merge_adapters(hf, folder)          # anybody's adapters, into the weights of any model
 
 An adapted layer computes W x + b + (alpha / dim) B A x, eq. 3, with B zero at first, and A and B in
 float32; W may have four bits (QLoRA, Dettmers et al. 2023, arXiv 2305.14314). A reward model's head
@@ -58,9 +58,12 @@ def add_adapters(model: WrappedModel, config: LoraConfig, *, seed: int) -> None:
             "the package peft is not installed", where=_WHERE, got=str(error), fix=fix
         ) from error
     layers = _chosen_layers(model, config)
+    alpha: Any = config.alpha
+    if config.alpha.is_integer():
+        alpha = int(config.alpha)  # peft declares a whole number; adapter_config.json has it
     settings = peft.LoraConfig(
         r=config.dim,
-        lora_alpha=int(config.alpha) if config.alpha.is_integer() else config.alpha,  # type: ignore[arg-type]
+        lora_alpha=alpha,
         target_modules=list(layers),
         lora_dropout=0.0,
         fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in layers.values()),
@@ -75,7 +78,7 @@ def add_adapters(model: WrappedModel, config: LoraConfig, *, seed: int) -> None:
         raise ModelError(
             "peft cannot adapt this model", where=_WHERE, got=str(error), fix=fix
         ) from error
-    # not before: peft would keep a copy of them
+    # Not before: peft would wrap these modules, and keep a copy of each.
     _settings(model).modules_to_save = _trained_whole(model) or None
     for weight in _whole_weights(model).values():
         weight.requires_grad_(True)
@@ -83,9 +86,9 @@ def add_adapters(model: WrappedModel, config: LoraConfig, *, seed: int) -> None:
         for part in (layer.lora_A, layer.lora_B):
             part.to(torch.float32)  # peft gives them the dtype of the layer
     if model.unfilled:
-        model.unfilled.append(partial(_draw, model, config, seed))
+        model.unfilled.append(partial(_draw, model, seed))
     else:
-        _draw(model, config, seed)
+        _draw(model, seed)
     count = sum(weight.numel() for weight in _matrices(model).values())
     names = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
     logger.info(
@@ -137,11 +140,11 @@ def adapter_state(model: WrappedModel) -> dict[str, Tensor]:
 
 
 def _matrices(model: WrappedModel) -> dict[str, Tensor]:
-    return {
-        f"base_model.model.{name}.{part}.weight": getattr(layer, part)[_NAME].weight
-        for name, layer in adapted_layers(model).items()
-        for part in ("lora_A", "lora_B")
-    }
+    matrices = {}
+    for name, layer in adapted_layers(model).items():
+        for part in ("lora_A", "lora_B"):
+            matrices[f"base_model.model.{name}.{part}.weight"] = getattr(layer, part)[_NAME].weight
+    return matrices
 
 
 def save_adapters(model: WrappedModel, folder: Path) -> None:
@@ -170,7 +173,8 @@ def load_adapters(model: WrappedModel, folder: Path) -> None:
         raise CheckpointError(
             "the adapters cannot be read", where=str(folder), got=str(error)
         ) from error
-    if missing := adapter_state(model).keys() - saved.keys():
+    missing = adapter_state(model).keys() - saved.keys()
+    if missing:
         raise CheckpointError(
             "the adapters lack layers of the model", where=str(folder), got=f"no {min(missing)}"
         )
@@ -190,17 +194,22 @@ def plain_weights(
 ) -> Iterator[tuple[str, Tensor, Callable[[torch.dtype | None], Tensor]]]:
     """Each weight and buffer by its name in the plain model, and a function that makes it plain, in
     a dtype: merged and dequantized."""
-    layers, matrices = adapted_layers(model), {id(weight) for weight in _matrices(model).values()}
+    layers = adapted_layers(model)
+    adapters = {id(weight) for weight in _matrices(model).values()}
     quantized = {name: module for name, module in model.hf.named_modules() if is_quantized(module)}
     for name, weight in model.hf.state_dict(keep_vars=True).items():
-        # which are codes and scales
-        if id(weight) in matrices or name.rpartition(".weight.")[0] in quantized:
+        if id(weight) in adapters:
             continue
+        # `q_proj.weight.absmax` and the like: bitsandbytes' codes and scales of `q_proj.weight`.
+        if name.rpartition(".weight.")[0] in quantized:
+            continue
+        # peft's layer wraps the plain one: `q_proj.base_layer.weight` was `q_proj.weight`.
         owner, _, part = name.rpartition(".base_layer.")
         layer = layers.get(owner)
         merged = layer if part == "weight" else None
         plain = partial(_plain, weight, merged, quantized.get(name.removesuffix(".weight")))
-        yield name if layer is None else f"{owner}.{part}", weight, plain
+        plain_name = name if layer is None else f"{owner}.{part}"
+        yield plain_name, weight, plain
 
 
 def _plain(weight: Tensor, layer: Any, four_bit_layer: Any, dtype: torch.dtype | None) -> Tensor:
@@ -212,11 +221,14 @@ def _plain(weight: Tensor, layer: Any, four_bit_layer: Any, dtype: torch.dtype |
     plain_dtype = plain.dtype
     if layer is not None:
         delta = layer.get_delta_weight(_NAME)
-        # four bits are whole on each process
-        plain = plain + (delta if isinstance(plain, DTensor) else whole(delta))
+        if not isinstance(plain, DTensor):
+            delta = whole(delta)  # four bits are whole on each process, and adapters are sharded
+        plain = plain + delta
     if four_bit_layer is not None and issubclass(four_bit_layer.source_cls, Conv1D):
         plain = plain.T.contiguous()  # bitsandbytes has turned it
-    return plain.to(dtype or plain_dtype) if plain.is_floating_point() else plain
+    if not plain.is_floating_point():  # a buffer of places, for instance
+        return plain
+    return plain.to(dtype or plain_dtype)
 
 
 def is_quantized(module: nn.Module) -> bool:
@@ -243,24 +255,30 @@ def merge_adapters(hf: PreTrainedModel, folder: Path) -> set[str]:
             saved = set(file.keys())
         config = peft.PeftConfig.from_pretrained(str(folder))
         if config.task_type == "SEQ_CLS" and writes:
-            summary = "these are adapters of a classifier, as reward models are: it cannot write completions"
-            raise ModelError(summary, where=str(folder))
-        whole = {name.removeprefix("base_model.model.") for name in saved} & hf.state_dict().keys()
+            raise ModelError(
+                "these are adapters of a classifier, as reward models are: it cannot write "
+                "completions",
+                where=str(folder),
+            )
+        plain_names = {name.removeprefix("base_model.model.") for name in saved}
+        whole = plain_names & hf.state_dict().keys()
         above = {name.split(".")[0] for name in whole} - {hf.base_model_prefix}
         config.task_type = None  # its wrapper would want more of the model than a merge does
         config.modules_to_save = sorted({*(config.modules_to_save or ()), *above}) or None
         with warnings.catch_warnings():
-            # of tensors that do not fit too, which are errors below
+            # peft warns of tensors that do not fit, which are errors below.
             warnings.simplefilter("ignore")
             adapted = peft.PeftModel.from_pretrained(
                 hf, str(folder), config=config, torch_device=str(hf.device)
             )
-        if other := sorted(
-            saved ^ set(peft.get_peft_model_state_dict(adapted, save_embedding_layers=False))
-        ):
+        loaded = set(peft.get_peft_model_state_dict(adapted, save_embedding_layers=False))
+        on_one_side = sorted(saved ^ loaded)
+        if on_one_side:
             raise ValueError(
-                f"{len(other)} tensors are in the file or in the model, but not in both, as {other[0]}"
+                f"{len(on_one_side)} tensors are in the file or in the model, but not in both, as "
+                f"{on_one_side[0]}"
             )
+        # Merged into one of two tied weights, an adapter would change the other one too.
         ends = hf.get_input_embeddings(), hf.get_output_embeddings()
         is_tied = writes and ends[0].weight is ends[1].weight
         if is_tied and any(isinstance(end, peft.tuners.lora.LoraLayer) for end in ends):
@@ -279,10 +297,14 @@ def merge_adapters(hf: PreTrainedModel, folder: Path) -> set[str]:
         AttributeError,
         SafetensorError,
     ) as error:
-        got = (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
-        need = "adapters of this base, in safetensors"
+        # PyTorch's error of shapes says at its end which tensor it is.
+        last_line = (str(error).strip() or type(error).__name__).splitlines()[-1]
         raise ModelError(
-            "the adapters cannot be merged", where=str(folder), got=got, need=need, fix=fix
+            "the adapters cannot be merged",
+            where=str(folder),
+            got=last_line.strip(),
+            need="adapters of this base, in safetensors",
+            fix=fix,
         ) from error
     hf.requires_grad_(True)  # peft freezes
     return whole
@@ -291,9 +313,10 @@ def merge_adapters(hf: PreTrainedModel, folder: Path) -> set[str]:
 def merging_line(folder: Path, *, writes: bool = False) -> str:
     """The line of Python that writes adapters and their base as one model; `writes`: one that
     writes completions."""
-    auto = "AutoPeftModelForCausalLM" if writes else "AutoPeftModelForSequenceClassification"
-    labels = "" if writes else ", num_labels=1"
-    return f'peft.{auto}.from_pretrained("{folder}"{labels}).merge_and_unload().save_pretrained(MERGED)'
+    load = f'peft.AutoPeftModelForSequenceClassification.from_pretrained("{folder}", num_labels=1)'
+    if writes:
+        load = f'peft.AutoPeftModelForCausalLM.from_pretrained("{folder}")'
+    return f"{load}.merge_and_unload().save_pretrained(MERGED)"
 
 
 def _chosen_layers(model: WrappedModel, config: LoraConfig) -> dict[str, nn.Module]:
@@ -301,50 +324,62 @@ def _chosen_layers(model: WrappedModel, config: LoraConfig) -> dict[str, nn.Modu
     from peft import LoraConfig as Settings
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
-    linear = {name: module for name, module in model.hf.named_modules() if _is_linear(module)}
-    whole = set(_trained_whole(model))
+    trained_whole = set(_trained_whole(model))
+    linear: dict[str, nn.Module] = {}
+    for name, module in model.hf.named_modules():
+        # Some routers inherit from `nn.Linear`, and compute something else.
+        is_plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+        if is_plain or isinstance(module, Conv1D) or is_quantized(module):
+            linear[name] = module
 
-    def matching(*patterns: str) -> set[str]:
-        return {name for name in linear if any(_matches(name, pattern) for pattern in patterns)}
+    def is_within_head(name: str) -> bool:
+        return not trained_whole.isdisjoint(name.split("."))
+
+    def matching(pattern: str) -> set[str]:
+        if "*" in pattern:
+            return {name for name in linear if fnmatchcase(name, pattern)}
+        return {name for name in linear if f".{name}".endswith(f".{pattern}")}
 
     for field in ("target_modules", "exclude_modules"):
         for pattern in getattr(config, field):
             if not matching(pattern):
-                last = {
-                    name.rpartition(".")[2] for name in linear if whole.isdisjoint(name.split("."))
-                }
-                need = "one of " + ", ".join(sorted(last))
+                last = {name.rpartition(".")[2] for name in linear if not is_within_head(name)}
                 raise ConfigError(
                     "no linear layer has this name",
                     where=_WHERE,
                     field=field,
                     got=pattern,
-                    need=need,
+                    need="one of " + ", ".join(sorted(last)),
                 )
-    # peft takes some layers for experts, which have their names in older checkpoints
+    # peft takes some layers for experts, which have their names in older checkpoints: it drops
+    # these from the names that it is given.
     peft_settings = Settings(target_modules=list(linear))
     convert_peft_config_for_transformers(peft_settings, model=model.hf, conversions=None)
-    tied = {
-        name
-        for name, layer in linear.items()
-        if layer.weight is model.hf.get_input_embeddings().weight
-    }
-    fit = {
-        name
-        for name in set(peft_settings.target_modules or ()) - tied
-        if whole.isdisjoint(name.split("."))
-    }
-    if isinstance(model, PolicyModel):
-        fit -= {name for name in fit if linear[name] is model.head}
-    wanted = matching(*config.target_modules) if config.target_modules else fit & linear.keys()
-    wanted -= matching(*config.exclude_modules)
+    embedding = model.hf.get_input_embeddings().weight
+    fit: set[str] = set()
+    for name in peft_settings.target_modules or ():
+        layer = linear.get(name)
+        is_tied = layer is not None and layer.weight is embedding
+        is_output = isinstance(model, PolicyModel) and layer is model.head
+        if not (is_tied or is_output or is_within_head(name)):
+            fit.add(name)
+    wanted: set[str] = set()
+    if config.target_modules:
+        wanted.update(*map(matching, config.target_modules))
+    else:
+        wanted.update(fit & linear.keys())
+    wanted.difference_update(*map(matching, config.exclude_modules))
     if not wanted:
         raise ConfigError(
             "no layer is adapted", where=_WHERE, field="exclude_modules", got=config.exclude_modules
         )
-    if unfit := sorted(wanted - fit):
-        summary = "this layer takes no adapter: it is the embedding, the output layer, or an expert to peft"
-        if not whole.isdisjoint(unfit[0].split(".")):
+    unfit = sorted(wanted - fit)
+    if unfit:
+        summary = (
+            "this layer takes no adapter: it is the embedding, the output layer, or an expert to "
+            "peft"
+        )
+        if is_within_head(unfit[0]):
             summary = "a reward model's head has no adapter: it is trained whole"
         raise ConfigError(
             summary, where=_WHERE, field="target_modules", got=unfit[0], need="other layers"
@@ -352,28 +387,18 @@ def _chosen_layers(model: WrappedModel, config: LoraConfig) -> dict[str, nn.Modu
     return {name: layer for name, layer in linear.items() if name in wanted}
 
 
-def _is_linear(module: nn.Module) -> bool:
-    """Whether it is a plain linear layer: some routers inherit from `nn.Linear` and compute
-    something else."""
-    is_plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-    return is_plain or isinstance(module, Conv1D) or is_quantized(module)
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return fnmatchcase(name, pattern) if "*" in pattern else f".{name}".endswith(f".{pattern}")
-
-
 @torch.no_grad()
-def _draw(model: WrappedModel, config: LoraConfig, seed: int) -> None:
+def _draw(model: WrappedModel, seed: int) -> None:
     """Draw the adapters on the CPU and in the order of the layers, so that the seed alone
     determines them."""
     generator = torch.Generator().manual_seed(seed)
     for layer in adapted_layers(model).values():
-        first, second = layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
-        drawn = torch.empty(first.shape)
+        weight_A = layer.lora_A[_NAME].weight
+        drawn = torch.empty(weight_A.shape)
         nn.init.xavier_normal_(drawn, generator=generator)
-        put(first, drawn)
-        second.zero_()
+        put(weight_A, drawn)
+        # B A is zero at first: training begins at the model itself.
+        layer.lora_B[_NAME].weight.zero_()
 
 
 def adapted_layers(model: WrappedModel) -> dict[str, Any]:
@@ -397,14 +422,16 @@ def _trained_whole(model: WrappedModel) -> list[str]:
     may be new too."""
     if isinstance(model, PolicyModel):
         return []
-    above = [name for name, child in model.hf.named_children() if child is not model.backbone]
-    return above + ["pooler"] * isinstance(getattr(model.backbone, "pooler", None), nn.Module)
+    modules = [name for name, child in model.hf.named_children() if child is not model.backbone]
+    if isinstance(getattr(model.backbone, "pooler", None), nn.Module):
+        modules.append("pooler")
+    return modules
 
 
 def _whole_weights(model: WrappedModel) -> dict[str, Tensor]:
-    whole = set(_settings(model).modules_to_save or ())
-    return {
-        name: weight
-        for name, weight in model.hf.named_parameters()
-        if not whole.isdisjoint(name.split("."))
-    }
+    modules = set(_settings(model).modules_to_save or ())
+    weights: dict[str, Tensor] = {}
+    for name, weight in model.hf.named_parameters():
+        if not modules.isdisjoint(name.split(".")):
+            weights[name] = weight
+    return weights

@@ -1,7 +1,8 @@
 """`PolicyModel`: the log-probabilities of completions, the prompt computed once for all of them.
 
     policy = PolicyModel(causal_lm)
-    logprobs = policy.log_probs([[prompt_ids + completion_ids, prompt_ids + other_completion_ids]], [[40, 40]])
+    completions = [prompt_ids + completion_ids, prompt_ids + other_completion_ids]
+    logprobs = policy.log_probs([completions], [[40, 40]])      # the prompt has 40 tokens
 
 The completions of a prompt are one tree, and each value and gradient is that of the plain row.
 `linear_log_probs` computes logits for at most `chunk_tokens` tokens at a time in one buffer; the
@@ -15,6 +16,7 @@ hidden size, V vocabulary, C tokens of a chunk, R processes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -75,7 +77,8 @@ class PolicyModel(WrappedModel):
                 "a policy needs a linear head that predicts the next token",
                 where="policy.model_name",
                 got=f"{type(self.hf).__name__}, with the head {type(head).__name__}",
-                need="a causal language model, not a reward model or an encoder, and no adapters beside its head",
+                need="a causal language model, not a reward model or an encoder, and no adapters "
+                "beside its head",
             )
         return head
 
@@ -93,45 +96,46 @@ class PolicyModel(WrappedModel):
         1; a completion may be empty. `temperature`: of the sampling, divides logits. Raises
         `ModelError` for a sequence without a prompt.
         """
-        sequences = [sequence for group in groups for sequence in group]
-        starts = [length for group in prompt_lengths for length in group]
-        if any(
-            not 0 < start <= len(sequence)
-            for sequence, start in zip(sequences, starts, strict=True)
-        ):
-            raise ModelError(
-                "a completion needs a prompt of at least one token",
-                need="1 <= prompt length <= length",
-            )
+        sequences = list(itertools.chain.from_iterable(groups))
+        starts = list(itertools.chain.from_iterable(prompt_lengths))
+        for sequence, start in zip(sequences, starts, strict=True):
+            if not 0 < start <= len(sequence):
+                raise ModelError(
+                    "a completion needs a prompt of at least one token",
+                    need="1 <= prompt length <= length",
+                )
         packed = self.pack(groups)
         if isinstance(packed, TreeBatch):
             places = packed.places()
         else:
+            # In the padded rows one after another.
             width = packed.tokens_SL.shape[1]
-            places = [
-                np.arange(s * width, s * width + len(sequence))
-                for s, sequence in enumerate(sequences)
-            ]
-        completions, batch = _completions(places, starts, self.device), self.on_device(packed)
+            places = []
+            for s, sequence in enumerate(sequences):
+                places.append(np.arange(s * width, s * width + len(sequence)))
+        completions = _completions(places, starts, self.device)
+        batch = self.on_device(packed)
         if isinstance(batch, TreeBatch):
-            hidden_MD, tokens_T = self.tree_hidden(batch, completions.before_M), batch.tokens_T
+            hidden_MD = self.tree_hidden(batch, completions.before_M)
+            tokens_T = batch.tokens_T
         else:
             hidden_MD = self.row_hidden(batch).flatten(0, 1).index_select(0, completions.before_M)
             tokens_T = batch.tokens_SL.flatten()
-        targets_N, mask_SL = tokens_T[completions.at_N], completions.mask_SL
+        targets_N = tokens_T[completions.at_N]
         hidden_ND = hidden_MD.index_select(0, completions.before_of_N)
         values_N, entropies_N = self._values(hidden_ND, targets_N, temperature, entropies)
+        mask_SL = completions.mask_SL
 
         def spread(values: Tensor) -> Tensor:
-            if not len(values):
+            if not len(values):  # an index into nothing is an error
                 return values.new_zeros(mask_SL.shape)
             return torch.where(mask_SL, values[completions.index_SL], values.new_zeros(()))
 
         return CompletionLogProbs(
-            spread(values_N),
-            mask_SL,
-            None if entropies_N is None else spread(entropies_N),
-            batch.num_computed_tokens,
+            values_SL=spread(values_N),
+            mask_SL=mask_SL,
+            entropies_SL=None if entropies_N is None else spread(entropies_N),
+            num_computed_tokens=batch.num_computed_tokens,
         )
 
     def _values(
@@ -139,9 +143,12 @@ class PolicyModel(WrappedModel):
     ) -> tuple[Tensor, Tensor | None]:
         """The log-probability of each predicted token, float32 (N,), and the entropies."""
         head: Any = self.head
-        weight, bias = head.weight, head.bias
+        weight = head.weight
+        bias = head.bias
         if self.vocabulary is not None:
-            weight, bias = weight.to_local(), None if bias is None else bias.to_local()
+            weight = weight.to_local()
+            if bias is not None:
+                bias = bias.to_local()
         return linear_log_probs(
             hidden_ND,
             weight,
@@ -164,7 +171,9 @@ class PolicyModel(WrappedModel):
         """As the model's own forward makes them of its last hidden states."""
         logits: Tensor = self.head(hidden_CD) * self._logit_scale
         softcap = self._softcap
-        return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+        if softcap is None:
+            return logits
+        return torch.tanh(logits / softcap) * softcap
 
     @property
     def _logit_scale(self) -> float:
@@ -193,21 +202,27 @@ class _Completions(NamedTuple):
 def _completions(
     places: Sequence[np.ndarray], starts: Sequence[int], device: torch.device
 ) -> _Completions:
-    edges = [
-        np.stack([place[start - 1 : -1], place[start:]])
-        for place, start in zip(places, starts, strict=True)
-    ]
-    lengths_S = np.array([edge.shape[1] for edge in edges])
-    joined = np.concatenate(edges, axis=1)
-    # a token of a tree has one predecessor, so its own place names the pair; several may have the
-    # same one
-    at, first, inverse = np.unique(joined[1], return_index=True, return_inverse=True)
-    before, before_of = np.unique(joined[0][first], return_inverse=True)
-    mask = np.arange(lengths_S.max()) < lengths_S[:, None]
-    index = np.zeros(mask.shape, dtype=np.int64)
-    index[mask] = inverse
+    """`places`: of each sequence's tokens in the batch. `starts`: where each completion begins."""
+    befores = []
+    ats = []
+    for place, start in zip(places, starts, strict=True):
+        befores.append(place[start - 1 : -1])
+        ats.append(place[start:])
+    lengths_S = np.array([len(at) for at in ats])
+    # A token of a tree has one predecessor, so its own place names the pair. Several tokens may
+    # have the same predecessor: where completions part.
+    at_N, first_N, index = np.unique(np.concatenate(ats), return_index=True, return_inverse=True)
+    before_N = np.concatenate(befores)[first_N]
+    before_M, before_of_N = np.unique(before_N, return_inverse=True)
+    mask_SL = np.arange(lengths_S.max()) < lengths_S[:, None]
+    index_SL = np.zeros(mask_SL.shape, dtype=np.int64)
+    index_SL[mask_SL] = index
     return _Completions(
-        *(on_device(values, device) for values in (before, before_of, at, index, mask))
+        before_M=on_device(before_M, device),
+        before_of_N=on_device(before_of_N, device),
+        at_N=on_device(at_N, device),
+        index_SL=on_device(index_SL, device),
+        mask_SL=on_device(mask_SL, device),
     )
 
 
@@ -247,10 +262,14 @@ class VocabularyShard:
         """Values, normalisers and entropies of the whole vocabulary, of those of each part: a part
         r with normaliser l_r has the probability w_r = exp(l_r - l), and the entropy is sum w_r
         (h_r - log w_r)."""
-        stacked = torch.stack([(values_N + norms_N).masked_fill(~is_here_N, -torch.inf), norms_N])
-        stacked = torch.cat([stacked, entropies_N[None]]) if len(entropies_N) else stacked
-        parts = stacked.new_empty(self.group.size(), *stacked.shape)
-        distributed.all_gather(list(parts), stacked, group=self.group)
+        # Each target's logit is on one process: the largest over all is that one.
+        targets_N = (values_N + norms_N).masked_fill(~is_here_N, -torch.inf)
+        rows = [targets_N, norms_N]
+        if len(entropies_N):
+            rows.append(entropies_N)
+        own = torch.stack(rows)
+        parts = own.new_empty(self.group.size(), *own.shape)
+        distributed.all_gather(list(parts), own, group=self.group)
         targets_RN, norms_RN, *entropies = parts.unbind(dim=1)
         norms_N = norms_RN.logsumexp(dim=0)
         if entropies:
@@ -277,15 +296,17 @@ def _logits(
     products = hidden_ND.new_empty(rows, len(weight_VD))
     logits = products if products.dtype == torch.float32 else products.float()
     for start in range(0, len(hidden_ND), settings.chunk_tokens):
-        chunk = slice(start, min(start + settings.chunk_tokens, len(hidden_ND)))
-        product_CV, logits_CV = (x[: chunk.stop - chunk.start] for x in (products, logits))
+        stop = min(start + settings.chunk_tokens, len(hidden_ND))
+        chunk = slice(start, stop)
+        product_CV = products[: stop - start]
+        logits_CV = logits[: stop - start]
         if bias_V is None:
             torch.mm(hidden_ND[chunk], weight_VD.T, out=product_CV)
         else:
             torch.addmm(bias_V, hidden_ND[chunk], weight_VD.T, out=product_CV)
         if settings.scale != 1.0:
             product_CV *= settings.scale
-        # in the number format of the model, as its own forward does
+        # In the number format of the model, as its own forward does.
         if settings.softcap is not None:
             product_CV.div_(settings.softcap).tanh_().mul_(settings.softcap)
         if logits is not products:
@@ -296,6 +317,9 @@ def _logits(
 
 
 class _LinearLogProbs(torch.autograd.Function):
+    """Autograd would keep the logits of all tokens, (N, V). This keeps the hidden states and the
+    normalisers, and computes each chunk of logits again."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -305,22 +329,27 @@ class _LinearLogProbs(torch.autograd.Function):
         targets_N: Tensor,
         settings: _Settings,
     ) -> tuple[Tensor, Tensor]:
-        hidden, weight, bias = hidden_ND.to(weight_VD.dtype), weight_VD, bias_V
+        hidden_dtype = hidden_ND.dtype
+        hidden_ND = hidden_ND.to(weight_VD.dtype)
         values_N = hidden_ND.new_empty(len(hidden_ND), dtype=torch.float32)
         norms_N = torch.empty_like(values_N)
         entropies_N = torch.empty_like(values_N) if settings.entropies else values_N.new_empty(0)
-        log_probs = values_N.new_empty(min(settings.chunk_tokens, len(hidden)), len(weight))
+        log_probs = values_N.new_empty(min(settings.chunk_tokens, len(hidden_ND)), len(weight_VD))
         is_here_N = None
         if settings.shard is not None:
+            # A target on another process reads any row here, which `merged` leaves out.
             places_N = targets_N - settings.shard.first
-            targets_N = places_N.clamp(0, len(weight) - 1)
+            targets_N = places_N.clamp(0, len(weight_VD) - 1)
             is_here_N = targets_N == places_N
-        for chunk, logits_CV in _logits(hidden, weight, bias, settings):
-            log_probs_CV, at_C1 = log_probs[: len(logits_CV)], targets_N[chunk, None]
+        for chunk, logits_CV in _logits(hidden_ND, weight_VD, bias_V, settings):
+            at_C1 = targets_N[chunk, None]
             targets_C1 = logits_CV.gather(1, at_C1)
+            # Into one buffer, which is as large as the logits of a chunk.
+            log_probs_CV = log_probs[: len(logits_CV)]
             torch.ops.aten._log_softmax.out(logits_CV, -1, False, out=log_probs_CV)
             values_C1 = log_probs_CV.gather(1, at_C1)
-            values_N[chunk], norms_N[chunk] = values_C1[:, 0], (targets_C1 - values_C1)[:, 0]
+            values_N[chunk] = values_C1[:, 0]
+            norms_N[chunk] = (targets_C1 - values_C1)[:, 0]
             if settings.entropies:
                 probs_CV = torch.exp(log_probs_CV, out=logits_CV)
                 entropies_N[chunk] = -torch.linalg.vecdot(probs_CV, log_probs_CV)
@@ -329,50 +358,49 @@ class _LinearLogProbs(torch.autograd.Function):
             values_N, norms_N, entropies_N = settings.shard.merged(
                 values_N, norms_N, entropies_N, is_here_N
             )
-        ctx.save_for_backward(hidden, weight, bias, targets_N, is_here_N, norms_N)
-        ctx.settings, ctx.hidden_dtype = settings, hidden_ND.dtype
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, is_here_N, norms_N)
+        ctx.settings = settings
+        ctx.hidden_dtype = hidden_dtype
         ctx.mark_non_differentiable(entropies_N)
         return values_N, entropies_N
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_values_N: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        return *_gradients(ctx, grad_values_N), None, None
-
-
-def _gradients(
-    ctx: Any, grad_values_N: Tensor
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of hidden states, weight and bias; None if not required."""
-    hidden, weight, bias, targets_N, is_here_N, norms_N = ctx.saved_tensors
-    needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-    settings = ctx.settings
-    grad_N = grad_values_N * (settings.scale / settings.temperature)
-    picked_N = grad_N if is_here_N is None else grad_N.masked_fill(~is_here_N, 0.0)
-    grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-    grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
-    grad_bias = weight.new_zeros(len(weight), dtype=torch.float32) if needs_bias else None
-    for chunk, logits_CV in _logits(hidden, weight, bias, settings):
-        grad_C1 = grad_N[chunk, None]
-        slope_CV = (
-            None
-            if settings.softcap is None
-            else 1 - (logits_CV * settings.temperature / settings.softcap) ** 2
-        )
-        grad_CV = logits_CV.sub_(norms_N[chunk, None]).exp_().mul_(-grad_C1)
-        grad_CV.scatter_add_(1, targets_N[chunk, None], picked_N[chunk, None])
-        grad_CV = grad_CV if slope_CV is None else grad_CV.mul_(slope_CV)
-        if grad_bias is not None:
-            grad_bias += grad_CV.sum(dim=0)
-        grad_CV = grad_CV.to(weight.dtype)
+        hidden_ND, weight_VD, bias_V, targets_N, is_here_N, norms_N = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        settings = ctx.settings
+        grad_N = grad_values_N * (settings.scale / settings.temperature)
+        picked_N = grad_N if is_here_N is None else grad_N.masked_fill(~is_here_N, 0.0)
+        grad_hidden = torch.empty_like(hidden_ND) if needs_hidden else None
+        # In float32, because bfloat16 would round the sum at every chunk.
+        grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_weight else None
+        grad_bias = norms_N.new_zeros(len(weight_VD)) if needs_bias else None
+        for chunk, logits_CV in _logits(hidden_ND, weight_VD, bias_V, settings):
+            slope_CV = None
+            if settings.softcap is not None:
+                # The derivative of c tanh(x / c), from its value.
+                slope_CV = 1 - (logits_CV * settings.temperature / settings.softcap) ** 2
+            # g (1[v = target] - p_v), in the place of the logits.
+            grad_CV = logits_CV.sub_(norms_N[chunk, None]).exp_().mul_(-grad_N[chunk, None])
+            grad_CV.scatter_add_(1, targets_N[chunk, None], picked_N[chunk, None])
+            if slope_CV is not None:
+                grad_CV.mul_(slope_CV)
+            if grad_bias is not None:
+                grad_bias += grad_CV.sum(dim=0)
+            grad_CV = grad_CV.to(weight_VD.dtype)
+            if grad_hidden is not None:
+                torch.mm(grad_CV, weight_VD, out=grad_hidden[chunk])
+            if grad_weight is None:
+                continue
+            if grad_weight.dtype == weight_VD.dtype:
+                grad_weight.addmm_(grad_CV.T, hidden_ND[chunk])
+            else:
+                grad_weight += grad_CV.T @ hidden_ND[chunk]
         if grad_hidden is not None:
-            torch.mm(grad_CV, weight, out=grad_hidden[chunk])
-        if grad_weight is None:
-            continue
-        if grad_weight.dtype == weight.dtype:
-            grad_weight.addmm_(grad_CV.T, hidden[chunk])
-        else:
-            grad_weight += grad_CV.T @ hidden[chunk]
-    if grad_hidden is not None and settings.shard is not None:
-        distributed.all_reduce(grad_hidden, group=settings.shard.group)
-    return None if grad_hidden is None else grad_hidden.to(ctx.hidden_dtype), grad_weight, grad_bias
+            if settings.shard is not None:
+                # Each process has the part of its own rows of the head.
+                distributed.all_reduce(grad_hidden, group=settings.shard.group)
+            grad_hidden = grad_hidden.to(ctx.hidden_dtype)
+        # One for each argument of `forward`: the targets and the settings have none.
+        return grad_hidden, grad_weight, grad_bias, None, None

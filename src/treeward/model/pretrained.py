@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from torch import Tensor
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -46,13 +45,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 """The number formats that a configuration can name."""
 
 _HEAD_FILES = ["value_head.safetensors", "value_head.bin"]
-# of JSON of another form, as a list
-_DAMAGED = (
-    LookupError,
-    TypeError,
-    AttributeError,
-    StrictDataclassError,
-)
+_DAMAGED = (LookupError, TypeError, AttributeError, StrictDataclassError)
+"""What transformers raises for JSON of another form than it expects, as a list for a mapping."""
 
 
 @contextlib.contextmanager
@@ -61,7 +55,10 @@ def quiet_transformers() -> Iterator[None]:
     user's."""
     # Also the hub's retries, whose outcome is reported anyway, and bitsandbytes' remarks on missing
     # kernels.
-    others = {log: log.level for log in map(logging.getLogger, ("huggingface_hub", "bitsandbytes"))}
+    others = {}
+    for name in ("huggingface_hub", "bitsandbytes"):
+        log = logging.getLogger(name)
+        others[log] = log.level
     verbosity = transformers_logging.get_verbosity()
     had_bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
@@ -96,11 +93,8 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
         ) from error
     with contextlib.suppress(OSError, *_DAMAGED):  # a folder may hold a tokenizer alone
         set_template(tokenizer, PreTrainedConfig.get_config_dict(name)[0], name)
-    # where it was loaded from; a saved tokenizer would hold it
-    for key in (
-        "is_local",
-        "local_files_only",
-    ):
+    # How it was loaded, which a saved tokenizer would hold for ever.
+    for key in ("is_local", "local_files_only"):
         tokenizer.init_kwargs.pop(key, None)
     return tokenizer
 
@@ -109,7 +103,8 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
 def read_config(name: str, trust_remote_code: bool) -> PreTrainedConfig:
     """The configuration of a folder or hub name; for adapters, their base's. Raises
     `ModelError`."""
-    if (base := base_of_adapters(name)) is not None:
+    base = base_of_adapters(name)
+    if base is not None:
         try:
             return read_config(base, trust_remote_code)
         except ModelError as error:
@@ -141,12 +136,11 @@ def base_of_adapters(name: str) -> str | None:
         if Path(base).expanduser().resolve() == file.parent.resolve():
             raise ValueError(f"{base}: the folder itself")
     except (ModelError, ValueError, *_DAMAGED) as error:
-        got, need = (
-            str(error).splitlines()[0],
-            "base_model_name_or_path, the folder or hub name of the adapters' model",
-        )
         raise ModelError(
-            "the base model of these adapters is not there", where=str(file), got=got, need=need
+            "the base model of these adapters is not there",
+            where=str(file),
+            got=str(error).splitlines()[0],
+            need="base_model_name_or_path, the folder or hub name of the adapters' model",
         ) from error
     return str(base)
 
@@ -189,36 +183,35 @@ def load_weights(
         )
     hf, lacking = _read_weights(model_class, name, config=config, **settings)
     if load_in_4bit:
-        # saving would take a model on the CPU for one that is moved there
+        # Saving would take a model on the CPU for one that was offloaded there.
         vars(hf).pop("hf_device_map", None)
         for module in filter(is_quantized, hf.modules()):
             # bitsandbytes would pack the weights of a model that only computes, and never train
             # them again.
             vars(module)["support_avx512bf16_for_cpu"] = False
-    if broken := [
-        key for key, weight in hf.named_parameters() if weight.numel() and not _is_finite(weight)
-    ]:
+    broken = []
+    for key, weight in hf.named_parameters():
+        if weight.numel():
+            # A twentieth of the time of `isfinite().all()`; NaN is in both ends.
+            low, high = weight.detach().aminmax()
+            if not (low.isfinite() and high.isfinite()):
+                broken.append(key)
+    if broken:
+        fix = None
+        if dtype == torch.float16:
+            fix = "load it in bfloat16 or float32: float16 ends at 65504"
         got = f"{len(broken)} tensors, the first of them {broken[0]}"
-        fix = (
-            "load it in bfloat16 or float32: float16 ends at 65504"
-            if dtype == torch.float16
-            else None
-        )
         raise ModelError("the weights hold NaN or infinity", where=name, got=got, fix=fix)
     new_head = sorted(key for key in lacking if is_of_head(key))
-    # A pretrained encoder may lack the pooling too, which is above the backbone like the head.
-    above = f"{hf.base_model_prefix}."
-    if missing := sorted(
-        key for key in lacking if not new_head or (key.startswith(above) and ".pooler." not in key)
-    ):
+    missing = []
+    for key in sorted(lacking):
+        # A pretrained encoder may lack the pooling too, which is above the backbone like the head.
+        is_of_backbone = key.startswith(f"{hf.base_model_prefix}.") and ".pooler." not in key
+        if is_of_backbone or not new_head:
+            missing.append(key)
+    if missing:
         raise ModelError("weights are missing from the checkpoint", where=name, got=missing[:8])
     return hf, new_head
-
-
-def _is_finite(weight: Tensor) -> bool:
-    # a twentieth of the time of isfinite().all(); NaN is in both
-    low, high = weight.detach().aminmax()
-    return bool(low.isfinite()) and bool(high.isfinite())
 
 
 @quiet_transformers()
@@ -227,11 +220,16 @@ def _read_weights(
 ) -> tuple[PreTrainedModel, set[str]]:
     """A model, and the names of the weights that are random: neither its checkpoint nor its
     adapters have them."""
-    if (base := base_of_adapters(name)) is not None:
+    base = base_of_adapters(name)
+    if base is not None:
         if getattr(config, "quantization_config", None) is not None:
-            summary = "the base of these adapters is quantised, which a merge would round them to"
-            fix = f"name the same base in full precision as base_model_name_or_path of {ADAPTER_CONFIG}"
-            raise ModelError(summary, where=name, got=base, fix=fix)
+            raise ModelError(
+                "the base of these adapters is quantised, which a merge would round them to",
+                where=name,
+                got=base,
+                fix="name the same base in full precision as base_model_name_or_path of "
+                f"{ADAPTER_CONFIG}",
+            )
         hf, lacking = _read_weights(model_class, base, config=config, **settings)
         if any(is_of_head(key) for key in lacking):
             hf.get_submodule(head_name(hf)).float()  # or the adapters' own would be cast
@@ -249,9 +247,8 @@ def _read_weights(
             ignore_mismatched_sizes=True,  # they are refused below, by their names
             **settings,
         )
-    except (
-        Exception
-    ) as error:  # of a quantiser, of damaged files, of a config.json whose sizes make no sense
+    # Of any type: of a quantiser, of damaged files, of a config.json whose sizes make no sense.
+    except Exception as error:
         raise _loading_error(name, "model", error) from error
     check_used(hf, info["unexpected_keys"], name)
     for key, stored, wanted in sorted(info["mismatched_keys"]):
@@ -259,7 +256,8 @@ def _read_weights(
             "the weights do not have the shapes that config.json asks for",
             where=name,
             got=f"{key} of {tuple(stored)} where {tuple(wanted)} is asked for",
-            need="the config.json that was saved with the weights; in training, a causal LM or a model with one label",
+            need="the config.json that was saved with the weights; in training, a causal LM or a "
+            "model with one label",
         )
     return hf, set(info["missing_keys"])
 
@@ -268,47 +266,55 @@ def check_used(hf: PreTrainedModel, unused: Iterable[str], name: str) -> None:
     """Raise `ModelError` for `unused` tensors of the checkpoint `name`, which may be the head of a
     reward model; those of a language model of this configuration, or of the checkpoint's class in
     transformers, may be. A head file of LLaMA-Factory counts as a tensor."""
-    config, unknown = hf.config, set(unused)
+    config = hf.config
+    unknown = set(unused)
     if hasattr(hf, "num_labels"):  # a language model needs no head
         may_lack: Any = {
-            f"_raise_exceptions_for_{kind}": False
-            for kind in ("missing_entries", "connection_errors")
+            "_raise_exceptions_for_missing_entries": False,
+            "_raise_exceptions_for_connection_errors": False,
         }
-        unknown.update(
-            Path(file).name for file in cached_files(name, _HEAD_FILES, **may_lack) or ()
-        )
-    # old buffers, as transformers has them
-    patterns = [
-        r"rotary_emb\.inv_freq$",
-        r"(^|\.)position_ids$",
-    ]
-    classes = [getattr(transformers, text, None) for text in config.architectures or ()]
-    classes = [kind for kind in classes if getattr(kind, "config_class", None) is type(config)]
+        files = cached_files(name, _HEAD_FILES, **may_lack) or ()
+        unknown.update(Path(file).name for file in files)
+    if not unknown:
+        return
+    # What plain transformers takes the checkpoint for, and the language model of the family, whose
+    # output layer a classifier may leave unused.
+    classes = []
+    for text in config.architectures or ():
+        model_class: Any = getattr(transformers, text, None)
+        if getattr(model_class, "config_class", None) is type(config):
+            classes.append(model_class)
     if type(config) in AutoModelForCausalLM._model_mapping:
         classes.append(AutoModelForCausalLM._model_mapping[type(config)])
-    for model_class in (None, *classes) if unknown else ():
-        with torch.device("meta"):
-            model = hf if model_class is None else _unfilled(model_class, config)
+    models = [hf]
+    with torch.device("meta"):
+        models += [_unfilled(model_class, config) for model_class in classes]
+    # Buffers that older versions of transformers saved.
+    patterns = [r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"]
+    for model in models:
         patterns += model._keys_to_ignore_on_load_unexpected or ()
-        unknown -= {
-            key
-            for key, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
-        }
-    if unused_tensors := sorted(key for key in unknown if not re.search("|".join(patterns), key)):
-        heads = [
-            key
-            for key in unused_tensors
-            if re.search("head|score|reward|value|regress|classif", key)
-        ]
-        advice = "docs/reward_models.md lists the known heads; to train a new one, save the model without this"
-        raise ModelError(
-            "the checkpoint has tensors that this model does not use",
-            where=name,
-            got=", ".join((heads or unused_tensors)[:4])
-            + (", which look like a head" if heads else ""),
-            need=f"those of {type(hf).__name__}",
-            fix=advice if heads else "fix config.json, or save the model without them",
+        for key, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
+            unknown.discard(key)
+    unused_tensors = sorted(key for key in unknown if not re.search("|".join(patterns), key))
+    if not unused_tensors:
+        return
+    fix = "fix config.json, or save the model without them"
+    got = ", ".join(unused_tensors[:4])
+    like_a_head = re.compile("head|score|reward|value|regress|classif")
+    heads = list(filter(like_a_head.search, unused_tensors))
+    if heads:
+        got = ", ".join(heads[:4]) + ", which look like a head"
+        fix = (
+            "docs/reward_models.md lists the known heads; to train a new one, save the model "
+            "without this"
         )
+    raise ModelError(
+        "the checkpoint has tensors that this model does not use",
+        where=name,
+        got=got,
+        need=f"those of {type(hf).__name__}",
+        fix=fix,
+    )
 
 
 def _unfilled(model_class: Any, config: PreTrainedConfig) -> PreTrainedModel:
@@ -323,16 +329,15 @@ def _unfilled(model_class: Any, config: PreTrainedConfig) -> PreTrainedModel:
 def check_local(name: str) -> None:
     """Raise `ModelError` for a folder that does not exist, instead of looking for it on the hub."""
     path = Path(name).expanduser()
-    is_local = (
-        name.startswith(("/", ".", "~"))
-        or name.count("/") > 1
-        or (path.parent != Path() and path.parent.is_dir())
-    )
-    if is_local and not path.exists():
+    if path.exists():
+        return
+    # `owner/name` is a name of the hub, unless there is a folder `owner` here.
+    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1
+    lies_in_a_folder = path.parent != Path() and path.parent.is_dir()
+    if is_path or lies_in_a_folder:
         near = nearest_path(path)
-        raise ModelError(
-            "there is no such folder", where=name, fix=f"did you mean {near}?" if near else None
-        )
+        fix = None if near is None else f"did you mean {near}?"
+        raise ModelError("there is no such folder", where=name, fix=fix)
 
 
 def check_fields(config: PreTrainedConfig, fields: Iterable[str], where: str) -> None:
@@ -352,40 +357,44 @@ def _look_for(name: str, what: str) -> None:
         logger.info("Looking for the %s %s on the hub, or among earlier downloads.", what, name)
 
 
-def _damaged_file(name: str) -> tuple[Path, str] | None:
-    """The first file of a local folder that should be JSON and is not, as one that was cut off, and
-    what is wrong."""
-    for file in sorted(Path(name).expanduser().glob("*.json")):
-        try:
-            json.loads(file.read_bytes())
-        except (OSError, ValueError) as error:
-            return file, str(error).splitlines()[0]
-    return None
-
-
 def _loading_error(name: str, what: str, error: Exception, fix: str | None = None) -> ModelError:
     """The user's error for an error of `from_pretrained`, which names the file that is damaged, if
     one is."""
-    if (damaged := _damaged_file(name)) is not None:
-        file, wrong = damaged
-        fix = "copy the file again from where the model came from"
-        summary = f"the {what} cannot be loaded: this file is damaged"
-        return ModelError(summary, where=str(file), got=wrong, need="JSON", fix=fix)
-    text = str(
-        error.__cause__ or error if isinstance(error, StrictDataclassError) else error
-    ).strip()
-    summary, need = (
-        f"the {what} cannot be loaded",
-        f"a folder or hub name with the files of a {what}, in safetensors",
-    )
-    got = (text.splitlines() or [type(error).__name__])[0]
-    if inside := next(
-        (part for part in ("model", "final") if (Path(name) / part / "config.json").is_file()), None
-    ):
-        summary, fix = "the model is inside this folder", f"use {name}/{inside}"
+    # transformers' own errors do not name a file that was cut off.
+    for file in sorted(Path(name).expanduser().glob("*.json")):
+        try:
+            json.loads(file.read_bytes())
+        except (OSError, ValueError) as damage:
+            return ModelError(
+                f"the {what} cannot be loaded: this file is damaged",
+                where=str(file),
+                got=str(damage).splitlines()[0],
+                need="JSON",
+                fix="copy the file again from where the model came from",
+            )
+    reason: BaseException = error
+    if isinstance(error, StrictDataclassError) and error.__cause__ is not None:
+        reason = error.__cause__  # which names the field and its value
+    lines = str(reason).strip().splitlines()
+    summary = f"the {what} cannot be loaded"
+    # The folder of a run, or of a checkpoint.
+    parts = ("model", "final")
+    inside = next((part for part in parts if (Path(name) / part / "config.json").is_file()), None)
+    if inside is not None:
+        summary = "the model is inside this folder"
+        fix = f"use {name}/{inside}"
     elif not Path(name).expanduser().exists():
-        fix = "check the name and the network (and HF_HUB_OFFLINE, HTTPS_PROXY), or give the folder of a copy"
-    return ModelError(summary, where=name, got=got, need=need, fix=fix)
+        fix = (
+            "check the name and the network (and HF_HUB_OFFLINE, HTTPS_PROXY), or give the folder "
+            "of a copy"
+        )
+    return ModelError(
+        summary,
+        where=name,
+        got=lines[0] if lines else type(error).__name__,
+        need=f"a folder or hub name with the files of a {what}, in safetensors",
+        fix=fix,
+    )
 
 
 def bare_model(
@@ -400,10 +409,9 @@ def bare_model(
     determines them. The vocabulary size and special tokens are the tokenizer's; `settings` are
     further fields. Raises `ConfigError`."""
     fields = dict(model_config)
-    special = {
-        f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")
-    }
-    settings |= {"vocab_size": len(tokenizer), **special}
+    settings["vocab_size"] = len(tokenizer)
+    for field in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        settings[field] = getattr(tokenizer, field)
     for name in fields.keys() & settings.keys():
         raise ConfigError(
             "this field follows from the tokenizer",
@@ -455,21 +463,20 @@ def _config_errors(where: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        got = f"{type(error).__name__}: {error.__cause__ or error}"
-        need = (
-            "sizes of at least 1; num_attention_heads divides hidden_size, "
-            "and num_key_value_heads divides num_attention_heads"
-        )
         raise ConfigError(
-            "no model can be built from these fields", where=where, got=got, need=need
+            "no model can be built from these fields",
+            where=where,
+            got=f"{type(error).__name__}: {error.__cause__ or error}",
+            need="sizes that fit: heads divide the hidden size, heads of keys the heads, and none "
+            "is below 1",
         ) from error
 
 
 def choose_device(device: torch.device | str | None) -> torch.device:
     """The device of a name; None and `auto` mean a GPU if there is one, else the CPU."""
-    return torch.device(
-        ("cuda" if torch.cuda.is_available() else "cpu") if device in (None, "auto") else device
-    )
+    if device is None or device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(device)
 
 
 def has_room(device: torch.device, num_bytes: float) -> bool:
@@ -485,11 +492,11 @@ def check_device(device: str | None, *, where: str, field: str | None = None) ->
     try:
         torch.empty(0, device=choose_device(device))
     except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA
-        got, need = (
-            f"{device}: {str(error).splitlines()[0]}",
-            "cpu, or a GPU that torch sees, as cuda or cuda:1",
-        )
-        fix = "`auto` takes a GPU where there is one, else the CPU"
         raise ConfigError(
-            "the device cannot be used", where=where, field=field, got=got, need=need, fix=fix
+            "the device cannot be used",
+            where=where,
+            field=field,
+            got=f"{device}: {str(error).splitlines()[0]}",
+            need="cpu, or a GPU that torch sees, as cuda or cuda:1",
+            fix="`auto` takes a GPU where there is one, else the CPU",
         ) from error

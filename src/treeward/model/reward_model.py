@@ -15,6 +15,7 @@ sequences, V rows of values, D hidden size, H heads.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -63,7 +64,14 @@ class RewardModel(WrappedModel):
         """For a decoder that is read as in plain transformers: the token to cut off the end of
         sequences."""
         if layout == "encoder":
-            _compute_in_float32(self.head)
+            # The encoder's own forward calls its head, with hidden states in the backbone's dtype.
+            head = self.head
+            forward = head.forward
+
+            def forward_in_float32(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+                return forward(hidden.float(), *args, **kwargs)
+
+            head.forward = forward_in_float32
 
     @property
     def head(self) -> nn.Module:
@@ -154,9 +162,10 @@ class RewardModel(WrappedModel):
         one batch, or several if a single group is larger than `max_tokens`."""
         if len(groups) != 1 or max_tokens is None:
             return [self.pack(groups)], None
-        parts = split_group(groups[0], max_tokens=max_tokens, share=self.layout == "tree")
-        order_S = order_of_parts([part.members for part in parts])
-        return [self.pack([[groups[0][i] for i in part.members]]) for part in parts], order_S
+        [group] = groups
+        parts = split_group(group, max_tokens=max_tokens, share=self.layout == "tree")
+        batches = [self.pack([[group[i] for i in part.members]]) for part in parts]
+        return batches, order_of_parts([part.members for part in parts])
 
     def forward(self, batch: Batch) -> Tensor:
         """Scores of a model with one head, float32 (S,), one per sequence in the order of the
@@ -189,18 +198,15 @@ class RewardModel(WrappedModel):
         assert num_reads is not None, (
             "a process reward model reads sequences at any number of steps"
         )
-        size = (
-            head.in_features
-            if isinstance(head, nn.Linear)
-            else self.hf.config.get_text_config().hidden_size
-        )
-        return num_reads, size
+        if isinstance(head, nn.Linear):
+            return num_reads, head.in_features
+        return num_reads, self.hf.config.get_text_config().hidden_size
 
     def _heads(self, batch: Batch | FeatureBatch) -> Tensor:
         if self.layout == "encoder" and isinstance(batch, RowBatch):
             return self._encoder_logits(batch)
         hidden_ND, index_R = self._read(batch)
-        # of a place that several sequences end at only once
+        # Before the index: a place at which several sequences end is computed once.
         values_NH = self.head_values(hidden_ND)
         return values_of_reads(self.head, values_NH.index_select(0, index_R))
 
@@ -210,10 +216,8 @@ class RewardModel(WrappedModel):
         if isinstance(batch, TreeBatch):
             return self.tree_hidden(batch, batch.reads.places_N), batch.reads.index_R
         if isinstance(batch, RowBatch) and self.layout != "encoder":
-            hidden_SLD = self.row_hidden(batch)
-            return hidden_SLD.flatten(0, 1).index_select(
-                0, batch.reads.places_N
-            ), batch.reads.index_R
+            all_hidden = self.row_hidden(batch).flatten(0, 1)
+            return all_hidden.index_select(0, batch.reads.places_N), batch.reads.index_R
         if isinstance(batch, FeatureBatch):
             hidden_RD = batch.features_SKD.flatten(0, 1)
         else:
@@ -233,14 +237,14 @@ class RewardModel(WrappedModel):
             values_SH = self._encoder_logits(batch)
         finally:
             hook.remove()
-        hidden_SD = inputs[0] if inputs[0].dim() == 2 else inputs[0][:, 0]
+        hidden_SD = inputs[0]
+        if hidden_SD.dim() == 3:  # all tokens, of which a head reads the first
+            hidden_SD = hidden_SD[:, 0]
         if not torch.allclose(self.head_values(hidden_SD), values_SH, rtol=1e-3, atol=1e-4):
-            summary, got = (
-                "this encoder's head reads more than one hidden state",
-                type(self.head).__name__,
-            )
             raise ModelError(
-                summary, got=got, fix="set policy.reward_model_cfg.freeze_backbone=false"
+                "this encoder's head reads more than one hidden state",
+                got=type(self.head).__name__,
+                fix="set policy.reward_model_cfg.freeze_backbone=false",
             )
         return hidden_SD
 
@@ -264,19 +268,21 @@ class RewardModel(WrappedModel):
         """
         self._check_sequences(sequences)
         sequences, read_at = self.until_last_reads(sequences)
-        # what FSDP gathers here is used in training as well, which tensors of the inference mode
-        # cannot be
+        # What FSDP gathers here is used in training as well, which tensors of the inference mode
+        # cannot be.
         is_sharded = self.compute_device is not None
         with torch.no_grad() if is_sharded else torch.inference_mode():
             values: list[Tensor] = [torch.empty(0, self.num_heads)] * len(sequences)
             share = self.layout == "tree"
             if not share or (cache is not None and cache.max_bytes == 0):
                 cache = None
-            num_known = None
+            # How many of each sequence's first tokens need not be computed: cached ones before the
+            # first that is read. No value is kept for a cached token, only what others attend to.
+            num_known: list[int] | None = None
             if cache is not None:
-                num_known = [
-                    self._num_known(cache, *item) for item in zip(sequences, read_at, strict=True)
-                ]
+                num_known = []
+                for ids, positions in zip(sequences, read_at, strict=True):
+                    num_known.append(cache.match(ids, most=min(positions, default=0)))
             for groups in plan_sequences(
                 sequences,
                 max_tokens=max_tokens,
@@ -285,14 +291,11 @@ class RewardModel(WrappedModel):
                 num_cached=num_known,
             ):
                 if cache is None or num_known is None:
-                    members = [i for group in groups for i in group]
-                    batch = self.make_batch([[sequences[i] for i in group] for group in groups])
+                    batch_groups = [[sequences[i] for i in group] for group in groups]
+                    batch = self.make_batch(batch_groups)
                     batch_values = self.heads(batch)
                 else:
-                    groups = [
-                        part for group in groups for part in _alike(sequences, num_known, group)
-                    ]
-                    members = [i for group in groups for i in group]
+                    groups = _by_known_beginning(sequences, num_known, groups)
                     batch, batch_values = self._heads_with(
                         cache,
                         sequences,
@@ -301,15 +304,15 @@ class RewardModel(WrappedModel):
                         groups,
                         prompt_lengths or [0] * len(sequences),
                     )
+                members = list(itertools.chain.from_iterable(groups))
                 self.num_computed_tokens += batch.num_computed_tokens
                 self.num_row_tokens += sum(len(sequences[i]) for i in members)
                 counts = [self._num_values(read_at[i]) for i in members]
-                for i, values_of_sequence in zip(
-                    members, batch_values.cpu().split(counts), strict=True
-                ):
+                member_values = batch_values.cpu().split(counts)
+                for i, values_of_sequence in zip(members, member_values, strict=True):
                     values[i] = values_of_sequence
             # Masked attention multiplies hidden values by zero, and zero times NaN is NaN: one
-            # broken conversation may break others.
+            # broken conversation may break others of its batch. Alone it breaks none.
             for i, values_of_sequence in enumerate(values):
                 if not values_of_sequence.isfinite().all():
                     values[i] = self.heads(self.make_batch([[sequences[i]]])).cpu()
@@ -323,10 +326,6 @@ class RewardModel(WrappedModel):
 
     def _num_values(self, positions: Sequence[int]) -> int:
         return len(positions) if reads_each(self.head) is None else 1
-
-    def _num_known(self, cache: PrefixCache, ids: TokenIds, read_at: Sequence[int]) -> int:
-        """How many of the first tokens need not be computed: cached ones before the first that is read."""
-        return cache.match(ids, most=min(read_at, default=0))
 
     def _heads_with(
         self,
@@ -349,12 +348,13 @@ class RewardModel(WrappedModel):
             prefixes.append(cache.get(sequences[group[0]], start) if start else None)
             cache.num_reused_tokens += start * len(group)
             remainders.append([sequences[i][start:] for i in group])
-            remaining_reads += [[position - start for position in read_at[i]] for i in group]
-            prompt_places = {
-                tuple(map(int, sequences[i][: prompt_lengths[i]])): k for k, i in enumerate(group)
-            }
+            prompt_places: dict[tuple[int, ...], int] = {}  # each prompt of the group once
+            for k, i in enumerate(group):
+                remaining_reads.append([position - start for position in read_at[i]])
+                prompt_places[tuple(map(int, sequences[i][: prompt_lengths[i]]))] = k
             for prompt, k in prompt_places.items():
-                if len(prompt) > max(start, MIN_PREFIX_TOKENS - 1):
+                is_long_enough = len(prompt) >= MIN_PREFIX_TOKENS
+                if is_long_enough and len(prompt) > start:  # else the cache has it
                     keep.append((g, k, len(prompt) - start))
                     prompts.append(prompt)
         batch = TreeBatch.from_groups(
@@ -368,18 +368,21 @@ class RewardModel(WrappedModel):
         return batch, values
 
     def _check_sequences(self, sequences: Sequence[TokenIds]) -> None:
-        limit, num_tokens_known = self.max_positions, self.num_known_tokens
+        limit = self.max_positions
+        need_tokens = f"0 to {self.num_known_tokens - 1}, the tokens of the model's vocabulary"
+        need_length = "1 token or more"
+        if limit is not None:
+            need_length = f"1 to {limit} tokens, the model's positions"
         for i, sequence in enumerate(sequences):
             if not len(sequence) or (limit is not None and len(sequence) > limit):
                 got = f"{len(sequence)} tokens"
-                need = (
-                    "1 token or more"
-                    if limit is None
-                    else f"1 to {limit} tokens, the model's positions"
-                )
-            elif min(sequence) < 0 or max(sequence) >= num_tokens_known:
-                got = f"token {min(sequence) if min(sequence) < 0 else max(sequence)}"
-                need = f"0 to {num_tokens_known - 1}, the tokens of the model's vocabulary"
+                need = need_length
+            elif min(sequence) < 0:
+                got = f"token {min(sequence)}"
+                need = need_tokens
+            elif max(sequence) >= self.num_known_tokens:
+                got = f"token {max(sequence)}"
+                need = need_tokens
             else:
                 continue
             raise ModelError(
@@ -392,24 +395,30 @@ class RewardModel(WrappedModel):
         """`{"scores": float32 (B,)}` for `{"input_ids": (B, L), "input_lengths": (B,)}`, rows
         padded on the right, as NeMo RL's `Policy.score`; several heads give (B, H). Raises
         `ModelError` for an invalid length, and for a score that is not finite."""
-        ids_BL, lengths_B = data["input_ids"], data["input_lengths"].tolist()
-        if wrong := [length for length in lengths_B if not 0 < length <= ids_BL.shape[1]]:
-            raise ModelError(
-                "a row cannot have this length", got=wrong[0], need=f"1 to {ids_BL.shape[1]}"
-            )
-        rows = [row[:length] for row, length in zip(ids_BL.tolist(), lengths_B, strict=True)]
+        ids_BL = data["input_ids"]
+        width = ids_BL.shape[1]
+        rows = []
+        for row, length in zip(ids_BL.tolist(), data["input_lengths"].tolist(), strict=True):
+            if not 0 < length <= width:
+                raise ModelError("a row cannot have this length", got=length, need=f"1 to {width}")
+            rows.append(row[:length])
         values_BH = self.score_tokens(rows, max_tokens=max_tokens)
         for i, values in enumerate(values_BH.tolist()):
             check_finite(values, f"row {i}", len(rows[i]))
         if self.score_parts:
             return {"scores": values_BH.sum(dim=1)}
-        return {"scores": values_BH[:, 0] if self.num_heads == 1 else values_BH}
+        if self.num_heads == 1:
+            return {"scores": values_BH[:, 0]}
+        return {"scores": values_BH}
 
     def head_values(self, hidden_SD: Tensor) -> Tensor:
         """The values (S, H) of last hidden states (S, D)."""
-        head, hidden_SD = self.head, hidden_SD.float()
+        head = self.head
+        hidden_SD = hidden_SD.float()
         if self.layout == "encoder":
-            values: Tensor = head(hidden_SD if isinstance(head, nn.Linear) else hidden_SD[:, None])
+            if not isinstance(head, nn.Linear):
+                hidden_SD = hidden_SD[:, None]  # such a head reads the first token of each row
+            values: Tensor = head(hidden_SD)
             return values
         if not isinstance(head, nn.Linear):
             with torch.autocast(hidden_SD.device.type, enabled=False):
@@ -417,10 +426,11 @@ class RewardModel(WrappedModel):
             return values
         # Not a matrix product: it may round two rows differently, and identical completions must
         # tie exactly.
-        values_SH = torch.stack(
-            [(hidden_SD * weight_D).sum(dim=-1) for weight_D in head.weight.float()], dim=1
-        )
-        return values_SH if head.bias is None else values_SH + head.bias.float()
+        columns = [(hidden_SD * weight_D).sum(dim=-1) for weight_D in head.weight.float()]
+        values_SH = torch.stack(columns, dim=1)
+        if head.bias is not None:
+            values_SH = values_SH + head.bias.float()
+        return values_SH
 
 
 def reads_of(head: nn.Module, ids: TokenIds) -> Sequence[int]:
@@ -449,16 +459,18 @@ def values_of_reads(head: nn.Module, values_RH: Tensor) -> Tensor:
     return values_RH
 
 
-def _alike(
-    sequences: Sequence[TokenIds], num_known: Sequence[int], group: Sequence[int]
+def _by_known_beginning(
+    sequences: Sequence[TokenIds], num_known: Sequence[int], groups: Sequence[Sequence[int]]
 ) -> list[list[int]]:
-    """The sequences of a group by their cached beginning, so that each part continues one
-    prefix."""
-    parts: dict[bytes, list[int]] = {}
-    for i in group:
-        prefix = np.asarray(sequences[i][: num_known[i]], dtype=np.int64)
-        parts.setdefault(prefix.tobytes(), []).append(i)
-    return list(parts.values())
+    """The groups in parts by the cached beginnings, so that each part continues one prefix."""
+    all_parts: list[list[int]] = []
+    for group in groups:
+        parts: dict[bytes, list[int]] = {}
+        for i in group:
+            prefix = np.asarray(sequences[i][: num_known[i]], dtype=np.int64)
+            parts.setdefault(prefix.tobytes(), []).append(i)
+        all_parts.extend(parts.values())
+    return all_parts
 
 
 def check_finite(values: Sequence[float], name: str, num_tokens: int) -> None:
@@ -492,12 +504,3 @@ def stored_heads(hf: PreTrainedModel) -> tuple[str, ...]:
     """The names of the head's modules on disk, which some published models change."""
     names: tuple[str, ...] = getattr(hf, "stored_head", None) or (head_name(hf),)
     return names
-
-
-def _compute_in_float32(head: nn.Module) -> None:
-    original = head.forward
-
-    def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return original(hidden.float(), *args, **kwargs)
-
-    head.forward = forward

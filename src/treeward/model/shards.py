@@ -2,7 +2,7 @@
 
     write_tensors(folder, {"hf.score.weight.exp_avg": sharded, ...})    # every process calls it
     read_tensors(folder, {"hf.score.weight.exp_avg": sharded})          # in place, in any layout
-    put(parameter, whole)                                               # fill this process's part from a whole tensor
+    put(parameter, whole)                   # fill this process's part from a whole tensor
 
 The files are safetensors, by PyTorch's `HuggingFaceStorageWriter`, which uses no pickle.
 """
@@ -10,7 +10,6 @@ The files are safetensors, by PyTorch's `HuggingFaceStorageWriter`, which uses n
 from __future__ import annotations
 
 import contextlib
-import itertools
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -37,13 +36,15 @@ _FILE_BYTES = 250 * 1000**2
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write tensors, each process its parts; tensors that are not sharded are written once. An
     error of one process is raised on all."""
-    rank_sizes = processes.gather({name: tensor.nbytes for name, tensor in tensors.items()})
-    sizes = {name: size for rank in rank_sizes for name, size in rank.items()}
-    last_bytes = itertools.accumulate(sizes.values())
-    file_of = {
-        name: 1 + end // (_FILE_BYTES * processes.size())
-        for name, end in zip(sizes, last_bytes, strict=True)
-    }
+    # A process may have tensors that others do not; the numbers of the files are the same on each.
+    sizes: dict[str, int] = {}
+    for rank_sizes in processes.gather({name: tensor.nbytes for name, tensor in tensors.items()}):
+        sizes.update(rank_sizes)
+    file_of = {}
+    total_bytes = 0
+    for name, num_bytes in sizes.items():
+        total_bytes += num_bytes
+        file_of[name] = 1 + total_bytes // (_FILE_BYTES * processes.size())
     writer = HuggingFaceStorageWriter(
         str(folder), fqn_to_index_mapping=file_of, save_distributed=True
     )
@@ -55,16 +56,14 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 def stored_tensors(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """The sizes and dtypes of the whole tensors in a folder that `write_tensors` has written, by
     name."""
-    metadata = (
-        HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-        if folder.is_dir()
-        else {}
-    )
-    return {
-        name: (entry.size, entry.properties.dtype)
-        for name, entry in metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
+    stored: dict[str, tuple[torch.Size, torch.dtype]] = {}
+    if not folder.is_dir():
+        return stored
+    metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            stored[name] = (entry.size, entry.properties.dtype)
+    return stored
 
 
 def read_tensors(folder: Path, targets: Mapping[str, Tensor]) -> None:
@@ -81,9 +80,8 @@ def _together() -> Iterator[None]:
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
             yield
-        except (
-            CheckpointException
-        ) as error:  # not an Exception; on every process, with the error of each
+        # It is no `Exception`. Every process gets one, with the errors of all.
+        except CheckpointException as error:
             rank, (first, _) = next(iter(error.failures.items()))
             if processes.size() > 1 and isinstance(first, OSError):
                 first = OSError(f"rank {rank}: {first}")
@@ -102,9 +100,8 @@ def own_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
     sizes, starts = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
-    return tensor.to_local(), tuple(
-        slice(start, start + size) for start, size in zip(starts, sizes, strict=True)
-    )
+    place = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+    return tensor.to_local(), tuple(place)
 
 
 @torch.no_grad()

@@ -61,9 +61,8 @@ class StoredModel:
     def config(self) -> dict[str, Any]:
         """`config.json` as it is on disk; loading repairs it in memory."""
         try:
-            content: dict[str, Any] = json.loads(
-                (self.folder / "config.json").read_text(encoding="utf-8")
-            )
+            text = (self.folder / "config.json").read_text(encoding="utf-8")
+            content: dict[str, Any] = json.loads(text)
         except (OSError, ValueError) as error:
             raise ModelError(
                 "config.json is missing or damaged", where=str(self.folder), got=str(error)
@@ -76,22 +75,19 @@ class StoredModel:
         tensors: list[StoredTensor] = []
         path = self.folder / SAFE_WEIGHTS_INDEX_NAME
         try:
-            names = [SAFE_WEIGHTS_NAME]
+            # As transformers chooses: one file wins over an index of several.
+            names = {SAFE_WEIGHTS_NAME}
             if path.is_file() and not (self.folder / SAFE_WEIGHTS_NAME).is_file():
-                names = sorted(
-                    set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
-                )
-            for name in names:
+                index = json.loads(path.read_text(encoding="utf-8"))
+                names = set(index["weight_map"].values())
+            for name in sorted(names):
                 path = self.folder / name
                 with safe_open(path, framework="pt") as file:
                     for key in file.keys():  # noqa: SIM118 (it is no mapping)
-                        part = file.get_slice(key)
+                        part = file.get_slice(key)  # reads the head of the file alone
                         dtype = part.get_dtype()
-                        tensors.append(
-                            StoredTensor(
-                                key, path, _DTYPES.get(dtype, dtype), tuple(part.get_shape())
-                            )
-                        )
+                        dtype = _DTYPES.get(dtype, dtype)
+                        tensors.append(StoredTensor(key, path, dtype, tuple(part.get_shape())))
         except (OSError, SafetensorError, ValueError, KeyError, AttributeError) as error:
             if (self.folder / ADAPTER_CONFIG).is_file():
                 raise ModelError(
@@ -157,10 +153,11 @@ def dtype_of(tensors: Iterable[StoredTensor]) -> str:
 def architecture_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of `config.json` that a forward pass depends on, besides weights and number format;
     also of inner configurations, as `text_config`."""
-    return {
-        key: architecture_of(value)
-        if key.endswith("_config") and isinstance(value, dict)
-        else value
-        for key, value in config.items()
-        if key not in _NOT_ARCHITECTURE
-    }
+    kept = {}
+    for key, value in config.items():
+        if key in _NOT_ARCHITECTURE:
+            continue
+        if key.endswith("_config") and isinstance(value, dict):
+            value = architecture_of(value)
+        kept[key] = value
+    return kept

@@ -92,21 +92,22 @@ class WrappedModel(nn.Module):
         change with the longest conversation of a batch (`dynamic`, `longrope`) are limited to the
         length where they begin to."""
         config = self.hf.config.get_text_config()
-        limit = getattr(config, "max_position_embeddings", None) or getattr(
-            config, "n_positions", None
-        )
-        limits = [limit] if limit else []
+        limit = getattr(config, "max_position_embeddings", None)
+        limit = limit or getattr(config, "n_positions", None)
+        limits = [limit]
         rope = getattr(config, "rope_parameters", None) or {}
-        # the parameters themselves, or those of each layer type
-        for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
+        # The parameters themselves, or those of each type of layer.
+        all_parameters = [rope]
+        all_parameters += [value for value in rope.values() if isinstance(value, dict)]
+        for parameters in all_parameters:
             if parameters.get("rope_type") in ("dynamic", "longrope"):
                 limits.append(parameters.get("original_max_position_embeddings") or limit)
         for module in self.backbone.modules():
             table = getattr(module, "position_embeddings", None)
-            # RoBERTa counts on from padding
+            # RoBERTa counts on from padding.
             if isinstance(table, nn.Embedding) and table.padding_idx is not None:
                 limits.append(table.num_embeddings - table.padding_idx - 1)
-        return min((int(limit) for limit in limits if limit), default=None)
+        return min((int(length) for length in limits if length), default=None)
 
     def weights(self) -> list[nn.Parameter]:
         """The floating-point parameters that may have any format, without a score head."""
@@ -122,17 +123,18 @@ class WrappedModel(nn.Module):
     def computing_in(self, dtype: torch.dtype) -> Iterator[None]:
         """A context in which the weights have `dtype`; afterwards each is the same parameter with
         the same bits."""
-        # A wider format holds every bit of a narrower one, so narrower weights need no copy.
-        before = [
-            (p, p.dtype, p.data if p.dtype.itemsize >= dtype.itemsize else None)
-            for p in self.weights()
-        ]
+        before: list[tuple[nn.Parameter, torch.dtype, Tensor | None]] = []
+        for parameter in self.weights():
+            # A wider format holds every bit of a narrower one, so narrower weights need no copy.
+            is_narrower = parameter.dtype.itemsize < dtype.itemsize
+            copy = None if is_narrower else parameter.data
+            before.append((parameter, parameter.dtype, copy))
         self.cast(dtype)
         try:
             yield
         finally:
-            for parameter, previous_dtype, data in before:
-                parameter.data = parameter.data.to(previous_dtype) if data is None else data
+            for parameter, previous_dtype, copy in before:
+                parameter.data = parameter.data.to(previous_dtype) if copy is None else copy
 
     def make_batch(self, groups: Sequence[Sequence[TokenIds]]) -> Batch:
         """Pack groups of token sequences (each a whole conversation) the way this model runs them,
@@ -141,8 +143,9 @@ class WrappedModel(nn.Module):
 
     def on_device(self, packed: Batch) -> Batch:
         """A copy of a host's batch on the model's device, without waiting."""
-        pinned = packed.pin() if self.device.type == "cuda" else packed
-        return pinned.to(self.device, non_blocking=True)
+        if self.device.type == "cuda":
+            packed = packed.pin()  # a copy from pageable memory waits
+        return packed.to(self.device, non_blocking=True)
 
     def pack(
         self,
@@ -155,7 +158,9 @@ class WrappedModel(nn.Module):
         if self.layout == "tree":
             return TreeBatch.from_groups(groups, read_at=read_at)
         pad = getattr(self.hf.config.get_text_config(), "pad_token_id", None)
-        return RowBatch.from_groups(groups, pad_token_id=0 if pad is None else pad, read_at=read_at)
+        if pad is None:
+            pad = 0  # any token: the mask hides it
+        return RowBatch.from_groups(groups, pad_token_id=pad, read_at=read_at)
 
     @contextlib.contextmanager
     def attention(self, implementation: str) -> Iterator[None]:
@@ -178,12 +183,11 @@ class WrappedModel(nn.Module):
     def plain_attention(self) -> contextlib.AbstractContextManager[None]:
         """A context in which `hf` runs as in plain transformers, whose SDPA would ignore soft-caps
         and sinks."""
-        has_softcap = (
-            getattr(self.hf.config.get_text_config(), "attn_logit_softcapping", None) is not None
-        )
-        return self.attention(
-            "sdpa" if getattr(self.hf, "_supports_sdpa", True) and not has_softcap else "eager"
-        )
+        config = self.hf.config.get_text_config()
+        has_softcap = getattr(config, "attn_logit_softcapping", None) is not None
+        if has_softcap or not getattr(self.hf, "_supports_sdpa", True):
+            return self.attention("eager")
+        return self.attention("sdpa")
 
     def plain_logits(self, **inputs: Any) -> Tensor:
         """The logits of plain transformers."""
@@ -211,27 +215,24 @@ class WrappedModel(nn.Module):
         """Keep one activation per layer and compute the others again in the backward pass. Raises
         `ConfigError`."""
         # transformers has renamed it; the oldest versions that we allow have only the old name.
-        enable = (
-            getattr(self.hf, "activation_checkpointing_enable", None)
-            or self.hf.gradient_checkpointing_enable
-        )
+        enable = getattr(self.hf, "activation_checkpointing_enable", None)
+        enable = enable or self.hf.gradient_checkpointing_enable
         try:
             # The recomputation needs the row of trees too: recurrent layers look for it when they run.
             enable({"use_reentrant": False, "context_fn": current_row.checkpointing})
         except ValueError as error:
-            summary, where = "this model cannot compute its activations again", "policy.dtensor_cfg"
             raise ConfigError(
-                summary, where=where, field="activation_checkpointing", got=str(error)
+                "this model cannot compute its activations again",
+                where="policy.dtensor_cfg",
+                field="activation_checkpointing",
+                got=str(error),
             ) from error
 
     @property
     def layers(self) -> list[nn.Module]:
         """The layers of the backbone that transformers marks, as it does in nearly all models."""
-        return [
-            module
-            for module in self.backbone.modules()
-            if isinstance(module, GradientCheckpointingLayer)
-        ]
+        modules = self.backbone.modules()
+        return [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
 
     def tree_hidden(self, batch: TreeBatch, at_N: Tensor) -> Tensor:
         """The last hidden states at these places of the row (int64), (N, D)."""
