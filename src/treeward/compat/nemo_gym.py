@@ -4,7 +4,8 @@
 
     class Brevity(SimpleResourcesServer):
         async def verify(self, body: BaseVerifyRequest) -> BaseVerifyResponse:
-            return BaseVerifyResponse(**body.model_dump(), reward=1 / len(extract_response(body.response)))
+            length = len(extract_response(body.response))
+            return BaseVerifyResponse(**body.model_dump(), reward=1 / length)
 
     Brevity.run_webserver()             # in app.py, which NeMo Gym starts
 
@@ -22,11 +23,10 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import anyio
-import torch
 import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
@@ -37,6 +37,7 @@ from yaml import YAMLError
 
 from treeward.data.responses_items import conversation_of
 from treeward.errors import ConfigError, DataError, TreewardError
+from treeward.model.pretrained import choose_device
 from treeward.progress import configure_logging
 from treeward.scoring.score import completion_text, prompt_text
 from treeward.scoring.scorer import load_reward_model
@@ -67,7 +68,7 @@ class BaseResourcesServerConfig(_Open):
     name: str = "resources_server"
     host: str = "127.0.0.1"
     port: int = 8000
-    device: str = Field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")
+    device: str = Field(default_factory=lambda: choose_device(None).type)
     batch_size: int = 8
     max_length: int = 2048
     normalize_rewards: bool = False
@@ -119,7 +120,7 @@ class SimpleResourcesServer(_Open):
 
     async def verify(self, body: BaseVerifyRequest) -> BaseVerifyResponse:
         """The reward of a rollout by `score` or `predict`, which are called one at a time beside
-        the event loop."""
+        the event loop: models are not made for several threads."""
         score = getattr(self, "score", None) or getattr(self, "predict", None)
         if score is None:
             raise NotImplementedError(
@@ -137,10 +138,28 @@ class SimpleResourcesServer(_Open):
         if not inspect.iscoroutinefunction(inspect.unwrap(self.verify)):
             got = f"def verify of {type(self).__name__}"
             raise ConfigError("verify must be a coroutine", got=got, need="async def verify")
+        verify = self.verify
+
+        @functools.wraps(verify)  # FastAPI reads its parameters
+        async def masking(*args: Any, **arguments: Any) -> JSONResponse:
+            """`verify` as a route that masks failures instead of giving them a number."""
+            try:
+                verdict = (await verify(*args, **arguments)).model_dump(mode="json")
+                if verdict["mask_sample"] or math.isfinite(verdict["reward"]):
+                    return JSONResponse(verdict)
+                reason = f"the reward is {verdict['reward']!r}"
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}"
+                # A user's own code has failed: its traceback helps.
+                is_fault = not isinstance(error, TreewardError)
+                logger.warning("A rollout has no reward: %a", reason, exc_info=is_fault)
+            bodies = (body for body in arguments.values() if isinstance(body, BaseVerifyRequest))
+            return JSONResponse(next(bodies).model_dump(mode="json") | failure(reason))
+
         app = FastAPI(title=self.config.name)
         app.router.route_class = JSONRoute
         for prefix in ("", ROLLOUT_PREFIX):
-            app.post(f"{prefix}/verify", response_model=None)(_masking(self.verify))
+            app.post(f"{prefix}/verify", response_model=None)(masking)
         app.include_router(sessions)
         return app
 
@@ -155,10 +174,8 @@ class SimpleResourcesServer(_Open):
             settings: Any = {"name": where.split(".")[0], **section}
             server = cls(config=settings)  # nothing listens before the model is loaded
             app = server.setup_webserver()
-        except (
-            TreewardError,
-            ValidationError,
-        ) as error:  # pydantic's holds what model_post_init raises
+        # pydantic makes a ValidationError of what `model_post_init` raises.
+        except (TreewardError, ValidationError) as error:
             sys.stderr.write(f"{cls.__name__}: {error}\n")
             sys.exit(2)
         config = server.config
@@ -189,9 +206,8 @@ def handed_over() -> tuple[str, dict[str, Any]]:
     """
     name = os.environ.get("NEMO_GYM_CONFIG_PATH", "")
     try:
-        [(implementation, section)] = OmegaConf.select(
-            merged_config(), f"{name}.resources_servers"
-        ).items()
+        servers = OmegaConf.select(merged_config(), f"{name}.resources_servers")
+        [(implementation, section)] = servers.items()
         values = cast(dict[str, Any], OmegaConf.to_container(section, resolve=True))
     except (OmegaConfBaseException, YAMLError, ValueError, AttributeError) as error:
         raise ConfigError(
@@ -207,27 +223,6 @@ def handed_over() -> tuple[str, dict[str, Any]]:
 def merged_config() -> DictConfig:
     """The configuration of all servers, as NeMo Gym gives it to each."""
     return cast(DictConfig, OmegaConf.create(os.environ.get("NEMO_GYM_CONFIG_DICT", "")))
-
-
-def _masking(verify: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[JSONResponse]]:
-    """`verify` as a route that masks failures instead of giving them a number."""
-
-    @functools.wraps(verify)
-    async def answer(*args: Any, **arguments: Any) -> JSONResponse:
-        try:
-            verdict = (await verify(*args, **arguments)).model_dump(mode="json")
-            if verdict["mask_sample"] or math.isfinite(verdict["reward"]):
-                return JSONResponse(verdict)
-            reason = f"the reward is {verdict['reward']!r}"
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            logger.warning(
-                "A rollout has no reward: %a", reason, exc_info=not isinstance(error, TreewardError)
-            )
-        body = next(value for value in arguments.values() if isinstance(value, BaseVerifyRequest))
-        return JSONResponse(body.model_dump(mode="json") | failure(reason))
-
-    return answer
 
 
 def extract_response(response: Any) -> str:

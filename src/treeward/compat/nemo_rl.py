@@ -151,18 +151,19 @@ class RawDataset:
     def set_task_spec(self, data_config: Mapping[str, Any]) -> None:
         """Keep the section as `data_config`, and make `task_spec` of it."""
         self.data_config = data_config
-        names = [name for name in TaskDataSpec.__dataclass_fields__ if name != "task_name"]
-        self.task_spec = TaskDataSpec(
-            self.task_name, **{name: data_config.get(name) for name in names}
-        )
+        settings = {name: data_config.get(name) for name in TaskDataSpec.__dataclass_fields__}
+        settings["task_name"] = self.task_name
+        self.task_spec = TaskDataSpec(**settings)
 
     def split_train_validation(self, test_size: float, seed: int) -> None:
         """Hold out a share of the rows, or from 1 on a number of them, as `val_dataset`."""
-        if test_size > 0:
-            parts = self.dataset.train_test_split(
-                int(test_size) if test_size >= 1 else test_size, seed=seed
-            )
-            self.dataset, self.val_dataset = parts["train"], parts["test"]
+        if test_size <= 0:
+            return
+        if test_size >= 1:
+            test_size = int(test_size)  # `datasets` takes 1.0 for a share
+        parts = self.dataset.train_test_split(test_size, seed=seed)
+        self.dataset = parts["train"]
+        self.val_dataset = parts["test"]
 
 
 def load_dataset_from_path(
@@ -181,16 +182,16 @@ def load_dataset_from_path(
         "csv": "csv",
         "parquet": "parquet",
     }
-    suffix = Path(data_path).suffix.removeprefix(".")
+    folder = Path(data_path)
+    is_saved = (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
+    suffix = folder.suffix.removeprefix(".")
     if suffix in kinds:
         if data_subset is not None:
             raise ConfigError(
                 "a file has no subsets", field="data_subset", got=data_subset, need="null"
             )
         loaded = datasets.load_dataset(kinds[suffix], data_files=data_path)
-    elif (Path(data_path) / "state.json").is_file() or (
-        Path(data_path) / "dataset_dict.json"
-    ).is_file():
+    elif is_saved:
         loaded = datasets.load_from_disk(data_path)
     else:
         loaded = datasets.load_dataset(data_path, data_subset)
@@ -316,15 +317,26 @@ class _PreferenceSets:
         val_split: str | None = None,
         **keys: Any,
     ) -> None:
-        arguments = {key: value for key, value in locals().items() if isinstance(value, str)}
-        newer = {"data_path": "train_data_path", "split": "train_split"}
-        section = {
-            "dataset_name": self.dataset_name,
-            **arguments,
-            **{newer.get(key, key): keys[key] for key in keys},
+        arguments = {
+            "train_data_path": train_data_path,
+            "val_data_path": val_data_path,
+            "prompt_key": prompt_key,
+            "chosen_key": chosen_key,
+            "rejected_key": rejected_key,
+            "train_split": train_split,
+            "val_split": val_split,
         }
+        section: dict[str, Any] = {"dataset_name": self.dataset_name}
+        for key, value in arguments.items():
+            if value is not None:
+                section[key] = value
+        # The names of the newer classes.
+        older = {"data_path": "train_data_path", "split": "train_split"}
+        for key, value in keys.items():
+            section[older.get(key, key)] = value
         data = load_section(_DataSection, section, where=type(self).__name__)
-        train, *validation = (open_dataset(section) for section in (*data.train, *data.validation))
+        # Both are opened before a row is read: a mistake in either is told at once.
+        train, *validation = map(open_dataset, (*data.train, *data.validation))
         held_out = _rows(validation[0]) if validation else None
         self.formatted_ds: dict[str, Dataset] = {"train": _rows(train), "validation": held_out}
         self.task_name = train.task_name
@@ -346,9 +358,12 @@ def load_preference_dataset(data_config: Mapping[str, Any]) -> _PreferenceSets:
 
 
 def _rows(dataset: RowDataset) -> Dataset:
-    preferences = (dataset.to_preference(row) for row in dataset.rows())
-    rows = [preference_to_dict(preference) for preference in preferences if preference is not None]
-    # contents are texts or lists of parts
+    rows = []
+    for row in dataset.rows():
+        preference = dataset.to_preference(row)
+        if preference is not None:
+            rows.append(preference_to_dict(preference))
+    # A content is a text or a list of parts, which one column of Arrow cannot hold.
     return Dataset.from_list(rows, on_mixed_types="use_json")
 
 
@@ -401,14 +416,10 @@ def install() -> None:
     """Make `import nemo_rl` mean these modules, in this process. Raises `ConfigError` where NeMo RL
     is installed."""
     if "nemo_rl" not in sys.modules and importlib.util.find_spec("nemo_rl") is not None:
-        summary, need = (
-            "NeMo RL is installed",
-            "a Python without it: its own modules would be hidden",
-        )
         raise ConfigError(
-            summary,
+            "NeMo RL is installed",
             where="nemo_rl.install()",
-            need=need,
+            need="a Python without it: its own modules would be hidden",
             fix="import from nemo_rl without install()",
         )
     _add_modules("nemo_rl", ModuleType("nemo_rl"))
@@ -420,7 +431,8 @@ def _add_modules(root: str, package: ModuleType) -> None:
     sys.modules[root] = package
     package.__path__ = []  # a module with a path may have others within
     for path, members in _MODULES.items():
-        parent, name = package, root
+        parent = package
+        name = root
         for part in path.split("."):
             name = f"{name}.{part}"
             module = sys.modules.setdefault(name, ModuleType(name))
@@ -429,10 +441,14 @@ def _add_modules(root: str, package: ModuleType) -> None:
             parent = module
         for member in members:
             setattr(parent, member.__name__, member)  # type: ignore[attr-defined]
+    # NeMo RL's package has the classes of its modules too.
+    preferences = sys.modules[f"{root}.{_PREFERENCES}"]
     for name in ("preference_dataset", "binary_preference_dataset", "helpsteer3", "tulu3"):
         [cls] = _MODULES[f"{_PREFERENCES}.{name}"]
-        setattr(sys.modules[f"{root}.{_PREFERENCES}"], cls.__name__, cls)  # type: ignore[attr-defined]
-    sys.modules[f"{root}.data.interfaces"].LLMMessageLogType = LLMMessageLogType  # type: ignore[attr-defined]
+        setattr(preferences, cls.__name__, cls)  # type: ignore[attr-defined]
+    # An alias of a type has no name of its own.
+    interfaces: Any = sys.modules[f"{root}.data.interfaces"]
+    interfaces.LLMMessageLogType = LLMMessageLogType
 
 
 _add_modules(__name__, sys.modules[__name__])

@@ -1,6 +1,6 @@
 """TRL's trainers on prefix trees: change the import, and keep the script.
 
-    from treeward.compat.trl import GRPOTrainer, RewardTrainer      # instead of: from trl import ...
+    from treeward.compat.trl import GRPOTrainer, RewardTrainer      # instead of `from trl import`
 
 They are subclasses of TRL's, with its arguments, datasets, losses, metrics, callbacks and
 checkpoints. Only the model's forward differs: it takes the padding off and packs the rows into
@@ -96,26 +96,32 @@ class TreeForward:
             self._attention = None
 
     def _is_of_loss(self, kwargs: dict[str, Any]) -> bool:
-        arguments = {
-            name for name, value in kwargs.items() if value is not None and value is not False
-        } - _HARMLESS
-        wanted = self.arguments | {"input_ids", "attention_mask"}
-        if self.arguments - arguments or "use_cache" in arguments:  # of generation, or of the user
+        """Whether a call is one of TRL's loss: other calls run as they are, without a word."""
+        passed = set()
+        for name, value in kwargs.items():
+            if value is not None and value is not False and name not in _HARMLESS:
+                passed.add(name)
+        if self.arguments - passed or "use_cache" in passed:  # of generation, or of the user
             return False
-        if arguments - wanted:
-            _say(f"the model is called with {', '.join(sorted(arguments - wanted))}")
-        return arguments == wanted
+        surplus = passed - self.arguments - {"input_ids", "attention_mask"}
+        if surplus:
+            _say(f"the model is called with {', '.join(sorted(surplus))}")
+            return False
+        return {"input_ids", "attention_mask"} <= passed
 
     def _on_trees(
         self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None, **_: Any
     ) -> Any:
         if self.is_exact is None:
+            # TRL's autocast would round the comparison.
             with _same_config(self.hf), torch.autocast(self._model.device.type, enabled=False):
                 reason = why_not_tree(self.hf) or self._why_not_padded()
             self.is_exact = reason is None
             if reason is not None:
                 _say(f"{type(self.hf).__name__} cannot share prefixes: {reason}")
-        return self._compute(input_ids, attention_mask, labels) if self.is_exact else None
+        if not self.is_exact:
+            return None
+        return self._compute(input_ids, attention_mask, labels)
 
     def _why_not_padded(self) -> str | None:
         """Why the model's own forward gives rows of this padding other values than without it, or
@@ -132,11 +138,16 @@ class TreeForward:
         """The rows without what is not kept, as trees; and where in them each row ends, (B,)."""
         rows = [ids[kept] for ids, kept in zip(ids_BL, kept_BL, strict=True)]
         (groups,) = plan_sequences(rows, max_sequences=len(rows))
-        batch = TreeBatch.from_groups([[rows[i] for i in group] for group in groups])
+        tree_groups = []
+        order: list[int] = []  # the rows, as the trees have them
+        for group in groups:
+            tree_groups.append([rows[i] for i in group])
+            order.extend(group)
+        batch = TreeBatch.from_groups(tree_groups)
         self.num_computed_tokens += batch.num_computed_tokens
         self.num_row_tokens += batch.num_row_tokens
         ends_B = np.empty(len(rows), dtype=np.int64)
-        ends_B[[i for group in groups for i in group]] = batch.ends_S.numpy()
+        ends_B[order] = batch.ends_S.numpy()
         return batch, ends_B
 
     def _hidden(self, batch: TreeBatch, places_N: np.ndarray, device: torch.device) -> Tensor:
@@ -154,15 +165,16 @@ class ScoresForward(TreeForward):
     ) -> Any:
         ids_BL, mask_BL = _on_host(input_ids, attention_mask)
         kept_BL = mask_BL != 0
-        pad, places_L = self.hf.config.pad_token_id, np.arange(ids_BL.shape[1])
+        pad = self.hf.config.pad_token_id
+        places_L = np.arange(ids_BL.shape[1])
+        # As transformers reads: the last token that is not padding, whatever the mask says.
         last_B = (places_L * (ids_BL != pad)).argmax(axis=1)
         if pad is None or not kept_BL[np.arange(len(ids_BL)), last_B].all():
             return None
         batch, reads_B = self._pack(ids_BL, kept_BL & (places_L <= last_B[:, None]))
         head = self.hf.get_submodule("score")
-        return SequenceClassifierOutputWithPast(
-            logits=head(self._hidden(batch, reads_B, input_ids.device))
-        )
+        logits = head(self._hidden(batch, reads_B, input_ids.device))
+        return SequenceClassifierOutputWithPast(logits=logits)
 
 
 class LogProbsForward(TreeForward):
@@ -177,15 +189,18 @@ class LogProbsForward(TreeForward):
 
     @torch.no_grad()
     def _why_not_padded(self) -> str | None:
+        # TRL pads prompts on the left. Four tokens of padding and four of text, and the text alone.
+        backbone = self._model.backbone
         ids_BL = torch.arange(8, device=self._model.device).remainder(4).expand(2, 8)
         mask_BL = (torch.arange(8, device=ids_BL.device) > 3).long().expand(2, 8)
         with self._model.plain_attention():
-            padded = self._model.backbone(
-                input_ids=ids_BL, attention_mask=mask_BL, use_cache=False
-            )[0][0, -1].float()
-            alone = self._model.backbone(input_ids=ids_BL[:, 4:], use_cache=False)[0][0, -1].float()
-        is_same = (padded - alone).norm() < 0.05 * alone.norm()
-        return None if is_same else "its positions count the padding on the left"
+            padded = backbone(input_ids=ids_BL, attention_mask=mask_BL, use_cache=False)
+            alone = backbone(input_ids=ids_BL[:, 4:], use_cache=False)
+        padded_D = padded[0][0, -1].float()
+        alone_D = alone[0][0, -1].float()
+        if (padded_D - alone_D).norm() < 0.05 * alone_D.norm():
+            return None
+        return "its positions count the padding on the left"
 
     def _compute(
         self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None
@@ -193,35 +208,48 @@ class LogProbsForward(TreeForward):
         assert labels is not None
         device = input_ids.device
         ids_BL, mask_BL, labels_BL = _on_host(input_ids, attention_mask, labels)
-        kept_BL, predicted_BL = mask_BL != 0, labels_BL != -100
-        before_BL = np.cumsum(kept_BL, axis=1) - kept_BL
-        if not predicted_BL.any() or (predicted_BL & ~(kept_BL & (before_BL > 0))).any():
+        kept_BL = mask_BL != 0
+        predicted_BL = labels_BL != -100
+        # How many tokens of its row are before each: its position without the padding.
+        position_BL = np.cumsum(kept_BL, axis=1) - kept_BL
+        can_predict_BL = kept_BL & (position_BL > 0)
+        if not predicted_BL.any() or (predicted_BL & ~can_predict_BL).any():
             return None
         batch, ends_B = self._pack(ids_BL, kept_BL)
         paths = batch.layout.places(ends_B.tolist())
-        at_rows = [
-            before[predicted] for before, predicted in zip(before_BL, predicted_BL, strict=True)
-        ]
-        # a token of a tree has one predecessor, so that its own place names the pair
-        places = np.concatenate([path[at] for path, at in zip(paths, at_rows, strict=True)])
-        at_N, first_N, index = np.unique(places, return_index=True, return_inverse=True)
-        before_N = np.concatenate([path[at - 1] for path, at in zip(paths, at_rows, strict=True)])[
-            first_N
-        ]
+        own_places = []
+        previous_places = []
+        for path, position_L, predicted_L in zip(paths, position_BL, predicted_BL, strict=True):
+            positions = position_L[predicted_L]
+            own_places.append(path[positions])
+            previous_places.append(path[positions - 1])
+        # A token of a tree has one predecessor, so that its own place names the pair.
+        at_N, first_N, index = np.unique(
+            np.concatenate(own_places), return_index=True, return_inverse=True
+        )
+        before_N = np.concatenate(previous_places)[first_N]
         targets_N = batch.tokens_T[torch.from_numpy(at_N)].to(device)
-        with _giving(self._model.backbone, self._hidden(batch, before_N, device)[None]):
+        # The head is called by TRL's own forward, in which the backbone gives what was computed.
+        hidden = self._hidden(batch, before_N, device)[None]
+        backbone = self._model.backbone
+        replaced = vars(backbone).get("forward")
+        backbone.forward = lambda *args, **kwargs: BaseModelOutput(last_hidden_state=hidden)
+        try:
             output = self._plain(
                 input_ids=targets_N[None], shift_labels=targets_N[None], fused_lm_head=True
             )
+        finally:
+            del backbone.forward
+            if replaced is not None:
+                backbone.forward = replaced
         mask = labels[:, 1:] != -100
         index_on = torch.from_numpy(index).to(device)
 
         def spread(values: Tensor | None) -> Tensor | None:
             if values is None:
                 return None
-            return values.new_zeros(mask.shape).masked_scatter(
-                mask, values[0].index_select(0, index_on)
-            )
+            in_order = values[0].index_select(0, index_on)
+            return values.new_zeros(mask.shape).masked_scatter(mask, in_order)
 
         return FusedCausalLMOutput(
             log_probs=spread(output.log_probs), entropy=spread(output.entropy), label_mask=mask
@@ -231,19 +259,6 @@ class LogProbsForward(TreeForward):
 def _on_host(*tensors: Tensor) -> np.ndarray:
     """In one copy: the host plans."""
     return torch.stack([tensor.long() for tensor in tensors]).cpu().numpy()
-
-
-@contextlib.contextmanager
-def _giving(backbone: nn.Module, hidden: Tensor) -> Iterator[None]:
-    """Within it the backbone's forward gives these hidden states, which have been computed."""
-    before = vars(backbone).get("forward")
-    backbone.forward = lambda *args, **kwargs: BaseModelOutput(last_hidden_state=hidden)
-    try:
-        yield
-    finally:
-        del backbone.forward
-        if before is not None:
-            backbone.forward = before
 
 
 @contextlib.contextmanager
@@ -258,7 +273,7 @@ def _same_config(hf: PreTrainedModel) -> Iterator[None]:
             setattr(owner, name, rate)
 
 
-@functools.cache
+@functools.cache  # once for each reason
 def _say(reason: str) -> None:
     logger.warning("TRL's own forward runs instead of trees: %s.", reason)
 
@@ -267,21 +282,24 @@ def _why_not(trainer: Any, hf: Any) -> str | None:
     """Why trees cannot be tried at all, or None."""
     parallel = trainer.accelerator.parallelism_config
     config = hf.config.get_text_config()
-    reasons = {
-        "torch_compile is on": trainer.accelerator.state.dynamo_plugin.backend != "NO",
-        "one process has several GPUs (use `accelerate launch`)": trainer.args.n_gpu > 1,
-        "NEFTune noise depends on the padding": trainer.args.neftune_noise_alpha is not None,
-        "the sequence is split over devices": parallel is not None
-        and (parallel.cp_enabled or parallel.sp_enabled),
-        "the layers are on several devices": len(set(getattr(hf, "hf_device_map", {}).values()))
-        > 1,
-        "it is not a text model": config is not hf.config,
-        "a router loss is asked for": bool(getattr(config, "output_router_logits", False)),
-        "dropout is on (disable_dropout=True, lora_dropout=0)": any(
-            isinstance(owner, nn.Module) for owner, _ in find_noise(hf)
-        ),
-    }
-    return next((reason for reason, is_there in reasons.items() if is_there), None)
+    devices = set(getattr(hf, "hf_device_map", {}).values())
+    if trainer.accelerator.state.dynamo_plugin.backend != "NO":
+        return "torch_compile is on"
+    if trainer.args.n_gpu > 1:
+        return "one process has several GPUs (use `accelerate launch`)"
+    if trainer.args.neftune_noise_alpha is not None:
+        return "NEFTune noise depends on the padding"
+    if parallel is not None and (parallel.cp_enabled or parallel.sp_enabled):
+        return "the sequence is split over devices"
+    if len(devices) > 1:
+        return "the layers are on several devices"
+    if config is not hf.config:
+        return "it is not a text model"
+    if getattr(config, "output_router_logits", False):
+        return "a router loss is asked for"
+    if any(isinstance(owner, nn.Module) for owner, _ in find_noise(hf)):
+        return "dropout is on (disable_dropout=True, lora_dropout=0)"
+    return None
 
 
 class _OnTrees:
@@ -294,11 +312,8 @@ class _OnTrees:
         model = self.accelerator.unwrap_model(model)  # type: ignore[attr-defined]
         hf = model.get_base_model() if hasattr(model, "get_base_model") else model
         reason = _why_not(self, hf)
-        if (
-            reason is None
-            and kind is ScoresForward
-            and not isinstance(hf, GenericForSequenceClassification)
-        ):
+        is_plain = isinstance(hf, GenericForSequenceClassification)
+        if reason is None and kind is ScoresForward and not is_plain:
             reason = f"{type(hf).__name__} has a head of its own"
         if reason is not None:
             _say(reason)
@@ -344,24 +359,22 @@ class GRPOTrainer(_OnTrees, trl.GRPOTrainer):  # type: ignore[misc,name-defined]
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
-        steps, accumulated = self.args.steps_per_generation, self.args.gradient_accumulation_steps
-        window = min(steps, accumulated)
-        # these compare a completion with the others of its micro-batch
+        if self._buffered_inputs is before or not self.trees:
+            return inputs
+        # These compare a completion with the others of its micro-batch, which must stay.
         is_mixed = self.loss_type == "bnpo" or self.top_entropy_quantile < 1.0
         is_mixed = is_mixed or self._entropy_bonus_enabled or self.aux_loss_enabled
-        if (
-            self._buffered_inputs is before
-            or not self.trees
-            or is_mixed
-            or max(steps, accumulated) % window
-        ):
+        # The micro-batches of one step of the optimiser, whose gradients are one sum.
+        steps = self.args.steps_per_generation
+        accumulated = self.args.gradient_accumulation_steps
+        window = min(steps, accumulated)
+        if is_mixed or max(steps, accumulated) % window:
             return inputs
-        parts = [
-            _by_prompt(self._buffered_inputs[start : start + window])
-            for start in range(0, steps, window)
-        ]
-        self._buffered_inputs = [batch for part in parts for batch in part]
-        return self._buffered_inputs[self._step % steps]
+        batches: list[dict[str, Any]] = []
+        for start in range(0, steps, window):
+            batches.extend(_by_prompt(self._buffered_inputs[start : start + window]))
+        self._buffered_inputs = batches
+        return batches[self._step % steps]
 
 
 def _by_prompt(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:

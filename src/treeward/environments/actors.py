@@ -1,6 +1,6 @@
 """`RayActor`: a class whose objects may live in Ray actors.
 
-    environment = RewardModelEnvironment.remote(env_config)       # RewardModelEnvironment(env_config), in an actor
+    environment = RewardModelEnvironment.remote(env_config)     # as without `remote`, in an actor
     environment = RewardModelEnvironment.options(name="rewards").remote(env_config)
     ray.get(environment.step.remote(message_logs, env_infos))
 
@@ -35,7 +35,7 @@ class RayActor:
 
         Raises `ConfigError` if Ray is not installed.
         """
-        return start_ray().remote(_plain(cls)).options(**{"num_cpus": 0} | ray_options)
+        return start_ray().remote(_plain(cls)).options(**{"num_cpus": 0, **ray_options})
 
 
 def _plain(cls: type[RayActor]) -> type:
@@ -45,18 +45,20 @@ def _plain(cls: type[RayActor]) -> type:
     def construct(self: Any, *args: Any, **kwargs: Any) -> None:
         self.object = cls(*args, **kwargs)
 
-    methods = inspect.getmembers(cls, inspect.isfunction)
-    body = {name: _forwarding(name, method) for name, method in methods if not name.startswith("_")}
-    return type(
-        cls.__name__,
-        (),
-        {"__init__": construct, "__doc__": cls.__doc__, "__module__": cls.__module__, **body},
-    )
+    body: dict[str, Any] = {
+        "__init__": construct,
+        "__doc__": cls.__doc__,
+        "__module__": cls.__module__,
+    }
 
+    def forwarding(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)  # Ray reads the signature
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return getattr(self.object, name)(*args, **kwargs)
 
-def _forwarding(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.object, name)(*args, **kwargs)
+        return call
 
-    return call
+    for name, method in inspect.getmembers(cls, inspect.isfunction):
+        if not name.startswith("_"):
+            body[name] = forwarding(name, method)
+    return type(cls.__name__, (), body)

@@ -1,8 +1,9 @@
 """`CustomEnvironment`: any Python function, or class with a `score`, as a reward.
 
-    # my_rewards.py, and in the config {type: custom, function: "my_rewards:brevity", kwargs: {limit: 200}}
-    def brevity(conversations, env_infos, limit):
-        return [min(0.0, limit - len(conversation[-1]["content"])) for conversation in conversations]
+    # In my_rewards.py. In the config:
+    #   {type: custom, function: "my_rewards:brevity", kwargs: {limit: 200}}
+    def brevity(response, limit):
+        return min(0.0, limit - len(response))
 
 The names of its parameters decide how it is called: `_CONVENTIONS`, and docs/environments.md.
 
@@ -59,36 +60,45 @@ class _Convention(NamedTuple):
     arguments: Callable[[_Sample], dict[str, Any]]
 
 
-def _verl(sample: _Sample, plural: str = "") -> dict[str, Any]:
-    values = {"data_source": sample.info.get("data_source"), "solution_str": sample.completion}
-    values |= {"ground_truth": sample.info.get("ground_truth"), "extra_info": sample.info}
-    return {f"{name}{plural}": value for name, value in values.items()}
+def _messages(sample: _Sample) -> dict[str, Any]:
+    return {"conversation": sample.conversation, "env_info": sample.info}
+
+
+def _texts(sample: _Sample) -> dict[str, Any]:
+    return {"prompt": prompt_text(sample.conversation[:-1]), "response": sample.completion}
+
+
+def _verl(sample: _Sample) -> dict[str, Any]:
+    """Of a `compute_score` for verl."""
+    return {
+        "data_source": sample.info.get("data_source"),
+        "solution_str": sample.completion,
+        "ground_truth": sample.info.get("ground_truth"),
+        "extra_info": sample.info,
+    }
+
+
+def _trl(sample: _Sample) -> dict[str, Any]:
+    """Of a function for TRL's `reward_funcs`: the columns of the data set by their names."""
+    messages = sample.conversation
+    return {**sample.info, "prompts": messages[:-1], "completions": messages[-1:]}
+
+
+def _plural(arguments: Callable[[_Sample], dict[str, Any]]) -> Callable[[_Sample], dict[str, Any]]:
+    def arguments_of_batch(sample: _Sample) -> dict[str, Any]:
+        return {f"{name}s": value for name, value in arguments(sample).items()}
+
+    return arguments_of_batch
 
 
 _CONVENTIONS = (
-    _Convention(
-        "conversations", True, lambda s: {"conversations": s.conversation, "env_infos": s.info}
-    ),
-    _Convention(
-        "conversation", False, lambda s: {"conversation": s.conversation, "env_info": s.info}
-    ),
-    _Convention(
-        "response",
-        False,
-        lambda s: {"prompt": prompt_text(s.conversation[:-1]), "response": s.completion},
-    ),
-    _Convention(
-        "responses",
-        True,
-        lambda s: {"prompts": prompt_text(s.conversation[:-1]), "responses": s.completion},
-    ),
-    _Convention(  # TRL's
-        "completions",
-        True,
-        lambda s: s.info | {"prompts": s.conversation[:-1], "completions": s.conversation[-1:]},
-    ),
+    _Convention("conversations", True, _plural(_messages)),
+    _Convention("conversation", False, _messages),
+    _Convention("response", False, _texts),
+    _Convention("responses", True, _plural(_texts)),
+    _Convention("completions", True, _trl),
     _Convention("solution_str", False, _verl),
-    _Convention("solution_strs", True, lambda s: _verl(s, "s")),
+    _Convention("solution_strs", True, _plural(_verl)),
 )
 
 
@@ -106,7 +116,8 @@ class CustomEnvironment(ConfiguredEnvironment[CustomEnvironmentConfig]):
         self._function = function
         self._kwargs = dict(self.config.kwargs)
         if isinstance(self._function, type):
-            self._function, self._kwargs = self._method(self._function), {}
+            self._function = self._method(self._function)
+            self._kwargs = {}  # its constructor has taken them
         if not callable(self._function):
             raise ConfigError(
                 "not a function or class", where=WHERE, field="function", got=self.config.function
@@ -119,19 +130,22 @@ class CustomEnvironment(ConfiguredEnvironment[CustomEnvironmentConfig]):
             convention for convention in _CONVENTIONS if convention.sign in self._parameters
         ]
         if not conventions:
-            need = (
-                f"one of the parameters {', '.join(convention.sign for convention in _CONVENTIONS)}"
-            )
-            summary = "the parameters of the function fit no known signature"
+            signs = ", ".join(convention.sign for convention in _CONVENTIONS)
             raise ConfigError(
-                summary, field="function", **at, need=need, fix="rename the parameters"
+                "the parameters of the function fit no known signature",
+                field="function",
+                **at,
+                need=f"one of the parameters {signs}",
+                fix="rename the parameters",
             )
         self._convention = conventions[0]
-        # whose other parameters are columns of the data
-        is_trl = self._convention.sign == "completions"
+        arguments = self._accepted(self._convention.arguments(_Sample([], {}, "")))
         try:
-            bind = signature.bind_partial if is_trl else signature.bind
-            bind(**self._accepted(self._convention.arguments(_Sample([], {}, ""))))
+            if self._convention.arguments is _trl:
+                # Its other parameters are columns of the data, which is not here yet.
+                signature.bind_partial(**arguments)
+            else:
+                signature.bind(**arguments)
         except TypeError as error:
             raise ConfigError(
                 f"the function cannot be called: {error}", field="kwargs", **at
@@ -142,33 +156,37 @@ class CustomEnvironment(ConfiguredEnvironment[CustomEnvironmentConfig]):
         return self._source
 
     def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
-        texts = [completion_text(conversation) for conversation in conversations]
-        samples = [  # copies: the function may change them
-            _Sample([dict(message) for message in conversation], dict(info), text)
-            for conversation, info, text in zip(conversations, env_infos, texts, strict=True)
-            if text is not None
-        ]
-        rewards = iter(self._found(samples) if samples else [])
-        return [
-            Reward(None, error=NO_COMPLETION) if text is None else next(rewards) for text in texts
-        ]
+        rewards = [Reward(None, error=NO_COMPLETION)] * len(conversations)
+        samples: dict[int, _Sample] = {}
+        for i, (messages, info) in enumerate(zip(conversations, env_infos, strict=True)):
+            text = completion_text(messages)
+            if text is not None:
+                # Copies: the function may change them.
+                copies = [dict(message) for message in messages]
+                samples[i] = _Sample(copies, dict(info), text)
+        if samples:
+            found = self._rewards_of(list(samples.values()))
+            for i, reward in zip(samples, found, strict=True):
+                rewards[i] = reward
+        return rewards
 
-    def _found(self, samples: Sequence[_Sample]) -> list[Reward]:
+    def _rewards_of(self, samples: Sequence[_Sample]) -> list[Reward]:
         arguments = [self._convention.arguments(sample) for sample in samples]
         if not self._convention.batched:
             return [_reward(value) for value in self._called(arguments)]
-        names = dict.fromkeys(name for values in arguments for name in values)
-        [value] = self._called(
-            [{name: [values.get(name) for values in arguments] for name in names}]
-        )
+        # With TRL's signature a sample may lack a column that others have.
+        names: dict[str, None] = {}
+        for values in arguments:
+            names.update(dict.fromkeys(values))
+        columns: dict[str, list[Any]] = {}
+        for name in names:
+            columns[name] = [values.get(name) for values in arguments]
+        [value] = self._called([columns])
         if isinstance(value, Reward) and value.value is None:
             return [value] * len(samples)
         rewards = value.tolist() if hasattr(value, "tolist") else value
-        if (
-            not isinstance(rewards, Sequence)
-            or isinstance(rewards, str | bytes)
-            or len(rewards) != len(samples)
-        ):
+        is_list = isinstance(rewards, Sequence) and not isinstance(rewards, str | bytes)
+        if not is_list or len(rewards) != len(samples):
             summary = f"the function does not return one reward per sample: {len(samples)}"
             raise ConfigError(summary, where=WHERE, got=f"{rewards!r:.100}")
         return [_reward(reward) for reward in rewards]
@@ -189,14 +207,18 @@ class CustomEnvironment(ConfiguredEnvironment[CustomEnvironmentConfig]):
         takes_any = any(
             parameter.kind is parameter.VAR_KEYWORD for parameter in self._parameters.values()
         )
-        return {
-            k: v for k, v in arguments.items() if takes_any or k in self._parameters
-        } | self._kwargs
+        accepted = {}
+        for name, value in arguments.items():
+            if takes_any or name in self._parameters:
+                accepted[name] = value
+        return accepted | self._kwargs
 
     async def _awaited(self, values: Sequence[Any]) -> list[Any]:
         async def one(value: Any) -> Any:
+            if not inspect.isawaitable(value):
+                return value
             try:
-                return await value if inspect.isawaitable(value) else value
+                return await value
             except _OWN_FAILURES as error:
                 return self._failed(error)
 
@@ -204,8 +226,10 @@ class CustomEnvironment(ConfiguredEnvironment[CustomEnvironmentConfig]):
 
     def _failed(self, error: BaseException) -> Reward:
         logger.debug("%s raised an exception.", self.config.function, exc_info=error)
-        text = f"{type(error).__name__}: {error}"
-        return Reward(None, error=text.splitlines()[0] if str(error) else type(error).__name__)
+        text = type(error).__name__
+        if str(error):
+            text = f"{text}: {error}".splitlines()[0]
+        return Reward(None, error=text)
 
     def _method(self, cls: type) -> Any:
         """The scoring method of a new object of `cls`."""
@@ -227,30 +251,24 @@ def _reward(value: Any) -> Reward:
     """A returned value as a `Reward`; its value is None, with a reason, unless it is a finite
     number."""
     if isinstance(value, Reward):
-        finite = value.value is None or _number(value.value) is not None
-        return (
-            value
-            if finite
-            else Reward(None, error=f"the reward is {value.value!r:.100}, no finite number")
-        )
+        if value.value is None or _number(value.value) is not None:
+            return value
+        return Reward(None, error=f"the reward is {value.value!r:.100}, no finite number")
     components: dict[str, float] = {}
     if isinstance(value, Mapping):
-        components = {
-            str(key): number
-            for key, item in value.items()
-            if key not in ("reward", "score", "error") and (number := _number(item)) is not None
-        }
+        for key, item in value.items():
+            number = _number(item)
+            if number is not None and key not in ("reward", "score", "error"):
+                components[str(key)] = number
         if value.get("error"):
             return Reward(None, components=components, error=str(value["error"]))
         value = value.get("reward", value.get("score"))
     number = _number(value)
     if number is not None:
         return Reward(number, components=components)
-    error = (
-        "the function gave no reward"
-        if value is None
-        else f"the function gave {value!r:.100}, no finite number"
-    )
+    error = f"the function gave {value!r:.100}, no finite number"
+    if value is None:
+        error = "the function gave no reward"
     return Reward(None, components=components, error=error)
 
 

@@ -33,21 +33,27 @@ _REPLACED = (
 )
 """Texts and what takes their place, one after the other."""
 
+# "childrentickets" lacks a comma in the paper too: with one, other completions would be right.
 _UNITS = r"""
-square ways integers dollars mph inches hours km units \ldots sue points feet minutes digits cents degrees cm gm pounds
-meters meals edges students childrentickets multiples
+square ways integers dollars mph inches hours km units \ldots sue points feet minutes digits cents
+degrees cm gm pounds meters meals edges students childrentickets multiples
 """
 _MARKS = (
-    *(
-        r"\text{s}",
-        r"\text{.}",
-        "\\text{\ns}",
-        r"\text{}^2",
-        r"\text{}^3",
-        "\\text{\n}",
-        r"\text{}",
-    ),
-    *(r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}", '"', r"\dots"),
+    r"\text{s}",
+    r"\text{.}",
+    "\\text{\ns}",
+    r"\text{}^2",
+    r"\text{}^3",
+    "\\text{\n}",
+    r"\text{}",
+    r"\mathrm{th}",
+    r"^\circ",
+    r"^{\circ}",
+    r"\;",
+    r",\!",
+    "{,}",
+    '"',
+    r"\dots",
 )
 _REMOVED = (*_UNITS.split(), *_MARKS)
 """What is taken off, one after the other."""

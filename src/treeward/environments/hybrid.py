@@ -62,12 +62,14 @@ class HybridEnvironment(ConfiguredEnvironment[HybridEnvironmentConfig]):
         with ThreadPoolExecutor(len(self.members)) as threads:
             rewards = dict(zip(self.members, threads.map(ask, self.members.values()), strict=True))
         weights = {name: member.weight for name, member in self.config.members.items()}
-        return [
-            _weighted_sum({name: rewards[name][i] for name in rewards}, weights)
-            for i in range(len(conversations))
-        ]
+        sums = []
+        for i in range(len(conversations)):
+            parts = {name: member_rewards[i] for name, member_rewards in rewards.items()}
+            sums.append(_weighted_sum(parts, weights))
+        return sums
 
     def shutdown(self) -> bool:
+        # A list, because `all` would stop at the first that is not free.
         return all([member.shutdown() for member in self.members.values()])
 
     def _fallback(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
@@ -76,18 +78,23 @@ class HybridEnvironment(ConfiguredEnvironment[HybridEnvironmentConfig]):
         for name, member in self.members.items():
             if not pending:
                 break
-            rewards = member.rewards(
-                [conversations[i] for i in pending], [env_infos[i] for i in pending]
-            )
-            for i, reward in zip(pending, rewards, strict=True):
+            pending_conversations = [conversations[i] for i in pending]
+            pending_infos = [env_infos[i] for i in pending]
+            member_rewards = member.rewards(pending_conversations, pending_infos)
+            still_pending = []
+            for i, reward in zip(pending, member_rewards, strict=True):
                 parts_by_sample[i][name] = reward
-            pending = [i for i in pending if _falls_back(parts_by_sample[i][name])]
-        return [_last(parts) for parts in parts_by_sample]
-
-
-def _falls_back(reward: Reward) -> bool:
-    """Whether the next member gets the sample: it has no reward, or is wrong by a rule."""
-    return reward.value is None or reward.components.get("correct") == 0.0
+                # The next member gets what has no reward, or is wrong by a rule.
+                if reward.value is None or reward.components.get("correct") == 0.0:
+                    still_pending.append(i)
+            pending = still_pending
+        rewards = []
+        for parts in parts_by_sample:
+            *_, last = parts.values()
+            # The failures of members before it are mended where the last has a reward.
+            error = _errors(parts) if last.value is None else None
+            rewards.append(replace(last, components=_components(parts), error=error))
+        return rewards
 
 
 def _weighted_sum(parts: Mapping[str, Reward], weights: Mapping[str, float]) -> Reward:
@@ -98,23 +105,16 @@ def _weighted_sum(parts: Mapping[str, Reward], weights: Mapping[str, float]) -> 
     their part.
     """
     components = _components(parts)
-    judgement = (
-        "\n\n".join(part.score.judgement for part in parts.values() if part.score.judgement) or None
-    )
-    if error := _errors(parts):
+    judgements = [part.score.judgement for part in parts.values()]
+    judgement = "\n\n".join(filter(None, judgements)) or None
+    error = _errors(parts)
+    if error is not None:
         return Reward(None, Score(None, judgement=judgement), components=components, error=error)
     total = sum(weights[name] * (part.value or 0.0) for name, part in parts.items())
     if not math.isfinite(total):
         return Reward(None, components=components, error="the weighted sum is not finite")
     raw = sum(weights[name] * (part.raw or 0.0) for name, part in parts.items())
     return Reward(total, Score(raw, judgement=judgement), components=components)
-
-
-def _last(parts: Mapping[str, Reward]) -> Reward:
-    *_, last = parts.values()
-    return replace(
-        last, components=_components(parts), error=_errors(parts) if last.value is None else None
-    )
 
 
 def _components(parts: Mapping[str, Reward]) -> dict[str, float]:
@@ -127,7 +127,5 @@ def _components(parts: Mapping[str, Reward]) -> dict[str, float]:
 
 
 def _errors(parts: Mapping[str, Reward]) -> str | None:
-    return (
-        "; ".join(f"{name}: {part.error}" for name, part in parts.items() if part.value is None)
-        or None
-    )
+    errors = [f"{name}: {part.error}" for name, part in parts.items() if part.value is None]
+    return "; ".join(errors) or None

@@ -57,15 +57,15 @@ WHERE = "env_config"
 
 _KEYS_OF_LOOPS = frozenset(
     {
-        *(
-            "token_ids",
-            "generation_logprobs",
-            "token_loss_mask",
-            "advantages",
-            "prev_logprobs",
-            "routed_experts",
-        ),
-        *("logprobs", "is_invalid_tool_call", "has_malformed_thinking"),
+        "token_ids",
+        "generation_logprobs",
+        "token_loss_mask",
+        "advantages",
+        "prev_logprobs",
+        "routed_experts",
+        "logprobs",
+        "is_invalid_tool_call",
+        "has_malformed_thinking",
     }
 )
 """Keys of messages that NeMo RL and other loops use; a template may read every other key."""
@@ -145,32 +145,39 @@ class Environment(RayActor, abc.ABC):
         assert len(rewards) == len(conversations), (
             f"{self.name}: {len(rewards)} rewards for {len(conversations)} logs"
         )
-        if failed := [i for i, reward in enumerate(rewards) if reward.value is None]:
-            first = f"sample {failed[0]}: {rewards[failed[0]].error}"
-            words = "%s: %d of %d samples have no reward; the first: %s"
-            logger.warning(words, self.name, len(failed), len(rewards), first)
+        failed = [i for i, reward in enumerate(rewards) if reward.value is None]
+        if failed:
+            logger.warning(
+                "%s: %d of %d samples have no reward; the first: %s",
+                self.name,
+                len(failed),
+                len(rewards),
+                f"sample {failed[0]}: {rewards[failed[0]].error}",
+            )
         return rewards
 
     def step(self, message_logs: Logs, env_infos: AnyInfos) -> EnvironmentReturn:
         """`reward`, in the form of NeMo RL."""
         rewards = self.reward(message_logs, env_infos)
-        details = [
-            {"raw": r.raw, "components": dict(r.components), "error": r.error} for r in rewards
-        ]
         infos = env_infos or [None] * len(rewards)
+        observations = []
+        metadata = []
+        values = []
+        for reward, info in zip(rewards, infos, strict=True):
+            content = f"Environment: {reward.value}"
+            observations.append({"role": "environment", "content": content})
+            details = {
+                "raw": reward.raw,
+                "components": dict(reward.components),
+                "error": reward.error,
+            }
+            metadata.append({**(info or {}), DETAILS: details})
+            values.append(math.nan if reward.value is None else reward.value)
         return EnvironmentReturn(
-            observations=[
-                {"role": "environment", "content": f"Environment: {reward.value}"}
-                for reward in rewards
-            ],
-            metadata=[
-                {**(info or {}), DETAILS: detail}
-                for info, detail in zip(infos, details, strict=True)
-            ],
+            observations=observations,
+            metadata=metadata,
             next_stop_strings=[None] * len(rewards),
-            rewards=torch.tensor(
-                [math.nan if r.value is None else r.value for r in rewards], dtype=torch.float32
-            ),
+            rewards=torch.tensor(values, dtype=torch.float32),
             terminateds=torch.ones(len(rewards), dtype=torch.bool),
             answers=[completion_text(conversation_of_log(log)) for log in message_logs],
         )
@@ -182,7 +189,7 @@ class Environment(RayActor, abc.ABC):
         `batch`: a mapping with `rewards` or `total_reward` (B,) and perhaps `loss_multiplier` (B,),
         which is returned as 0 for missing rewards. Raises `DataError` for a batch without rewards.
         """
-        values = next((batch[key] for key in ("rewards", "total_reward") if key in batch), None)
+        values = batch["rewards"] if "rewards" in batch else batch.get("total_reward")
         if values is None:
             raise DataError(
                 "the batch has no rewards",
@@ -228,18 +235,15 @@ def conversation_of_log(log: Any, where: str | None = None) -> Conversation:
         log = log.tolist()  # parquet gives lists as arrays
     if not isinstance(log, Sequence) or not all(isinstance(message, Mapping) for message in log):
         raise DataError("the message log is not a list of messages", where=where, got=log)
-    return with_messages(log, [_message(message) for message in log])
-
-
-def _message(message: Mapping[str, Any]) -> Message:
-    kept: Message = {}
-    for key, value in message.items():
-        if isinstance(value, np.ndarray) and value.dtype == object:
-            value = value.tolist()  # a list from parquet
-        if (
-            value is not None
-            and key not in _KEYS_OF_LOOPS
-            and not isinstance(value, Tensor | np.ndarray)
-        ):
-            kept[key] = value
-    return kept
+    messages: list[Message] = []
+    for message in log:
+        kept: Message = {}
+        for key, value in message.items():
+            if isinstance(value, np.ndarray) and value.dtype == object:
+                value = value.tolist()  # a list from parquet
+            if value is None or isinstance(value, Tensor | np.ndarray):
+                continue
+            if key not in _KEYS_OF_LOOPS:
+                kept[key] = value
+        messages.append(kept)
+    return with_messages(log, messages)

@@ -1,14 +1,15 @@
 """`JudgeEnvironment`: rewards by a language model as judge, behind an endpoint or in this process.
 
-    JudgeEnvironment({"base_url": "http://127.0.0.1:8000/v1", "model": "some-model", "api_key_env": None})
-    JudgeEnvironment({"model": "Qwen/Qwen3-0.6B", "mode": "pairwise"})
+    url = "http://127.0.0.1:8000/v1"
+    JudgeEnvironment({"base_url": url, "model": "some-model", "api_key_env": None})
+    JudgeEnvironment({"model": "Qwen/Qwen3-0.6B", "mode": "pairwise"})      # in this process
 
 Rewards are from 0 to 1. By `mode`:
 
 - `rating`: each completion alone, as `Rating: [[7]]`.
-- `pairwise`: which of two is better (`[[A]]`, `[[B]]`, `[[C]]` for a tie): win 1, tie 0.5, loss 0. A sample is
-  compared with each of its reference completions, or without references with its neighbours among the completions of
-  its prompt, in a circle.
+- `pairwise`: which of two is better (`[[A]]`, `[[B]]`, `[[C]]` for a tie): win 1, tie 0.5, loss 0.
+  A sample is compared with each of its reference completions, or without references with its
+  neighbours among the completions of its prompt, in a circle.
 - `equivalence`: whether the final answer equals a reference's (`[[A=B]]`, `[[A!=B]]`).
 
 Judges favour a position (Zheng et al. 2023, arXiv 2306.05685, section 3.4). So two texts are
@@ -69,9 +70,11 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
 
     def __init__(self, env_config: Mapping[str, Any] | JudgeEnvironmentConfig) -> None:
         super().__init__(env_config)
-        self._judge: LocalJudge | EndpointJudge = (
-            LocalJudge(self.config) if self.config.base_url is None else EndpointJudge(self.config)
-        )
+        self._judge: LocalJudge | EndpointJudge
+        if self.config.base_url is None:
+            self._judge = LocalJudge(self.config)
+        else:
+            self._judge = EndpointJudge(self.config)
         self._has_begun = False
 
     @property
@@ -80,25 +83,29 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
         return self._judge.cost
 
     def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
-        all_texts = enumerate(map(completion_text, conversations))
-        texts = {i: text for i, text in all_texts if text is not None}
+        texts: dict[int, str] = {}
+        for i, conversation in enumerate(conversations):
+            text = completion_text(conversation)
+            if text is not None:
+                texts[i] = text
         matches = list(self._matches(conversations, env_infos, texts))
         questions = []
         for match in matches:
+            # Both samples of a match have the same prompt.
             sample = next(i for i in match.places if i is not None)
             conversation = conversations[sample]
             shown = transcript(conversation[:-1], template_kwargs_of(conversation).get("tools"))
             questions.append(make_question(self.config, shown, match.texts))
-        # with the sample's place
+        # Each with the sample's place in the question.
         answers: dict[int, list[tuple[int, Verdict | NoVerdict]]] = {i: [] for i in texts}
         for match, answer in zip(matches, self._answers(questions), strict=True):
-            for place, i in enumerate(match.places):
-                if i is not None:
-                    answers[i].append((place, answer))
-        return [
-            self._reward(answers[i]) if i in answers else Reward(None, error=NO_COMPLETION)
-            for i in range(len(conversations))
-        ]
+            for place, sample_of_place in enumerate(match.places):
+                if sample_of_place is not None:
+                    answers[sample_of_place].append((place, answer))
+        rewards = [Reward(None, error=NO_COMPLETION)] * len(conversations)
+        for i, sample_answers in answers.items():
+            rewards[i] = self._reward(sample_answers)
+        return rewards
 
     def _matches(
         self, conversations: Conversations, env_infos: Infos, texts: Mapping[int, str]
@@ -111,20 +118,23 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
         groups: dict[Any, list[int]] = defaultdict(list)
         for i, text in texts.items():
             references = _references(env_infos[i].get(self.config.reference_key))
-            pairs += [((i, text), (None, reference)) for reference in references]
+            for reference in references:
+                pairs.append(((i, text), (None, reference)))
             if not references and self.config.mode == "pairwise":
-                prompt = json.dumps(conversations[i][:-1], sort_keys=True, default=str)
                 group = env_infos[i].get(GROUP)
-                groups[prompt if group is None else group].append(i)
+                if group is None:
+                    group = json.dumps(conversations[i][:-1], sort_keys=True, default=str)
+                groups[group].append(i)
         for members in groups.values():
-            neighbours = zip(members, members[1:] + members[:1], strict=True)
-            pairs += [
-                ((i, texts[i]), (j, texts[j]))
-                for i, j in [*neighbours][: None if len(members) > 2 else -1]
-            ]
-        for first, second in pairs:
-            for ordered in ((first, second), (second, first)):
-                yield _Match(*zip(*ordered, strict=True))
+            neighbours = list(zip(members, members[1:] + members[:1], strict=True))
+            # A circle of three has three pairs, but two have one, and one alone has none.
+            if len(members) <= 2:
+                neighbours.pop()
+            for i, j in neighbours:
+                pairs.append(((i, texts[i]), (j, texts[j])))
+        for (first, text), (second, other_text) in pairs:
+            yield _Match((first, second), (text, other_text))
+            yield _Match((second, first), (other_text, text))
 
     def _answers(self, questions: Sequence[Sequence[Message]]) -> list[Verdict | NoVerdict]:
         """The answer to each question.
@@ -133,25 +143,29 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
         asked in vain.
         """
         before = time.perf_counter()
-        has_first = not self._has_begun and len(questions) >= _FIRST_QUESTIONS
-        answers = self._judge.ask(questions[:_FIRST_QUESTIONS]) if has_first else []
-        reasons = [
-            answer
-            for answer in answers
-            if isinstance(answer, NoVerdict) and not answer.is_temporary
-        ]
+        answers: list[Verdict | NoVerdict] = []
+        if not self._has_begun and len(questions) >= _FIRST_QUESTIONS:
+            answers = self._judge.ask(questions[:_FIRST_QUESTIONS])
+        reasons = []
+        for answer in answers:
+            if isinstance(answer, NoVerdict) and not answer.is_temporary:
+                reasons.append(answer)
         if answers and len(reasons) == len(answers):
-            sent = "send only settings that the server knows (null: not sent), and shorter prompts"
-            wrote = (
-                "take a larger model; or use_logprobs: true, which compares the probabilities of the verdicts; or hold "
-                "an endpoint to the form, as by extra_body: {structured_outputs: {regex: ...}} of vLLM"
+            fix = (
+                "take a larger model; or use_logprobs: true, which compares the probabilities of "
+                "the verdicts; or hold an endpoint to the form, as by extra_body: "
+                "{structured_outputs: {regex: ...}} of vLLM"
             )
+            if reasons[0].text is None:  # the server has refused the request
+                fix = (
+                    "send only settings that the server knows (null: not sent), and shorter prompts"
+                )
             raise ModelError(
                 f"{reasons[0].reason}: none on its first {_FIRST_QUESTIONS} questions",
                 where=self.config.model,
                 field="model max_tokens use_logprobs",
                 got=reasons[0].text or reasons[0].reason,
-                fix=sent if reasons[0].text is None else wrote,
+                fix=fix,
             )
         answers += self._judge.ask(questions[len(answers) :])
         self._has_begun = self._has_begun or bool(answers)
@@ -162,25 +176,26 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
         """The reward of a sample from all its answers, each with the place of the sample; pairs
         follow one another."""
         if not answers:
-            alone = (
-                ", and it is the only one of its prompt" if self.config.mode == "pairwise" else ""
-            )
-            missing = f"the sample has no reference completion: no text in {self.config.reference_key}{alone}"
+            key = self.config.reference_key
+            missing = f"the sample has no reference completion: no text in {key}"
+            if self.config.mode == "pairwise":
+                missing += ", and it is the only one of its prompt"
             return Reward(None, error=missing)
-        score = Score(
-            None, judgement="\n\n".join(answer.text for _, answer in answers if answer.text) or None
-        )
+        texts = [answer.text for _, answer in answers if answer.text]
+        score = Score(None, judgement="\n\n".join(texts) or None)
         verdicts: list[Verdict] = []
         values: tuple[list[float], list[float]] = [], []  # by place, in the order of pairs
         for place, answer in answers:
             if isinstance(answer, NoVerdict):
                 return Reward(None, score, error=answer.reason)
             verdicts.append(answer)
-            # the value is that of the first place
-            is_turned = place == 1 and self.config.mode == "pairwise"
-            values[place].append(1.0 - answer.value if is_turned else answer.value)
+            value = answer.value
+            if place == 1 and self.config.mode == "pairwise":
+                value = 1.0 - value  # a verdict's value is that of the first place
+            values[place].append(value)
         components: dict[str, float] = {}
-        if masses := [verdict.mass for verdict in verdicts if verdict.mass is not None]:
+        masses = [verdict.mass for verdict in verdicts if verdict.mass is not None]
+        if masses:
             components["label_mass"] = statistics.fmean(masses)
         if self.config.mode == "rating":
             [verdict] = verdicts
@@ -190,12 +205,12 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
         reward = statistics.fmean(forward + swapped)
         components |= {"forward": statistics.fmean(forward), "swapped": statistics.fmean(swapped)}
         components["position_bias"] = components["forward"] - components["swapped"]
-        changed = [
-            _winner(first) != _winner(second)
-            for first, second in zip(forward, swapped, strict=True)
-        ]
-        components["inconsistent"] = sum(changed) / len(changed)
+        num_changed = 0
+        for first, second in zip(forward, swapped, strict=True):
+            num_changed += _winner(first) != _winner(second)
+        components["inconsistent"] = num_changed / len(forward)
         if self.config.mode == "equivalence":
+            # One reference is enough, and it must be equal in both orders.
             reward = max(map(min, forward, swapped))
         return Reward(reward, score, components)
 
@@ -208,6 +223,7 @@ class _Match(NamedTuple):
 
 
 def _winner(value: float) -> int:
+    """1 for the sample, -1 for the other one, 0 for a tie."""
     return (value > 0.5) - (value < 0.5)
 
 
@@ -215,9 +231,12 @@ def _references(value: Any) -> list[str]:
     """Reference completions: a text, or a list of texts and message lists, whose last message is
     the completion."""
     value = plain(value)
-    values = [value] if isinstance(value, str) else value if isinstance(value, Sequence) else []
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, Sequence):
+        return []
     texts = []
-    for item in values:
+    for item in value:
         if isinstance(item, Sequence) and not isinstance(item, str) and item:
             item = item[-1]
         text = message_text(item) if isinstance(item, Mapping) else item

@@ -33,7 +33,8 @@ class EndpointJudge:
 
     def __init__(self, config: JudgeEnvironmentConfig) -> None:
         assert config.base_url is not None
-        self.config, self.url = config, config.base_url
+        self.config = config
+        self.url = config.base_url
         self.cost = Cost()
         check_openai()
         self._key = key_from(config.api_key_env, where=WHERE, field="api_key_env")
@@ -46,21 +47,23 @@ class EndpointJudge:
     async def _ask_all(self, questions: Sequence[Sequence[Message]]) -> list[Verdict | NoVerdict]:
         config = self.config
         slots = asyncio.Semaphore(config.max_concurrency)
-        async with (
-            openai_client(  # a client belongs to an event loop, and `run_async` makes one for each step
-                self.url,
-                api_key=self._key,
-                timeout_seconds=config.timeout_seconds,
-                max_retries=config.max_retries,
-            ) as client
-        ):
+        # Each time a new one: a client belongs to an event loop, and `run_async` makes one for
+        # each step.
+        client = openai_client(
+            self.url,
+            api_key=self._key,
+            timeout_seconds=config.timeout_seconds,
+            max_retries=config.max_retries,
+        )
+        tasks = []
+        async with client:
             try:
                 async with asyncio.TaskGroup() as group:
-                    tasks = [
-                        group.create_task(self._verdict(client, slots, question))
-                        for question in questions
-                    ]
-            except ExceptionGroup as errors:  # of a request that would fail for every question
+                    for question in questions:
+                        verdict = self._verdict(client, slots, question)
+                        tasks.append(group.create_task(verdict))
+            # Only what would fail for every question is raised: the others are cancelled.
+            except ExceptionGroup as errors:
                 raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
 
@@ -73,7 +76,7 @@ class EndpointJudge:
             async with slots:
                 answer = await self._message(client, question)
         except ServerError as error:
-            if error.status in (401, 403, 404):
+            if error.status in (401, 403, 404):  # the key, or the model
                 raise ModelError(
                     "the judge's endpoint refuses the requests",
                     where=self.url,
@@ -87,41 +90,39 @@ class EndpointJudge:
 
     async def _message(self, client: AsyncOpenAI, messages: Sequence[Message]) -> Answer:
         """The judge's message, empty if it is not text."""
-        seconds = self.config.timeout_seconds * (self.config.max_retries + 1)
-        content = await post(
-            client,
-            "/chat/completions",
-            {**self._settings, "messages": messages},
-            total_seconds=seconds,
-        )
+        config = self.config
+        request: dict[str, Any] = {"model": config.model}
+        # null leaves a field out: some servers refuse one that they do not know.
+        if config.temperature is not None:
+            request["temperature"] = config.temperature
+        if config.max_tokens is not None:
+            request["max_tokens"] = config.max_tokens
+        if config.use_logprobs:
+            request |= {"logprobs": True, "top_logprobs": _NUM_ALTERNATIVES}
+        if config.chat_template_kwargs:
+            request["chat_template_kwargs"] = config.chat_template_kwargs
+        request |= {**config.extra_body, "messages": messages}
+        seconds = config.timeout_seconds * (config.max_retries + 1)
+        content = await post(client, "/chat/completions", request, total_seconds=seconds)
         try:
             choice = content["choices"][0]
             text = choice["message"]["content"]
             usage = content.get("usage") or {}
-            tokens = [
-                _token(entry) for entry in (choice.get("logprobs") or {}).get("content") or ()
-            ]
+            logprobs = choice.get("logprobs") or {}
+            tokens = [_token(entry) for entry in logprobs.get("content") or ()]
         except (LookupError, TypeError, AttributeError) as error:
             summary = "the server sends no chat completion"
             raise ServerError(summary, status=200, where=self.url, got=content) from error
         self.cost += Cost(1, usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0)
         is_cut = choice.get("finish_reason") == "length"
-        return Answer(text, is_cut, tokens) if isinstance(text, str) else Answer("", is_cut)
-
-    @property
-    def _settings(self) -> dict[str, Any]:
-        """The fields of every request."""
-        optional = {"temperature": self.config.temperature, "max_tokens": self.config.max_tokens}
-        sent: dict[str, Any] = {key: value for key, value in optional.items() if value is not None}
-        if self.config.use_logprobs:
-            sent |= {"logprobs": True, "top_logprobs": _NUM_ALTERNATIVES}
-        if self.config.chat_template_kwargs:
-            sent["chat_template_kwargs"] = self.config.chat_template_kwargs
-        return {"model": self.config.model, **sent, **self.config.extra_body}
+        if not isinstance(text, str):
+            return Answer("", is_cut)
+        return Answer(text, is_cut, tokens)
 
 
 def _token(content: Mapping[str, Any]) -> TokenChoice:
-    others = {
-        entry["token"]: float(entry["logprob"]) for entry in content.get("top_logprobs") or ()
-    }
-    return TokenChoice(content["token"], {content["token"]: float(content["logprob"]), **others})
+    # The token that was sampled may not be among the likeliest.
+    log_probs = {content["token"]: float(content["logprob"])}
+    for entry in content.get("top_logprobs") or ():
+        log_probs[entry["token"]] = float(entry["logprob"])
+    return TokenChoice(content["token"], log_probs)

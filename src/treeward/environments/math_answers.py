@@ -1,7 +1,9 @@
 r"""`MathChecker`: whether a completion's answer is mathematically equal to a ground truth.
 
     with closing(MathChecker()) as checker:
-        checker.check([(["1/2"], r"So it is \boxed{0.5}."), (["1/2"], "I do not know.")])    # correct, wrong
+        right = (["1/2"], r"So it is \boxed{0.5}.")
+        wrong = (["1/2"], "I do not know.")
+        checker.check([right, wrong])
 
 The answer is the content of the last `\boxed{}` or `\fbox{}`. Without a box math-verify looks for
 it after "the answer is", else it takes the last expression. It parses LaTeX, fractions,
@@ -60,7 +62,10 @@ class MathChecker:
         if importlib.util.find_spec("math_verify") is None:
             summary = "the rule math needs the package math_verify"
             raise ConfigError(summary, field="rule", got="math", fix=pip_install("math"))
-        self.workers, self.timeout_seconds = workers, timeout_seconds
+        self.workers = workers
+        self.timeout_seconds = timeout_seconds
+        # One place for each process, None until it is needed. The last one that was used comes
+        # first: for few items few are started.
         self._processes: queue.LifoQueue[subprocess.Popen[str] | None] = queue.LifoQueue()
         for _ in range(workers):
             self._processes.put(None)
@@ -83,6 +88,7 @@ class MathChecker:
             self._processes.put(None)
 
     def _check(self, item: tuple[Sequence[str], str]) -> MathVerdict:
+        golds, completion = item
         process = self._processes.get()
         try:
             if process is None or process.poll() is not None:
@@ -90,21 +96,17 @@ class MathChecker:
             assert process.stdin is not None and process.stdout is not None
             verdict = ""  # as of a process that has died
             with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(
-                    json.dumps([self.timeout_seconds, list(item[0]), item[1]]) + "\n"
-                )
+                request = json.dumps([self.timeout_seconds, list(golds), completion])
+                process.stdin.write(request + "\n")
                 process.stdin.flush()
                 verdict = process.stdout.readline().strip()
             if verdict:
                 return MathVerdict(*json.loads(verdict))
-            late = process.wait() == -signal.SIGALRM
+            reason = "the process that compared the answer died"
+            if process.wait() == -signal.SIGALRM:
+                reason = "the answer could not be compared in time"
             _end(process)
             process = None
-            reason = (
-                "the answer could not be compared in time"
-                if late
-                else "the process that compared the answer died"
-            )
             return MathVerdict(None, error=reason)
         finally:
             self._processes.put(process)
@@ -113,15 +115,16 @@ class MathChecker:
 def marked(text: str) -> str:
     """A bare ground truth marked as mathematics: otherwise math-verify would read only its last
     number."""
-    return text if any(mark in text for mark in _MATHEMATICS) else f"\\boxed{{{text}}}"
+    if any(mark in text for mark in _MATHEMATICS):
+        return text
+    return f"\\boxed{{{text}}}"
 
 
 def last_box(text: str) -> str | None:
     """The content of the last `\\boxed{}` or `\\fbox{}` that is closed; None without one."""
     last: tuple[int, int] | None = None
-    opened: list[
-        int | None
-    ] = []  # where the content of each open box begins; None for another brace
+    # Where the content of each open box begins; None for another brace.
+    opened: list[int | None] = []
     for match in _BRACE.finditer(text):
         if match["box"]:
             opened.append(match.end())
@@ -132,7 +135,10 @@ def last_box(text: str) -> str | None:
             # A box within a box closes first and begins later: it is the last.
             if start is not None and (last is None or start > last[0]):
                 last = start, match.start()
-    return None if last is None else text[last[0] : last[1]]
+    if last is None:
+        return None
+    start, end = last
+    return text[start:end]
 
 
 def number_text(value: float | int) -> str:
@@ -141,12 +147,14 @@ def number_text(value: float | int) -> str:
 
 
 def _start() -> subprocess.Popen[str]:
+    # As this process finds treeward: "" stands for its working folder.
+    python_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
     process = subprocess.Popen(
         [sys.executable, "-c", f"from {__name__} import serve; serve()"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+        env={**os.environ, "PYTHONPATH": python_path},
     )
     assert process.stdout is not None
     if not process.stdout.readline():
@@ -159,12 +167,13 @@ def _start() -> subprocess.Popen[str]:
 
 
 def _end(process: subprocess.Popen[str] | None) -> None:
-    if process is not None:
-        process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()  # type: ignore[union-attr]
+    if process is None:
+        return
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        with contextlib.suppress(BrokenPipeError):  # of what was not read
+            pipe.close()  # type: ignore[union-attr]
 
 
 # The functions below run in the processes.
@@ -172,18 +181,18 @@ def _end(process: subprocess.Popen[str] | None) -> None:
 
 def serve() -> None:
     """Compare items from standard input, one a line, and print the verdict on each as a line."""
-    out, sys.stdout = sys.stdout, sys.stderr  # libraries may print, too
+    out = sys.stdout
+    sys.stdout = sys.stderr  # libraries may print, too
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it ends the process
     # Ctrl-C and a closed terminal are the parent's, which may go on to save.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs whole completions
-    # its imports take a second, outside the time limit of the first item
+    # Its imports take a second, which is not of the time limit of the first item.
     _compare(["1/2"], "It is 0.5")
     with contextlib.suppress(ValueError, OSError):  # not every system has this limit
-        resource.setrlimit(
-            resource.RLIMIT_DATA, (_MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_DATA)[1])
-        )
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_BYTES, hard_limit))
     print("ready", file=out, flush=True)  # noqa: T201
     for line in sys.stdin:
         seconds, golds, completion = json.loads(line)
@@ -205,18 +214,21 @@ def _compare(golds: Sequence[str], completion: str) -> tuple[bool | None, bool, 
     import math_verify
 
     try:
-        parsed: list[Any] = [
-            math_verify.parse(marked(_answer(gold)), parsing_timeout=None) for gold in golds
-        ]
-        if not any(parsed):
+        # Without the timeouts of math-verify: the alarm of `serve` is the only one.
+        parsed: list[Any] = []
+        for gold in golds:
+            expressions = math_verify.parse(marked(_answer(gold)), parsing_timeout=None)
+            if expressions:
+                parsed.append(expressions)
+        if not parsed:
             return None, True, "the ground truth is not mathematics that can be parsed"
         answer = math_verify.parse(_answer(completion), parsing_timeout=None)
         if not answer:
             return False, False, None
-        return (
-            any(math_verify.verify(gold, answer, timeout_seconds=None) for gold in parsed if gold),
-            True,
-            None,
-        )
+        # The ground truth comes first: verify is not symmetric.
+        for gold in parsed:
+            if math_verify.verify(gold, answer, timeout_seconds=None):
+                return True, True, None
+        return False, True, None
     except MemoryError:
         return None, True, "comparing the answer took too much memory"

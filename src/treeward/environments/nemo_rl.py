@@ -2,7 +2,7 @@
 without a reward.
 
     from treeward.environments import nemo_rl
-    nemo_rl.register("reward_model")           # before NeMo RL's run_grpo.py; env.reward_model stays as it is
+    nemo_rl.register("reward_model")    # before NeMo RL's run_grpo.py, with env.reward_model as is
 
 Environments already have the signature of NeMo RL's loops. But these loops put `total_reward` into
 baselines and advantages, whatever `loss_multiplier` is, so one NaN spoils its group and the update.
@@ -82,12 +82,9 @@ class NemoRLEnvironment(Environment):
         `return_extracted_answer`: of NeMo RL's evaluation; `answers` are always returned.
         """
         result = self.environment.step(message_logs, env_infos)
-        return result._replace(
-            rewards=self._filled(result, message_logs),
-            observations=[
-                observation | {"content": _OBSERVATION} for observation in result.observations
-            ],
-        )
+        observations = [{**message, "content": _OBSERVATION} for message in result.observations]
+        rewards = self._filled(result, message_logs)
+        return result._replace(rewards=rewards, observations=observations)
 
     def shutdown(self) -> bool:
         return self.environment.shutdown()
@@ -98,16 +95,33 @@ class NemoRLEnvironment(Environment):
             return result.rewards
         filled = result.rewards
         if self.config.failed_samples == "group_mean":
-            filled = fill_with_group_means(filled, _groups(message_logs))
+            groups: list[Hashable] = []
+            for log in message_logs:
+                messages = conversation_of_log(log)
+                # A step ends a sample, so the completion is the last message. The messages before
+                # it are the group; a log without a completion has none.
+                group = None
+                if messages and messages[-1].get("role") == "assistant":
+                    before = [(turn.get("role"), turn.get("content")) for turn in messages[:-1]]
+                    group = json.dumps(before, default=str)
+                groups.append(group)
+            filled = fill_with_group_means(filled, groups)
         first = f"sample {failed[0]}: {result.metadata[failed[0]][DETAILS]['error']}"
         if not bool(torch.isfinite(filled).all()):
             raise ModelError(
-                f"{len(failed)} of {len(filled)} samples have no reward, and NeMo RL cannot leave one out",
+                f"{len(failed)} of {len(filled)} samples have no reward, and NeMo RL cannot leave "
+                "one out",
                 got=first,
-                fix="correct it; nemo_rl.failed_samples: group_mean needs another completion of its prompt in the step",
+                fix="correct it; nemo_rl.failed_samples: group_mean needs another completion of "
+                "its prompt in the step",
             )
-        words = "%d of %d samples have no reward and got the mean of the other completions of their prompt; %s"
-        logger.warning(words, len(failed), len(filled), first)
+        logger.warning(
+            "%d of %d samples have no reward and got the mean of the other completions of their "
+            "prompt; %s",
+            len(failed),
+            len(filled),
+            first,
+        )
         return filled
 
 
@@ -127,9 +141,8 @@ def fill_with_group_means(rewards: Tensor, groups: Sequence[Hashable]) -> Tensor
             members.setdefault(group, []).append(index)
     for indices in members.values():
         rows = torch.tensor(indices)
-        filled[rows[~has_reward[rows]]] = rewards[
-            rows[has_reward[rows]]
-        ].mean()  # NaN if there is none
+        mean = rewards[rows[has_reward[rows]]].mean()  # NaN if there is none
+        filled[rows[~has_reward[rows]]] = mean
     return filled
 
 
@@ -151,17 +164,3 @@ def register(name: str = "reward_model") -> None:
     path = f"{NemoRLEnvironment.__module__}.{NemoRLEnvironment.__qualname__}"
     ENV_REGISTRY[name] = {**ENV_REGISTRY.get(name, {}), "actor_class_fqn": path}
     ACTOR_ENVIRONMENT_REGISTRY[path] = PY_EXECUTABLES.SYSTEM
-
-
-def _groups(message_logs: Logs) -> list[Hashable]:
-    """The group of each sample: the messages before its completion; None for a log without one.
-
-    A step ends a sample, so the completion is the last message.
-    """
-    groups: list[Hashable] = []
-    for log in message_logs:
-        messages = conversation_of_log(log)
-        is_completed = bool(messages) and messages[-1].get("role") == "assistant"
-        before = [(message.get("role"), message.get("content")) for message in messages[:-1]]
-        groups.append(json.dumps(before, default=str) if is_completed else None)
-    return groups

@@ -1,7 +1,8 @@
 """`PreferenceVerdictEnvironment`: rewards of a policy that learns to judge, from comparisons.
 
-    questions = open_questions(config.data.train[0], section)     # a `PromptSet`: two questions for each pair
-    PreferenceVerdictEnvironment(section).rewards(conversations, [question.info for question in questions])
+    questions = open_questions(config.data.train[0], section)   # a `PromptSet`: two for each pair
+    infos = [question.info for question in questions]
+    PreferenceVerdictEnvironment(section).rewards(conversations, infos)
 
 Every pair of completions with different ranks is two neighbouring questions: which is better, in
 both orders, or a rating of each. Prompt and parser are those of a judge (`verdicts`), so the policy
@@ -60,27 +61,30 @@ def open_questions(config: PromptSetConfig, section: JudgePromptConfig) -> Promp
         num_strong += preference.strength is not None
         for pair in itertools.combinations(preference.completions, 2):
             better, worse = sorted(pair, key=lambda completion: completion.rank)
-            texts = _text(better), _text(worse)
-            if better.rank == worse.rank or texts[0] == texts[1]:
+            better_text = _text(better)
+            worse_text = _text(worse)
+            if better.rank == worse.rank or better_text == worse_text:
                 num_tied += 2
                 continue
             family = f"{config.name or dataset.name}:{number}:{len(questions)}"
             info = {FAMILY: family, "task_name": preference.task_name}
-            info |= {} if config.env_name is None else {"environment": config.env_name}
-            both_orders = {"A": texts, "B": texts[::-1]}
-            asked = (
-                {"better": texts[:1], "worse": texts[1:]}
-                if section.mode == "rating"
-                else both_orders
-            )
+            if config.env_name is not None:
+                info["environment"] = config.env_name
+            asked: dict[str, tuple[str, ...]]
+            if section.mode == "rating":
+                asked = {"better": (better_text,), "worse": (worse_text,)}
+            else:  # both orders, so that the place alone earns nothing
+                asked = {"A": (better_text, worse_text), "B": (worse_text, better_text)}
+            context = transcript(preference.context, preference.template_kwargs.get("tools"))
             for label, shown in asked.items():
-                context = transcript(preference.context, preference.template_kwargs.get("tools"))
                 messages = make_question(section, context, shown)
                 questions.append(Prompt(messages, {**info, LABEL: label}, where))
     if not questions:
-        got, need = f"{num_tied // 2} pairs of equal rank", "two completions of different rank"
         raise DataError(
-            "no comparison has a better completion", where=dataset.name, got=got, need=need
+            "no comparison has a better completion",
+            where=dataset.name,
+            got=f"{num_tied // 2} pairs of equal rank",
+            need="two completions of different rank",
         )
     if num_strong:
         logger.info(
@@ -91,8 +95,9 @@ def open_questions(config: PromptSetConfig, section: JudgePromptConfig) -> Promp
 
 
 def _text(completion: Completion) -> str:
-    is_one = len(completion.messages) == 1
-    return last_text(completion.messages) if is_one else transcript(completion.messages)
+    if len(completion.messages) == 1:
+        return last_text(completion.messages)
+    return transcript(completion.messages)  # with tool calls and their results
 
 
 class PreferenceVerdictEnvironment(ConfiguredEnvironment[PreferenceVerdictConfig]):
@@ -107,45 +112,48 @@ class PreferenceVerdictEnvironment(ConfiguredEnvironment[PreferenceVerdictConfig
         for i, (conversation, info) in enumerate(zip(conversations, env_infos, strict=True)):
             answers[info.get(FAMILY), info.get(LABEL)].append(i)
             answer = Answer(completion_text(conversation) or "", is_cut=bool(info.get("truncated")))
-            if isinstance(verdict := read_answer(answer, self.config), Verdict):
+            verdict = read_answer(answer, self.config)
+            if isinstance(verdict, Verdict):
                 verdicts[i] = verdict
         rewards = []
         for i, info in enumerate(env_infos):
-            family, label = info.get(FAMILY), info.get(LABEL)
+            family = info.get(FAMILY)
+            label = info.get(LABEL)
             if label not in _OTHER:
                 rewards.append(Reward(None, error=_NO_QUESTION))
                 continue
             if i not in verdicts:
-                rewards.append(
-                    Reward(self.config.no_verdict, components={"accuracy": 0.0, "no_verdict": 1.0})
-                )
+                parts = {"accuracy": 0.0, "no_verdict": 1.0}
+                rewards.append(Reward(self.config.no_verdict, components=parts))
                 continue
+            verdict = verdicts[i]
             others = answers[family, _OTHER[label]]
-            right = self._right(verdicts[i], label, [verdicts[j] for j in others if j in verdicts])
-            parts = {"accuracy": right, "no_verdict": 0.0}
             if self.config.mode == "rating":
-                parts["rating"] = verdicts[i].value
+                other_ratings = [verdicts[j].value for j in others if j in verdicts]
+                right = _share_on_the_right_side(verdict.value, label, other_ratings)
+                parts = {"accuracy": right, "no_verdict": 0.0, "rating": verdict.value}
             else:
-                parts["position_bias"] = 2.0 * verdicts[i].value - 1.0
+                right = float(verdict.label == label)
+                parts = {"accuracy": right, "no_verdict": 0.0}
+                # A verdict's value is the chance that the first place wins.
+                parts["position_bias"] = 2.0 * verdict.value - 1.0
+                # Against the message about the other order that has the same number.
                 number = answers[family, label].index(i)
                 if number < len(others) and others[number] in verdicts:
-                    parts["consistent"] = float(
-                        verdicts[i].value == 1.0 - verdicts[others[number]].value
-                    )
+                    swapped = verdicts[others[number]]
+                    parts["consistent"] = float(verdict.value == 1.0 - swapped.value)
             rewards.append(Reward(right, components=parts))
         return rewards
 
-    def _right(self, verdict: Verdict, label: str, others: Sequence[Verdict]) -> float:
-        """1 for the verdict of the label; of a rating the share of the other completion's that it
-        is right of."""
-        if self.config.mode == "pairwise":
-            return float(verdict.label == label)
-        sign = 1.0 if label == "better" else -1.0
-        return (
-            fmean(float(sign * (verdict.value - other.value) > 0) for other in others)
-            if others
-            else 0.0
-        )
+
+def _share_on_the_right_side(rating: float, label: str, others: Sequence[float]) -> float:
+    """The share of the other completion's ratings that this one is above, or for the worse
+    completion below."""
+    if not others:
+        return 0.0
+    if label == "better":
+        return fmean(float(rating > other) for other in others)
+    return fmean(float(rating < other) for other in others)
 
 
 _OTHER = {"A": "B", "B": "A", "better": "worse", "worse": "better"}

@@ -1,7 +1,8 @@
 """Environments by name: from the `env:` section of a configuration to environments.
 
     make_environment("rules", {"rule": "math"})
-    make_environments({"reward_model": {...}, "format": {"type": "rules", "rule": "regex", "pattern": "</think>"}})
+    rule = {"type": "rules", "rule": "regex", "pattern": "</think>"}
+    make_environments({"reward_model": {...}, "format": rule})
     make_environment("mine", {"type": "my_package.MyEnvironment"})
 
 The kinds are `ENVIRONMENTS` of `config/reward_environments.py`. A class is imported with its first
@@ -62,6 +63,7 @@ def make_environment(name: str, config: Mapping[str, Any], *, where: str = WHERE
     try:
         environment = environment_class(kind)(section)
     except ConfigError as error:
+        # An environment does not know its place in the file, which the user looks for.
         inner = error.where or WHERE
         if where == WHERE or not inner.startswith(WHERE):
             raise
@@ -77,8 +79,9 @@ def make_environments(env_section: Mapping[str, Any]) -> dict[str, Environment]:
     kind, its metrics begin with `<name>_env/`. Raises `ConfigError` for a faulty section, after it
     has shut the others down.
     """
-    is_omega = isinstance(env_section, DictConfig)
-    plain: Any = OmegaConf.to_container(env_section, resolve=True) if is_omega else env_section
+    plain: Any = env_section
+    if isinstance(env_section, DictConfig):
+        plain = OmegaConf.to_container(env_section, resolve=True)
     environments: dict[str, Environment] = {}
     try:
         for name, section in plain.items():

@@ -4,7 +4,7 @@ Ray actors.
     env = RewardModelEnvironment({"model_name": "results/rm/final", "batch_size": 32})
     env.step(message_logs, env_infos).rewards                                # float32 (B,)
 
-    env = RewardModelEnvironment.remote(env_config)                          # the same, as a Ray actor
+    env = RewardModelEnvironment.remote(env_config)     # the same, as a Ray actor
     ray.get(env.step.remote(message_logs, env_infos)).rewards
 
 `env_config` is the section `env.reward_model` of an RL configuration:
@@ -116,7 +116,8 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
 
     def shutdown(self) -> bool:
         """Free the model and end its processes. Safe to repeat; a later step is an error."""
-        model, self._model = self._model, None
+        model = self._model
+        self._model = None
         if model is not None:
             model.shutdown()
         return True

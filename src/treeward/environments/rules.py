@@ -1,9 +1,9 @@
 r"""`RuleEnvironment`: rewards by a rule, for completions with an answer that can be checked.
 
-    RuleEnvironment({"rule": "math"}).step(
-        [[{"role": "user", "content": "1/4 + 1/4?"}, {"role": "assistant", "content": r"It is \boxed{0.5}."}]],
-        [{"ground_truth": "1/2"}],
-    ).rewards                                                                                        # tensor([1.])
+    question = {"role": "user", "content": "1/4 + 1/4?"}
+    answer = {"role": "assistant", "content": r"It is \boxed{0.5}."}
+    environment = RuleEnvironment({"rule": "math"})
+    environment.step([[question, answer]], [{"ground_truth": "1/2"}]).rewards       # tensor([1.])
 
 The reward is 1 for a right answer and 0 for any other, as the component `correct`; `answered` is 1
 for a completion with an answer. Exact match and mathematics read what comes after the reasoning. A
@@ -14,7 +14,7 @@ ever: the package `regex` matches them with a time limit.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import regex
 
@@ -29,7 +29,7 @@ from treeward.environments.interface import (
     Infos,
     Reward,
 )
-from treeward.environments.math_answers import MathChecker, MathVerdict, marked, number_text
+from treeward.environments.math_answers import MathChecker, marked, number_text
 from treeward.errors import ConfigError
 from treeward.scoring.score import NO_COMPLETION, completion_text, plain
 
@@ -50,43 +50,46 @@ class RuleEnvironment(ConfiguredEnvironment[RuleEnvironmentConfig]):
                 raise ConfigError(
                     f"not a regular expression: {error}", where=WHERE, field=field, got=pattern
                 ) from None
-        self._strips_reasoning = self.config.strips_reasoning
-        math = self.config.rule == "math"
-        self._checker = (
-            MathChecker(workers=self.config.workers, timeout_seconds=self.config.timeout_seconds)
-            if math
-            else None
-        )
+        self._checker: MathChecker | None = None
+        if self.config.rule == "math":
+            self._checker = MathChecker(
+                workers=self.config.workers, timeout_seconds=self.config.timeout_seconds
+            )
 
     def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
-        results: list[Reward | _Answer] = []
-        for conversation, info in zip(conversations, env_infos, strict=True):
+        rewards: list[Reward | None] = []
+        for_checker: dict[int, _Answer] = {}  # compared at the end, side by side in processes
+        for i, (conversation, info) in enumerate(zip(conversations, env_infos, strict=True)):
+            reward = None
             try:
                 answer = self._read(conversation, info)
                 if answer is None:
-                    results.append(self._reward(False, answered=False))
+                    reward = self._reward(False, answered=False)
+                elif self._checker is not None:
+                    for_checker[i] = answer
+                elif self.config.rule == "regex":
+                    flags = regex.IGNORECASE if self.config.ignore_case else 0
+                    found = (self._find(pattern, answer.text, flags) for pattern in answer.golds)
+                    reward = self._reward(any(found))
                 else:
-                    results.append(answer if self._checker else self._reward(self._matches(answer)))
+                    golds = {self._normal(gold) for gold in answer.golds}
+                    reward = self._reward(self._normal(answer.text) in golds)
             except _UndecidedError as error:
-                results.append(Reward(None, error=str(error)))
-        compared = [
-            (result.golds, result.text) for result in results if isinstance(result, _Answer)
-        ]
-        verdicts = iter(self._checker.check(compared) if self._checker else [])
-        return [
-            result if isinstance(result, Reward) else self._judged(next(verdicts))
-            for result in results
-        ]
+                reward = Reward(None, error=str(error))
+            rewards.append(reward)
+        if self._checker is not None:
+            items = [(answer.golds, answer.text) for answer in for_checker.values()]
+            for i, verdict in zip(for_checker, self._checker.check(items), strict=True):
+                if verdict.correct is None:
+                    rewards[i] = Reward(None, error=verdict.error)
+                else:
+                    rewards[i] = self._reward(verdict.correct, answered=verdict.parsed)
+        return cast(list[Reward], rewards)
 
     def shutdown(self) -> bool:
         if self._checker is not None:
             self._checker.close()
         return True
-
-    def _judged(self, verdict: MathVerdict) -> Reward:
-        if verdict.correct is None:
-            return Reward(None, error=verdict.error)
-        return self._reward(verdict.correct, answered=verdict.parsed)
 
     def _reward(self, correct: bool, *, answered: bool = True) -> Reward:
         return Reward(
@@ -98,13 +101,12 @@ class RuleEnvironment(ConfiguredEnvironment[RuleEnvironmentConfig]):
         text = completion_text(conversation)
         if text is None:
             raise _UndecidedError(NO_COMPLETION)
-        if self._strips_reasoning:
+        if self.config.strips_reasoning:
             text = without_reasoning(text)
-        golds = (
-            (self.config.pattern,)
-            if self.config.pattern is not None
-            else _golds(info, self.config.answer_key)
-        )
+        if self.config.pattern is not None:
+            golds: tuple[str, ...] = (self.config.pattern,)
+        else:
+            golds = _golds(info, self.config.answer_key)
         if self.config.rule == "dapo" and self.config.extract is None:
             answer = find_answer(text)
             return None if answer is None else _Answer(answer, golds)
@@ -114,14 +116,11 @@ class RuleEnvironment(ConfiguredEnvironment[RuleEnvironmentConfig]):
         if not matches:
             return None
         last = matches[-1]
+        # The first group that has matched, of alternatives too; without groups the whole.
         extracted = next((group for group in last.groups() if group is not None), last[0])
-        return _Answer(marked(extracted) if self._checker else extracted, golds)
-
-    def _matches(self, answer: _Answer) -> bool:
-        if self.config.rule == "regex":
-            flags = regex.IGNORECASE if self.config.ignore_case else 0
-            return any(self._find(pattern, answer.text, flags) for pattern in answer.golds)
-        return self._normal(answer.text) in {self._normal(gold) for gold in answer.golds}
+        if self._checker is not None:
+            extracted = marked(extracted)
+        return _Answer(extracted, golds)
 
     def _find(self, pattern: str, text: str, flags: int = 0) -> list[regex.Match[str]]:
         seconds = self.config.timeout_seconds
@@ -162,18 +161,17 @@ def _golds(info: Mapping[str, Any], keys: Sequence[str]) -> tuple[str, ...]:
     key = next((key for key in keys if info.get(key) is not None), None)
     if key is None:
         raise _UndecidedError(f"the sample has no {' or '.join(keys)}")
-    value = plain(info[key])
-    values = (
-        value if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value]
-    )
+    values = plain(info[key])
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+        values = [values]
     if not values:
         raise _UndecidedError(f"{key} is empty")
-    return tuple(_gold_text(plain(gold), key) for gold in values)
-
-
-def _gold_text(value: Any, key: str) -> str:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise _UndecidedError(f"{key} is of type {type(value).__name__}, not text or a number")
-    return number_text(value)
+    golds = []
+    for value in map(plain, values):
+        if isinstance(value, str):
+            golds.append(value)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            golds.append(number_text(value))
+        else:
+            raise _UndecidedError(f"{key} is of type {type(value).__name__}, not text or a number")
+    return tuple(golds)

@@ -70,13 +70,14 @@ class RewardSource:
             requests = [self._requests.get()]
             while not self._requests.empty():  # no other thread reads it
                 requests.append(self._requests.get())
+            # Not those that their callers have cancelled meanwhile.
             requests = [
                 request for request in requests if request.future.set_running_or_notify_cancel()
             ]
+            logs = [request.messages for request in requests]
+            infos = [request.env_info for request in requests]
             try:
-                rewards = self._environment.reward(
-                    [r.messages for r in requests], [r.env_info for r in requests]
-                )
+                rewards = self._environment.reward(logs, infos)
             except Exception as error:  # the callers wait, and more requests will come
                 for request in requests:
                     request.future.set_exception(error)
@@ -101,17 +102,16 @@ def reward_source(settings: Mapping[str, Any]) -> tuple[RewardSource, RewardSour
     Raises `ConfigError` for faulty settings.
     """
     config = load_section(RewardSourceConfig, OmegaConf.create(dict(settings)), where=_WHERE)
-    # A forked process does not have the threads of its parent.
-    key = (
-        os.getpid(),
-        json.dumps(config.model_dump(exclude={"on_failure"}), sort_keys=True, default=str),
-    )
+    described = config.model_dump(exclude={"on_failure"})
+    # By process, because a forked one does not have the threads of its parent.
+    key = (os.getpid(), json.dumps(described, sort_keys=True, default=str))
+    # While a model is loaded other callers wait for it, and do not load it again.
     with _LOCK:
         if key not in _SOURCES:
-            section = (
-                {"model_name": config.model} if config.environment is None else config.environment
-            )
-            _SOURCES[key] = RewardSource(
-                make_environment("reward_model", section, where=f"{_WHERE}.environment")
-            )
+            section = config.environment
+            if section is None:
+                section = {"model_name": config.model}
+            where = f"{_WHERE}.environment"
+            environment = make_environment("reward_model", section, where=where)
+            _SOURCES[key] = RewardSource(environment)
         return _SOURCES[key], config

@@ -1,6 +1,7 @@
 """`SteppedEnvironment`: a class with NeMo RL's `step`, as an environment of treeward.
 
-    env: {mine: {type: my_package.MyEnvironment, limit: 200}}     # MyEnvironment({"limit": 200}).step(logs, env_infos)
+    env: {mine: {type: my_package.MyEnvironment, limit: 200}}
+    # calls MyEnvironment({"limit": 200}).step(logs, env_infos)
 
 The class is constructed with its section of the configuration, and its `step` returns NeMo RL's
 `EnvironmentReturn`. `rewards` is a tensor (B,), or for several rewards
@@ -34,15 +35,22 @@ class SteppedEnvironment(Environment):
     def __init__(self, cls: Any, section: Mapping[str, Any]) -> None:
         self._path = f"{cls.__module__}.{getattr(cls, '__qualname__', '')}"
         self._source = source_digest(cls)
-        self._ray = None if isinstance(cls, type) else start_ray()
-        self._object = cls(dict(section)) if self._ray is None else cls.remote(dict(section))
+        self._ray: Any = None
+        if isinstance(cls, type):
+            self._object = cls(dict(section))
+        else:  # what `@ray.remote` makes of a class is no class
+            self._ray = start_ray()
+            self._object = cls.remote(dict(section))
 
     @property
     def user_code(self) -> str:
         return self._source
 
     def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
-        logs = [[dict(message) for message in conversation] for conversation in conversations]
+        # Copies: NeMo RL's environments may write into them.
+        logs = []
+        for conversation in conversations:
+            logs.append([dict(message) for message in conversation])
         infos = [dict(info) for info in env_infos]
         if self._ray is None:
             result = self._object.step(logs, infos)
@@ -57,11 +65,14 @@ class SteppedEnvironment(Environment):
             )
         if not isinstance(result.rewards, Mapping):
             return [_reward(value, {}) for value in self._numbers(result.rewards, len(logs))]
-        values = {
-            str(name).removeprefix(_PREFIX): self._numbers(tensor, len(logs))
-            for name, tensor in result.rewards.items()
-        }
-        parts = [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
+        if not result.rewards:
+            raise ConfigError("the rewards are an empty mapping", where=WHERE, got=self._path)
+        parts: list[dict[str, float]] = [{} for _ in logs]
+        for name, tensor in result.rewards.items():
+            component = str(name).removeprefix(_PREFIX)
+            numbers = self._numbers(tensor, len(logs))
+            for components, number in zip(parts, numbers, strict=True):
+                components[component] = number
         return [_reward(sum(components.values()), components) for components in parts]
 
     def _numbers(self, rewards: Any, count: int) -> list[float]:

@@ -1,6 +1,7 @@
 """`as_trl`: a reward model, or any environment, as one of the `reward_funcs` of TRL's trainers.
 
-    GRPOTrainer(model="Qwen/Qwen3-0.6B", reward_funcs=as_trl("http://host:8000"), train_dataset=prompts)
+    reward = as_trl("http://host:8000")
+    GRPOTrainer(model="Qwen/Qwen3-0.6B", reward_funcs=reward, train_dataset=prompts)
     reward = as_trl(RewardModelEnvironment({"model_name": "results/rm/final"}))
 
 TRL calls it with prompts, completions and the columns of the dataset, each a list with an entry per
@@ -65,26 +66,25 @@ def as_trl(
         logs = []
         for prompt, completion in zip(prompts, completions, strict=True):
             messages = _messages(completion, "assistant")
-            # a text has gone through no template
+            # A text has gone through no template.
             if renderer is not None and not isinstance(prompt, str):
                 messages = _opened(prompt, messages, renderer)
             logs.append(without_nulls(_messages(prompt, "user")) + messages)
         log_metric = columns.get("log_metric")
         cells = {column: values for column, values in columns.items() if column not in _NOT_COLUMNS}
-        # The prompts and the columns come from Arrow's tables.
-        infos = [
-            without_nulls({name: values[i] for name, values in cells.items()})
-            for i in range(len(logs))
-        ]
+        infos = []
+        for i in range(len(logs)):
+            row = {column: values[i] for column, values in cells.items()}
+            # Arrow's tables have a null in every column that a row lacks.
+            infos.append(without_nulls(row))
         rewards = environment.reward(logs, infos)
+        values = [reward.value for reward in rewards]
         if log_metric is not None and rewards:
-            log_metric(
-                f"{name}/failed", sum(reward.value is None for reward in rewards) / len(rewards)
-            )
+            log_metric(f"{name}/failed", values.count(None) / len(rewards))
             raw = [reward.raw for reward in rewards if reward.raw is not None]
             if raw:
                 log_metric(f"{name}/raw_mean", sum(raw) / len(raw))
-        return [reward.value for reward in rewards]
+        return values
 
     rewards_of.__name__ = name
     return rewards_of
@@ -96,14 +96,15 @@ def _opened(
     """The completion with the opening of its first message."""
     if not completion or not isinstance(completion[0].get("content"), str):
         return completion
+    # TRL has read the reasoning, which the prompt opens, into a key of its own.
     if completion[0].get("reasoning_content") is not None:
-        return (
-            completion  # TRL has read the reasoning, which the prompt opens, into a key of its own
-        )
+        return completion
     first = {**completion[0], "content": renderer.opening(prompt) + completion[0]["content"]}
     return [first, *completion[1:]]
 
 
 def _messages(value: Any, role: str) -> list[dict[str, Any]]:
     """The messages of a conversational dataset, or text as one message."""
-    return [{"role": role, "content": value}] if isinstance(value, str) else list(value)
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    return list(value)

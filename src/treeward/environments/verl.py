@@ -71,12 +71,18 @@ def compute_scores(
     **reward_kwargs: Any,
 ) -> list[dict[str, float]]:
     """The rewards of B completions, in order, for verl's `batch` reward manager."""
-    infos = [None] * len(solution_strs) if extra_infos is None else list(extra_infos)
-    samples = list(zip(data_sources, solution_strs, ground_truths, infos, strict=True))
-    submissions = [(*_submit(*sample, reward_kwargs), sample[0]) for sample in samples]
-    return [
-        _score(future.result(), config, data_source) for future, config, data_source in submissions
-    ]
+    if extra_infos is None:
+        extra_infos = [None] * len(solution_strs)
+    # All are submitted before the first is waited for: they are one step.
+    submissions = []
+    for sample in zip(data_sources, solution_strs, ground_truths, extra_infos, strict=True):
+        future, config = _submit(*sample, reward_kwargs)
+        data_source = sample[0]
+        submissions.append((future, config, data_source))
+    scores = []
+    for future, config, data_source in submissions:
+        scores.append(_score(future.result(), config, data_source))
+    return scores
 
 
 def _submit(
@@ -86,16 +92,18 @@ def _submit(
     extra_info: Mapping[str, Any] | None,
     reward_kwargs: Mapping[str, Any],
 ) -> tuple[Future[Reward], RewardSourceConfig]:
-    source, config = reward_source(
-        {key: v for key, v in reward_kwargs.items() if key not in _FROM_VERL}
-    )
+    settings = {key: value for key, value in reward_kwargs.items() if key not in _FROM_VERL}
+    source, config = reward_source(settings)
     info = dict(extra_info or {})
     has_prompt = any(info.get(key) is not None for key in _PROMPT_KEYS)
     is_rule = config.environment is not None and config.environment.get("type") in ("rules", "math")
-    prompt = [] if is_rule and not has_prompt else _prompt(info, data_source)
+    prompt: list[Mapping[str, Any]] = []
+    if has_prompt or not is_rule:  # a rule reads the completion alone
+        prompt = _prompt(info, data_source)
     messages = [*prompt, {"role": "assistant", "content": solution_str}]
-    env_info = info | {"data_source": data_source, "ground_truth": ground_truth}
-    return source.submit(messages, without_nulls(env_info)), config  # verl's rows come from parquet
+    env_info = {**info, "data_source": data_source, "ground_truth": ground_truth}
+    # verl's rows come from parquet, which has a null for every key that a row lacks.
+    return source.submit(messages, without_nulls(env_info)), config
 
 
 def _prompt(extra_info: Mapping[str, Any], data_source: str) -> list[Mapping[str, Any]]:
@@ -118,7 +126,8 @@ def _prompt(extra_info: Mapping[str, Any], data_source: str) -> list[Mapping[str
 def _score(reward: Reward, config: RewardSourceConfig, data_source: str) -> dict[str, float]:
     # verl gathers the keys of a batch's first sample, so every sample has the same keys.
     if reward.value is not None:
-        return {"score": reward.value, "raw": reward.value if reward.raw is None else reward.raw}
+        raw = reward.value if reward.raw is None else reward.raw
+        return {"score": reward.value, "raw": raw}
     if config.on_failure == "nan":
         return {"score": math.nan, "raw": math.nan}
     raise DataError(
