@@ -59,7 +59,7 @@ def test_nor_does_attention_as_a_gpu_runs_it(
     # which refuses gradients on a CPU
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
     monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    monkeypatch.setattr(flex, "_compiled", lambda: torch_flex.flex_attention)
+    monkeypatch.setattr(flex, "compiled_kernel", lambda: torch_flex.flex_attention)
     setup = set_up(tiny_run())
     setup.model.tree_attention = FLEX
     run, batches, sums = RewardModelRun(setup), BatchPreparer(setup).step(1), RewardSums()

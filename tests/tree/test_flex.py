@@ -37,7 +37,7 @@ from treeward.tree.position_mask import PositionMask
 def eager_flex(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's own arithmetic of FlexAttention, with gradients."""
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
-    monkeypatch.setattr(flex, "_compiled", lambda: torch_flex.flex_attention)
+    monkeypatch.setattr(flex, "compiled_kernel", lambda: torch_flex.flex_attention)
 
 
 def flex_model(family: str, **changes: Any) -> RewardModel:
@@ -120,7 +120,7 @@ def test_the_compiled_kernel_visits_the_right_blocks(
 ) -> None:
     # Of one length: with lengths left open, PyTorch 2.13 writes C++ that does not compile for a window's mask.
     monkeypatch.setattr(
-        flex, "_compiled", lambda: torch.compile(torch_flex.flex_attention, dynamic=False)
+        flex, "compiled_kernel", lambda: torch.compile(torch_flex.flex_attention, dynamic=False)
     )
     model = flex_model(family, head_dim=16)
     groups = [[row for row in group if len(row) < 1000] for group in random_forest(3)]
@@ -222,7 +222,7 @@ def test_every_shape_of_a_process_is_compiled(monkeypatch: pytest.MonkeyPatch) -
     """Two models in training and scoring are more cases than PyTorch compiles of one function, in each thread."""
     counter = CompileCounterWithBackend("eager")
     kernel = torch.compile(torch_flex.flex_attention, backend=counter)
-    monkeypatch.setattr(flex, "_kernel", lambda: kernel)
+    monkeypatch.setattr(flex, "shared_kernel", lambda: kernel)
     torch._dynamo.reset()
     layout = TreeBatch.from_groups(forest()).padded().layout
 

@@ -120,11 +120,8 @@ def _check(module: torch.nn.Module, query_BHTD: Tensor, mask: Any, kwargs: dict[
             need="a model that builds its masks through transformers' mask interface",
             fix="policy.attention=rows",
         )
-    # relative positions; keys that the model selects by itself
-    for name in (
-        "position_bias",
-        "indices",
-    ):
+    # Relative positions, and keys that the model selects by itself: neither is in the mask.
+    for name in ("position_bias", "indices"):
         if kwargs.get(name) is not None:
             raise ModelError(
                 f"tree attention has no {name}",
@@ -151,7 +148,7 @@ def tree_attention(
     layout = mask.layout
     num_tokens = layout.num_tokens
     padding = query_BHTD.shape[2] - num_tokens
-    if padding:  # which sees nothing
+    if padding:  # which no sequence reads, so that any value will do
         query = query_BHTD[:, :, :num_tokens]
         key = key_BJTD[:, :, :num_tokens]
         value = value_BJTD[:, :, :num_tokens]
@@ -211,6 +208,8 @@ def written_out(
     scores = (query_BHND @ key.transpose(2, 3)) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
+    # The softmax in float32, as eager attention of transformers has it; the least number of the
+    # format instead of -inf, of which a row without any key would make NaN.
     scores = scores.masked_fill(~mask_NK, torch.finfo(scores.dtype).min).float()
     if sinks_H is None:
         weights = scores.softmax(dim=-1)
@@ -333,6 +332,7 @@ class SlicedAttention(torch.autograd.Function):
         query_BHTD, key_BJTD, value_BJTD, out, lse = ctx.saved_tensors
         query, key, value = _by_key_head(query_BHTD, key_BJTD, value_BJTD)
         grad_out = grads[0].reshape(query.shape)
+        # Every query has a first part, which writes; keys without a query below them have none.
         grad_query = torch.empty_like(query)
         grad_key = torch.zeros_like(key_BJTD[0])
         grad_value = torch.zeros_like(value_BJTD[0])
@@ -357,6 +357,7 @@ class SlicedAttention(torch.autograd.Function):
                 grad_query[:, :, q] = part_query
             else:
                 grad_query[:, :, q] += part_query
+            # Over the query heads that share a key head.
             grad_key[:, k] += part_key.sum(dim=1)
             grad_value[:, k] += part_value.sum(dim=1)
         of_query = grad_query.view(query_BHTD.shape)
@@ -399,6 +400,7 @@ def _merged(
             out[:, :, q] = part_out
             lse[:, :, q] = part_lse
             continue
+        # L and o of `SlicedAttention`, one more part at a time.
         merged = torch.logaddexp(lse[:, :, q], part_lse)
         old_weight = torch.exp(lse[:, :, q] - merged).unsqueeze(-1)
         weight = torch.exp(part_lse - merged).unsqueeze(-1)

@@ -215,6 +215,8 @@ class TreeBatch(Movable):
             segments = tuple(segment.shifted(offset, before) for segment in tree.segments)
             tokens.append(tree.tokens_N)
             positions.append(tree.positions_N + before)
+            # All tokens of a segment have the same tokens below them, besides its own: together
+            # with `k <= q` this one number says who sees whom.
             for segment in segments:
                 subtree_ends.append(np.full(len(segment), segment.subtree_end, dtype=np.int64))
             end = offset + tree.num_tokens
@@ -226,8 +228,16 @@ class TreeBatch(Movable):
         if is_separate:
             kept = []
             for group, sequence, length in keep:
-                last = int(ends[starts[group] + sequence])
-                kept.append(Kept(group, _first_of_path(spans[group], last, length)))
+                span = spans[group]
+                depth = span.num_prefix_tokens + length
+                # The first `length` tokens of the sequence, as ranges of the row: its path may
+                # have tokens of other sequences between its segments.
+                ranges = []
+                for segment in span.path_to(int(ends[starts[group] + sequence])):
+                    if segment.depth < depth:
+                        range_end = min(segment.end, segment.start + depth - segment.depth)
+                        ranges.append((segment.start, range_end))
+                kept.append(Kept(group, tuple(ranges)))
             exchange = Exchange(tree_prefixes, kept)
         layout = TreeLayout(
             tuple(spans),
@@ -249,10 +259,12 @@ class TreeBatch(Movable):
         Lengths are multiples of 128, at most eight from n to 2n tokens. The added tokens belong to no sequence.
         """
         length = len(self.tokens_T)
+        # A power of two between 1/16 and 1/8 of the length.
         step = max(128, 2 ** (length.bit_length() - 4))
         padded_length = math.ceil(length / step) * step
         padding = padded_length - length
-        # each added token's subtree is the token itself
+        # Each added token's subtree is the token itself: a row of the mask without any key would
+        # have a softmax of nothing, which is NaN.
         own_ends = torch.arange(length + 1, padded_length + 1, device=self.tokens_T.device)
         layout = replace(
             self.layout,
@@ -352,21 +364,12 @@ def _reads(
     return Reads.of(places)
 
 
-def _first_of_path(tree: TreeSpan, last: int, num_tokens: int) -> tuple[tuple[int, int], ...]:
-    """The ranges in the row of the first `num_tokens` tokens of the sequence that ends at the place `last`."""
-    depth = tree.num_prefix_tokens + num_tokens
-    ranges = []
-    for segment in tree.path_to(last):
-        if segment.depth < depth:
-            end = min(segment.end, segment.start + depth - segment.depth)
-            ranges.append((segment.start, end))
-    return tuple(ranges)
-
-
 def _clusters(
     sequences: Sequence[np.ndarray], groups: Sequence[Sequence[int]], min_shared: int
 ) -> list[list[int]]:
     """The sequences of each tree: of all groups that begin with the same `min_shared` tokens."""
+    # One sequence stands for its group, because completions of a prompt begin alike. A tree can
+    # hold others too.
     heads = [sequences[members[0]] for members in groups]
     order = sorted(range(len(heads)), key=lambda g: sort_key(heads[g]))
     clusters: list[list[int]] = []
@@ -376,6 +379,8 @@ def _clusters(
             clusters.append([])
         clusters[-1].append(g)
         previous = heads[g]
+    # In the order of the groups, so that a batch without shared beginnings is packed as it is
+    # given.
     clusters.sort(key=min)
     trees = []
     for cluster in clusters:

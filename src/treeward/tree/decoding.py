@@ -49,7 +49,7 @@ class _Mask:
 
 
 def _make_mask(*, mask_function: MaskFunction, **_: Any) -> _Mask:
-    decoding = _running.get()
+    decoding = _running.get()  # of this thread: others may decode too
     assert decoding is not None, "a decoding is running"
     return _Mask(decoding, mask_function)
 
@@ -119,6 +119,7 @@ class Decoding:
         self.step_1 += 1
         if self.step < self.capacity:
             return False
+        # Doubled, so that in all no more tokens are copied than there are.
         room = min(self.capacity, self.most_tokens - self.capacity)
         for layer in self.layers:
             assert layer.own is not None
@@ -190,17 +191,20 @@ class Decoding:
             prompt_K = torch.arange(longest_prompt, device=self.device)
             own_K = torch.arange(self._read, device=self.device)
             lengths_S1 = self.lengths_S[:, None]
-            exists_SK = torch.cat(
-                [prompt_K < lengths_S1, (own_K <= self.step_1).expand(len(lengths_S1), -1)], dim=1
-            )
-            keys_SK = torch.cat([prompt_K.expand(len(lengths_S1), -1), lengths_S1 + own_K], dim=1)
+            num_rows = len(lengths_S1)
+            # Padding of shorter prompts, and tokens to come, are no keys.
+            own_exists_SK = (own_K <= self.step_1).expand(num_rows, -1)
+            exists_SK = torch.cat([prompt_K < lengths_S1, own_exists_SK], dim=1)
+            # The positions of the keys in the row's conversation: its own follow its prompt.
+            keys_SK = torch.cat([prompt_K.expand(num_rows, -1), lengths_S1 + own_K], dim=1)
             zero = torch.zeros((), dtype=torch.int64, device=self.device)
             seen_SK = exists_SK & mask_function(zero, zero, self.positions_S[:, None], keys_SK)
-            all_seen = not self.static and bool(seen_SK.all())
-            bias_SK = torch.zeros(seen_SK.shape, device=self.device).masked_fill_(
-                ~seen_SK, float("-inf")
-            )
-            self._biases[mask_function] = None if all_seen else bias_SK[:, None, None]
+            bias = None
+            # A CUDA graph has the bias or not, whatever the rows are.
+            if self.static or not bool(seen_SK.all()):
+                zeros_SK = torch.zeros(seen_SK.shape, device=self.device)
+                bias = zeros_SK.masked_fill_(~seen_SK, float("-inf"))[:, None, None]
+            self._biases[mask_function] = bias
         return self._biases[mask_function]
 
     def by_prompt(self, rows_SJRX: Tensor) -> Tensor:
@@ -211,9 +215,8 @@ class Decoding:
 
     def by_row(self, prompts_PJQX: Tensor) -> Tensor:
         """The inverse of `by_prompt`, (S, J, R, X)."""
-        slots: Tensor = (
-            prompts_PJQX.unflatten(2, (self.slots_PG.shape[1], -1)).transpose(1, 2).flatten(0, 1)
-        )
+        size = self.slots_PG.shape[1]
+        slots: Tensor = prompts_PJQX.unflatten(2, (size, -1)).transpose(1, 2).flatten(0, 1)
         return slots.index_select(0, self.places_S)
 
 
@@ -235,13 +238,18 @@ def _attend(
     layer, own_keys, own_values = decoding.enter(
         key_BJSD[0].transpose(0, 1), value_BJSD[0].transpose(0, 1)
     )
+    if scaling is None:
+        scaling = query_BHSD.shape[-1] ** -0.5
     query_SJRD = query_BHSD[0].unflatten(0, (key_BJSD.shape[1], -1)).permute(2, 0, 1, 3)
-    query_SJRD = query_SJRD * (query_BHSD.shape[-1] ** -0.5 if scaling is None else scaling)
+    query_SJRD = query_SJRD * scaling
+    # All rows of a prompt are queries of one product: its keys are read once, which is what
+    # decoding waits for.
     prompt_scores = decoding.by_row(_product(decoding.by_prompt(query_SJRD), layer.prompt[0]))
     scores = torch.cat([prompt_scores, _product(query_SJRD, own_keys)], dim=-1)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    if (bias := decoding.bias(attention_mask.mask_function)) is not None:
+    bias = decoding.bias(attention_mask.mask_function)
+    if bias is not None:
         scores = scores + bias
     if s_aux is not None:  # a sink is one more key without a value
         sinks = s_aux.float().view(1, *scores.shape[1:3], 1).expand(len(scores), -1, -1, -1)
@@ -265,8 +273,5 @@ def _product(query_XJQD: Tensor, key_XJKD: Tensor) -> Tensor:
 
 def _padded(tensors_JLD: Sequence[Tensor]) -> Tensor:
     """(P, J, L, D), zeros at the end."""
-    return (
-        pad_sequence([x.transpose(0, 1) for x in tensors_JLD], batch_first=True)
-        .transpose(1, 2)
-        .contiguous()
-    )
+    padded_PLJD = pad_sequence([x.transpose(0, 1) for x in tensors_JLD], batch_first=True)
+    return padded_PLJD.transpose(1, 2).contiguous()

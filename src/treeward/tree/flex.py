@@ -59,9 +59,17 @@ def attend(
     exchange = mask.layout.exchange
     if exchange is not None:
         key_BJTD, value_BJTD = _with_prefixes(key_BJTD, value_BJTD, exchange)
-    kernel: Any = flex_attention if torch.compiler.is_compiling() else _compiled()
+    kernel: Any = flex_attention  # a compiled layer compiles it with the rest
+    if not torch.compiler.is_compiling():
+        kernel = compiled_kernel()
+    score_mod = None
+    if softcap is not None:
+
+        def score_mod(score: Tensor, *_: Tensor) -> Tensor:
+            return softcap * torch.tanh(score / softcap)
+
     options: dict[str, Any] = {
-        "score_mod": None if softcap is None else _soft_cap(softcap),
+        "score_mod": score_mod,
         "block_mask": mask.block_mask,
         "scale": scale,
         "enable_gqa": True,
@@ -75,27 +83,21 @@ def attend(
     return out * share[..., None].to(out.dtype)
 
 
-def _compiled() -> Callable[..., Any]:
-    """For layers that are not compiled themselves."""
-    # It serves all head shapes, masks, training and scoring of a process. Beyond PyTorch's limit of eight such cases it
-    # would run uncompiled, with all scores of a row in memory. The limit is per thread.
+def compiled_kernel() -> Callable[..., Any]:
+    """The kernel of layers that are not compiled themselves."""
+    # It serves all head shapes, masks, training and scoring of a process. Beyond PyTorch's limit of
+    # eight such cases it would run uncompiled, with all scores of a row in memory. The limit is per
+    # thread.
     if torch._dynamo.config.recompile_limit < _MOST_CASES:
         torch._dynamo.config.recompile_limit = _MOST_CASES
-    return _kernel()
+    return shared_kernel()
 
 
 @functools.cache
-def _kernel() -> Callable[..., Any]:
-    """The second length of a row compiles it again, for all lengths; `dynamic=True` would make more than lengths
-    variable."""
+def shared_kernel() -> Callable[..., Any]:
+    """The second length of a row compiles it again, for all lengths; `dynamic=True` would make more
+    than lengths variable."""
     return torch.compile(flex_attention)
-
-
-def _soft_cap(softcap: float) -> Callable[..., Tensor]:
-    def score_mod(score: Tensor, *_: Tensor) -> Tensor:
-        return softcap * torch.tanh(score / softcap)
-
-    return score_mod
 
 
 # Not compiled: a compiled layer would be compiled again for each number of the layer, of prompts and of their tokens.
@@ -187,7 +189,7 @@ def _extremes(values_N: Tensor, padding: int | None) -> tuple[Tensor, Tensor]:
 
 def _ordered(chosen_QL: Tensor) -> tuple[Tensor, Tensor]:
     """The number of chosen blocks of each row, int32 (1, 1, Q), and their places first, int32 (1, 1, Q, L)."""
+    # Stable: the chosen blocks stay in the order of the keys, which FlexAttention reads them in.
     places = chosen_QL.to(torch.int8).argsort(dim=1, descending=True, stable=True)
-    return chosen_QL.sum(dim=1, dtype=torch.int32)[None, None], places.to(torch.int32)[
-        None, None
-    ].contiguous()
+    counts = chosen_QL.sum(dim=1, dtype=torch.int32)
+    return counts[None, None], places.to(torch.int32)[None, None].contiguous()

@@ -58,7 +58,9 @@ def plan_micro_batches(
     for num_rounds in itertools.count(fewest_rounds):
         plan = _distributed(sizes, order, num_rounds * num_ranks, most_tokens, most_groups)
         if plan is not None:
-            plan.sort(key=lambda members: -sum(sizes[i] for i in members))
+            # Largest first: the ranks compute micro-batches of like size at the same time, and the
+            # first one shows whether the memory suffices.
+            plan.sort(key=lambda members: sum(sizes[i] for i in members), reverse=True)
             return [sorted(members) for members in plan]
     raise AssertionError("as many micro-batches as groups hold all")
 
@@ -163,8 +165,10 @@ def plan_sequences(
     arrays = [np.asarray(sequence, dtype=np.int64) for sequence in sequences]
     if not share:
         shapes = [(1, len(array)) for array in arrays]
-        plan_of_rows = plan_padded(shapes, max_tokens=most_tokens, max_groups=most_sequences)
-        return [_each_alone(members) for members in plan_of_rows]
+        micro_batches = []
+        for members in plan_padded(shapes, max_tokens=most_tokens, max_groups=most_sequences):
+            micro_batches.append([[i] for i in members])  # each row is a group of its own
+        return micro_batches
 
     plan: list[list[list[int]]] = []
     used = 0
@@ -193,10 +197,6 @@ def plan_sequences(
         count += 1
         previous = array
     return plan
-
-
-def _each_alone(members: Sequence[int]) -> list[list[int]]:
-    return [[i] for i in members]
 
 
 class GroupPart(NamedTuple):
@@ -302,6 +302,7 @@ def backward_in_parts(
         (scale * loss).backward()
         return scores_S.detach(), loss.detach()
 
+    # The loss compares scores of all parts, whose graphs do not fit into memory together.
     with torch.no_grad():
         part_scores = [score() for score in parts]
     joined_S = torch.cat(part_scores).requires_grad_(True)

@@ -120,6 +120,8 @@ class PositionMask:
         parts: list[Part] = []
         for number, tree in enumerate(self.layout.trees):
             tree_parts = list(self._tree_parts(tree))
+            # Many short segments are many calls: then one masked call over the whole square, with
+            # pairs that do not see each other, costs less.
             cost = sum(part.area for part in tree_parts) + CALL_COST * (len(tree_parts) - 1)
             if len(tree_parts) > 1 and len(tree) ** 2 <= cost:
                 mask = self._visible(tree)[:, tree.num_prefix_tokens :]
@@ -166,6 +168,7 @@ class PositionMask:
 
     def _visible(self, tree: TreeSpan) -> Tensor:
         """The rule `k <= q < subtree_end[k]` and the mask function, written out: bool (N, P + N)."""
+        # A prefix hangs above the root: its positions are the first ones, and all tokens see it.
         prefix = torch.arange(tree.num_prefix_tokens)
         tokens = torch.arange(tree.start, tree.end)
         lengths = torch.tensor([len(segment) for segment in tree.segments])
@@ -194,7 +197,16 @@ class PositionMask:
                     yield Part(*below, segment.start, segment.end, False, None, first=False)
             return
         for window in windows:
-            yield self._diagonal(window)
+            # A window's queries among themselves: causal, unless the last one no longer sees the
+            # first.
+            queries = (window.q_start, window.q_end)
+            if window.high <= window.start:
+                yield Part(*queries, *queries, True, None, first=True)
+            else:
+                num_queries = window.q_end - window.q_start
+                positions = torch.arange(window.start, window.start + num_queries)
+                mask = self.allowed(positions, positions)
+                yield Part(*queries, *queries, False, mask, first=True)
             yield from self._before(window, in_prefix=False)
 
     def _prefix_parts(self, number: int, tree: TreeSpan) -> Iterator[Part]:
@@ -219,21 +231,14 @@ class PositionMask:
             segment_stop = segment.depth + len(segment)
             for start in range(segment.depth, segment_stop, BLOCK):
                 stop = min(start + BLOCK, segment_stop)
+                # The first key that a query sees never decreases along a path, so that the first
+                # query and the last bound all between them.
                 low = self.first_seen(start)
                 high = self.first_seen(stop - 1)
                 clipped = [run.clipped(low, stop) for run in path]
                 keys = tuple(run for run in clipped if run.start < run.end)
                 q_start = segment.start + start - segment.depth
                 yield Window(q_start, q_start + stop - start, start, low, high, keys)
-
-    def _diagonal(self, window: Window) -> Part:
-        """The part of a window's queries among themselves: causal, unless the window is too small."""
-        queries = (window.q_start, window.q_end)
-        if window.high <= window.start:
-            return Part(*queries, *queries, True, None, first=True)
-        num_queries = window.q_end - window.q_start
-        positions = torch.arange(window.start, window.start + num_queries)
-        return Part(*queries, *queries, False, self.allowed(positions, positions), first=True)
 
     def _before(self, window: Window, *, in_prefix: bool) -> Iterator[Part]:
         """The parts of a window's queries against earlier keys: keys that all of them see, and keys that some see."""

@@ -152,16 +152,18 @@ class PrefixCache:
         self.num_reused_tokens = 0
         """Tokens read from the cache so far."""
         self._entries: OrderedDict[bytes, Prefix] = OrderedDict()  # least recently used first
-        self._sorted: list[
-            bytes
-        ] = []  # the same keys in lexicographic order, the order of their tokens
+        # The same keys in lexicographic order, the order of their tokens: the entry that begins
+        # most like a sequence is beside its place.
+        self._sorted: list[bytes] = []
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def match(self, tokens: TokenIds, most: int | None = None) -> int:
-        """How many of the first tokens are cached, at most `most` (None: all but the last); 0 if they are too few to
-        matter."""
+        """How many of the first tokens are cached, at most `most` (None: all but the last); 0 if
+        they are too few to matter.
+        """
+        # The last token has to be computed: a cache holds no hidden state to read.
         most = len(tokens) - 1 if most is None else min(most, len(tokens) - 1)
         _, num_known = self._longest(sort_key(tokens[:most]))
         return num_known if num_known >= MIN_PREFIX_TOKENS else 0
@@ -182,7 +184,7 @@ class PrefixCache:
         if size > self.max_bytes or len(prefix) < MIN_PREFIX_TOKENS:
             return
         _, num_known = self._longest(key)
-        if num_known == len(prefix):
+        if num_known == len(prefix):  # an entry begins with it
             return
         place = bisect.bisect_left(self._sorted, key)
         continues_another = place > 0 and key.startswith(self._sorted[place - 1])
@@ -215,10 +217,14 @@ class PrefixCache:
             return None, 0
         place = bisect.bisect_left(self._sorted, key)
         neighbours = self._sorted[max(place - 1, 0) : place + 1]
-        shared = [
-            (entry, common_prefix_length(_tokens(entry), _tokens(key))) for entry in neighbours
-        ]
-        return max(shared, key=lambda pair: pair[1], default=(None, 0))
+        best: bytes | None = None
+        most = 0
+        for entry in neighbours:
+            num_shared = common_prefix_length(_tokens(entry), _tokens(key))
+            if best is None or num_shared > most:
+                best = entry
+                most = num_shared
+        return best, most
 
 
 class RecentTokens:
@@ -236,6 +242,7 @@ class RecentTokens:
         num_known = 0
         size = 8 * MIN_PREFIX_TOKENS  # bytes of a block: a key has eight for each token
         for start in range(0, len(key) - size + 1, size):
+            # The hash goes on, so that a block stands for all tokens up to its end.
             hashed.update(key[start : start + size])
             block = hashed.digest()
             if block in self._seen:

@@ -82,10 +82,13 @@ class TokenTree:
                 "a TokenTree cannot hold an empty sequence: there is no token to read a score at"
             )
         keys = [sort_key(array) for array in arrays]
+        # Equal sequences are one path of the tree, which several ends point to.
         distinct = dict(zip(keys, arrays, strict=True))
         sorted_keys = sorted(distinct)
 
-        # Each adds to the tree the tokens after the prefix that it shares with the one before it.
+        # In sorted order no earlier sequence shares more with one than the one before it. So each
+        # adds to the tree the tokens after the prefix that it shares with that one, and the tokens
+        # lie in preorder.
         lengths: list[int] = []
         shared: list[int] = []
         ends: list[int] = []
@@ -114,7 +117,9 @@ class TokenTree:
 
 
 def sort_key(tokens: TokenIds) -> bytes:
-    """Bytes whose order is that of the non-negative token ids: in lexicographic order neighbours share most."""
+    """Bytes whose order is that of the non-negative token ids: in lexicographic order neighbours
+    share most."""
+    # Big-endian: the highest byte of a number decides first, as it does in bytes.
     return np.asarray(tokens, dtype=np.int64).astype(">i8").tobytes()
 
 
@@ -138,6 +143,7 @@ def _segments(
     ranges: list[tuple[int, int, int, int | None]] = [(0, len(lengths), 0, None)]
     while ranges:
         first, last, depth, parent = ranges.pop()
+        # What all share is the least that two neighbours share.
         bottom = min(shared[first + 1 : last], default=lengths[first])
         if bottom > depth:  # else they are several trees, without a common root
             start = ends[first] - lengths[first] + depth
@@ -153,5 +159,6 @@ def _segments(
         for first_of_branch, end_of_branch in pairwise(branches):
             if lengths[first_of_branch] > bottom:  # else the sequence ends here
                 below.append((first_of_branch, end_of_branch, bottom, parent))
+        # A stack gives the last one first, and preorder is the order of the branches.
         ranges += reversed(below)
     return tuple(segments)
