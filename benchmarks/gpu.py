@@ -50,7 +50,7 @@ NOT_MEASURED = "not measured"
 
 
 def main() -> None:
-    arguments = _parse()
+    arguments = parse()
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # TRL refuses several in one process
     if arguments.rows is not None:  # the process of one part
         (part,) = arguments.only
@@ -217,7 +217,7 @@ def _version(name: str) -> str:
         return "absent"
 
 
-def _parse() -> argparse.Namespace:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -84,7 +84,7 @@ def letters(completions: Sequence[Any], **_: Any) -> list[float | None]:
 
 
 def main() -> None:
-    arguments = _parse()
+    arguments = parse()
     device = use_device(arguments.device)
     data, found = load_prompts(arguments.size)
     texts = (text for prompt, completions in found for text in (prompt, *completions))
@@ -239,7 +239,7 @@ def _parts_of_ours(run: GRPORun) -> list[tuple[str, object, str]]:
         ("sampling", setup.generator, "generate"),
         ("rewards", setup.rewards, "reward"),
         ("reference, old policy", setup.updater, "evaluate"),
-        ("forward", setup.updater, "_loss"),
+        ("forward", setup.updater, "micro_batch_loss"),
         ("optimiser", setup.updater.optimizer, "step"),
     ]
 
@@ -319,7 +319,7 @@ def print_parts(ours: Timed, theirs: Timed) -> None:
     print(results_table(shares, [*shown, Column("share", format=".0%")]))
 
 
-def _parse() -> argparse.Namespace:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

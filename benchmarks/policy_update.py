@@ -148,7 +148,7 @@ class PackedRows(PolicyModel):
 
 
 def main() -> None:
-    arguments = _parse()
+    arguments = parse()
     device = use_device(arguments.device)
     data, prompts = load_prompts(arguments.size)
     texts = (text for prompt, completions in prompts for text in (prompt, *completions))
@@ -237,13 +237,13 @@ def measure(
     with tempfile.TemporaryDirectory() as folder:
         reference.save_pretrained(folder)
         variants = {
-            TREE: _ours(PolicyModel, policy, reference, work),
-            PACKED: _ours(PackedRows, policy, reference, work.alone),
+            TREE: our_variant(PolicyModel, policy, reference, work),
+            PACKED: our_variant(PackedRows, policy, reference, work.alone),
             TRL: trl_update(policy, Path(folder), tokenizer, work, default=False),
         }
         if not few:
             variants |= {
-                TREE_BF16: _ours(PolicyModel, policy, reference, work, dtype=torch.bfloat16),
+                TREE_BF16: our_variant(PolicyModel, policy, reference, work, dtype=torch.bfloat16),
                 TRL_DEFAULT: trl_update(policy, Path(folder), tokenizer, work, default=True),
                 GROUPER: _grouper(policy, reference, work, all_logits=True),
                 GROUPER_OUR_HEAD: _grouper(policy, reference, work, all_logits=False),
@@ -300,7 +300,7 @@ def moved(reference: PreTrainedModel) -> PreTrainedModel:
     return policy
 
 
-def _ours(
+def our_variant(
     kind: type[PolicyModel],
     policy: PreTrainedModel,
     reference: PreTrainedModel,
@@ -669,7 +669,7 @@ def gates(rows: Sequence[dict[str, Any]]) -> list[tuple[str, bool]]:
     return found
 
 
-def _parse() -> argparse.Namespace:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -59,7 +59,7 @@ COLUMNS = [
 
 
 def main() -> None:
-    arguments = _parse()
+    arguments = parse()
     device = use_device(arguments.device)
     data, prompts = load_prompts(arguments.size)
     tokenizer = tokenizer_of(
@@ -229,7 +229,7 @@ def _common(group: Group) -> int:
     )
 
 
-def _parse() -> argparse.Namespace:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

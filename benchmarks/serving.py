@@ -58,7 +58,7 @@ COLUMNS = [
 
 
 def main() -> None:
-    arguments = _parse()
+    arguments = parse()
     if arguments.peer is not None:
         _serve_peer(Path(arguments.peer))
         return
@@ -309,7 +309,7 @@ def _serve_peer(folder: Path) -> None:
     uvicorn.run(app, port=0, access_log=False)
 
 
-def _parse() -> argparse.Namespace:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

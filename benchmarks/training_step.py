@@ -61,7 +61,7 @@ PEERS = {"TRL float32": TRL, "TRL default": TRL_DEFAULT, "packed": PACKED}
 
 
 def main() -> None:
-    arguments = _parse()
+    arguments = parse()
     device, size = use_device(arguments.device), arguments.size
     data, tokenizer, pairs = load_pairs(arguments.longest, size)
     generator = torch.Generator().manual_seed(0)
@@ -268,7 +268,7 @@ def _tokens(batches: list[Batch]) -> tuple[int, int, int]:
     )
 
 
-def _parse() -> argparse.Namespace:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

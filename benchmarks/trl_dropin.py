@@ -49,7 +49,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    arguments = _parse()
+    arguments = parse()
     device = use_device(arguments.device)
     rows = _rewards(arguments, device)
     for prompt in arguments.prompt_tokens:
@@ -153,7 +153,7 @@ def _row(
     }
 
 
-def _parse() -> argparse.Namespace:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -48,9 +48,9 @@ class ServedPolicy:
     def _completion(self, asked: Asked) -> Any:
         body = asked.json
         if asked.path == "/v1/completions":
-            return 200, self.change(self._completions(body))
+            return 200, self.change(self.completions(body))
         if asked.path == "/generate":
-            return 200, self.change(self._generate(body))
+            return 200, self.change(self.generate(body))
         if asked.path == "/update_weights_from_disk":
             self._load(body["model_path"])
             self.version = body["weight_version"]
@@ -118,7 +118,7 @@ class ServedPolicy:
         text = self.tokenizer.decode(found.token_ids, skip_special_tokens=True)
         return found, text, "stop" if ended(found.token_ids) else "length"
 
-    def _completions(self, body: dict[str, Any]) -> dict[str, Any]:
+    def completions(self, body: dict[str, Any]) -> dict[str, Any]:
         choices = []
         for g in range(body["n"]):
             found, text, reason = self._sampled(
@@ -156,7 +156,7 @@ class ServedPolicy:
             "choices": choices,
         }
 
-    def _generate(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+    def generate(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         completions = []
         for ids, sampling in zip(body["input_ids"], body["sampling_params"], strict=True):
             found, text, reason = self._sampled(

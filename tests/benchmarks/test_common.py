@@ -29,7 +29,7 @@ def test_a_command_of_the_page_is_understood(
     """The table's training steps are of 384 tokens: those of 1,024 do not fit into the memory of its machine."""
     pytest.importorskip("trl")
     monkeypatch.setattr(sys, "argv", [name, *options.split()])
-    arguments = importlib.import_module(name)._parse()
+    arguments = importlib.import_module(name).parse()
     assert arguments.size == "FOLDER"
     assert name != "training_step" or arguments.longest == 384
 

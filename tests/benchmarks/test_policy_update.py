@@ -45,5 +45,5 @@ def test_tokens_are_counted_exactly_and_computed(
     assert counts["padded tokens"] == 8 * (6 + 4)
     assert (counts["row head tokens"], counts["tree head tokens"]) == (21, 7 + 8)
     assert counts["tokens"] == 69 / 27
-    assert benchmark._ours(benchmark.PolicyModel, policy, policy, work).log_probs() == 27
-    assert benchmark._ours(benchmark.PackedRows, policy, policy, work.alone).log_probs() == 69
+    assert benchmark.our_variant(benchmark.PolicyModel, policy, policy, work).log_probs() == 27
+    assert benchmark.our_variant(benchmark.PackedRows, policy, policy, work.alone).log_probs() == 69

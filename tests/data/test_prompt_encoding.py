@@ -41,7 +41,7 @@ def test_a_prompt_is_how_an_answered_one_begins(name: str) -> None:
         if renderer.adds_bos:
             assert asked[0] == renderer.tokenizer.bos_token_id != asked[1]
         assert (whole[: len(asked)] == asked) != name.startswith(THINKING)
-        if renderer._reads_text:  # as the tokenizer itself makes of the same template
+        if renderer.reads_text:  # as the tokenizer itself makes of the same template
             own = {
                 "chat_template": renderer.chat_template,
                 "add_generation_prompt": True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from treeward.model.policy_model import PolicyModel
 from treeward.parallel.mesh import Mesh
 from treeward.rl import sampling
 from treeward.rl.generation import LocalGenerator, SampledCompletion, end_ids_of, template_end_ids
-from treeward.rl.setup import _make_generator
+from treeward.rl.setup import make_generator
 from treeward.tree import decoding
 
 
@@ -255,7 +256,7 @@ def test_logits_that_are_not_finite_are_an_error(tiny_tokenizer: Any) -> None:
 
 @pytest.mark.parametrize("url", ["", "policy.generation.url=http://127.0.0.1:9/v1"])
 def test_the_template_ends_a_completion(
-    policy: PolicyModel, tiny_grpo: Callable[..., Any], url: str
+    policy: PolicyModel, tiny_grpo: Callable[..., Any], tmp_path: Path, url: str
 ) -> None:
     tokenizer = byte_bpe(eos="<|endoftext|>")  # as those of Qwen's base models name it
     end, turn = (
@@ -263,7 +264,8 @@ def test_the_template_ends_a_completion(
     )
     remote = ["policy.generation.backend=vllm", "policy.generation.model=m", url] if url else []
     renderer = Renderer(tokenizer, chat_template=PROMPTING_CHATML)
-    generator = _make_generator(tiny_grpo(*remote), policy, tokenizer, renderer, Mesh())
+    section = tiny_grpo(*remote).policy
+    generator = make_generator(section, str(tmp_path), policy, tokenizer, renderer, Mesh())
     assert generator.reader.end_ids == {0, end, turn}  # type: ignore[attr-defined]
     assert generator.reader.completion([5, turn], None).truncated is False  # type: ignore[attr-defined]
     generator.close()

@@ -59,7 +59,9 @@ def test_validation_prompts_that_are_trained_on_are_told(
 
 def test_which_keys_of_an_environment_are_of_the_run() -> None:
     def same(one: dict[str, Any], **changes: Any) -> bool:
-        return rl_setup._section("own", one) == rl_setup._section("own", {**one, **changes})
+        return rl_setup.reward_identity("own", one) == rl_setup.reward_identity(
+            "own", {**one, **changes}
+        )
 
     model = {"model_name": "rm", "precision": "float32"}
     assert same(model, resources={"gpus_per_node": 0}, batch_size=3, worker_timeout_seconds=9)

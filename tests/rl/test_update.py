@@ -332,9 +332,7 @@ def test_the_host_waits_for_nothing_within_a_micro_batch(device: str, loss: str)
     )
     groups, advantages, used = experience()
     evaluated = updater.evaluate(said_by(hf, groups, 0.1))
-    (batch,) = updater._micro_batches(
-        evaluated.groups, [(p, g) for p, g in used.nonzero().tolist()]
-    )
+    (batch,) = updater.micro_batches(evaluated.groups, [(p, g) for p, g in used.nonzero().tolist()])
     advantages = advantages.to(device)
     excused = (*ATTENTION, "treeward/tree/batch.py")  # which plan on the host
     try:
@@ -342,7 +340,9 @@ def test_the_host_waits_for_nothing_within_a_micro_batch(device: str, loss: str)
             if device == "cuda":
                 torch.cuda.set_sync_debug_mode(mode)
             with NoSyncs(excused) if device == "cpu" else contextlib.nullcontext():
-                loss_sum, sums = updater._loss(evaluated, batch, advantages, entropies=True)
+                loss_sum, sums = updater.micro_batch_loss(
+                    evaluated, batch, advantages, entropies=True
+                )
                 loss_sum.backward()
     finally:
         if device == "cuda":

@@ -81,7 +81,7 @@ def test_engines_of_their_own(make: Make, policy: PolicyModel, ray: Any) -> None
     for version, weights in enumerate([policy, moved(policy, 0.1)]):
         generator.load_weights(weights, version)
         assert_sampled_from(weights, sampled(generator), atol=0.3)
-    ray.kill(generator._engines[1])
+    ray.kill(generator.engines[1])
     with pytest.raises(
         GenerationError, match=r"an engine of vLLM has failed(?s:.*)from the last checkpoint"
     ):

@@ -115,7 +115,8 @@ class Renderer:
             raise ConfigError(_NO_VARIABLE, field=field, got=", ".join(wrong), need=need)
         source, name = find_template(tokenizer, chat_template)
         self.chat_template = without_clock(source, self.chat_template_kwargs)
-        self._reads_text, self._reads_parts = probe_content(self._apply, name)
+        # Of a message's content: as text, and as a list of parts.
+        self.reads_text, self._reads_parts = probe_content(self._apply, name)
         probe: list[int] = tokenizer("a probe", add_special_tokens=True)["input_ids"]
         cls = tokenizer.cls_token_id
         sep = tokenizer.sep_token_id
@@ -464,7 +465,7 @@ class Renderer:
         if content is None:
             return message
         if isinstance(content, str):
-            return message if self._reads_text else message | {"content": as_parts(content)}
+            return message if self.reads_text else message | {"content": as_parts(content)}
         if self._reads_parts:
             return message
         texts = []

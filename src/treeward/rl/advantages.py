@@ -106,6 +106,7 @@ def _unclipped(rewards_PG: Tensor, config: GRPOConfig) -> Tensor:
     others_P1 = (count_P1 - 1).clamp_min(1)
     result = centred
     if estimator == "leave_one_out" or config.use_leave_one_out_baseline:
+        # (r_i - mean) n / (n - 1), without the sum over the others.
         result = centred * count_P1 / others_P1
     if config.normalize_rewards:
         std_P1 = (centred.square().sum(dim=1, keepdim=True) / others_P1).sqrt()

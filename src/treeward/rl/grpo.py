@@ -184,8 +184,13 @@ class GRPORun(Run):
             for_reward=self.loss_fn.kl_in_reward,
             with_errors=self.grpo.seq_logprob_error_threshold is not None,
         )
-        penalty_PG = self._kl_penalty(evaluated)
-        rewards_PG = rollouts.rewards_PG if penalty_PG is None else rollouts.rewards_PG - penalty_PG
+        rewards_PG = rollouts.rewards_PG
+        penalty_PG = None
+        loss_fn = self.loss_fn
+        if loss_fn.kl_in_reward and evaluated.kl_PG is not None:
+            # r - beta KL, of whole completions (Ziegler et al. 2019, arXiv 1909.08593, eq. 2).
+            penalty_PG = loss_fn.reference_policy_kl_penalty * evaluated.kl_PG
+            rewards_PG = rewards_PG - penalty_PG
         used_PG = self._without_mismatched(rollouts.used_PG, evaluated)
         advantages_PG = advantages(rewards_PG, self.grpo)
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
@@ -208,13 +213,6 @@ class GRPORun(Run):
         logged["timing/train/weight_sync"] = synced - started
         num_row_tokens = sum(group.num_row_tokens for group in rollouts.groups)
         return StepMetrics(logged, _progress(logged), num_row_tokens)
-
-    def _kl_penalty(self, evaluated: Evaluated) -> Tensor | None:
-        """What the KL to the reference costs each completion, (P, G); None unless
-        `loss_fn.kl_in_reward`."""
-        if not self.loss_fn.kl_in_reward or evaluated.kl_PG is None:
-            return None
-        return self.loss_fn.reference_policy_kl_penalty * evaluated.kl_PG
 
     def _without_mismatched(self, used_PG: Tensor, evaluated: Evaluated) -> Tensor:
         """The completions to learn from without those of `grpo.seq_logprob_error_threshold`."""

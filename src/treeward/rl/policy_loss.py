@@ -168,6 +168,7 @@ def kl_penalty(
             weight = _weights(log_probs - generated)
         else:
             weight = torch.exp(log_probs - log_probs.detach())
+        # Where x is cut the weight has no gradient either: nothing pulls a token further.
         is_free = x == limited
         estimate = torch.where(is_free, weight, weight.detach()) * estimate
     if config.kl_output_clamp_value is not None:
@@ -257,11 +258,15 @@ def _gain(
     if config.sequence_level_importance_ratios:
         mean_S1 = difference.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp_min(1)
         difference = mean_S1.expand_as(difference)
+    # PPO's pessimistic bound, min(rho A, clip(rho) A): Schulman et al. 2017, arXiv 1707.06347,
+    # eq. 7.
     ratio = torch.exp(difference)
     free = ratio * advantages_S1
     bounded = ratio.clamp(1 - config.ratio_clip_min, 1 + config.ratio_clip_max) * advantages_S1
     gain = torch.minimum(free, bounded)
     clipped = free > gain
+    # With A < 0 the minimum has no lower bound: a token that has become likely has an unlimited
+    # loss. The dual clip gives it one.
     if config.ratio_clip_c is not None:
         lowest = config.ratio_clip_c * advantages_S1
         gain = torch.where(advantages_S1 < 0, torch.maximum(gain, lowest), gain)

@@ -189,7 +189,7 @@ def set_up_grpo(
             reference = _load_reference(config.policy, seed, tokenizer, policy, mesh)
         updater, scheduler = _make_updater(config, policy, reference, mesh, total_steps)
         weight_folder = f"{config.checkpointing.checkpoint_dir}/weights"
-        generator = _make_generator(config.policy, weight_folder, policy, tokenizer, renderer, mesh)
+        generator = make_generator(config.policy, weight_folder, policy, tokenizer, renderer, mesh)
         opened.callback(generator.close)
         validation, set_names = _chosen_for_validation(
             held_out, config.data.validation, config.grpo.most_val_prompts
@@ -361,7 +361,7 @@ def _load_reference(
     return reference.requires_grad_(False).eval()
 
 
-def _make_generator(
+def make_generator(
     section: GRPOPolicyConfig,
     weight_folder: str,
     policy: PolicyModel,
@@ -465,7 +465,7 @@ def _identity(
     environments = {}
     for name, section in config.env.items():
         if is_enabled(section):
-            environments[name] = _section(name, section)
+            environments[name] = reward_identity(name, section)
     return {
         "the policy": with_weights(policy.model_name) or policy.architecture,
         "the tokenizer or template": short_hash(renderer.fingerprint),
@@ -483,7 +483,7 @@ def _identity(
     }
 
 
-def _section(name: str, section: Mapping[str, Any]) -> dict[str, Any]:
+def reward_identity(name: str, section: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of an environment's section that rewards depend on, with hashes of its models'
     weights.
 
@@ -496,7 +496,9 @@ def _section(name: str, section: Mapping[str, Any]) -> dict[str, Any]:
     if not is_of_user:
         kept = {key: value for key, value in section.items() if key not in _NOT_OF_THE_REWARD}
     if isinstance(kept.get("members"), Mapping):  # of a hybrid
-        kept["members"] = {name: _section(name, member) for name, member in kept["members"].items()}
+        kept["members"] = {
+            name: reward_identity(name, member) for name, member in kept["members"].items()
+        }
     if kind == "reward_model":
         keys = {key: value for key, value in section.items() if key not in ("type", "weight")}
         config = RewardModelEnvironmentConfig.model_validate(keys)

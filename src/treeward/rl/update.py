@@ -219,9 +219,10 @@ class PolicyUpdater:
     def _parts(self, num_groups: int) -> list[range]:
         """The prompts of each update."""
         size = self.prompts_per_update or max(num_groups, 1)
-        return [range(start, min(start + size, num_groups)) for start in range(0, num_groups, size)]
+        starts = range(0, num_groups, size)
+        return [range(start, min(start + size, num_groups)) for start in starts]
 
-    def _micro_batches(
+    def micro_batches(
         self,
         groups: Sequence[CompletionGroup],
         places: Sequence[tuple[int, int]],
@@ -324,7 +325,7 @@ class PolicyUpdater:
         values_2PGL = torch.zeros(2, num_prompts, size, longest, device=self.policy.device)
         counts = UpdateMetrics()
         places = list(itertools.product(range(num_prompts), range(size)))
-        for batch in self._micro_batches(groups, places):
+        for batch in self.micro_batches(groups, places):
             log_probs, p_S, g_S = self._ask(model, groups, batch, counts, entropies)
             if not batch:
                 continue
@@ -351,12 +352,14 @@ class PolicyUpdater:
         if self.loss.token_level_loss:
             denominator = sum(len(groups[p].completions[g].token_ids) for p, g in places)
         metrics = UpdateMetrics()
-        batches = self._micro_batches(groups, places)
+        batches = self.micro_batches(groups, places)
         for number, batch in enumerate(batches, start=1):
             # Copies of the policy add up their gradients once, after the last micro-batch.
             is_last = number == len(batches)
             sum_over_copies(self.policy, is_last)
-            loss, sums = self._loss(evaluated, batch, advantages_PG, entropies)
+            loss, sums = self.micro_batch_loss(evaluated, batch, advantages_PG, entropies)
+            # By the denominator of the whole update, which every process knows: all have the same
+            # groups. A micro-batch's own mean would weigh short ones more.
             (loss / denominator).backward()
             metrics += sums
             metrics.loss_sum += loss.detach().double() / denominator
@@ -372,6 +375,7 @@ class PolicyUpdater:
         is_taken = math.isfinite(metrics.grad_norm_sum)
         if is_taken:
             self.optimizer.step()
+        # None frees the memory, and keeps Adam from a step on parameters without a gradient.
         self.optimizer.zero_grad(set_to_none=True)
         if is_taken:
             return metrics
@@ -381,11 +385,11 @@ class PolicyUpdater:
             row_tokens=metrics.row_tokens,
         )
 
-    def _loss(
+    def micro_batch_loss(
         self, evaluated: Evaluated, batch: MicroBatch, advantages_PG: Tensor, entropies: bool
     ) -> tuple[Tensor, UpdateMetrics]:
-        """The summed loss of a micro-batch, and its metrics. Never makes the host wait for the
-        device."""
+        """The summed loss of a micro-batch, and its metrics. `entropies`: measure them too. Never
+        makes the host wait for the device."""
         groups = evaluated.groups
         counted = UpdateMetrics()
         log_probs, p_S, g_S = self._ask(self.policy, groups, batch, counted, entropies)
@@ -424,6 +428,7 @@ class PolicyUpdater:
 def _generated(completions: Sequence[SampledCompletion], like_SL: Tensor) -> tuple[Tensor, int]:
     """The generator's log-probabilities, float32 (S, L), NaN where it gave none; and how many it
     gave."""
+    # NaN and not 0, which is a log-probability: that of a certain token.
     values = np.full(like_SL.shape, np.nan, dtype=np.float32)
     num_given = 0
     for s, completion in enumerate(completions):

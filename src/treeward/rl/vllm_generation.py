@@ -94,7 +94,8 @@ class VllmGenerator(ServedGenerator):
         if self._colocated:
             self.num_samplers = world // engine.tensor_parallel_size
         self._weights = _PolicyWeights(self.policy, self.sampler_dtype)
-        self._engines: list[Any] = []
+        self.engines: list[Any] = []
+        """The actors of Ray, on the main process."""
         self._asleep: set[str] = set()
         self._weights.metadata()  # on all processes: a sharded policy is gathered for it
         training: Sequence[_Place] = []
@@ -127,14 +128,14 @@ class VllmGenerator(ServedGenerator):
             **self.config.vllm_kwargs,
         }
         actor = self._ray.remote(VllmEngine)
-        self._engines = []
+        self.engines = []
         for actor_options in self._place(training):
-            self._engines.append(actor.options(**actor_options).remote())
+            self.engines.append(actor.options(**actor_options).remote())
         backend = "ipc" if self._colocated else "nccl"
         self._all("start", files, backend, options, seconds=_START_SECONDS)
         logger.info(
             "%d engines of vLLM, %d GPUs each, %s those that train.",
-            len(self._engines),
+            len(self.engines),
             self.config.vllm_cfg.tensor_parallel_size,
             "beside" if self._colocated else "apart from",
         )
@@ -177,7 +178,7 @@ class VllmGenerator(ServedGenerator):
         rounds = math.ceil(len(requests) / self.config.max_concurrency)
         seconds = self.config.timeout_seconds * rounds
         # Requests are dealt out in turn, as `compare` expects.
-        count = len(self._engines)
+        count = len(self.engines)
         shares = [(prompts[e::count], parameters[e::count]) for e in range(count)]
         replies: list[Any] = [None] * len(requests)
         for e, share in enumerate(self._all("generate", each=shares, seconds=seconds)):
@@ -197,9 +198,9 @@ class VllmGenerator(ServedGenerator):
     def close(self) -> None:
         """End the engines."""
         if self._ray is not None and self._ray.is_initialized():
-            for engine in self._engines:
+            for engine in self.engines:
                 self._ray.kill(engine)
-        self._engines = []
+        self.engines = []
         self._transfer = None
 
     def _all(
@@ -211,9 +212,9 @@ class VllmGenerator(ServedGenerator):
     ) -> list[Any]:
         """Call a method of all engines at once, from the main process. `each`: further arguments,
         per engine."""
-        own_arguments = each or [()] * len(self._engines)
+        own_arguments = each or [()] * len(self.engines)
         running = []
-        for engine, arguments in zip(self._engines, own_arguments, strict=True):
+        for engine, arguments in zip(self.engines, own_arguments, strict=True):
             running.append(getattr(engine, method).remote(*args, *arguments))
         timeout = seconds or self.config.timeout_seconds
         try:
@@ -346,7 +347,7 @@ class _Client:
 
     def __init__(self, generator: VllmGenerator) -> None:
         self._all = generator._all
-        self._count = len(generator._engines)
+        self._count = len(generator.engines)
         self._size = generator.config.vllm_cfg.tensor_parallel_size
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
