@@ -518,15 +518,17 @@ def _encode_row(
         known = completion.all_grades
         grades.append([known.get(name, math.nan) for name in rules.attributes])
     ranked_tokens = sorted(zip(best, ranks, strict=True))
+    is_truncated = any(sequence.truncated for sequence, _ in kept)
+    num_tied = sum(a == b for a, b in itertools.combinations(ranks, 2))
     return {
         "outcome": "kept",
         "subset": preference.task_name,
         "strength": preference.strength,
         "prompt": _digest(preference.context_key),
         "digest": _digest(repr(ranked_tokens)),
-        "truncated": int(any(sequence.truncated for sequence, _ in kept)),
+        "truncated": int(is_truncated),
         "deduplicated": len(kept) - len(best),
-        "tied_pairs": sum(a == b for a, b in itertools.combinations(ranks, 2)),
+        "tied_pairs": num_tied,
         "completions": len(best),
         "completions_too_long": len(fitted) - len(kept),
         "contradicted": int(contradicts_scores(completions)),

@@ -408,8 +408,12 @@ def _says_something(content: Any) -> bool:
 def check_promptless(values: Mapping[str, Any], read: Sequence[str], where: str | None) -> None:
     """Raise `DataError` for a row whose prompt may be in a column that is not in `read`: its completions would be
     learnt and scored without it."""
-    columns = unread_columns(values, {*read, *EVERY_CONVERSATION})
-    others = [column for column in columns if not _are_numbers(values[column])]
+    others = []
+    for column in unread_columns(values, {*read, *EVERY_CONVERSATION}):
+        value = values[column]
+        # A list of numbers is no prompt: grades, or log-probabilities.
+        if not (is_list(value) and all(isinstance(item, int | float | None) for item in value)):
+            others.append(column)
     if not others:
         return
     fix_with_prompt = f"name the prompt's column, as prompt_key={others[0]}"
@@ -421,10 +425,6 @@ def check_promptless(values: Mapping[str, Any], read: Sequence[str], where: str 
         need=_NEED_PROMPT,
         fix=f"{fix_with_prompt}; or, without a prompt, remove {', '.join(others)}",
     )
-
-
-def _are_numbers(value: Any) -> bool:
-    return is_list(value) and all(isinstance(item, int | float | None) for item in value)
 
 
 def before(context: Messages, sides: Mapping[str, Messages], where: str | None) -> Messages:

@@ -78,7 +78,9 @@ def encode_prompts(
         kept = 0
         first_too_long: _EncodedPrompt | None = None
         encoded = _encoded(prompt_set, renderer, max_length, progress)
-        for family in _neighbours(encoded, prompt_set.together):
+        # One iterator in every place of the zip: each takes the next item, so that neighbours come
+        # together.
+        for family in zip(*[encoded] * prompt_set.together, strict=True):
             too_long = [item for item in family if item.is_longer_than(max_length)]
             if too_long:
                 first_too_long = first_too_long or too_long[0]
@@ -142,15 +144,6 @@ class _EncodedPrompt(NamedTuple):
         """For an error."""
         at_least = "more than " if self.token_ids is None else ""
         return f"{self.prompt.where}, {at_least}{self.num_tokens} tokens"
-
-
-def _neighbours(
-    items: Iterator[_EncodedPrompt],
-    together: int,
-) -> Iterator[tuple[_EncodedPrompt, ...]]:
-    """So many of the items at a time."""
-    # One iterator in every place of the zip: each takes the next item.
-    return zip(*[items] * together, strict=True)
 
 
 def _encoded(

@@ -275,7 +275,11 @@ def from_prompt_row(
     if output_key is not None:
         info["ground_truth"] = required(values, output_key, where, _NEED_ANSWER)
     elif "ground_truth" not in info:
-        truth = _truth_of(values, reference)
+        # As verl's rows have it, or else the reference answer.
+        verl = values.get("reward_model")
+        truth = verl.get("ground_truth") if isinstance(verl, Mapping) else None
+        if truth is None and reference is not None:
+            truth = last_text([reference])
         if truth is not None:
             info["ground_truth"] = truth
     if reference is not None:
@@ -284,15 +288,6 @@ def from_prompt_row(
         info.setdefault("reference_answers", [answer])
     messages = with_system(messages, [()], values, where)
     return Prompt(check_prompt(messages, key, where), info, where, variables)
-
-
-def _truth_of(values: Mapping[str, Any], reference: Message | None) -> Any:
-    """The correct answer, as verl's rows have it, or the reference answer; None for a row without one."""
-    verl = values.get("reward_model")
-    truth = verl.get("ground_truth") if isinstance(verl, Mapping) else None
-    if truth is None and reference is not None:
-        return last_text([reference])
-    return truth
 
 
 def from_response_row(

@@ -226,7 +226,10 @@ def _files_of_splits(folder: str, subset: str | None) -> dict[str, list[str]]:
         is_data = file_suffix(name) in KINDS and not name.startswith((".", "_", "dataset_info"))
         if is_data and name != "config.json" and name not in read:
             unread.append(name)
-    if unread and not _has_configs(os.path.join(folder, "README.md")):
+    # A dataset's card may say which files are data.
+    card = os.path.join(folder, "README.md")
+    has_configs = os.path.exists(card) and "configs:" in "".join(_texts(card))
+    if unread and not has_configs:
         raise DataError(
             "files of the folder are in no split",
             where=folder,
@@ -235,11 +238,6 @@ def _files_of_splits(folder: str, subset: str | None) -> dict[str, list[str]]:
             fix=f"move them, or choose as *{file_suffix(unread[0])}",
         )
     return splits
-
-
-def _has_configs(card: str) -> bool:
-    """Whether a folder's README says which files are data."""
-    return os.path.exists(card) and "configs:" in "".join(_texts(card))
 
 
 def _missing(path: str) -> DataError:

@@ -117,7 +117,10 @@ def dataset_table(path: str, split: str | None, subset: str | None) -> tuple[Any
 
     is_saved = os.path.isdir(path)
     try:
-        loaded = _loaded(path, split, subset)
+        if is_saved:
+            loaded: Any = datasets.load_from_disk(path)
+        else:
+            loaded = datasets.load_dataset(path, subset, split=split)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         # Arrow's errors are ValueErrors, a script in Python is a RuntimeError.
         near = None if is_saved else nearest_path(path)
@@ -134,14 +137,6 @@ def dataset_table(path: str, split: str | None, subset: str | None) -> tuple[Any
     if is_saved and split not in (None, "train"):  # one saved table is a lone split, as a file is
         chosen_split({str(loaded.split or "train"): loaded}, path, split)
     return loaded, path if is_saved else f"{path}[{split}]"
-
-
-def _loaded(path: str, split: str | None, subset: str | None) -> Any:
-    import datasets
-
-    if os.path.isdir(path):
-        return datasets.load_from_disk(path)
-    return datasets.load_dataset(path, subset, split=split)
 
 
 def chosen_split(splits: Mapping[str, Any], path: str, split: str | None) -> tuple[Any, str]:

@@ -206,8 +206,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             if not (isinstance(left, int | float) and isinstance(right, int | float)):
                 _check_size(_magnitude(left) * _magnitude(right))
         elif operator == "**":
-            if isinstance(left, int) and isinstance(right, int):
-                _check_power(left, right)
+            is_power = isinstance(left, int) and isinstance(right, int) and right > 0
+            # A decimal digit has between three and four bits.
+            if is_power and left.bit_length() * right > 3 * _MAX_DIGITS:
+                raise _beyond(f"it makes a number of more than {_MAX_DIGITS:,} digits")
         elif operator == "%" and isinstance(left, str):
             self.check_format(_PERCENT_WIDTH, left, right if isinstance(right, tuple) else (right,))
         return self.made(super().call_binop(context, operator, left, right))
@@ -306,11 +308,6 @@ def _counting(
 def _check_size(size: int) -> None:
     if size > MAX_CHARACTERS and _work.counts:
         raise _beyond(f"it makes a text of more than {MAX_CHARACTERS:,} characters")
-
-
-def _check_power(base: int, exponent: int) -> None:
-    if exponent > 0 and base.bit_length() * exponent > 3 * _MAX_DIGITS:
-        raise _beyond(f"it makes a number of more than {_MAX_DIGITS:,} digits")
 
 
 def _beyond(what: str) -> jinja2.TemplateRuntimeError:

@@ -36,7 +36,10 @@ def from_winner_row(
     task_name: str = "preference",
 ) -> Preference:
     """Two sides with a prompt, or two whole conversations; the winner's rank is 0. Raises `DataError`."""
-    form = _form_of(values)
+    keys = {name for name, value in values.items() if value is not None}
+    forms = COMPARISON_SETS["WinnerDataset"].forms
+    # A row without any form gets the errors of the first one.
+    form = next((form for form in forms if keys.issuperset(form.keys)), forms[0])
     first, second = form.completions
     (winner,) = form.others
     need = "two sides, as output_1 and output_2, and the better one, as label: 1"
@@ -60,16 +63,6 @@ def from_winner_row(
     for rank, messages in zip(ranks, ends, strict=True):
         completions.append(Completion(rank, messages))
     return preference_of(values, where, context, completions, task_name)
-
-
-def _form_of(values: Mapping[str, Any]) -> Form:
-    """The form of the row; the first one for a row without any, for its error."""
-    keys = {name for name, value in values.items() if value is not None}
-    forms = COMPARISON_SETS["WinnerDataset"].forms
-    for form in forms:
-        if keys.issuperset(form.keys):
-            return form
-    return forms[0]
 
 
 def _ranks(verdict: Any, form: Form, values: Mapping[str, Any], where: str) -> tuple[int, int]:

@@ -51,7 +51,14 @@ def launch(function: Callable[..., _T], config: Any) -> _T | None:
                 raise SystemExit(2) from error
     num_processes = config.training_cluster.num_processes
     if num_processes == 1:
-        _check_tasks()
+        # A task of srun that has others beside it, without a launcher.
+        if int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+            raise ConfigError(
+                "each of these processes would be a run of its own",
+                got="several tasks of srun",
+                need="a launcher",
+                fix="srun starts torchrun on each node: examples/slurm.sub",
+            )
         return function(config, show_progress=True)
     mesh_shape(config.policy.dtensor_cfg, num_processes)  # raises before Ray starts
     try:
@@ -62,17 +69,6 @@ def launch(function: Callable[..., _T], config: Any) -> _T | None:
             "several processes need Ray", field="cluster", got=str(error), fix=fix
         ) from error
     return ray_workers.run(partial(run_here, function, config), config)
-
-
-def _check_tasks() -> None:
-    """Raise `ConfigError` for a task of srun that has others beside it, without a launcher."""
-    if int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        raise ConfigError(
-            "each of these processes would be a run of its own",
-            got="several tasks of srun",
-            need="a launcher",
-            fix="srun starts torchrun on each node: examples/slurm.sub",
-        )
 
 
 def run_here(function: Callable[..., _T], config: Any) -> _T | None:

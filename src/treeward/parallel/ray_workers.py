@@ -72,17 +72,23 @@ def run(work: Callable[[], _T], config: Any) -> _T | None:
         passed_on = {
             name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)
         }
+        backend = "gloo"
+        if on_gpu:  # tensors of the host are exchanged by gloo
+            backend = "cpu:gloo,cuda:nccl"
+        placement_strategy = "PACK"
+        if cluster.num_nodes == 1:  # on one machine, or not at all
+            placement_strategy = "STRICT_PACK"
         trainer = _Trainer(
             _work,
             train_loop_config={"work": work, "folder": os.getcwd(), "began": time.time()},
             torch_config=TorchConfig(
-                backend="cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+                backend=backend,
                 timeout_s=round(cluster.timeout_minutes * 60),
             ),
             scaling_config=ScalingConfig(
                 num_workers=cluster.num_processes,
                 use_gpu=on_gpu,
-                placement_strategy="STRICT_PACK" if cluster.num_nodes == 1 else "PACK",
+                placement_strategy=placement_strategy,
             ),
             run_config=RunConfig(
                 name="ray",

@@ -59,13 +59,17 @@ def shard(
     offload_policy = OffloadPolicy()
     if cpu_offload:
         offload_policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+    devices = mesh.devices[SHARD]
+    if has_copies:
+        devices = mesh.devices[REPLICATE, SHARD]
+    four_bit_weights = {module.weight for module in model.hf.modules() if is_quantized(module)}
     options: dict[str, Any] = {
-        "mesh": mesh.devices[REPLICATE, SHARD] if has_copies else mesh.devices[SHARD],
-        # Of the whole model too: what a validation gathers would else be used in the next step, which
-        # a resumed run would not have.
+        "mesh": devices,
+        # Of the whole model too: what a validation gathers would else be used in the next step,
+        # which a resumed run would not have.
         "reshard_after_forward": True,
         "offload_policy": offload_policy,
-        "ignored_params": {module.weight for module in model.hf.modules() if is_quantized(module)},
+        "ignored_params": four_bit_weights,
     }
     head_policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if has_adapters(model):  # which compute in float32

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -35,12 +36,12 @@ from treeward.parallel.mesh import TENSOR, Mesh
 
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
-    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "colwise_gather_output": partial(ColwiseParallel, output_layouts=Replicate()),
     "rowwise": RowwiseParallel,
-    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
-    # the norm of a head: each process has some heads, where PyTorch's style expects some tokens
-    "replicated_with_grad_allreduce": lambda: SequenceParallel(
-        sequence_dim=2, use_local_output=True
+    "rowwise_split_input": partial(RowwiseParallel, input_layouts=Replicate()),
+    # The norm of a head: each process has some heads, where PyTorch's style expects some tokens.
+    "replicated_with_grad_allreduce": partial(
+        SequenceParallel, sequence_dim=2, use_local_output=True
     ),
 }
 """PyTorch's styles by transformers' names (`transformers.distributed.tensor_parallel`)."""

@@ -63,14 +63,16 @@ def dry_run(config: RewardModelRunConfig, gpu: str) -> DryRun:
         model = bare_reward_model(config.policy)
     check_positions(model, config.max_sequence_length)
     first_rows = data.order.batch(0, config.policy.train_global_batch_size)
+    first_comparisons = [(training_sets[which], row) for which, row in first_rows]
+    memory = None
     reason = why_not_planned(config.policy, model)
+    if reason is None:
+        memory = plan(config, gpu)
     return DryRun(
         rows=rows,
         steps=data.total_steps,
-        first=_first_batch(
-            config, model, [(training_sets[which], row) for which, row in first_rows]
-        ),
-        memory=plan(config, gpu) if reason is None else None,
+        first=_first_batch(config, model, first_comparisons),
+        memory=memory,
         why_no_memory=reason,
     )
 

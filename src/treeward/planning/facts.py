@@ -30,7 +30,9 @@ def facts_of(config: RewardModelRunConfig) -> RunFacts:
         data_keys["dataset_name"] = formats[0].dataset_name
     sources = [dataset for dataset in formats if dataset.part is not None]
     sources = sources or formats[: len(config.training_sets)]
-    comparisons = sum(1 for dataset in sources for _ in open_dataset(dataset))
+    comparisons = 0
+    for dataset in sources:
+        comparisons += sum(1 for _ in open_dataset(dataset))
     if comparisons == 0:
         raise DataError("there is no comparison in the data", where=str(sources[0].data_path))
     return RunFacts(

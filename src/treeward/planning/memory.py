@@ -140,8 +140,10 @@ def activation_bytes(
     hidden = layers[0].hidden
     kept = [layer.kept_bytes(itemsize, tensor_size) for layer in layers]
     intermediate = max(layer.intermediate for layer in layers) // tensor_size
-    # adapters compute, and their inputs have gradients, in float32
-    itemsize_of_gradients = _FLOAT32 if any(layer.adapted_width for layer in layers) else itemsize
+    itemsize_of_gradients = itemsize
+    if any(layer.adapted_width for layer in layers):
+        # Adapters compute, and their inputs have gradients, in float32.
+        itemsize_of_gradients = _FLOAT32
     transient = itemsize_of_gradients * (2 * intermediate + hidden)
     if recomputes:
         num_kept = sum(1 for layer in layers if layer.is_trained)

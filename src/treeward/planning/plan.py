@@ -146,9 +146,12 @@ def plan(config: RewardModelRunConfig | GRPORunConfig, gpu: str) -> Plan:
     for name, size in others.items():
         if size:
             memory[name] = size
+    processes_text = f"{cluster.num_processes // cluster.num_nodes} x {gpu}"
+    if cluster.num_nodes > 1:
+        processes_text = f"{cluster.num_nodes} nodes of {processes_text}"
     return Plan(
         model=type(model.hf).__name__,
-        layout=_layout_text(cluster.num_nodes, cluster.num_processes, gpu),
+        layout=processes_text,
         parameters=_count(model),
         trained=_count(model, only_trained=True),
         memory=memory,
@@ -168,11 +171,6 @@ def why_not_planned(policy: TrainedModelConfig, model: WrappedModel) -> str | No
     if not has_heads or not model.layers:
         return f"the layers of {type(model.hf).__name__}"
     return None
-
-
-def _layout_text(num_nodes: int, num_processes: int, gpu: str) -> str:
-    of_node = f"{num_processes // num_nodes} x {gpu}"
-    return of_node if num_nodes == 1 else f"{num_nodes} nodes of {of_node}"
 
 
 def _micro_batch_tokens(config: RewardModelRunConfig | GRPORunConfig) -> int:

@@ -117,6 +117,7 @@ class EnsembleScorer(PreparedScorer):
         return list(map(_of_members, zip(*by_member, strict=True)))
 
     def prepare_texts(self, texts: Sequence[str | Sequence[int]]) -> list[Prepared]:
+        # A rendered text is one member's text: another template would have written another.
         if len({member.renderer.fingerprint for member in self.members}) > 1:
             reason = "the models of this ensemble render conversations in different ways"
             error = f"{reason}: send messages, not text"

@@ -64,7 +64,11 @@ def chunks_of(rows: Iterable[Row], config: DatasetConfig | None = None) -> Itera
     is_prompted: bool | None = None
     try:
         for row in rows:
-            request = _request(row, config)
+            values = row.values
+            if config is not None:
+                values = named_columns(values, config, row.where)
+            conversations = conversations_of(values, row.where)
+            request = Request(row, conversations, is_single(values, row.where))
             # The first row stands for the file: what it lacks is said once.
             if is_prompted is None:
                 _describe_first(request, config)
@@ -117,13 +121,6 @@ def _text_without_scores(values: Mapping[str, Any]) -> str:
     for key in (*_OURS, *_OF_SHAPER):
         read_back.pop(key, None)
     return as_line(read_back)
-
-
-def _request(row: Row, config: DatasetConfig | None) -> Request:
-    values = row.values
-    if config is not None:
-        values = named_columns(values, config, row.where)
-    return Request(row, conversations_of(values, row.where), is_single(values, row.where))
 
 
 def _describe_first(request: Request, config: DatasetConfig | None) -> None:

@@ -265,6 +265,7 @@ class Scorer(PreparedScorer):
             rendering = contract.rendering.settings
         rendering |= section.rendering
         rendering |= config.model_dump(include={"max_length", "truncation"}, exclude_none=True)
+        # Never above the model's positions, whatever the contract or the user says.
         limits = (rendering.get("max_length"), loaded.model.max_positions)
         known_limits = [limit for limit in limits if limit is not None]
         rendering["max_length"] = min(known_limits, default=None)
@@ -274,6 +275,7 @@ class Scorer(PreparedScorer):
             contract = contract.model_copy(update={"calibration": None})
         elif contract is not None:
             weights = tuple(head.weight for head in contract.heads)
+            # The value of one head of weight 1 is the score: None says so.
             if weights != (1.0,):
                 head_weights = weights
         scorer = cls(
@@ -316,6 +318,7 @@ class Scorer(PreparedScorer):
         except DataError as error:
             if on_error == "raise":
                 raise
+            # A conversation that is wrong has an error, never a number.
             if len(conversations) == 1:
                 return [Prepared(names[0], None, error=error.in_one_line)]
             # One of them is wrong: the others are found one by one.
@@ -353,6 +356,7 @@ class Scorer(PreparedScorer):
                 sequences.append(item.ids)
                 prompt_lengths.append(item.prompt_length)
         rows = iter(self._values(sequences, prompt_lengths).tolist())
+        # In the order of `prepared`, of which those without tokens have no rows.
         scores = []
         for item in prepared:
             if item.ids is None:
@@ -398,6 +402,7 @@ class Scorer(PreparedScorer):
                 ids = self.renderer.encode(example.conversation)
             except DataError:  # the template refuses it
                 ids = []
+            # A conversation that was cut to the limit is whole here.
             is_uncut = limit is None or len(ids) <= limit
             if is_uncut and ids != example.token_ids:
                 summary = f"the conversation {example.name!r} becomes other tokens"

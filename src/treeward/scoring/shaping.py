@@ -116,6 +116,7 @@ class Shaper:
             return Reward(None, score, error=score.error or missing)
         shaped = self._adjusted(score.score, conversation)
         if self.config.preference_score:
+            # The probability to beat a completion of score 0, by the model of Bradley and Terry.
             shaped = float(expit(shaped))
         value = shaped
         if self._constants is not None:

@@ -60,20 +60,17 @@ class Steps:
                     need="a text",
                 )
             is_completion = i == len(messages) - 1
-            if is_completion:
-                text = self._with_marks(text)
-            else:
+            if not is_completion:
                 # A mark in the context would be read as a step.
                 text = text.replace(self.token, "")
+            else:
+                if self.token in text:
+                    steps = text.split(self.token)
+                else:
+                    steps = _BLANK_LINE.split(text.strip())
+                text = "".join(f"{step}{self.token}" for step in steps if step.strip())
             marked_messages.append({**message, "content": text})
         return with_messages(messages, marked_messages)
-
-    def _with_marks(self, completion: str) -> str:
-        if self.token in completion:
-            parts = completion.split(self.token)
-        else:
-            parts = _BLANK_LINE.split(completion.strip())
-        return "".join(f"{part}{self.token}" for part in parts if part.strip())
 
     def score(self, log_odds: Sequence[float]) -> tuple[float, tuple[float, ...]]:
         """The score, and the probability of each step."""

@@ -117,7 +117,13 @@ def write_judge_contract(
     keys["system_prompt"] = section.system_prompt or SYSTEM_PROMPT
     prompt = JudgePromptConfig(**keys)
     variables = dict(chat_template_kwargs or {})
-    questions = _golden(prompt)
+    # Each pair in both orders, or each completion.
+    questions: list[tuple[str, tuple[str, ...]]] = []
+    for conversation, (first, second) in _GOLDEN:
+        if prompt.mode == "rating":
+            questions += [(conversation, (first,)), (conversation, (second,))]
+        else:
+            questions += [(conversation, (first, second)), (conversation, (second, first))]
     values = _values(folder, prompt, variables, questions)
     golden = []
     for (conversation, texts), value in zip(questions, values, strict=True):
@@ -159,17 +165,6 @@ def verify_judge(folder: Path) -> Verification:
 
 _Questions = Sequence[tuple[str, tuple[str, ...]]]
 """A conversation and the texts to judge, for each."""
-
-
-def _golden(prompt: JudgePromptConfig) -> _Questions:
-    """Each pair in both orders, or each completion."""
-    questions: list[tuple[str, tuple[str, ...]]] = []
-    for conversation, (first, second) in _GOLDEN:
-        if prompt.mode == "rating":
-            questions += [(conversation, (first,)), (conversation, (second,))]
-        else:
-            questions += [(conversation, (first, second)), (conversation, (second, first))]
-    return questions
 
 
 def _values(

@@ -67,7 +67,14 @@ class Arrivals:
         finally:
             self._arriving.discard(arrival)
             self._num_bytes -= len(arrival.body)
-        self._check_items(arrival.body)
+        # A small body can hold millions of values, of each of which the parser makes an object.
+        # An item has a byte at least, so short bodies need not be counted.
+        if len(arrival.body) > self._most_items:
+            number = num_items(arrival.body, self._most_items)
+            if number > self._most_items:
+                most = self._most_items
+                problem = f"the body has at least {number} JSON values; the most is {most}"
+                raise APIError(413, "too_many_items", problem)
         return bytes(arrival.body)
 
     def _take(self, arrival: _Arrival, message: Message) -> bool:
@@ -87,16 +94,6 @@ class Arrivals:
             # Its request may be another one, which waits in `receive`: its timeout wakes it.
             largest.timeout.reschedule(asyncio.get_running_loop().time())
         return not message.get("more_body", False)
-
-    def _check_items(self, body: bytearray) -> None:
-        """Raise `APIError` 413 for more JSON values than a body may have."""
-        # An item has a byte at least, so short bodies need not be counted.
-        if len(body) <= self._most_items:
-            return
-        number = num_items(body, self._most_items)
-        if number > self._most_items:
-            message = f"the body has at least {number} JSON values; the most is {self._most_items}"
-            raise APIError(413, "too_many_items", message)
 
 
 def too_large(most_bytes: int) -> APIError:

@@ -319,7 +319,13 @@ class Batcher:
         scorer = self.scorers[model]
         computed_before = scorer.num_computed_tokens
         started = time.monotonic()
-        scores = [_finite(score) for score in _isolated(partial(_scored, scorer), items)]
+        scores = []
+        for score in _isolated(partial(_scored, scorer), items):
+            # A model that gives no finite number has failed: JSON has no NaN either.
+            if score.score is None or not math.isfinite(score.score):
+                error = score.error or f"the model gave {score.score}"
+                score = FailedScore(None, score.num_tokens, error=error)
+            scores.append(score)
         seconds = time.monotonic() - started
         computed = scorer.num_computed_tokens - computed_before
         # Before the metrics: a request need not wait for them.
@@ -450,14 +456,6 @@ def _caches(scorer: PreparedScorer) -> list[PrefixCache]:
     # Members with one folder are one scorer, whose cache counts once.
     members = dict.fromkeys(scorer.members)
     return [member.prefix_cache for member in members if member.prefix_cache is not None]
-
-
-def _finite(score: Score) -> Score:
-    """The score, or the failure of a model that gave no finite number."""
-    if score.score is not None and math.isfinite(score.score):
-        return score
-    error = score.error or f"the model gave {score.score}"
-    return FailedScore(None, score.num_tokens, error=error)
 
 
 def _isolated(

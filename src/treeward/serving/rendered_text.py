@@ -150,7 +150,10 @@ def beginning_of(conversation: AnyConversation | RenderedText, ending: Ending) -
     characters or tokens of a text in which that is unknown.
     """
     if not isinstance(conversation, RenderedText):
-        return repr(conversation[: _first_user(conversation) + 1])
+        roles = [message["role"] for message in conversation]
+        # Later turns are of one conversation alone.
+        first_user = roles.index("user") if "user" in roles else 0
+        return repr(conversation[: first_user + 1])
     # Up to the completion, so that all completions of a prompt begin alike.
     if isinstance(conversation.text, str):
         text = conversation.text
@@ -163,14 +166,6 @@ def beginning_of(conversation: AnyConversation | RenderedText, ending: Ending) -
             if ids[i : i + length] == ending.turn_ids:
                 return repr(ids[:i])
     return repr(ids[:_BEGINNING_TOKENS])
-
-
-def _first_user(messages: AnyConversation) -> int:
-    """The position of the user's first message; 0 without one."""
-    for i, message in enumerate(messages):
-        if message["role"] == "user":
-            return i
-    return 0
 
 
 def _common_start(a: Sequence[Any], b: Sequence[Any]) -> Any:

@@ -140,7 +140,11 @@ class RequestLimits:
         these headers.
         """
         # A page whose name resolves to this machine (DNS rebinding) still sends its own name.
-        name = _host_name(headers.get("host", ""))
+        host = headers.get("host", "")
+        if host.startswith("["):  # `[::1]:8000`
+            name = host[1:].partition("]")[0]
+        else:
+            name = host.partition(":")[0].lower()
         if not (_is_this_machine(name) or name in self.config.allowed_hosts):
             fix = "call localhost, or add the name to allowed_hosts of the server"
             message = f"this server is not {shown(name)}: {fix}"
@@ -149,13 +153,6 @@ class RequestLimits:
         if headers.get("sec-fetch-site") == "cross-site" and not is_open:
             message = "a page of another site sent this request: call the server from a program"
             raise APIError(403, "cross_site", message)
-
-
-def _host_name(host: str) -> str:
-    """The name in a Host header, without its port, as in `[::1]:8000`."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0].lower()
 
 
 def _is_this_machine(name: str) -> bool:

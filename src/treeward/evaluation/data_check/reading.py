@@ -169,19 +169,16 @@ def rows_of(
         stream.broken = data.broken
         try:
             for preference, where in stream:
-                yield _shortened(preference, where), where
+                # No text beyond `_MOST_CHARACTERS`, and the place in the file as the id.
+                completions = []
+                for completion in preference.completions:
+                    completions.append(replace(completion, messages=_cut(completion.messages)))
+                context = _cut(preference.context)
+                cut = replace(preference, context=context, completions=tuple(completions), id=where)
+                yield cut, where
         except DataError as error:  # of the file, not of one row
             data.broken(error)
             data.stopped.append(stream.name)
-
-
-def _shortened(preference: Preference, where: str) -> Preference:
-    """The row with its place as its id, and with no text beyond `_MOST_CHARACTERS`."""
-    completions = []
-    for completion in preference.completions:
-        completions.append(replace(completion, messages=_cut(completion.messages)))
-    context = _cut(preference.context)
-    return replace(preference, context=context, completions=tuple(completions), id=where)
 
 
 def _cut(messages: Messages) -> Messages:

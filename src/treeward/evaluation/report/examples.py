@@ -84,7 +84,10 @@ def _completions(row: Mapping[str, Any]) -> list[dict[str, Any]]:
         if i < len(ranks) and len(distinct) > 1:
             place = distinct.index(ranks[i])
             is_better = place == 0
-            name = _name(place, len(distinct))
+            if len(distinct) > 2:
+                name = f"Rank {place + 1} of {len(distinct)}"
+            else:
+                name = "Better completion" if is_better else "Worse completion"
         shown.append(
             {
                 "name": name,
@@ -100,9 +103,3 @@ def _completions(row: Mapping[str, Any]) -> list[dict[str, Any]]:
         )
     # The better one stands at the left, whatever the order in the file.
     return sorted(shown, key=lambda completion: completion["place"])
-
-
-def _name(place: int, num_places: int) -> str:
-    if num_places > 2:
-        return f"Rank {place + 1} of {num_places}"
-    return "Worse completion" if place else "Better completion"
