@@ -55,6 +55,14 @@ PAD_TOKEN = "<|treeward_pad|>"
 _HEADS = ("score", "classifier")
 """Names that keep a module in float32 while the weights are loaded in another dtype."""
 
+_HAS_STEPS = (
+    "a process reward model scores, and has no contract and no training: its steps have labels"
+)
+_READ_BEFORE_PADDING = (
+    "Plain transformers reads this classifier before its padding token, %r. Here it is read at the "
+    "last token of conversations, and so will be its export."
+)
+
 
 class Loaded(NamedTuple, Generic[_Model]):
     """A model with its tokenizer."""
@@ -79,8 +87,7 @@ def load_classifier(
     on_meta: bool = False,
     keep_padding: bool = False,
 ) -> Loaded[RewardModel]:
-    """Load a checkpoint from a folder or the hub. Raises `ModelError` for a missing or unusable
-    checkpoint.
+    """Load a checkpoint from a folder or the hub. Raises `ModelError` where it cannot be used.
 
     `dtype`: of the backbone's weights; the head's are always float32. `attention`: "rows", or
     "tree", which falls back to rows with a warning. `head_seed`: draws a new head for a checkpoint
@@ -95,12 +102,7 @@ def load_classifier(
     refuse(config.to_dict(), config.name_or_path)
     published = find(config.to_dict(), config.name_or_path)
     if published is not None and published.step_token is not None and not steps:
-        raise ModelError(
-            "a process reward model scores, and has no contract and no training: its steps have "
-            "labels",
-            where=str(name),
-            need="one value of a conversation",
-        )
+        raise ModelError(_HAS_STEPS, where=str(name), need="one value of a conversation")
     is_classifier = any("SequenceClassification" in text for text in config.architectures or ())
     if published is None and labels:
         vars(config).update(_named(labels))
@@ -129,8 +131,7 @@ def load_classifier(
         )
     if published is not None:
         published.settle(hf)
-    # Both before `_ready`, which may add a padding token.
-    num_known_tokens = RewardModel(hf).num_embeddings
+    num_known_tokens = RewardModel(hf).num_embeddings  # before a padding token is added
     pad = config.get_text_config().pad_token_id
     keep_padding = keep_padding and published is None
     model = _ready(hf, tokenizer, attention, device, keep_padding=keep_padding)
@@ -148,11 +149,7 @@ def load_classifier(
         )
         model.unfilled.append(partial(fill, model, lambda: load_whole().model.hf))
     elif is_classifier and pad not in (None, tokenizer.pad_token_id) and not keep_padding:
-        logger.warning(
-            "Plain transformers reads this classifier before its padding token, %r. Here it is "
-            "read at the last token of conversations, and so will be its export.",
-            tokenizer.decode([pad]),
-        )
+        logger.warning(_READ_BEFORE_PADDING, tokenizer.decode([pad]))
     return Loaded(model, tokenizer)
 
 

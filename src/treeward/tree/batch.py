@@ -119,6 +119,17 @@ class TreeSpan:
         segment = next(segment for segment in self.segments if segment.end == last + 1)
         return self.path(segment)
 
+    def first_of_path(self, last: int, num_tokens: int) -> tuple[tuple[int, int], ...]:
+        """The first `num_tokens` tokens of the sequence that ends at the place `last`, as ranges of
+        the row: tokens of other sequences may lie between its segments."""
+        depth = self.num_prefix_tokens + num_tokens
+        ranges = []
+        for segment in self.path_to(last):
+            if segment.depth < depth:
+                end = min(segment.end, segment.start + depth - segment.depth)
+                ranges.append((segment.start, end))
+        return tuple(ranges)
+
 
 @dataclass(frozen=True, slots=True)
 class TreeLayout(Movable):
@@ -228,16 +239,8 @@ class TreeBatch(Movable):
         if is_separate:
             kept = []
             for group, sequence, length in keep:
-                span = spans[group]
-                depth = span.num_prefix_tokens + length
-                # The first `length` tokens of the sequence, as ranges of the row: its path may
-                # have tokens of other sequences between its segments.
-                ranges = []
-                for segment in span.path_to(int(ends[starts[group] + sequence])):
-                    if segment.depth < depth:
-                        range_end = min(segment.end, segment.start + depth - segment.depth)
-                        ranges.append((segment.start, range_end))
-                kept.append(Kept(group, tuple(ranges)))
+                last = int(ends[starts[group] + sequence])
+                kept.append(Kept(group, spans[group].first_of_path(last, length)))
             exchange = Exchange(tree_prefixes, kept)
         layout = TreeLayout(
             tuple(spans),
