@@ -182,7 +182,7 @@ def test_several_ends_of_text(save: Callable[..., Path], tiny_tokenizer: Any) ->
         ("cohere2", "tree"),
         ("gemma3n", "tree"),
         ("llama4", "tree"),
-        ("mamba", "rows"),
+        ("mamba", "tree"),
     ],
 )
 def test_families_without_a_sequence_classifier(

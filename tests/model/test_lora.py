@@ -307,7 +307,7 @@ def test_a_policy_of_four_bits_is_exported_as_it_computes(
     with pytest.raises(AssertionError):
         assert_as_rows(policy, peft_model(tmp_path / "adapters", causal_model(family)))
     load_policy(tmp_path / "adapters")
-    with pytest.raises(ModelError, match="four bits(?s:.*)merge_and_unload"):
+    with pytest.raises(ModelError, match="4 bits(?s:.*)merge_and_unload"):
         load_policy(tmp_path / "adapters", load_in_4bit=True)
 
 

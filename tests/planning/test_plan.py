@@ -163,7 +163,7 @@ def test_what_is_held_by_every_kind_of_training(planned: Any, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("model", "overrides", "named"),
     [
-        ({}, (*LORA, "policy.load_in_4bit=true"), "four bits"),
+        ({}, (*LORA, "policy.load_in_4bit=true"), "4 bits"),
         ({"model_type": "qwen3_5_text"}, (), "linear_attention"),
         ({"model_type": "mamba"}, (), "linear_attention"),
         ({"model_type": "xlnet", "d_model": 64, "n_layer": 2, "n_head": 4}, (), "XLNet"),

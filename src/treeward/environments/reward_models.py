@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import time
 from collections.abc import Sequence
@@ -36,6 +37,8 @@ from treeward.scoring.score import Score
 from treeward.scoring.scorer import PreparedScorer
 from treeward.scoring.shaping import load_shaper, rewards_of
 from treeward.serving.api_error import APIError
+
+logger = logging.getLogger(__name__)
 
 _CALLS_OF_A_REPLICA = 4
 """Prompts whose completions a replica scores at a time. Enough that its next batch is tokenized
@@ -161,6 +164,8 @@ class ModelInReplicas:
             shutdown_seconds=1.0,
         )
         service = self._open.enter_context(replicas)
+        num_replicas = config.num_workers
+        logger.info("%d replicas of the reward model, %d processes each.", num_replicas, size)
         self._batcher = service.batcher
         self._name = section.served_name
         self._loop = self._open.enter_context(anyio.from_thread.start_blocking_portal())

@@ -413,9 +413,9 @@ def classifier_class(config: PreTrainedConfig, trust_remote_code: bool) -> type[
         "__module__": base_class.__module__,
         "config_class": type(config),
         "made_by_treeward": True,
-        # Where the causal model has its weights. transformers' generic class says `model`; Mamba's
-        # are in `backbone`.
-        "base_model_prefix": family.base_model_prefix,
+        # Where the causal model has its weights: Mamba's are in `backbone`, and most in `model`, as
+        # Llama 4's, whose family names no place.
+        "base_model_prefix": family.base_model_prefix or "model",
     }
     made: Any = type(name, (GenericForSequenceClassification, family), body)
     AutoModelForSequenceClassification.register(type(config), made)
