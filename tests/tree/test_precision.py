@@ -68,8 +68,12 @@ def errors_of(family: str, dtype: torch.dtype, device: str) -> list[tuple[float,
     return [(rms(rows), rms(trees)) for rows, trees in found]
 
 
-def assert_no_worse(dtype: torch.dtype, device: str, families: Sequence[str] = FAMILIES) -> None:
-    highest = 3e-2 if dtype == torch.bfloat16 else 1e-5
+def assert_no_worse(
+    dtype: torch.dtype, device: str, families: Sequence[str] = FAMILIES, *, highest: float = 3e-2
+) -> None:
+    """`highest`: the error of rows in bfloat16 from which on the comparison would say little."""
+    if dtype == torch.float32:
+        highest = 1e-5
     of_families = {family: errors_of(family, dtype, device) for family in families}
     for kind, what in enumerate(("scores", "gradients")):
         errors = {family: found[kind] for family, found in of_families.items()}
@@ -87,7 +91,8 @@ def test_trees_are_off_by_no_more_than_rows() -> None:
 
 @pytest.mark.slow
 def test_recurrent_layers_on_trees_are_off_by_no_more_than_rows() -> None:
-    assert_no_worse(torch.bfloat16, "cpu", RECURRENT)
+    """A state adds up the roundings of all tokens before: Mamba's rows have gradients 10 % off."""
+    assert_no_worse(torch.bfloat16, "cpu", RECURRENT, highest=0.2)
 
 
 @pytest.mark.slow
