@@ -143,7 +143,7 @@ class _Doubles(TorchFunctionMode):
 
 def exactness(report: Report) -> None:
     """Trees and padded rows of plain transformers against float64, of every family of the tests."""
-    families = list(_tests().DECODERS)[: 3 if report.tiny else None]
+    families = [*_tests().DECODERS, *_tests().HYBRIDS][: 3 if report.tiny else None]
     errors: dict[str, dict[str, Errors]] = {name: {} for name in ("bfloat16", "float32")}
     failed: dict[str, list[str]] = {name: [] for name in errors}
     for name in errors:
@@ -198,10 +198,12 @@ def _errors_of(family: str, dtype: str, device: torch.device, seed: int) -> Erro
         for n in (150, 30, 70, 9)
     )
     groups = [*families.forest(seed), [prompt + ids for ids in own]]
-    changes = (
-        {"head_dim": 64} if "head_dim" in families.DECODERS[family] else _REAL_HEADS.get(family, {})
-    )
-    model = RewardModel(families.tiny_model(family, seed=seed, **changes).to(device))
+    fields = {**families.DECODERS, **families.HYBRIDS}[family]
+    changes = _REAL_HEADS.get(family, {})
+    # Mamba 2 has heads too, of a recurrence.
+    if "head_dim" in fields and "num_attention_heads" in fields:
+        changes = {"head_dim": 64}
+    model = RewardModel(families.model_of(family, seed=seed, **changes).to(device))
     model.cast(getattr(torch, dtype))
 
     def run(of: RewardModel) -> tuple[Tensor, dict[str, Tensor]]:
