@@ -1,10 +1,12 @@
 """`scored_on_ray`: the rows of a file scored by workers of Ray Data, in order.
 
     read = partial(read_rows, "in.jsonl")
-    for scored in scored_on_ray(load, read, num_workers=8, resources={"num_gpus": 1}):    # a ScoredChunk each
+    for scored in scored_on_ray(load, read, num_workers=8, resources={"num_gpus": 1}):
+        ...                                     # a ScoredChunk each
 
-One task reads the rows on this node, in the chunks of `treeward.scoring.rows`; memory does not grow with them. Any
-worker gives a chunk the same scores, and it is scored again where its worker has died.
+One task reads the rows on this node, in the chunks of `treeward.scoring.rows`; memory does not grow
+with them. Any worker gives a chunk the same scores, and it is scored again where its worker has
+died.
 """
 
 from __future__ import annotations
@@ -40,23 +42,24 @@ def scored_on_ray(
     columns: DatasetConfig | None = None,
     skip: int = 0,
 ) -> Generator[ScoredChunk]:
-    """The chunks of the rows of `read()` after the first `skip`, in order; one without rows if there are none.
+    """The chunks of the rows of `read()` after the first `skip`, in order; one without rows if
+    there are none.
 
-    `resources`: Ray's options of each worker. `columns`: names columns, as `prompt_key`. Ray is running. Raises
-    `ModelError` where workers die of one chunk again and
-    and again.
+    `resources`: Ray's options of each worker. `columns`: names columns, as `prompt_key`. Ray is
+    running. Raises `ModelError` where workers die of one chunk again and again.
     """
     context = DataContext.get_current().copy()
     context.execution_options.preserve_order = True
-    context.target_max_block_size = (
-        1  # byte: each chunk is a block of its own, and blocks are what Ray Data hands out
-    )
+    # One byte: each chunk is a block of its own, and blocks are what Ray Data hands out.
+    context.target_max_block_size = 1
     context.raise_original_map_exception = True
-    context.enable_progress_bars = context.print_on_execution_start = False
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
     logging.getLogger("ray.data").setLevel(logging.WARNING)
-    # it tells that it shows none
+    # It tells that it shows none.
     logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)
-    here, folder = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}, os.getcwd()
+    here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
+    folder = os.getcwd()
 
     def read_chunks(_: Any) -> Iterator[dict[str, bytes]]:
         _enter(folder)
@@ -64,7 +67,7 @@ def scored_on_ray(
             yield {"chunk": pickle.dumps(chunk)}
 
     with DataContext.current(context), warnings.catch_warnings():
-        # max_task_retries: without it Ray would try for ever
+        # Of `max_task_retries`, without which Ray would try for ever.
         warnings.simplefilter("ignore", RayDeprecationWarning)
         scored = (
             ray.data.from_items([None])
@@ -88,7 +91,8 @@ def scored_on_ray(
         raise ModelError(
             "a worker of the scoring has died again and again",
             got=str(error).splitlines()[0],
-            fix="look for the reason in Ray's logs; fewer --workers on a node or a lower --batch-tokens save memory",
+            fix="look for the reason in Ray's logs; fewer --workers on a node or a lower "
+            "--batch-tokens save memory",
         ) from error
 
 
@@ -100,10 +104,13 @@ class _Worker:
         self._scorer = ChunkScorer(load)
 
     def __call__(self, row: dict[str, Any]) -> dict[str, bytes]:
-        return {"scored": pickle.dumps(self._scorer.score(pickle.loads(row["chunk"])))}
+        scored = self._scorer.score(pickle.loads(row["chunk"]))
+        return {"scored": pickle.dumps(scored)}
 
 
 def _enter(folder: str) -> None:
-    """Paths mean what they do where the command runs, on this node and on those that share its files."""
+    """Paths mean what they do where the command runs, on this node and on those that share its
+    files.
+    """
     with contextlib.suppress(OSError):
         os.chdir(folder)
