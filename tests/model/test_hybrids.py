@@ -191,6 +191,23 @@ def test_scores_with_a_cache_of_prompts_are_those_without(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", KINDS)
+def test_completions_that_part_at_once_continue_one_cached_prompt(family: str) -> None:
+    """They are several roots below one prefix, beside those of another and of none."""
+    model = RewardModel(model_of(family), layout="tree").eval()
+    cache = PrefixCache(2**30, whole=True)
+    generator = np.random.default_rng(0)
+    prompts = [drawn(generator, n) for n in (40, 70)]
+    new = drawn(generator, 35)
+    model.score_tokens([[*prompt, 5] for prompt in prompts], cache=cache, prompt_lengths=[40, 70])
+    ends = [[5, 6], [7], [8, *drawn(generator, 66)]]
+    sequences = [start + end for start in (*prompts, new) for end in ends]
+    lengths = [len(start) for start in (*prompts, new) for _ in ends]
+    cached = model.score_tokens(sequences, cache=cache, prompt_lengths=lengths)
+    assert cache.num_reused_tokens == 3 * (40 + 70)
+    assert torch.allclose(cached, model.score_tokens(sequences), atol=1e-5)
+
+
+@pytest.mark.parametrize("family", KINDS)
 def test_a_cached_prompt_serves_only_those_that_begin_with_all_of_it(family: str) -> None:
     """A state is that of one place. Conversations that part earlier are computed whole."""
     model = RewardModel(model_of(family), layout="tree").eval()

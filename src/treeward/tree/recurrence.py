@@ -231,7 +231,9 @@ class Recurrence:
     @cached_property
     def trees_with_prefix(self) -> list[int]:
         """The trees that start from kept states, in the order of the row."""
-        return [piece.prefix_of for piece in self.pieces if piece.prefix_of is not None]
+        # Completions that part at their first token are several roots below one prefix.
+        trees = {piece.prefix_of for piece in self.pieces if piece.prefix_of is not None}
+        return sorted(trees)
 
     def window(self, taps: int) -> Window:
         """The plan of a causal convolution with so many taps."""
