@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.families import DECODERS, VOCABULARY, tiny_model
+from tests.families import DECODERS, VOCABULARY, model_of, tiny_model
 from treeward.model.reward_model import RewardModel
 from treeward.tree.prefix import Prefix, PrefixCache, RecentTokens
 
@@ -85,6 +85,24 @@ def test_the_least_recently_used_go_first() -> None:
     assert cache.num_bytes == 2 * size and len(cache) == 2
     cache.clear()
     assert (len(cache), cache.num_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("family", ["llama", "mamba"])
+def test_a_prompt_that_a_call_drops_from_the_cache_serves_that_call(family: str) -> None:
+    """The room is for one prompt, and each of three forward passes keeps another one."""
+    model = RewardModel(model_of(family)).eval()
+    generator = np.random.default_rng(3)
+    prompts = [_ids(generator, 40) for _ in range(3)]
+    with_room = PrefixCache(2**30, whole=bool(model.recurrent_functions))
+    model.score_tokens([prompts[0] + [5]], cache=with_room, prompt_lengths=[40])
+    for first in prompts:
+        cache = PrefixCache(with_room.num_bytes, whole=with_room.whole)
+        model.score_tokens([first + [5]], cache=cache, prompt_lengths=[40])
+        sequences = [prompt + [7, 8] for prompt in prompts]
+        options: dict[str, Any] = {"cache": cache, "prompt_lengths": [40] * 3, "max_tokens": 42}
+        scores = model.score_tokens(sequences, **options)
+        assert (scores - model.score_tokens(sequences)).abs().max() < TOLERANCE
+        assert cache.num_reused_tokens == 40
 
 
 def test_what_comes_again_is_noticed() -> None:

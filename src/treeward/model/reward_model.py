@@ -279,10 +279,15 @@ class RewardModel(WrappedModel):
             # How many of each sequence's first tokens need not be computed: cached ones before the
             # first that is read. No value is kept for a cached token, only what others attend to.
             num_known: list[int] | None = None
+            cached: list[Prefix | None] = []
             if cache is not None:
                 num_known = []
                 for ids, positions in zip(sequences, read_at, strict=True):
-                    num_known.append(cache.match(ids, most=min(positions, default=0)))
+                    length = cache.match(ids, most=min(positions, default=0))
+                    num_known.append(length)
+                    # Already here: what the first forward passes of this call keep may drop it
+                    # from the cache before a later one reads it.
+                    cached.append(cache.get(ids, length) if length else None)
             for groups in plan_sequences(
                 sequences,
                 max_tokens=max_tokens,
@@ -300,7 +305,7 @@ class RewardModel(WrappedModel):
                         cache,
                         sequences,
                         read_at,
-                        num_known,
+                        cached,
                         groups,
                         prompt_lengths or [0] * len(sequences),
                     )
@@ -332,20 +337,21 @@ class RewardModel(WrappedModel):
         cache: PrefixCache,
         sequences: Sequence[TokenIds],
         read_at: Sequence[Sequence[int]],
-        num_known: Sequence[int],
+        cached: Sequence[Prefix | None],
         groups: Sequence[Sequence[int]],
         prompt_lengths: Sequence[int],
     ) -> tuple[TreeBatch, Tensor]:
         """The values of groups of sequences, computed only beyond the cached beginnings; and the
-        batch. All sequences of a group begin with the same `num_known` tokens."""
+        batch. `cached`: the beginning of each sequence, the same for all of a group."""
         prefixes: list[Prefix | None] = []
         keep: list[tuple[int, int, int]] = []
         prompts: list[TokenIds] = []
         remainders: list[list[TokenIds]] = []
         remaining_reads: list[list[int]] = []
         for g, group in enumerate(groups):
-            start = num_known[group[0]]
-            prefixes.append(cache.get(sequences[group[0]], start) if start else None)
+            prefix = cached[group[0]]
+            start = 0 if prefix is None else len(prefix)
+            prefixes.append(prefix)
             cache.num_reused_tokens += start * len(group)
             remainders.append([sequences[i][start:] for i in group])
             prompt_places: dict[tuple[int, ...], int] = {}  # each prompt of the group once
