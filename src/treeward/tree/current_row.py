@@ -36,7 +36,7 @@ class Row:
 @contextlib.contextmanager
 def over(layout: TreeLayout) -> Iterator[None]:
     """A context in which models compute this row."""
-    with _within(Row(layout)):
+    with _Within(Row(layout)):
         yield
 
 
@@ -49,13 +49,19 @@ def checkpointing() -> tuple[AbstractContextManager[None], AbstractContextManage
     """The `context_fn` of PyTorch's activation checkpointing: nothing for the forward pass, and its
     row for the recomputation, which runs in the backward pass, outside of `over`.
     """
-    return contextlib.nullcontext(), _within(current())
+    return contextlib.nullcontext(), _Within(current())
 
 
-@contextlib.contextmanager
-def _within(row: Row | None) -> Iterator[None]:
-    token = _current.set(row)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+class _Within(AbstractContextManager[None]):
+    """A context in which `row` is the current one. It can be entered again: with a graph that is
+    retained, each backward pass recomputes.
+    """
+
+    def __init__(self, row: Row | None) -> None:
+        self.row = row
+
+    def __enter__(self) -> None:
+        self._token = _current.set(self.row)
+
+    def __exit__(self, *_: object) -> None:
+        _current.reset(self._token)
