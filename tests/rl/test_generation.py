@@ -135,12 +135,36 @@ def test_shared_prompts_give_the_completions_of_plain_rows(
             assert one.log_probs == pytest.approx(want.log_probs, abs=1e-4)
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h", "mamba", "lfm2"])
+def test_a_token_whose_capture_fails_is_taken_once(
+    family: str, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A capture computes the token before the graph does; recurrent layers would take it twice."""
+    policy = policy_of(family)
+    want = make(policy, tiny_tokenizer).generate(PROMPTS, IDS, num_completions=3, seed=9)
+    make_decoder = sampling._TreeDecoder.__init__
+
+    def captures(decoder: Any, *arguments: Any) -> None:
+        make_decoder(decoder, *arguments)
+        decoder._captures = True
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("this model cannot be captured")
+
+    monkeypatch.setattr(sampling._TreeDecoder, "__init__", captures)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", refuse)
+    found = make(policy, tiny_tokenizer).generate(PROMPTS, IDS, num_completions=3, seed=9)
+    assert found == want
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "mamba", "lfm2"])
 def test_cuda_graphs_give_the_completions_of_the_cpu(
-    tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture
+    family: str, tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    policy = policy_of("qwen3")
+    policy = policy_of(family)
     here = make(policy, tiny_tokenizer, max_new_tokens=40).generate(
         PROMPTS, IDS, num_completions=5, seed=9
     )

@@ -238,7 +238,11 @@ class _TreeDecoder:
     def _capture(self, tokens_S: Tensor) -> None:
         """Record the kernels of a token once, for as long as the tensors stay where they are."""
         self._tokens_S = tokens_S.clone()
+        before = [states_S.clone() for states_S in self.decoding.states]
         self._forward(self._tokens_S)  # allocates, outside the graph, what a first call allocates
+        # Keys are written to the same place again; recurrent layers would take the token twice.
+        for states_S, states_before_S in zip(self.decoding.states, before, strict=True):
+            states_S.copy_(states_before_S)
         graph = torch.cuda.CUDAGraph()
         try:
             # Other threads may copy and allocate meanwhile, to score for one.
