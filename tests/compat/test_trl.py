@@ -107,8 +107,9 @@ def assert_fewer_tokens(trainer: Any, most: float) -> None:
         (30, {}, None),
         (6, {"gradient_checkpointing": True, "center_rewards_coefficient": 0.1}, None),
         (6, {"gradient_checkpointing": True}, "lora"),
+        (6, {"family": "qwen3_5", "gradient_checkpointing": True}, None),
     ],
-    ids=["plain", "checkpointing", "lora"],
+    ids=["plain", "checkpointing", "lora", "recurrent"],
 )
 def test_reward_trainer(
     steps: int, options: dict[str, Any], adapters: str | None, tiny_tokenizer: Any, tmp_path: Path
@@ -157,7 +158,15 @@ def test_the_saved_model_is_a_plain_one(tiny_tokenizer: Any, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("family", "options", "reason"),
     [
-        ("qwen3_next", {}, "layers of type linear_attention"),
+        ("minimax", {}, "layers of type linear_attention"),
+        (
+            "qwen3_5",
+            {
+                "gradient_checkpointing": True,
+                "gradient_checkpointing_kwargs": {"use_reentrant": True},
+            },
+            "use_reentrant",
+        ),
         ("qwen3", {"disable_dropout": False}, "dropout is on"),
         ("qwen3", {"neftune_noise_alpha": 5.0}, "NEFTune"),
         ("gpt2", {}, "a head of its own"),
@@ -249,8 +258,9 @@ def train_policy(
              "max_completion_length": 4, "router_aux_loss_coef": 1.0},
             None,
         ),
+        ({"family": "lfm2", "beta": 0.05, "gradient_checkpointing": True}, None),
     ],
-    ids=["reference", "iterations", "lora", "router"],
+    ids=["reference", "iterations", "lora", "router", "recurrent"],
 )  # fmt: skip
 def test_grpo_trainer(
     options: dict[str, Any], adapters: str | None, tiny_tokenizer: Any, tmp_path: Path

@@ -35,6 +35,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from treeward.model.checks import why_not_tree
 from treeward.model.wrapped import WrappedModel, find_noise
+from treeward.tree import current_row
 from treeward.tree.batch import TreeBatch
 from treeward.tree.plan import plan_sequences
 
@@ -121,7 +122,34 @@ class TreeForward:
                 _say(f"{type(self.hf).__name__} cannot share prefixes: {reason}")
         if not self.is_exact:
             return None
+        if self._model.recurrent_functions and not self._recomputes_on_trees():
+            _say(
+                "recurrent layers need gradient_checkpointing_kwargs={'use_reentrant': False} and "
+                "no context_fn"
+            )
+            return None
         return self._compute(input_ids, attention_mask, labels)
+
+    def _recomputes_on_trees(self) -> bool:
+        """Let layers that are computed again in the backward pass find their row of trees; False
+        where PyTorch does not allow it.
+
+        At every call: TRL sets the function of transformers again after each generation.
+        """
+        layer: Any
+        for layer in self.hf.modules():
+            function = getattr(layer, "_gradient_checkpointing_func", None)
+            if function is None or not getattr(layer, "gradient_checkpointing", False):
+                continue
+            options = function.keywords
+            if options.get("context_fn") is current_row.checkpointing:
+                continue
+            if options.get("use_reentrant", True) or "context_fn" in options:
+                return False
+            layer._gradient_checkpointing_func = functools.partial(
+                function, context_fn=current_row.checkpointing
+            )
+        return True
 
     def _why_not_padded(self) -> str | None:
         """Why the model's own forward gives rows of this padding other values than without it, or
