@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from families import causal_model, forest, gradient_error, score_error, tiny_model
+from families import causal_model, forest, gradient_error, model_of, score_error, tiny_model
 from torch import Tensor, nn
 
 from treeward.config.policy import LoraConfig, OptimizerConfig, ShardingConfig
@@ -43,7 +43,7 @@ class Case(NamedTuple):
     def build(self) -> RewardModel | PolicyModel:
         model: RewardModel | PolicyModel
         if self.kind == "reward":
-            model = RewardModel(tiny_model(self.family, **self.changes), layout=self.layout)
+            model = RewardModel(model_of(self.family, **self.changes), layout=self.layout)
         else:
             model = PolicyModel(
                 causal_model(self.family, **self.changes), layout=self.layout, chunk_tokens=7
@@ -92,6 +92,23 @@ SHARDED = [
 ]
 """By FSDP alone."""
 SOME_SHARDED = SHARDED[:3]
+RECURRENT_CUT = [
+    Case("reward", "qwen3_5"),
+    Case("policy", "qwen3_5", TIED, recomputed=True),
+    Case("reward", "olmo_hybrid"),
+    Case("reward", "kimi_linear", {"mlp_layer_types": ["dense", "dense"]}),
+]
+"""transformers cuts the rest of these, and their recurrent layers are whole in each process."""
+RECURRENT_SHARDED = [
+    Case("reward", "qwen3_5"),
+    Case("policy", "lfm2"),
+    Case("reward", "nemotron_h"),
+    Case("policy", "mamba"),
+    Case("reward", "kimi_linear"),
+    Case("reward", "mamba", recomputed=True),
+    Case("policy", "nemotron_h", recomputed=True),
+    Case("policy", "qwen3_5", recomputed=True, adapted=True),
+]
 
 
 def _backward(model: RewardModel | PolicyModel, of: slice) -> list[Tensor]:
@@ -200,6 +217,18 @@ def test_fsdp_over_four_processes_and_in_copies(
         assert_exact(errors)
 
 
+def recurrent() -> list[dict[str, list[float]]]:
+    """Models with recurrent layers, cut and sharded."""
+    return [compare(2, "RECURRENT_CUT"), compare(1, "RECURRENT_SHARDED")]
+
+
+@pytest.mark.slow
+def test_recurrent_layers_in_two_processes(run_processes: Callable[..., list[Any]]) -> None:
+    for of_process in run_processes("test_sharding:recurrent", 2, timeout=400):
+        for errors in of_process:
+            assert_exact(errors)
+
+
 def assert_exact(errors: dict[str, list[float]]) -> None:
     assert {name: of for name, of in errors.items() if not max(of) <= TOLERANCE} == {}
 
@@ -233,6 +262,7 @@ def refusals() -> list[str]:
         RewardModel(tiny_model("llama", num_key_value_heads=1)),
         RewardModel(tiny_model("llama", intermediate_size=65)),
         adapted,
+        RewardModel(model_of("nemotron_h")),
     ]
     told = []
     for model in models:
@@ -297,6 +327,7 @@ def test_two_processes(
             "num_key_value_heads=1",
             "out_features",
             "lora_cfg",
+            "NemotronHForSequenceClassification",
         ),
         strict=True,
     ):
