@@ -144,6 +144,37 @@ def test_trees_are_no_further_from_float64_than_twice_what_rows_are(family: str)
     assert rms(of_trees) <= max(1e-5, 2 * rms(of_rows)), (rms(of_trees), rms(of_rows))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("family", KINDS)
+def test_trees_in_bfloat16_are_no_further_from_float32_than_rows_are(family: str) -> None:
+    """States, and what is written to them, are float32 in both."""
+    groups = deep_forest()
+    sequences = [sequence for group in groups for sequence in group]
+    batch = TreeBatch.from_groups(groups)
+
+    def rows(model: RewardModel) -> Tensor:
+        states = []
+        with model.plain_attention():
+            for sequence in sequences:
+                ids = torch.tensor([sequence])
+                states.append(model.backbone(input_ids=ids, use_cache=False)[0][0, -1])
+        return torch.stack(states).float()
+
+    of_trees: list[float] = []
+    of_rows: list[float] = []
+    for seed in range(4):
+        model = RewardModel(model_of(family, seed=seed), layout="tree")
+        model.cast(torch.bfloat16)
+        # The same rounded weights, computed in float32.
+        with model.computing_in(torch.float32):
+            exact = rows(model)
+        hidden_ND = model.tree_hidden(batch, batch.reads.places_N)
+        tree = hidden_ND.index_select(0, batch.reads.index_R).float()
+        of_trees.append(float((tree - exact).norm() / exact.norm()))
+        of_rows.append(float((rows(model) - exact).norm() / exact.norm()))
+    assert rms(of_trees) <= 1.1 * rms(of_rows), (rms(of_trees), rms(of_rows))
+
+
 @pytest.mark.parametrize("family", KINDS)
 def test_a_row_that_is_padded_has_the_same_values(family: str) -> None:
     """As compiled layers on a GPU need it."""

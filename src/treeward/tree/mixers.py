@@ -400,11 +400,13 @@ class _Mamba1(_Mixer):
     ) -> Tensor:
         plan = row.recurrence.steps
         dt_CT = _time_steps_of_channels(dt, delta_bias, delta_softplus)[0]
+        # States are of float32 at least, and so is what is written to them.
+        wide = torch.promote_types(dt_CT.dtype, torch.float32)
         values_NC, dt_NC, keys_NQ, queries_NQ = (
-            plan.slots.take(x_T) for x_T in (hidden_states[0].T, dt_CT.T, B[0].T, C[0].T)
+            plan.slots.take(x_T).to(wide) for x_T in (hidden_states[0].T, dt_CT.T, B[0].T, C[0].T)
         )
         decay_NCQ = torch.exp(dt_NC[..., None] * A)
-        written_NCQ = (dt_NC * values_NC)[..., None] * keys_NQ.to(dt_NC.dtype)[:, None]
+        written_NCQ = (dt_NC * values_NC)[..., None] * keys_NQ[:, None]
         decays = decay_NCQ.split(plan.sizes)
         written = written_NCQ.split(plan.sizes)
         exchange = row.layout.exchange
@@ -417,7 +419,7 @@ class _Mamba1(_Mixer):
         states_NCQ = torch.cat(states)
         if exchange is not None:
             exchange.keep_states([states_NCQ[slot] for slot in plan.kept])
-        out_NC = (states_NCQ @ queries_NQ.to(states_NCQ.dtype)[..., None])[..., 0]
+        out_NC = (states_NCQ @ queries_NQ[..., None])[..., 0]
         out = plan.slots.put(out_NC).T[None].to(hidden_states.dtype)
         return _gated(out, hidden_states, D, z)
 
@@ -436,14 +438,14 @@ class _Mamba1(_Mixer):
         **_: Any,
     ) -> Tensor:
         state_SCQ = sampling.state()
-        dt_SC = _time_steps_of_channels(dt, delta_bias, delta_softplus)[0].T
-        values_SC = hidden_states[0].T
-        keys_SQ = B[0].T.to(dt_SC.dtype)
-        queries_SQ = C[0].T
+        dt_CS = _time_steps_of_channels(dt, delta_bias, delta_softplus)[0]
+        dt_SC, values_SC, keys_SQ, queries_SQ = (
+            x_S.T.to(state_SCQ.dtype) for x_S in (dt_CS, hidden_states[0], B[0], C[0])
+        )
         written = (dt_SC * values_SC)[..., None] * keys_SQ[:, None]
         state = torch.exp(dt_SC[..., None] * A) * state_SCQ + written
         state_SCQ.copy_(state)
-        out_SC = (state @ queries_SQ.to(state.dtype)[..., None])[..., 0]
+        out_SC = (state @ queries_SQ[..., None])[..., 0]
         return _gated(out_SC.T[None].to(hidden_states.dtype), hidden_states, D, z)
 
 
