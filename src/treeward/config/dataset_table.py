@@ -29,7 +29,8 @@ class Form:
 
     `completions`: the column of its completions, or those of its two sides. `others`: what it must
     have beside them. A form without `others` is told by the completions alone, so `score` reads
-    them beside any other column.
+    them beside any other column. Except for `chosen` with `rejected`, `score` does not call the
+    parser: it finds the prompt of a row by the names in `data/columns.py`.
     """
 
     completions: tuple[str, ...]
