@@ -146,7 +146,7 @@ def as_yaml(value: Any) -> str:
 
 def sections(annotation: Any) -> Iterator[type[Strict]]:
     """Every section class that an annotation mentions, as `DatasetConfig` in `tuple[DatasetConfig,
-    ...]`."""
+    ...]`; not those of a mapping's values, whose keys the user names."""
     if isinstance(annotation, type) and issubclass(annotation, Strict):
         yield annotation
     elif get_origin(annotation) is Annotated:
@@ -244,6 +244,7 @@ def _unknown_key(
     location: Location, root: type[Strict], keys: Mapping[Location, str], got: Any
 ) -> ConfigError:
     *parents, key = location
+    # `root` may also be a section alone, as that of an environment, which belongs to no command.
     is_of_run = "policy" in root.model_fields
     command = COMMANDS.get(".".join(location))
     if command is not None and is_of_run:
@@ -320,5 +321,5 @@ def key_path(location: Iterable[str]) -> str:
 
 
 def located(field: str) -> Location:
-    """The location that `joined` has made a text."""
+    """The location of which `key_path` has made a text."""
     return tuple(field.replace("[", ".").replace("]", "").split("."))

@@ -34,9 +34,12 @@ FIXED_DATE = "26 Jul 2024"
 """The date of `strftime_now`, in the template's format: the default date of Llama 3's templates."""
 
 NUM_BOS = "num_bos"
-"""A key of a tokenizer's `init_kwargs`, which are saved with it."""
+"""A key of a tokenizer's `init_kwargs`, which are saved with it: how many BOS its conversations
+begin with. `model/published.py` writes it, and `Renderer` reads it."""
 
 SETTING = "policy.tokenizer.chat_template"
+"""The key of a configuration that errors name."""
+
 _MIDNIGHT = datetime.strptime(FIXED_DATE, "%d %b %Y")
 _CLOCK = "{% macro strftime_now(format) %}"
 

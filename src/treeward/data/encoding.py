@@ -468,6 +468,8 @@ def encode_rows(
             places += [where] * len(preference.completions)
     fitted = iter(renderer.fit_many(conversations, where=places))
     for preference, where in rows:
+        # A kept comparison replaces every column but `where`; one that `_encode_row` drops only its
+        # outcome and `longest`.
         record = _dropped_record(where, rules)
         if _is_trainable(preference, rules):
             own = [next(fitted) for _ in preference.completions]

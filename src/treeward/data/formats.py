@@ -110,8 +110,8 @@ def scored_keys(values: Mapping[str, Any], where: str) -> Columns:
     if not scored:
         scored = keys & set().union(*_SCORED_ALONE)
     if scored - {"messages"}:
-        # The prompt, or a column like others: UltraFeedback's binarized form repeats the chosen
-        # completion there.
+        # Beside completions `messages` is not what is scored. It is the prompt, or repeats one of
+        # them, as in UltraFeedback's binarized form.
         scored -= {"messages"}
     for columns in (*_SCORED_ALWAYS, *_SCORED_ALONE):
         if scored == set(columns):
