@@ -115,3 +115,14 @@ def test_the_guide_has_the_table_of_rates() -> None:
         cells = [cell.strip() for cell in row.strip("|").split("|")]
         assert float(cells[1].partition(" ")[0]) == rate.lr
         assert cells[2:] == [rate.comparisons, rate.source]
+
+
+def test_of_few_comparisons_none_are_held_out(first_run: Callable[..., Ended]) -> None:
+    """As of the example files of the guide to data."""
+    lines = Path("pairs.csv").read_text(encoding="utf-8").splitlines(keepends=True)
+    Path("pairs.csv").write_text("".join(lines[:4]), encoding="utf-8")
+    ended = first_run("--dry-run")
+    assert ended.code == 0, ended.err
+    assert "data.split_validation_size=0 " in ended.out
+    assert "3 comparisons are too few to hold some out" in ended.out
+    assert "3 of 3 comparisons kept" in ended.out

@@ -382,9 +382,9 @@ def test_nothing_left_is_an_error(tmp_path: Path) -> None:
     tied = Rows([preference("Paris.", "Lyon.", ranks=(0, 0))] * 3)
     # also cached
     for rows, words in (
-        (tied, "3 ties"),
-        (tied, "3 ties"),
-        (Rows([], fingerprint="none"), "0 of 0"),
+        (tied, "no comparison is left(?s:.*)3 ties"),
+        (tied, "no comparison is left(?s:.*)3 ties"),
+        (Rows([], fingerprint="none"), "there are no comparisons(?s:.*)hold out none"),
     ):
-        with pytest.raises(DataError, match=f"no comparison is left(?s:.*){words}"):
+        with pytest.raises(DataError, match=words):
             encode_dataset(rows, renderer_of(), ties="drop", cache_dir=tmp_path)

@@ -222,7 +222,7 @@ def _write(
             if chunk.error is not None:
                 raise chunk.error
     logger.info(
-        "Scored %d rows; %d tokens computed for %d tokens of plain rows.",
+        "Scored rows: %d; %d tokens computed for %d tokens of plain rows.",
         done,
         num_computed,
         num_plain,

@@ -56,6 +56,8 @@ _SMALLEST_BATCH = 16
 _STEPS_WANTED = 50  # of an epoch; fewer leave a warm-up and nothing else
 _MOST_HELD_OUT = 1000  # comparisons: their accuracy is known to 3 %
 _FEW_COMPARISONS = 200
+_FEWEST_TO_HOLD_OUT = 20
+"""Of fewer prompts a share of 0.2 holds out none with a probability above one in a hundred."""
 _WARMUP_RATIO = 0.1
 
 
@@ -150,6 +152,10 @@ def _data_choices(config: RewardModelRunConfig, facts: RunFacts) -> Iterable[Cho
         yield Choice(f"data.{key}", value, "by the keys of the first row")
     if all(dataset.part is None for dataset in config.data.validation):
         return
+    if facts.comparisons < _FEWEST_TO_HOLD_OUT:
+        why = f"{facts.comparisons} comparisons are too few to hold some out; --validation names a file"
+        yield Choice("data.split_validation_size", "0", why)
+        return
     share = 0.1
     if facts.comparisons < _FEW_COMPARISONS:
         share = 0.2
@@ -165,7 +171,7 @@ def _run_choices(config: RewardModelRunConfig, facts: RunFacts) -> Iterable[Choi
     for candidate in reversed(_BATCH_SIZES):
         if facts.comparisons >= candidate * _STEPS_WANTED:
             size = candidate
-    why = f"comparisons a step: {math.ceil(facts.comparisons / size):,} steps or fewer an epoch"
+    why = f"comparisons a step; steps an epoch: at most {math.ceil(facts.comparisons / size):,}"
     yield Choice("policy.train_global_batch_size", str(size), why)
     yield Choice(
         "policy.scheduler.warmup_ratio", str(_WARMUP_RATIO), "pretrained weights need a warm-up"

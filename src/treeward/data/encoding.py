@@ -368,6 +368,14 @@ def _log_counts(name: str, counts: EncodingCounts) -> None:
 
 def nothing_left_error(name: str, counts: EncodingCounts, attributes: Sequence[str]) -> DataError:
     """The error of the set `name`, of which no comparison was kept."""
+    if counts.read == 0:
+        return DataError(
+            "there are no comparisons",
+            where=name,
+            got="no row of this part of the data",
+            need="one row or more",
+            fix="check the file; of few prompts data.split_validation_size may hold out none",
+        )
     need = "completions of different ranks"
     if attributes:
         need = f"a grade of a completion: {', '.join(attributes)}"
