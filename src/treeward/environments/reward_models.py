@@ -131,6 +131,8 @@ class ModelInReplicas:
         self._open = contextlib.ExitStack()
         size = config.dtensor_cfg.tensor_parallel_size
         on_gpus = config.resources.gpus_per_node > 0
+        if config.dtensor_cfg.cpu_offload:
+            logger.warning("cpu_offload has no effect: replicas keep their weights on their GPUs.")
         place = check_room(
             start_ray(),
             count=config.num_workers,

@@ -37,9 +37,9 @@ from treeward.tree.recurrence import Round, Rounds, Window
 
 _CPU_CHUNK = 32
 _GPU_CHUNK = 64
-"""Tokens that a kernel computes at once, and the multiple at which rounds end. Measured on two CPU
-cores: with 32 a step of a gated delta net took 0.9 of the time with 64, which kernels for a GPU have
-built in."""
+"""Tokens that a kernel computes at once, and the multiple at which rounds end; 64 is built into
+kernels for a GPU. On a CPU (one thread, a small Qwen3.5, completions of 70 to 130 tokens) 32 took
+0.96 to 1.03 of the time of 64; it pads short segments less."""
 
 
 def follow_trees(hf: nn.Module) -> set[str]:
