@@ -37,6 +37,7 @@ from treeward.model.export import export_model, exported_weights
 from treeward.model.loading import load_classifier, load_policy
 from treeward.model.lora import (
     AdapterReference,
+    adapted_layers,
     adapter_state,
     add_adapters,
     is_quantized,
@@ -88,7 +89,10 @@ def peft_model(folder: Path, hf: PreTrainedModel, *, trainable: bool = False) ->
     return peft.PeftModel.from_pretrained(hf, str(folder), is_trainable=trainable)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gpt2", "phi3", "mixtral", "gemma2", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family",
+    ["qwen3", "gpt2", "phi3", "mixtral", "gemma2", "deepseek_v3", "qwen3_5", "mamba", "lfm2"],
+)
 def test_values_and_gradients_are_those_of_peft_on_plain_rows(family: str, tmp_path: Path) -> None:
     changes = TIED.get(family, {})
     policy = adapted(causal_model(family, **changes))
@@ -194,6 +198,19 @@ def test_which_layers_are_adapted(caplog: pytest.LogCaptureFixture) -> None:
     assert deep and not any("mlp" in name for name in deep)
 
 
+def test_layers_whose_weights_a_fused_kernel_reads_have_no_adapters() -> None:
+    def last_names(family: str) -> set[str]:
+        layers = adapted_layers(adapted(causal_model(family), LoraConfig(enabled=True)))
+        return {name.rpartition(".")[2] for name in layers}
+
+    # Mamba 1's kernel reads three weights, Mamba 2's one.
+    assert last_names("mamba") == {"in_proj"}
+    assert last_names("mamba2") == {"in_proj"}
+    # A gated delta net, and a short convolution, call their output layers.
+    assert "out_proj" in last_names("qwen3_5")
+    assert "out_proj" in last_names("lfm2")
+
+
 @pytest.mark.parametrize(
     ("family", "fields", "message"),
     [
@@ -209,11 +226,8 @@ def test_which_layers_are_adapted(caplog: pytest.LogCaptureFixture) -> None:
             {"target_modules": ("up_proj", "o_proj")},
             "takes no adapter(?s:.*)up_proj",
         ),
-        (
-            "mamba",
-            {"match_all_linear": True},
-            "peft cannot adapt this model(?s:.*)out_proj(?s:.*)exclude_modules",
-        ),
+        ("bamba", {"target_modules": ("out_proj",)}, "a fused kernel reads(?s:.*)mamba.out_proj"),
+        ("jamba", {"target_modules": ("x_proj",)}, "a fused kernel reads(?s:.*)mamba.x_proj"),
     ],
 )
 def test_what_cannot_be_adapted(family: str, fields: dict[str, Any], message: str) -> None:

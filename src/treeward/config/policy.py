@@ -195,7 +195,8 @@ class LoraConfig(Strict):
     alpha: PositiveFloat = 32
     """The adapters' product is multiplied by alpha / dim."""
     match_all_linear: bool = True
-    """Adapt every linear layer but the output layer and those of `exclude_modules`."""
+    """Adapt every linear layer but the output layer, those whose weights a fused kernel of Mamba
+    reads itself, and those of `exclude_modules`."""
     target_modules: tuple[str, ...] = ()
     """With `match_all_linear: false`: the layers, by the last part of a name (`q_proj`) or patterns
     (`*.mlp.*`). Empty: all but those of `exclude_modules`."""

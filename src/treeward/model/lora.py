@@ -36,6 +36,7 @@ from treeward.errors import CheckpointError, ConfigError, ModelError, pip_instal
 from treeward.model.policy_model import CompletionLogProbs, PolicyModel
 from treeward.model.shards import put, whole
 from treeward.model.wrapped import WrappedModel
+from treeward.tree.mixers import read_by_kernels
 
 logger = logging.getLogger(__name__)
 
@@ -356,12 +357,13 @@ def _chosen_layers(model: WrappedModel, config: LoraConfig) -> dict[str, nn.Modu
     peft_settings = Settings(target_modules=list(linear))
     convert_peft_config_for_transformers(peft_settings, model=model.hf, conversions=None)
     embedding = model.hf.get_input_embeddings().weight
+    of_kernels = read_by_kernels(model.hf)
     fit: set[str] = set()
     for name in peft_settings.target_modules or ():
         layer = linear.get(name)
         is_tied = layer is not None and layer.weight is embedding
         is_output = isinstance(model, PolicyModel) and layer is model.head
-        if not (is_tied or is_output or is_within_head(name)):
+        if not (is_tied or is_output or is_within_head(name) or name in of_kernels):
             fit.add(name)
     wanted: set[str] = set()
     if config.target_modules:
@@ -381,6 +383,8 @@ def _chosen_layers(model: WrappedModel, config: LoraConfig) -> dict[str, nn.Modu
         )
         if is_within_head(unfit[0]):
             summary = "a reward model's head has no adapter: it is trained whole"
+        if unfit[0] in of_kernels:
+            summary = "a fused kernel reads this layer's weight, and would not see an adapter"
         raise ConfigError(
             summary, where=_WHERE, field="target_modules", got=unfit[0], need="other layers"
         )

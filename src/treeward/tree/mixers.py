@@ -60,6 +60,25 @@ def follow_trees(hf: nn.Module) -> set[str]:
     return found
 
 
+def read_by_kernels(hf: nn.Module) -> set[str]:
+    """The names of the linear layers whose weights a fused kernel reads itself.
+
+    What is put beside such a layer, as an adapter, is not computed where the kernel is.
+    """
+    names = set()
+    for name, part in hf.named_modules():
+        functions = vars(sys.modules[type(part).__module__])
+        has_kernel = any(function in functions for function in _FUSED)
+        # Of these modules the mixers alone have a decay.
+        if not (has_kernel and hasattr(part, "A_log")):
+            continue
+        for child, layer in part.named_children():
+            # The kernels begin behind the first layer.
+            if isinstance(layer, nn.Linear) and child != "in_proj":
+                names.add(f"{name}.{child}")
+    return names
+
+
 def _following(original: Callable[..., Any], mixer: type[_Mixer]) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(*arguments: Any, **options: Any) -> Any:
@@ -459,6 +478,8 @@ _MIXERS: dict[str, type[_Mixer]] = {
     "mamba_inner_fn": _NoResult,
 }
 """What transformers' modules call, by name (5.23)."""
+
+_FUSED = [name for name, mixer in _MIXERS.items() if mixer is _NoResult]
 
 
 Kernel = Callable[[Sequence[Tensor], Tensor | None, bool], tuple[Tensor, Tensor | None]]
