@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -34,7 +34,7 @@ from treeward.config.data import DatasetConfig
 from treeward.data.datasets import open_dataset
 from treeward.data.rendering import Renderer
 from treeward.data.tokenizers import texts_of, train_tokenizer
-from treeward.model.loading import ensure_pad_token, initialise_head
+from treeward.model.loading import classifier_class, ensure_pad_token, initialise_head
 from treeward.model.pretrained import choose_device, quiet_transformers
 from treeward.model.reward_model import RewardModel
 from treeward.tables import Column, results_table
@@ -62,6 +62,49 @@ SIZES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """The first ones are Qwen3 with the vocabulary of their tokenizer."""
+
+LAPTOP = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+}
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_5": {
+        **LAPTOP,
+        "model_type": "qwen3_5_text",
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+    },
+    # Its mixers and its MLPs are layers of their own.
+    "nemotron_h": {
+        **LAPTOP,
+        "model_type": "nemotron_h",
+        "layers_block_type": ["mamba", "mlp"] * 3 + ["attention", "mlp"],
+        "num_hidden_layers": 8,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 64,
+        "n_groups": 2,
+        "ssm_state_size": 64,
+        "chunk_size": 128,
+        "mlp_hidden_act": "relu2",
+        "expand": 2,
+    },
+    "lfm2": {
+        **LAPTOP,
+        "model_type": "lfm2",
+        "layer_types": ["conv"] * 3 + ["full_attention"],
+        "block_auto_adjust_ff_dim": False,
+    },
+}
+"""The layers of families in the size of a laptop: three recurrent ones and one of attention."""
+SIZES |= HYBRIDS
 
 VOCAB_SIZE = 8192
 
@@ -153,7 +196,9 @@ def tokenizer_of(
 
 def model_name(size: str) -> str:
     """For a heading."""
-    return f"Qwen3 {size}" if size in SIZES else Path(size).name
+    if size not in SIZES:
+        return Path(size).name
+    return str(SIZES[size].get("model_type", f"Qwen3 {size}"))
 
 
 def add_model(parser: argparse.ArgumentParser, *, few: str | None = None) -> None:
@@ -202,7 +247,8 @@ def build(
 ) -> RewardModel:
     """A sequence classifier with random weights, the same for the same size and device, or those of a folder; and a
     float32 head."""
-    hf = _model(AutoModelForSequenceClassification, size, tokenizer, device, dtype, num_labels=1)
+    config = _config(size, tokenizer, num_labels=1)
+    hf = _model(classifier_class(config, False), size, config, device, dtype)
     initialise_head(hf, seed=0)
     ensure_pad_token(hf, tokenizer)
     return RewardModel(hf)
@@ -215,7 +261,9 @@ def build_causal(
     dtype: torch.dtype | None = None,
 ) -> PreTrainedModel:
     """The same as a causal language model."""
-    hf = _model(AutoModelForCausalLM, size, tokenizer, device, dtype)
+    config = _config(size, tokenizer)
+    causal_class = AutoModelForCausalLM._model_mapping[type(config)]
+    hf = _model(causal_class, size, config, device, dtype)
     embeddings = hf.get_input_embeddings()
     assert isinstance(embeddings, nn.Embedding)
     embeddings.padding_idx = None
@@ -223,31 +271,35 @@ def build_causal(
     return hf
 
 
-def _model(
-    kind: Any,
-    size: str,
-    tokenizer: PreTrainedTokenizerBase,
-    device: torch.device | str,
-    dtype: torch.dtype | None,
-    **settings: Any,
-) -> PreTrainedModel:
-    quiet_transformers()
+def _config(size: str, tokenizer: PreTrainedTokenizerBase, **settings: Any) -> PreTrainedConfig:
     if size not in SIZES:
-        hf: PreTrainedModel = kind.from_pretrained(
-            size, dtype=dtype or torch.float32, attn_implementation="sdpa", **settings
-        )
-        hf.config.pad_token_id = tokenizer.pad_token_id
-        hf.to(device)  # type: ignore[arg-type]
-        return hf
+        config: PreTrainedConfig = AutoConfig.from_pretrained(size, **settings)
+        config.pad_token_id = tokenizer.pad_token_id
+        return config
     special = {
         f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")
     }
     fields = {"vocab_size": len(tokenizer), **special, **_fields(size), **settings}
+    return AutoConfig.for_model(**fields)
+
+
+def _model(
+    kind: Any,
+    size: str,
+    config: PreTrainedConfig,
+    device: torch.device | str,
+    dtype: torch.dtype | None,
+) -> PreTrainedModel:
+    quiet_transformers()
+    settings: dict[str, Any] = {"dtype": dtype or torch.float32, "attn_implementation": "sdpa"}
+    if size not in SIZES:
+        hf: PreTrainedModel = kind.from_pretrained(size, config=config, **settings)
+        hf.to(device)  # type: ignore[arg-type]
+        return hf
     device = torch.device(device)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(0)
-        config = AutoConfig.for_model(**fields)
-        hf = kind.from_config(config, dtype=dtype or torch.float32, attn_implementation="sdpa")
+        hf = kind._from_config(config, **settings)
     return hf
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import activation_bytes, describe, interleave, median_ratio, use_device
+from common import HYBRIDS, LAPTOP, activation_bytes, describe, interleave, median_ratio, use_device
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -30,48 +30,10 @@ from treeward.tables import Column, results_table
 from treeward.tree.batch import RowBatch, TreeBatch
 
 VOCABULARY = 1024
-_SIZE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 8192,
-}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3_5": {
-        **_SIZE,
-        "model_type": "qwen3_5_text",
-        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 64,
-        "linear_value_head_dim": 64,
-    },
-    # Its mixers and its MLPs are layers of their own.
-    "nemotron_h": {
-        **_SIZE,
-        "model_type": "nemotron_h",
-        "layers_block_type": ["mamba", "mlp"] * 3 + ["attention", "mlp"],
-        "num_hidden_layers": 8,
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 64,
-        "n_groups": 2,
-        "ssm_state_size": 64,
-        "chunk_size": 128,
-        "mlp_hidden_act": "relu2",
-        "expand": 2,
-    },
-    "lfm2": {
-        **_SIZE,
-        "model_type": "lfm2",
-        "layer_types": ["conv"] * 3 + ["full_attention"],
-        "block_auto_adjust_ff_dim": False,
-    },
+    **HYBRIDS,
     # Attention alone, to compare with.
-    "qwen3": {**_SIZE, "model_type": "qwen3"},
+    "qwen3": {**LAPTOP, "model_type": "qwen3"},
 }
 TREE, PADDED, ALONE, PACKED = "tree", "padded rows", "rows one by one", "packed rows"
 
@@ -131,7 +93,7 @@ def _measure(
 
 def _build(family: str, device: torch.device) -> WrappedModel:
     torch.manual_seed(0)
-    config = AutoConfig.for_model(**FAMILIES[family])
+    config = AutoConfig.for_model(vocab_size=VOCABULARY, **FAMILIES[family])
     hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return WrappedModel(hf.to(device).train(), layout="tree")
 
