@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib
+import inspect
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -253,6 +256,76 @@ def test_a_cached_prompt_serves_only_those_that_begin_with_all_of_it(family: str
     cached = model.score_tokens(parted, cache=cache, prompt_lengths=[64])
     assert cache.num_reused_tokens == 0
     assert torch.allclose(cached, model.score_tokens(parted), atol=1e-5)
+
+
+@pytest.fixture
+def lengths_of_fla(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A stand-in of fla's kernels, which need a GPU: the functions of transformers, which take
+    `cu_seqlens` now. Collects how many sequences each call had."""
+    calls: list[int] = []
+
+    def taking_lengths(original: Any) -> Any:
+        def call(*inputs: Tensor, g: Tensor, beta: Tensor, **options: Any) -> Any:
+            bounds = options.pop("cu_seqlens", None)
+            if bounds is None:  # rows
+                return original(*inputs, g=g, beta=beta, **options)
+            assert torch.equal(bounds, options.pop("cu_seqlens_cpu"))
+            assert all(values.shape[0] == 1 for values in (*inputs, g, beta))
+            starts = options.pop("initial_state")
+            is_wanted = options["output_final_state"]
+            outs, ends = [], []
+            for number, (first, last) in enumerate(itertools.pairwise(bounds.tolist())):
+                of_sequence = [values[:, first:last] for values in (*inputs, g, beta)]
+                start = None if starts is None else starts[number, None]
+                *inputs_, g_, beta_ = of_sequence
+                out, end = original(*inputs_, g=g_, beta=beta_, initial_state=start, **options)
+                outs.append(out)
+                ends.append(end)
+            calls.append(len(outs))
+            return torch.cat(outs, dim=1), torch.cat(ends) if is_wanted else None
+
+        return call
+
+    monkeypatch.setattr(mixers, "is_flash_linear_attention_available", lambda: True)
+    for family, name in (
+        ("kimi_linear", "chunk_kimi_delta_attention"),
+        ("qwen3_5", "torch_chunk_gated_delta_rule"),
+    ):
+        module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+        plain = inspect.unwrap(getattr(module, name))
+        monkeypatch.setattr(module, name, taking_lengths(plain))
+    return calls
+
+
+def test_segments_of_one_depth_are_one_call_of_a_kernel_that_takes_lengths(
+    lengths_of_fla: list[int],
+) -> None:
+    hf = model_of("kimi_linear")
+    model = RewardModel(hf, layout="tree").train()
+    groups = deep_forest()
+    got = model(model.make_batch(groups))
+    got_gradients = gradients(hf, got)
+    # Three roots, their children, one more level, and two leaves.
+    assert lengths_of_fla == [3, 6, 1, 2]
+    with model.plain_attention():
+        want = rows_alone(hf, [sequence for group in groups for sequence in group])
+    assert score_error(got, want) <= SCORES
+    assert gradient_error(got_gradients, gradients(hf, want)) <= GRADIENTS
+
+
+def test_a_kernel_that_takes_lengths_starts_from_cached_prompts(lengths_of_fla: list[int]) -> None:
+    model = RewardModel(model_of("qwen3_5"), layout="tree").eval()
+    generator = np.random.default_rng(0)
+    prompts = [drawn(generator, n) for n in (70, 35)]
+    sequences = [prompt + drawn(generator, n) for prompt in prompts for n in (1, 40)]
+    want = model.score_tokens(sequences)
+    cache = PrefixCache(2**30, whole=True)
+    lengths = [70, 70, 35, 35]
+    for _ in range(2):
+        got = model.score_tokens(sequences, cache=cache, prompt_lengths=lengths)
+        assert torch.allclose(got, want, atol=1e-5)
+    assert cache.num_reused_tokens == 2 * (70 + 35)
+    assert 4 in lengths_of_fla
 
 
 # --- The probe -------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
+from transformers.utils.import_utils import is_flash_linear_attention_available
 
 from treeward.tree import decoding
 from treeward.tree.current_row import Row, current
@@ -257,9 +258,12 @@ class _GatedDeltaRule(_Mixer):
             return out_THV[None], None
 
         def kernel(
-            inputs: Sequence[Tensor], start: Tensor | None, is_wanted: bool
+            inputs: Sequence[Tensor], start: Tensor | None, part: Round
         ) -> tuple[Tensor, Tensor | None]:
             query, key, value, g, beta = inputs
+            if part.bounds is not None:
+                lengths = {"cu_seqlens": part.bounds, "cu_seqlens_cpu": part.bounds_cpu}
+                options.update(lengths)
             result: tuple[Tensor, Tensor | None] = original(
                 query,
                 key,
@@ -268,7 +272,7 @@ class _GatedDeltaRule(_Mixer):
                 beta=beta,
                 chunk_size=chunk,
                 initial_state=start,
-                output_final_state=is_wanted,
+                output_final_state=part.is_wanted,
                 **options,
             )
             return result
@@ -278,7 +282,10 @@ class _GatedDeltaRule(_Mixer):
         inputs = [x[0] for x in (query, key, value, g, beta)]
         # Padding neither decays nor writes.
         neutral = (3, 4)
-        plan = row.recurrence.rounds(chunk)
+        # fla's kernels (0.6) take sequences of different lengths with a state each. This is written
+        # from their source, and has not run: no GPU was there.
+        takes_lengths = is_flash_linear_attention_available()
+        plan = row.recurrence.rounds(None if takes_lengths else chunk)
         out_THV = _in_rounds(plan, kernel, inputs, neutral, shape, row.layout.exchange)
         return out_THV[None], None
 
@@ -339,7 +346,7 @@ class _Mamba2(_Mixer):
         chunk = min(chunk_size, _GPU_CHUNK)
 
         def kernel(
-            inputs: Sequence[Tensor], start: Tensor | None, is_wanted: bool
+            inputs: Sequence[Tensor], start: Tensor | None, part: Round
         ) -> tuple[Tensor, Tensor | None]:
             values, steps, keys, queries = inputs
             result = original(
@@ -351,10 +358,10 @@ class _Mamba2(_Mixer):
                 chunk_size=chunk,
                 D=D,
                 initial_states=start,
-                return_final_states=is_wanted,
+                return_final_states=part.is_wanted,
                 **options,
             )
-            return result if is_wanted else (result, None)
+            return result if part.is_wanted else (result, None)
 
         heads = hidden_states.shape[2]
         shape = (heads, hidden_states.shape[3], B.shape[3])
@@ -482,9 +489,9 @@ _MIXERS: dict[str, type[_Mixer]] = {
 _FUSED = [name for name, mixer in _MIXERS.items() if mixer is _NoResult]
 
 
-Kernel = Callable[[Sequence[Tensor], Tensor | None, bool], tuple[Tensor, Tensor | None]]
-"""Inputs (R, L, D) of the rows of a round, the states that they start from (None: zero), and whether
-their last states are wanted: the outputs (R, L, D), and those states."""
+Kernel = Callable[[Sequence[Tensor], Tensor | None, Round], tuple[Tensor, Tensor | None]]
+"""Inputs (R, L, D) of a round, or (1, N, D) of one with `bounds`, the states that its pieces start
+from (None: zero), and the round: the outputs in the same form, and the last states if wanted."""
 
 
 def _in_rounds(
@@ -507,7 +514,7 @@ def _in_rounds(
             ones = [1] * (values_ND.dim() - 1)
             values_ND = values_ND * plan.slots.is_token_N.view(-1, *ones)
         slots.append(values_ND)
-    sizes = [part.count * part.length for part in plan.rounds]
+    sizes = [part.num_slots for part in plan.rounds]
     by_input = [values_ND.split(sizes) for values_ND in slots]
     start = _start(exchange, plan.starts, shape, inputs[0])
     outs = []
@@ -518,7 +525,7 @@ def _in_rounds(
             assert last is not None, "a round before another is wanted"
             start = last.index_select(0, part.source)
         rows = [_rows(values[number], part) for values in by_input]
-        out, end = kernel(rows, start, part.is_wanted)
+        out, end = kernel(rows, start, part)
         outs.append(out.flatten(0, 1))
         ends.append(end)
     if exchange is not None:
@@ -527,7 +534,9 @@ def _in_rounds(
 
 
 def _rows(values_ND: Tensor, part: Round) -> Tensor:
-    rows: Tensor = values_ND.unflatten(0, (part.count, part.length))
+    if part.bounds is not None:
+        return values_ND[None]
+    rows: Tensor = values_ND.unflatten(0, (len(part.lengths), part.lengths[0]))
     return rows
 
 

@@ -22,6 +22,7 @@ Shapes: T tokens of the row, E tokens of the longer row, K taps of a convolution
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -121,16 +122,24 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Pieces, or parts of them, that are computed together, `count` rows of `length` slots.
+    """Pieces, or parts of them, that are computed together.
 
-    `source`: for each row, the row of the round before whose state it starts from; None in the
-    first round. `is_wanted`: whether any state at the end of this round is read.
+    `lengths`: the slots of each. `bounds`, in rounds of whole pieces: the first slot of each, counted
+    in this round, and the end of the last, int64; `bounds_cpu` is the same on the CPU. `source`: for
+    each piece, the one of the round before whose state it starts from; None in the first round.
+    `is_wanted`: whether any state at the end of this round is read.
     """
 
-    count: int
-    length: int
+    lengths: tuple[int, ...]
+    bounds: Tensor | None
+    bounds_cpu: Tensor | None
     source: Tensor | None
     is_wanted: bool
+
+    @property
+    def num_slots(self) -> int:
+        """Of all pieces."""
+        return sum(self.lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +207,7 @@ class Recurrence:
         self.num_tokens = self.pieces[-1].end
         self.device = device
         self._windows: dict[int, Window] = {}
-        self._rounds: dict[int, Rounds] = {}
+        self._rounds: dict[int | None, Rounds] = {}
         self._chunks: dict[int, Chunks] = {}
 
     @classmethod
@@ -278,17 +287,19 @@ class Recurrence:
             kept=tuple(kept),
         )
 
-    def rounds(self, multiple: int) -> Rounds:
-        """The plan of a kernel that takes a state for each row of a batch, and gives one.
+    def rounds(self, multiple: int | None) -> Rounds:
+        """The plan of a kernel that takes a state for each sequence, and gives one.
 
-        In each round the pieces that can go on do so together, up to the end of the shortest, so
-        that there are fewer than `multiple` slots of padding for each of them.
+        `multiple`: for a kernel over a batch of rows. In each round the pieces that can go on do so
+        together, up to the end of the shortest, so that there are fewer than `multiple` slots of
+        padding for each of them. None: for a kernel over sequences of different lengths. A round has
+        all pieces of one depth, and nothing is padded.
         """
         if multiple not in self._rounds:
             self._rounds[multiple] = self._make_rounds(multiple)
         return self._rounds[multiple]
 
-    def _make_rounds(self, multiple: int) -> Rounds:
+    def _make_rounds(self, multiple: int | None) -> Rounds:
         children: list[list[int]] = [[] for _ in self.pieces]
         roots = []
         for number, piece in enumerate(self.pieces):
@@ -298,33 +309,40 @@ class Recurrence:
                 children[piece.parent].append(number)
         tokens: list[np.ndarray] = []
         is_token: list[np.ndarray] = []
-        plan: list[tuple[int, int, list[int]]] = []
+        plan: list[tuple[list[int], list[int]]] = []
         end_of_piece: dict[int, tuple[int, int]] = {}
         # Pieces with how many of their tokens are computed, and the row of the round before.
         going = [(number, 0, 0) for number in roots]
         while going:
-            left = [len(self.pieces[number]) - done for number, done, _ in going]
-            length = min(max(left), -(-min(left) // multiple) * multiple)
+            lengths = [len(self.pieces[number]) - done for number, done, _ in going]
+            if multiple is not None:
+                shortest = -(-min(lengths) // multiple) * multiple
+                lengths = [min(max(lengths), shortest)] * len(lengths)
             following = []
             for row, (number, done, _) in enumerate(going):
                 piece = self.pieces[number]
-                places = piece.start + done + np.arange(length)
+                places = piece.start + done + np.arange(lengths[row])
                 is_token.append(places < piece.end)
                 tokens.append(places.clip(max=piece.end - 1))
-                if left[row] > length:
-                    following.append((number, done + length, row))
+                done += lengths[row]
+                if done < len(piece):
+                    following.append((number, done, row))
                     continue
                 end_of_piece[number] = (len(plan), row)
                 following += [(child, 0, row) for child in children[number]]
-            plan.append((len(going), length, [row for *_, row in going]))
+            plan.append((lengths, [row for *_, row in going]))
             going = following
         kept = tuple(end_of_piece[number] for number in self.kept)
         rounds = []
-        for number, (count, length, sources) in enumerate(plan):
+        for number, (lengths, sources) in enumerate(plan):
+            bounds = bounds_cpu = None
+            if multiple is None:
+                bounds_cpu = torch.tensor([0, *itertools.accumulate(lengths)])
+                bounds = bounds_cpu.to(self.device)
             source = self._tensor(np.array(sources)) if number else None
             # Every later round starts from the states of the one before it.
             is_wanted = number + 1 < len(plan) or any(at == number for at, _ in kept)
-            rounds.append(Round(count, length, source, is_wanted))
+            rounds.append(Round(tuple(lengths), bounds, bounds_cpu, source, is_wanted))
         slots = Slots.of(np.concatenate(tokens), np.concatenate(is_token), self.device)
         starts = tuple(self.pieces[number].prefix_of for number in roots)
         return Rounds(slots, tuple(rounds), starts, kept)
