@@ -15,7 +15,16 @@ from treeward.environments.interface import Environment, Reward
 from treeward.errors import ConfigError
 from treeward.scoring.score import Score
 
-__all__ = ["Scaled", "Troubled", "Unmakeable", "consonants", "fails", "length", "vowels"]
+__all__ = [
+    "Scaled",
+    "Troubled",
+    "Unmakeable",
+    "consonants",
+    "fails",
+    "length",
+    "vowels",
+    "vowels_and_order",
+]
 
 Conversation = Sequence[Message]
 
@@ -33,6 +42,15 @@ def consonants(prompt: str, response: str) -> float:
 def fails(prompt: str, response: str) -> float:
     """Never a reward."""
     raise RuntimeError("told to fail")
+
+
+def vowels_and_order(prompt: str, response: str) -> dict[str, float | None]:
+    """Two rewards: the vowels, and the share of neighbours in alphabetical order; of an empty
+    response the second is missing."""
+    pairs = list(zip(response, response[1:], strict=False))
+    in_order = sum(first <= second for first, second in pairs)
+    share = in_order / len(pairs) if pairs else None
+    return {"reward/vowels": vowels(prompt, response), "reward/order": share}
 
 
 def length(prompt: str, response: str) -> float:

@@ -126,6 +126,19 @@ def test_newer_names_mean_ours():
     assert config.grpo.num_val_generations == 4
 
 
+def test_gdpo_has_the_keys_of_nemo_rl():
+    overrides = [
+        "grpo.adv_estimator={name: gdpo, normalize_rewards: true, use_leave_one_out_baseline: false,"
+        " reward_weights: [1.0, 0.5, 0.5]}",
+        "env.math_multi_reward={num_workers: 8, math_verify_impl: hf_math_verify}",
+        "data.default.env_name=math_multi_reward",
+    ]
+    config = load_grpo_config(FILES / "grpo_math_1B.yaml", overrides)
+    assert config.used_environments == ("math_multi_reward",)
+    assert config.grpo.adv_estimator.reward_weights == (1.0, 0.5, 0.5)
+    assert not config.grpo.use_leave_one_out_baseline
+
+
 def test_a_section_may_replace_that_of_the_defaults(tmp_path):
     config = load_grpo_config(FILES / "multiple.yaml")
     assert parts(config.data.train) == [
@@ -157,7 +170,6 @@ def test_a_section_may_replace_that_of_the_defaults(tmp_path):
             "grpo.reward_shaping.stop_properly_penalty_coef=0.5",
             "grpo.reward_shaping.stop_properly_penalty_coef",
         ),
-        ("grpo.adv_estimator.name=gdpo", "grpo.adv_estimator.name"),
         ("policy.megatron_cfg.enabled=true", "policy.megatron_cfg.enabled"),
         ("policy.dtensor_cfg.context_parallel_size=2", "policy.dtensor_cfg.context_parallel_size"),
         ("policy.reward_model_cfg.enabled=true", "policy.reward_model_cfg.enabled"),

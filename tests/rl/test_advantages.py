@@ -108,11 +108,11 @@ def group(prompt_tokens: int, *lengths: int, truncated: tuple[bool, ...] = ()) -
 def test_used_completions() -> None:
     groups = [group(2, 3, 1, 0, truncated=(True, False, False))] * 2
     rewards = torch.tensor([[1.0, 2.0, 3.0], [1.0, math.nan, 3.0]])
-    assert used_completions(groups, rewards, GRPOConfig()).tolist() == [
+    assert used_completions(groups, rewards.isfinite(), GRPOConfig()).tolist() == [
         [True, True, False],
         [True, False, False],
     ]
-    masked = used_completions(groups, rewards, GRPOConfig(overlong_filtering=True))
+    masked = used_completions(groups, rewards.isfinite(), GRPOConfig(overlong_filtering=True))
     assert masked.tolist() == [[False, True, False], [False] * 3]
 
 

@@ -17,8 +17,8 @@ from sampled import sequences_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from treeward.rl import grpo as grpo_module
-from treeward.rl.advantages import advantages
-from treeward.rl.generation import CompletionGroup
+from treeward.rl.advantages import advantages, informative_groups
+from treeward.rl.generation import CompletionGroup, completion_lengths
 from treeward.rl.grpo import GRPOOutcome, GRPORun, grpo
 from treeward.rl.rollouts import Rollouts
 from treeward.training.tracking import read_metrics
@@ -319,3 +319,30 @@ def test_dynamic_sampling_ends_with_the_epochs(
     assert "drawn the prompts of all 2 epochs in 7 steps" in caplog.text
     assert run(tiny_grpo(*options)).step == 7
     assert run(tiny_grpo(*options, "grpo.max_num_epochs=3")).step == 11  # 132 of 126 prompts
+
+
+def test_components_are_normalised_one_by_one(
+    tiny_grpo: Make, tmp_path: Path, sampled: list[Rollouts]
+) -> None:
+    """Completions of one character have no second reward, and are learnt from by the first."""
+    run(
+        tiny_grpo(
+            *SHORT,
+            "env.planted.function=planted.vowels_and_order",
+            "grpo.adv_estimator={name: gdpo, reward_weights: {vowels: 1.0, order: 0.5}}",
+            "grpo.num_generations_per_prompt=8",
+            "policy.generation.max_new_tokens=1",
+            "grpo.max_failed_share=0.1",
+        )
+    )
+    rollouts = sampled[0]
+    has_none_PG = rollouts.components["order"].isnan()
+    assert has_none_PG.any() and rollouts.rewards_PG[has_none_PG].isnan().all()
+    assert torch.equal(rollouts.used_PG, completion_lengths(rollouts.groups) > 0)
+    line = logged(tmp_path, "train/loss")[0]
+    assert line["train/component_without_signal/order"] == pytest.approx(
+        1 - float(informative_groups(rollouts.components["order"]).float().mean())
+    )
+    assert line["planted_env/component/vowels"] == pytest.approx(
+        float(rollouts.components["vowels"].mean())
+    )

@@ -17,7 +17,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from treeward.config.base import Limit, Period, Strict
 from treeward.config.run import ScheduleConfig
 
-Estimator = Literal["grpo", "leave_one_out", "reinforce_plus_plus"]
+Estimator = Literal["grpo", "leave_one_out", "reinforce_plus_plus", "gdpo", "normalize_then_sum"]
 KLPenalty = Literal["k1", "k2", "k3", "k2_unweighted", "k3_unweighted"]
 Truncation = Literal["tis", "icepop", "seq-mask-tis"]
 AlarmKind = Literal[
@@ -136,10 +136,32 @@ class AdvantageEstimatorConfig(Strict):
     name: Estimator = "grpo"
     """`grpo`: (reward - mean) / std of the group (Shao et al. 2024); `leave_one_out`: reward - mean
     of the others (Ahmadian et al. 2024); `reinforce_plus_plus`: (reward - mean) / std of the batch
-    (Hu et al. 2025)."""
+    (Hu et al. 2025). With `gdpo` each component of the reward is normalised in its group, and their
+    weighted sum over the batch (Liu et al. 2026), as in NeMo RL; `normalize_then_sum` is the same
+    with TRL's constants."""
     minus_baseline: bool = True
     """With `reinforce_plus_plus`: subtract the mean of the group. False: subtract the mean of the
     whole batch."""
+    reward_weights: dict[str, float] | tuple[float, ...] | None = None
+    """With `gdpo` and `normalize_then_sum`: the components and their weights, as `{correct: 1.0,
+    format: 0.5}`; others are not learnt from. A list, as in NeMo RL, has the components in
+    alphabetical order. None: all components, with weight 1."""
+
+    @property
+    def takes_components(self) -> bool:
+        """Whether it learns from the components of the rewards, one by one."""
+        return self.name in ("gdpo", "normalize_then_sum")
+
+    def check(self) -> None:
+        weights = self.reward_weights
+        if weights is None:
+            return
+        if not self.takes_components:
+            raise self.error("reward_weights name", "name: gdpo or normalize_then_sum")
+        values = weights.values() if isinstance(weights, dict) else weights
+        if sum(value != 0.0 for value in values) < 2:
+            need = "weights of two components or more: of one, the others are the same as grpo"
+            raise self.error("reward_weights", need)
 
 
 class OverlongShapingConfig(Strict):
@@ -277,9 +299,25 @@ class GRPOConfig(ScheduleConfig):
         if self.most_val_prompts == 0:
             need = "at most max_val_samples: there would be no prompt to validate on"
             raise self.error("val_batch_size max_val_samples", need, "set grpo.val_batch_size=null")
+        self._check_components()
         low = self.advantage_clip_low
         high = self.advantage_clip_high
         if low is not None and high is not None and low >= high:
             keys = "advantage_clip_low advantage_clip_high"
             need = "advantage_clip_low below advantage_clip_high"
             raise self.error(keys, need, "set one of the two to null")
+
+    def _check_components(self) -> None:
+        estimator = self.adv_estimator.name
+        if not self.adv_estimator.takes_components:
+            return
+        if self.reward_shaping.enabled:
+            need = f"false: {estimator} reads the components, and the penalty is of their sum"
+            fix = "reward the length by a component of its own"
+            raise self.error("reward_shaping.enabled adv_estimator.name", need, fix)
+        if estimator == "normalize_then_sum" and self.use_leave_one_out_baseline:
+            need = "false, or gdpo: TRL's formula subtracts the mean of the group"
+            raise self.error("use_leave_one_out_baseline adv_estimator.name", need)
+        if estimator == "normalize_then_sum" and not self.normalize_rewards:
+            need = "true, or gdpo: TRL's formula always divides by the group's std"
+            raise self.error("normalize_rewards adv_estimator.name", need)

@@ -234,6 +234,11 @@ class GRPORunConfig(Strict):
         whole = self.grpo.completions_per_step
         loss = self.loss_fn
         sampling = self.policy.generation
+        estimator = self.grpo.adv_estimator
+        if loss.kl_in_reward and estimator.takes_components:
+            need = f"false: {estimator.name} reads the components, and the penalty is of their sum"
+            fix = "set loss_fn.kl_in_reward=false, with the penalty in the loss"
+            raise self.error("loss_fn.kl_in_reward grpo.adv_estimator.name", need, fix)
         if size is not None and (size % self.grpo.num_generations_per_prompt or whole % size):
             keys = "policy.train_global_batch_size grpo.num_prompts_per_step "
             keys += "grpo.num_generations_per_prompt"

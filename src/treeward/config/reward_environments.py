@@ -178,6 +178,14 @@ class MathEnvironmentConfig(RuleEnvironmentConfig):
     (`dapo`)."""
 
 
+class MathMultiRewardConfig(Strict):
+    """Three rewards of an answer that is asked for in tags, as NeMo RL's `env.math_multi_reward`
+    gives them: whether it is correct, whether it is a whole number, and the form."""
+
+    answer_key: Annotated[TextOrTexts, Field(min_length=1)] = ("ground_truth", "expected_answer")
+    """The keys of `env_infos` with the ground truth; the first that a sample has counts."""
+
+
 JUDGE_FILE = "judge_contract.json"
 """In the folder of a model that was trained to judge: its prompt, and golden questions."""
 
@@ -363,6 +371,9 @@ ENVIRONMENTS: Mapping[str, EnvironmentKind] = {
     ),
     "rules": EnvironmentKind(RuleEnvironmentConfig, f"{_HERE}.rules.RuleEnvironment"),
     "math": EnvironmentKind(MathEnvironmentConfig, f"{_HERE}.rules.MathEnvironment"),
+    "math_multi_reward": EnvironmentKind(
+        MathMultiRewardConfig, f"{_HERE}.math_multi_reward.MathMultiRewardEnvironment"
+    ),
     "judge": EnvironmentKind(JudgeEnvironmentConfig, f"{_HERE}.judge.JudgeEnvironment"),
     "preference_verdict": EnvironmentKind(
         PreferenceVerdictConfig, f"{_HERE}.preference_verdict.PreferenceVerdictEnvironment"

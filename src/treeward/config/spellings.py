@@ -420,6 +420,13 @@ SPELLINGS: Mapping[type[Strict], Spelling] = {
         forms=("math_verify_impl",),
         rewrite=_with_rule_of_the_verifier,
     ),
+    reward_environments.MathMultiRewardConfig: Spelling(
+        unread="num_workers stop_strings",
+        fixed={
+            "verifier_type": (("math",), "there is no other"),
+            "math_verify_impl": (("hf_math_verify",), "there is no other"),
+        },
+    ),
     reward_environments.JudgePromptConfig: Spelling(
         fixed={
             "num_samples": ((1,), "a question is asked once; use_logprobs takes the expectation")

@@ -9,8 +9,9 @@ The names of its parameters decide how it is called: `_CONVENTIONS`, and docs/en
 
 A prompt as text is the user's single message unchanged, or `role: text` per message. A reward is a
 number, True or False, None (no reward), or a mapping with `reward` or `score`, whose other numbers
-are its components and whose `error` is the reason for no reward. An exception costs the sample, or
-all samples of the call, their reward. Functions may be async.
+are its components and whose `error` is the reason for no reward. A mapping of several rewards, as
+{"reward/correct": 1.0, "reward/format": 0.5}, is their sum. An exception costs the sample, or all
+samples of the call, their reward. Functions may be async.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from treeward.user_code import import_object, source_digest
 logger = logging.getLogger(__name__)
 
 _METHODS = ("score", "predict", "__call__")
+_PART = "reward/"
 _OWN_FAILURES = (Exception, SystemExit, asyncio.CancelledError)
 """Exceptions of a function that cost its samples their rewards but do not end the step."""
 
@@ -254,6 +256,8 @@ def _reward(value: Any) -> Reward:
         if value.value is None or _number(value.value) is not None:
             return value
         return Reward(None, error=f"the reward is {value.value!r:.100}, no finite number")
+    if isinstance(value, Mapping) and any(_is_part(key) for key in value):
+        return _sum_of_parts(value)
     components: dict[str, float] = {}
     if isinstance(value, Mapping):
         for key, item in value.items():
@@ -270,6 +274,32 @@ def _reward(value: Any) -> Reward:
     if value is None:
         error = "the function gave no reward"
     return Reward(None, components=components, error=error)
+
+
+def _is_part(key: Any) -> bool:
+    return isinstance(key, str) and key.startswith(_PART)
+
+
+def _sum_of_parts(values: Mapping[Any, Any]) -> Reward:
+    """The reward of a function that returns `reward/<name>` for each of several. Each is a component,
+    and the reward is their sum. Without one of them there is no sum, and the others are components."""
+    components = {}
+    missing = []
+    for key, value in values.items():
+        if not _is_part(key):
+            continue
+        name = key.removeprefix(_PART)
+        number = _number(value)
+        if number is None:
+            missing.append(name)
+        else:
+            components[name] = number
+    error = values.get("error")
+    if missing and error is None:
+        error = f"the function gave no finite number for {', '.join(missing)}"
+    if error is not None:
+        return Reward(None, components=components, error=str(error))
+    return Reward(sum(components.values()), components=components)
 
 
 def _number(value: Any) -> float | None:

@@ -74,7 +74,7 @@ class RuleEnvironment(ConfiguredEnvironment[RuleEnvironmentConfig]):
                 else:
                     golds = {self._normal(gold) for gold in answer.golds}
                     reward = self._reward(self._normal(answer.text) in golds)
-            except _UndecidedError as error:
+            except UndecidedError as error:
                 reward = Reward(None, error=str(error))
             rewards.append(reward)
         if self._checker is not None:
@@ -100,13 +100,13 @@ class RuleEnvironment(ConfiguredEnvironment[RuleEnvironmentConfig]):
         """The answer in the completion, and its ground truths; None if `extract` does not match."""
         text = completion_text(conversation)
         if text is None:
-            raise _UndecidedError(NO_COMPLETION)
+            raise UndecidedError(NO_COMPLETION)
         if self.config.strips_reasoning:
             text = without_reasoning(text)
         if self.config.pattern is not None:
             golds: tuple[str, ...] = (self.config.pattern,)
         else:
-            golds = _golds(info, self.config.answer_key)
+            golds = ground_truths(info, self.config.answer_key)
         if self.config.rule == "dapo" and self.config.extract is None:
             answer = find_answer(text)
             return None if answer is None else _Answer(answer, golds)
@@ -127,9 +127,9 @@ class RuleEnvironment(ConfiguredEnvironment[RuleEnvironmentConfig]):
         try:
             return list(regex.finditer(pattern, text, flags=flags, timeout=seconds))
         except regex.error as error:
-            raise _UndecidedError(f"the pattern is not a regular expression: {error}") from None
+            raise UndecidedError(f"the pattern is not a regular expression: {error}") from None
         except TimeoutError:
-            raise _UndecidedError(
+            raise UndecidedError(
                 f"the pattern {pattern!r} took more than {seconds:g} seconds"
             ) from None
 
@@ -152,20 +152,20 @@ class _Answer(NamedTuple):
     golds: tuple[str, ...]
 
 
-class _UndecidedError(Exception):
-    """The rule cannot decide on this sample."""
+class UndecidedError(Exception):
+    """A rule cannot decide on this sample; its text says why."""
 
 
-def _golds(info: Mapping[str, Any], keys: Sequence[str]) -> tuple[str, ...]:
-    """The ground truths of a sample, as texts."""
+def ground_truths(info: Mapping[str, Any], keys: Sequence[str]) -> tuple[str, ...]:
+    """The ground truths of a sample, as texts. Raises `UndecidedError` for a sample without one."""
     key = next((key for key in keys if info.get(key) is not None), None)
     if key is None:
-        raise _UndecidedError(f"the sample has no {' or '.join(keys)}")
+        raise UndecidedError(f"the sample has no {' or '.join(keys)}")
     values = plain(info[key])
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
         values = [values]
     if not values:
-        raise _UndecidedError(f"{key} is empty")
+        raise UndecidedError(f"{key} is empty")
     golds = []
     for value in map(plain, values):
         if isinstance(value, str):
@@ -173,5 +173,5 @@ def _golds(info: Mapping[str, Any], keys: Sequence[str]) -> tuple[str, ...]:
         elif isinstance(value, int | float) and not isinstance(value, bool):
             golds.append(number_text(value))
         else:
-            raise _UndecidedError(f"{key} is of type {type(value).__name__}, not text or a number")
+            raise UndecidedError(f"{key} is of type {type(value).__name__}, not text or a number")
     return tuple(golds)

@@ -11,6 +11,7 @@ by its name without `reward/`. A class that `@ray.remote` decorates lives in its
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -73,7 +74,11 @@ class SteppedEnvironment(Environment):
             numbers = self._numbers(tensor, len(logs))
             for components, number in zip(parts, numbers, strict=True):
                 components[component] = number
-        return [_reward(sum(components.values()), components) for components in parts]
+        rewards = []
+        for components in parts:
+            known = {name: number for name, number in components.items() if math.isfinite(number)}
+            rewards.append(_reward(sum(components.values()), known))
+        return rewards
 
     def _numbers(self, rewards: Any, count: int) -> list[float]:
         numbers = torch.as_tensor(rewards).double()
@@ -93,6 +98,6 @@ class SteppedEnvironment(Environment):
 
 
 def _reward(value: float, components: Mapping[str, float]) -> Reward:
-    if not torch.isfinite(torch.tensor(value)):
+    if not math.isfinite(value):
         return Reward(None, components=components, error=f"the environment's step gave {value}")
     return Reward(value, components=components)

@@ -3,7 +3,8 @@ beside it.
 
     rewards_PG = shaped_rewards(config, groups, rewards_PG)     # scaled, less penalties of length
     advantages(rewards_PG, GRPOConfig())                        # (P, G), compared in each group
-    used_completions(groups, rewards_PG, config.grpo)           # which of them are learnt from
+    component_advantages({"correct": ..., "format": ...}, config.grpo)      # (P, G), GDPO
+    used_completions(groups, rewards_PG.isfinite(), config.grpo)    # which of them are learnt from
 
 A missing reward is NaN: it enters no mean and no std, and its completion's advantage is 0.
 Penalties are subtracted, never multiplied: a factor below 1 would raise a negative reward.
@@ -13,17 +14,20 @@ Shapes: P prompts, G completions to each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from treeward.config.grpo import GRPOConfig
+from treeward.config.grpo import AdvantageEstimatorConfig, GRPOConfig, RewardScalingConfig
 from treeward.config.grpo_run import GRPORunConfig
+from treeward.errors import ConfigError
 from treeward.rl.generation import CompletionGroup, completion_lengths, truncated_completions
 
 STD_FLOOR = 1e-6
 """Added to a standard deviation before the division."""
+_TRL_FLOOR = 1e-4
+"""The same in TRL's `GRPOTrainer` (1.16)."""
 
 
 def shaped_rewards(
@@ -40,13 +44,8 @@ def shaped_rewards(
       NeMo RL's does. `max` is `max_response_length`, or the room that the prompt leaves in
       `max_total_sequence_length`, if that is less.
     """
-    grpo = config.grpo
-    scaling = grpo.reward_scaling
-    shaping = grpo.reward_shaping
-    if scaling.enabled:
-        clipped = rewards_PG.clamp(scaling.source_min, scaling.source_max)
-        share = (clipped - scaling.source_min) / (scaling.source_max - scaling.source_min)
-        rewards_PG = scaling.target_min + share * (scaling.target_max - scaling.target_min)
+    shaping = config.grpo.reward_shaping
+    rewards_PG = scaled_rewards(rewards_PG, config.grpo.reward_scaling)
     if shaping.enabled:
         prompt_lengths_P1 = torch.tensor([[len(group.prompt_ids)] for group in groups])
         room_P1 = config.policy.max_total_sequence_length - prompt_lengths_P1
@@ -55,6 +54,15 @@ def shaped_rewards(
         share = (completion_lengths(groups) - (longest_P1 - buffer_P1)) / buffer_P1
         rewards_PG = rewards_PG - shaping.overlong_buffer_penalty * share.clamp_min(0)
     return rewards_PG
+
+
+def scaled_rewards(rewards_PG: Tensor, scaling: RewardScalingConfig) -> Tensor:
+    """Rewards, or components of them, as `reward_scaling` maps them; NaN stays NaN."""
+    if not scaling.enabled:
+        return rewards_PG
+    clipped = rewards_PG.clamp(scaling.source_min, scaling.source_max)
+    share = (clipped - scaling.source_min) / (scaling.source_max - scaling.source_min)
+    return scaling.target_min + share * (scaling.target_max - scaling.target_min)
 
 
 def advantages(rewards_PG: Tensor, config: GRPOConfig) -> Tensor:
@@ -79,9 +87,86 @@ def advantages(rewards_PG: Tensor, config: GRPOConfig) -> Tensor:
     all equal, every advantage is exactly 0, whatever the floor. At last advantages are cut to
     [`advantage_clip_low`, `advantage_clip_high`].
     """
+    return _clipped(_unclipped(rewards_PG, config), config)
+
+
+def component_advantages(components: Mapping[str, Tensor], config: GRPOConfig) -> Tensor:
+    """The advantages from several rewards, float32 (P, G): GDPO (Liu et al. 2026, arXiv 2601.05242).
+
+    `components`: rewards by name, (P, G), NaN for missing. Each is normalised in its group as by
+    `advantages`; A = sum_k w_k A_k; the result is (A - mean) / std of the batch, std with n - 1.
+    A missing component adds 0 to its completion's sum, and enters no mean and no std. A completion
+    without any component has the advantage 0, and is not counted in the batch.
+
+    - gdpo, as NeMo RL: a floor of 1e-6 under the std of a group, none under that of the batch; what
+      does not vary is not divided. With `use_leave_one_out_baseline` mean and std are those of the
+      other completions of the group, so that the std differs from completion to completion.
+    - normalize_then_sum, as TRL: 1e-4 is added to both.
+
+    Raises `ConfigError` for weights that do not fit the components.
+    """
+    weights = component_weights(list(components), config.adv_estimator)
+    is_trl = config.adv_estimator.name == "normalize_then_sum"
+    floor = _TRL_FLOOR if is_trl else STD_FLOOR
+    sums = torch.zeros_like(next(iter(components.values())), dtype=torch.float64)
+    is_known = torch.zeros_like(sums, dtype=torch.bool)
+    for name, weight in weights.items():
+        values = components[name]
+        rewards = torch.where(values.isfinite(), values.double(), torch.nan)
+        is_known |= rewards.isfinite()
+        if config.use_leave_one_out_baseline:
+            normalised = _against_others(rewards, divides=config.normalize_rewards)
+        else:
+            normalised = _centred(rewards)
+            if config.normalize_rewards:
+                normalised = normalised / (_std(normalised, rewards.isfinite(), dim=1) + floor)
+        sums += weight * normalised
+    # Over the batch as one row of completions.
+    centred = torch.where(is_known, sums - sums[is_known].mean(), 0.0)
+    std = _std(centred.flatten(), is_known.flatten(), dim=0)
+    if is_trl:
+        centred = centred / (std + floor)
+    elif float(std) > 0.0:
+        centred = centred / std
+    return _clipped(centred, config)
+
+
+def component_weights(
+    names: Sequence[str], estimator: AdvantageEstimatorConfig
+) -> dict[str, float]:
+    """The weight of each component that is learnt from, by name.
+
+    `names`: the components that the rewards have. Raises `ConfigError` for fewer than two, for a
+    list of another length, and for a name that no reward has.
+    """
+    chosen = estimator.reward_weights
+    weights: dict[str, float] = {}
+    if isinstance(chosen, Mapping):
+        weights = {name: weight for name, weight in chosen.items() if weight != 0.0}
+    elif chosen is None:
+        # Those of a hybrid's members stand for themselves in the member's reward.
+        weights = {name: 1.0 for name in sorted(names) if "/" not in name}
+    elif len(chosen) == len(names):
+        weights = dict(zip(sorted(names), chosen, strict=True))
+    missing = sorted(weights.keys() - set(names))
+    if len(weights) >= 2 and not missing:
+        return weights
+    got = ", ".join(sorted(names)) or "rewards without components"
+    if missing:
+        got = f"no {', '.join(missing)} among {got}"
+    raise ConfigError(
+        f"{estimator.name} cannot weigh the components of the rewards",
+        field="grpo.adv_estimator.reward_weights",
+        got=got,
+        need="two components or more, each with a weight",
+        fix="rewards with components come from several members of a hybrid environment, several "
+        "heads of a reward model, or a function that returns reward/<name> for each",
+    )
+
+
+def _clipped(advantages_PG: Tensor, config: GRPOConfig) -> Tensor:
     low = config.advantage_clip_low
     high = config.advantage_clip_high
-    advantages_PG = _unclipped(rewards_PG, config)
     if low is not None:
         advantages_PG = advantages_PG.clamp_min(low)
     if high is not None:
@@ -114,6 +199,32 @@ def _unclipped(rewards_PG: Tensor, config: GRPOConfig) -> Tensor:
     return result
 
 
+def _std(centred: Tensor, is_known: Tensor, *, dim: int) -> Tensor:
+    """The std of known values, which are given less their mean, with n - 1 in its denominator."""
+    others = (is_known.sum(dim=dim, keepdim=True) - 1).clamp_min(1)
+    squares = centred.square().sum(dim=dim, keepdim=True)
+    return (squares / others).sqrt()
+
+
+def _against_others(rewards_PG: Tensor, *, divides: bool) -> Tensor:
+    """(r_i - mean) / std of the known rewards j != i of the group, as NeMo RL; 0 for missing ones.
+
+    Where the others are equal, or are fewer than two, the difference is not divided.
+    """
+    num_completions = rewards_PG.shape[1]
+    is_other = ~torch.eye(num_completions, dtype=torch.bool)
+    # One row for each completion: the rewards of the others.
+    others_PGG = torch.where(is_other, rewards_PG[:, None, :], torch.nan)
+    is_known = others_PGG.isfinite()
+    differences = rewards_PG - others_PGG.nanmean(dim=2)
+    if divides:
+        rows = others_PGG.reshape(-1, num_completions)
+        std = _std(_centred(rows), rows.isfinite(), dim=1).reshape(rewards_PG.shape)
+        differences = torch.where(std > 0.0, differences / (std + STD_FLOOR), differences)
+    has_baseline = rewards_PG.isfinite() & is_known.any(dim=2)
+    return torch.where(has_baseline & informative_groups(rewards_PG)[:, None], differences, 0.0)
+
+
 def informative_groups(rewards_PG: Tensor) -> Tensor:
     """Which groups have two rewards that differ, bool (P,): the others teach nothing."""
     has_reward_PG = rewards_PG.isfinite()
@@ -124,9 +235,22 @@ def informative_groups(rewards_PG: Tensor) -> Tensor:
     return (has_reward_PG.sum(dim=1) > 1) & (high > low)
 
 
+def rewarded(
+    rewards_PG: Tensor, components: Mapping[str, Tensor], estimator: AdvantageEstimatorConfig
+) -> Tensor:
+    """Which completions have something to learn from, bool (P, G): a reward or, where the estimator
+    takes components, one of those that it weighs. Raises as `component_weights`."""
+    if not estimator.takes_components:
+        return rewards_PG.isfinite()
+    is_rewarded_PG = torch.zeros_like(rewards_PG, dtype=torch.bool)
+    for name in component_weights(list(components), estimator):
+        is_rewarded_PG |= components[name].isfinite()
+    return is_rewarded_PG
+
+
 def used_completions(
     groups: Sequence[CompletionGroup],
-    rewards_PG: Tensor,
+    is_rewarded_PG: Tensor,
     config: GRPOConfig,
 ) -> Tensor:
     """Which completions to learn from, bool (P, G): those with a reward and at least one token.
@@ -134,7 +258,7 @@ def used_completions(
     `overlong_filtering` also leaves out truncated completions, whose rewards still count in the
     baseline of their group (Yu et al. 2025, arXiv 2503.14476, section 3.4).
     """
-    used = rewards_PG.isfinite() & (completion_lengths(groups) > 0)
+    used = is_rewarded_PG & (completion_lengths(groups) > 0)
     if config.overlong_filtering:
         used &= ~truncated_completions(groups)
     return used

@@ -54,12 +54,14 @@ _LARGEST = torch.finfo(torch.float32).max
 @dataclass(frozen=True, slots=True)
 class GroupRewards:
     """`rewards_PG`: float32, NaN for none. `raw_PG`: before the environments' shaping, NaN if
-    unknown. `by_environment`: rewards by the name of their metrics. `failures`: (reason, place) of
-    each missing reward.
+    unknown. `components`: float32 (P, G) by name, NaN where a reward has no such component.
+    `by_environment`: rewards by the name of their metrics. `failures`: (reason, place) of each
+    missing reward.
     """
 
     rewards_PG: Tensor
     raw_PG: Tensor
+    components: Mapping[str, Tensor]
     by_environment: Mapping[str, Sequence[Reward]]
     failures: Sequence[tuple[str, str]]
 
@@ -113,12 +115,18 @@ class EnvironmentRunner:
             )
         values = [reward.value for reward in rewards]
         raw_values = [_finite(Reward(reward.raw)).value for reward in rewards]
+        names_of_components = dict.fromkeys(key for reward in rewards for key in reward.components)
+        components = {}
+        for key in names_of_components:
+            parts_N = _tensor([reward.components.get(key) for reward in rewards])
+            components[key] = parts_N.reshape(shape)
         by_environment: dict[str, list[Reward]] = {}
         for name, own_rewards in rewards_by_name.items():
             by_environment[self.environments[name].name] = own_rewards
         return GroupRewards(
             rewards_PG=_tensor(values).reshape(shape),
             raw_PG=_tensor(raw_values).reshape(shape),
+            components=components,
             by_environment=by_environment,
             failures=failures,
         )

@@ -29,7 +29,7 @@ from treeward.config.preflight import check_packages
 from treeward.errors import TreewardError
 from treeward.formatting import metric_text
 from treeward.model.export import export_model
-from treeward.rl.advantages import advantages
+from treeward.rl.advantages import advantages, component_advantages
 from treeward.rl.generation import completion_lengths
 from treeward.rl.policy_loss import UpdateMetrics
 from treeward.rl.report import SAMPLES_FILE, RLRun, write_rl_report
@@ -192,7 +192,10 @@ class GRPORun(Run):
             penalty_PG = loss_fn.reference_policy_kl_penalty * evaluated.kl_PG
             rewards_PG = rewards_PG - penalty_PG
         used_PG = self._without_mismatched(rollouts.used_PG, evaluated)
-        advantages_PG = advantages(rewards_PG, self.grpo)
+        if self.grpo.adv_estimator.takes_components:
+            advantages_PG = component_advantages(rollouts.components, self.grpo)
+        else:
+            advantages_PG = advantages(rewards_PG, self.grpo)
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         drawn = self.prompts_drawn + rollouts.prompts_drawn
         is_logged = number % self.grpo.log_period == 0 or self._is_through(number, drawn)

@@ -31,11 +31,14 @@ import torch
 from torch import Tensor
 
 from treeward import processes
+from treeward.config.grpo import GRPOConfig
 from treeward.data.conversation import template_columns
 from treeward.errors import ModelError
 from treeward.rl.advantages import (
     informative_groups,
     length_correlation,
+    rewarded,
+    scaled_rewards,
     shaped_rewards,
     used_completions,
 )
@@ -56,13 +59,14 @@ _SAMPLED = ("reward", "raw_reward", "gold_reward", "kl")
 
 @dataclass(frozen=True, slots=True)
 class Rollouts:
-    """The groups of a step. `rewards_PG`: the rewards to optimise, NaN for none; `used_PG`: which
-    completions to learn from. `metrics`: over all sampled completions, as logged; `watched`: for
-    the watch. `samples`: as in `PolicyValidation`.
+    """The groups of a step. `rewards_PG`: the rewards to optimise, NaN for none; `components`: those
+    that they are made of, by name; `used_PG`: which completions to learn from. `metrics`: over all
+    sampled completions, as logged; `watched`: for the watch. `samples`: as in `PolicyValidation`.
     """
 
     groups: list[CompletionGroup]
     rewards_PG: Tensor
+    components: Mapping[str, Tensor]
     used_PG: Tensor
     prompts_drawn: int
     metrics: Mapping[str, float]
@@ -113,7 +117,7 @@ def collect(run: GRPOSetup, *, step: int, drawn: int) -> Rollouts:
         )
         sampled = time.monotonic()
         draw = processes.on_main(partial(run.rewards.reward, batch))
-        processes.on_main(partial(_check_failures, draw, grpo.max_failed_share))
+        processes.on_main(partial(_check_failures, draw, grpo))
         draws.append(draw)
         groups += batch
         shaped_PG = shaped_rewards(run.config, batch, draw.rewards_PG)
@@ -124,6 +128,11 @@ def collect(run: GRPOSetup, *, step: int, drawn: int) -> Rollouts:
     # Over all that was sampled: the groups that dynamic sampling keeps are not typical.
     metrics = _metrics(groups, rewards_PG, draws)
     raw_PG = torch.cat([draw.raw_PG for draw in draws])
+    components = _components(draws)
+    for name, values_PG in components.items():
+        share = float(informative_groups(values_PG).float().mean())
+        metrics[f"train/component_without_signal/{name}"] = 1 - share
+        components[name] = scaled_rewards(values_PG, grpo.reward_scaling)
     correlation = length_correlation(rewards_PG, completion_lengths(groups))
     if is_dynamic:
         informative = informative_groups(rewards_PG).nonzero().flatten().tolist()
@@ -132,6 +141,7 @@ def collect(run: GRPOSetup, *, step: int, drawn: int) -> Rollouts:
         groups = [groups[i] for i in kept]
         rewards_PG = rewards_PG[kept]
         raw_PG = raw_PG[kept]
+        components = {name: values_PG[kept] for name, values_PG in components.items()}
 
     measurements = {"reward": rewards_PG, "raw_reward": raw_PG}
     if grpo.gold_environment is not None:
@@ -140,14 +150,16 @@ def collect(run: GRPOSetup, *, step: int, drawn: int) -> Rollouts:
         measurements["gold_reward"] = gold_PG
         metrics["train/gold_reward"] = float(gold_PG.nanmean())
         rewarding += time.monotonic() - started
-    used_PG = used_completions(groups, rewards_PG, grpo)
-    metrics["train/num_masked"] = float((rewards_PG.isfinite() & ~used_PG).sum())
+    is_rewarded_PG = rewarded(rewards_PG, components, grpo.adv_estimator)
+    used_PG = used_completions(groups, is_rewarded_PG, grpo)
+    metrics["train/num_masked"] = float((is_rewarded_PG & ~used_PG).sum())
     finite_metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
     finite_metrics["timing/train/generation"] = generation
     finite_metrics["timing/train/rewards"] = rewarding
     return Rollouts(
         groups=groups,
         rewards_PG=rewards_PG,
+        components=components,
         used_PG=used_PG,
         prompts_drawn=len(draws) * count,
         metrics=finite_metrics,
@@ -166,9 +178,24 @@ def sampling_seed(seed: int, step: int, draw: int, *, validation: bool = False) 
     return int(state >> 1)  # fits into signed 64 bits
 
 
-def _check_failures(rewards: GroupRewards, most: float) -> None:
+def _components(draws: Sequence[GroupRewards]) -> dict[str, Tensor]:
+    """The components of all draws by name, NaN in a draw that does not have them."""
+    names = dict.fromkeys(name for draw in draws for name in draw.components)
+    components = {}
+    for name in names:
+        parts = []
+        for draw in draws:
+            unknown_PG = torch.full_like(draw.rewards_PG, torch.nan)
+            parts.append(draw.components.get(name, unknown_PG))
+        components[name] = torch.cat(parts)
+    return components
+
+
+def _check_failures(rewards: GroupRewards, grpo: GRPOConfig) -> None:
+    most = grpo.max_failed_share
     num_completions = rewards.rewards_PG.numel()
-    failed_share = len(rewards.failures) / max(num_completions, 1)
+    is_rewarded_PG = rewarded(rewards.rewards_PG, rewards.components, grpo.adv_estimator)
+    failed_share = int((~is_rewarded_PG).sum()) / max(num_completions, 1)
     if failed_share > most:
         summary = failure_summary(rewards.failures)
         raise ModelError(

@@ -1,0 +1,148 @@
+"""GDPO: advantages from several rewards, by NeMo RL's and TRL's formulas.
+
+The expected numbers were computed by hand from the formulas of both libraries, for two prompts with
+three completions each: correctness [1, 0, 0] and [1, 1, 0], format [1, 1, 0] and [.5, .5, .5], with
+the weights 1 and 0.5.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from treeward.config.grpo import GRPOConfig
+from treeward.errors import ConfigError
+from treeward.rl.advantages import advantages, component_advantages, rewarded
+
+CORRECT = [[1.0, 0.0, 0.0], [1.0, 1.0, 0.0]]
+FORM = [[1.0, 1.0, 0.0], [0.5, 0.5, 0.5]]
+WEIGHTS = {"correct": 1.0, "form": 0.5}
+MISSING = torch.nan
+
+
+def config(name: str = "gdpo", weights: Any = WEIGHTS, **keys: Any) -> GRPOConfig:
+    return GRPOConfig(adv_estimator={"name": name, "reward_weights": weights}, **keys)  # type: ignore[arg-type]
+
+
+def components(**changed: list[list[float]]) -> dict[str, torch.Tensor]:
+    values = {"correct": CORRECT, "form": FORM, **changed}
+    return {name: torch.tensor(rows) for name, rows in values.items()}
+
+
+WORKED = {
+    "NeMo RL": (config(), [[1.3762, -0.2752, -1.1010], [0.5505, 0.5505, -1.1010]]),
+    "NeMo RL, leave one out": (
+        config(use_leave_one_out_baseline=True),
+        [[1.2684, -0.3732, -1.1940], [0.6468, 0.6468, -0.9948]],
+    ),
+    "TRL": (
+        config("normalize_then_sum"),
+        [[1.3761, -0.2752, -1.1009], [0.5504, 0.5504, -1.1009]],
+    ),
+}
+
+
+@pytest.mark.parametrize("source", WORKED)
+def test_it_is_the_formula_of_its_source(source: str) -> None:
+    chosen, want = WORKED[source]
+    got = component_advantages(components(), chosen)
+    assert got.dtype == torch.float32
+    assert torch.allclose(got, torch.tensor(want), atol=6e-5)
+
+
+def test_a_missing_component_adds_nothing_to_its_completion() -> None:
+    """B2's correctness is missing; its form is all that it has, and that does not vary."""
+    given = components(correct=[CORRECT[0], [1.0, MISSING, 0.0]])
+    got = component_advantages(given, config("normalize_then_sum"))
+    want = [[1.521, -0.304, -1.217], [0.745, 0.0, -0.745]]
+    assert torch.allclose(got, torch.tensor(want), atol=6e-4)
+
+
+def test_a_completion_without_components_counts_nowhere() -> None:
+    given = components(
+        correct=[CORRECT[0], [1.0, MISSING, 0.0]], form=[FORM[0], [0.5, MISSING, 0.5]]
+    )
+    got = component_advantages(given, config("normalize_then_sum"))
+    assert torch.allclose(got[1], torch.tensor([0.6666, 0.0, -0.6666]), atol=6e-5)
+    assert float(got[0, 0]) == pytest.approx(1.3607, abs=6e-5)
+    estimator = config("normalize_then_sum").adv_estimator
+    assert rewarded(torch.zeros(2, 3), given, estimator).tolist() == [
+        [True] * 3,
+        [True, False, True],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "leaves_one_out"),
+    [("gdpo", False), ("gdpo", True), ("normalize_then_sum", False)],
+)
+def test_equal_rewards_are_no_signal_however_they_round(name: str, leaves_one_out: bool) -> None:
+    equal = torch.full((2, 7), 0.3)
+    given = {"correct": equal, "form": equal.clone()}
+    chosen = config(name, use_leave_one_out_baseline=leaves_one_out)
+    assert torch.equal(component_advantages(given, chosen), torch.zeros(2, 7))
+
+
+def test_two_equal_components_are_one() -> None:
+    """The sum is twice one of them, and over the batch it is divided by twice its std."""
+    given = torch.tensor([[1.0, 2.0, 4.0], [0.0, 3.0, 1.0]])
+    got = component_advantages({"a": given, "b": given}, config(weights=None))
+    once = advantages(given, GRPOConfig())
+    assert torch.allclose(got, once / once.std(), atol=1e-5)
+
+
+def test_advantages_are_cut() -> None:
+    got = component_advantages(
+        components(), config(advantage_clip_low=-1.0, advantage_clip_high=1.0)
+    )
+    assert float(got.max()) == 1.0
+    assert float(got.min()) == -1.0
+
+
+def test_a_list_of_weights_is_in_alphabetical_order() -> None:
+    by_name = component_advantages(components(), config())
+    assert torch.equal(component_advantages(components(), config(weights=[1.0, 0.5])), by_name)
+
+
+def test_components_of_members_stand_for_themselves_in_the_members_reward() -> None:
+    given = components() | {"judge/position_bias": torch.rand(2, 3)}
+    got = component_advantages(given, config(weights=None))
+    assert torch.equal(got, component_advantages(components(), config(weights=None)))
+
+
+@pytest.mark.parametrize(
+    ("weights", "given", "got"),
+    [
+        ([1.0, 0.5, 0.25], components(), "correct, form"),
+        ({"correct": 1.0, "tone": 0.5}, components(), "no tone among correct, form"),
+        (None, {"correct": torch.tensor(CORRECT)}, "correct"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(weights: Any, given: Any, got: str) -> None:
+    with pytest.raises(ConfigError, match="components") as caught:
+        component_advantages(given, config(weights=weights))
+    assert caught.value.field == "grpo.adv_estimator.reward_weights"
+    assert caught.value.got == got
+
+
+@pytest.mark.parametrize(
+    ("keys", "field"),
+    [
+        ({"reward_shaping": {"enabled": True}}, "reward_shaping.enabled"),
+        ({"adv_estimator": {"reward_weights": {"a": 1.0, "b": 1.0}}}, "reward_weights"),
+        ({"adv_estimator": {"name": "gdpo", "reward_weights": {"a": 1.0}}}, "reward_weights"),
+        (
+            {
+                "adv_estimator": {"name": "normalize_then_sum"},
+                "use_leave_one_out_baseline": True,
+            },
+            "use_leave_one_out_baseline",
+        ),
+    ],
+)
+def test_keys_that_have_no_effect_together_are_refused(keys: dict[str, Any], field: str) -> None:
+    given = {"adv_estimator": {"name": "gdpo"}, **keys}
+    with pytest.raises((ConfigError, ValueError), match=field):
+        GRPOConfig.model_validate(given)
