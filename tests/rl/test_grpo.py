@@ -333,6 +333,7 @@ def test_components_are_normalised_one_by_one(
             "grpo.num_generations_per_prompt=8",
             "policy.generation.max_new_tokens=1",
             "grpo.max_failed_share=0.1",
+            "data.validation=null",
         )
     )
     rollouts = sampled[0]
@@ -346,3 +347,10 @@ def test_components_are_normalised_one_by_one(
     assert line["planted_env/component/vowels"] == pytest.approx(
         float(rollouts.components["vowels"].mean())
     )
+    written = json.loads((tmp_path / "logs" / "samples.jsonl").read_text("utf-8").splitlines()[0])
+    for g, completion in enumerate(written["completions"]):
+        known = {} if has_none_PG[0, g] else {"order": float(rollouts.components["order"][0, g])}
+        assert completion["components"] == {
+            "vowels": float(rollouts.components["vowels"][0, g]),
+            **known,
+        }

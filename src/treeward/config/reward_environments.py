@@ -186,6 +186,10 @@ class MathMultiRewardConfig(Strict):
     """The keys of `env_infos` with the ground truth; the first that a sample has counts."""
 
 
+Aggregation = Literal["weighted", "signed", "absolute", "categories", "mean", "min", "max"]
+RUBRIC_KEYS = ("rubric", "rubrics", "rubric_items", "criteria", "rubric_json")
+"""The columns in which data sets have a rubric."""
+
 JUDGE_FILE = "judge_contract.json"
 """In the folder of a model that was trained to judge: its prompt, and golden questions."""
 
@@ -194,12 +198,14 @@ class JudgePromptConfig(Strict):
     """What a judge is asked. A policy that learns to judge keeps this in its contract, for its
     use."""
 
-    mode: Literal["rating", "pairwise", "equivalence"] = "rating"
+    mode: Literal["rating", "pairwise", "equivalence", "criterion", "rubric"] = "rating"
     """`rating`: for a number. `pairwise`: which of two is better. `equivalence`: whether two
-    answers are the same."""
+    answers are the same. `criterion`: whether something is true of the completion. `rubric`: for a
+    number, by a list of criteria."""
     template: str | None = None
     """The prompt of the judge, with the placeholders `{conversation}` and `{completion}`, or
-    `{completion_a}` and `{completion_b}`. None: the built-in prompt."""
+    `{completion_a}` and `{completion_b}`; for a rubric also `{criterion}`, or `{rubric}`. None: the
+    built-in prompt."""
     system_prompt: str | None = None
     """The system prompt of the judge. None: the built-in one, which forbids to obey the text
     between the tags."""
@@ -211,10 +217,22 @@ class JudgePromptConfig(Strict):
     temperature: float | None = 0.0
     """Temperature of the judge. None: not sent, for models that refuse it; in the process 1."""
 
-    def check(self) -> None:
-        places = ["{completion_a}", "{completion_b}"]
+    @property
+    def is_rated(self) -> bool:
+        """Whether the verdict is a number of the scale."""
+        return self.mode in ("rating", "rubric")
+
+    @property
+    def placeholders(self) -> list[str]:
+        """What the prompt must have, where the texts to judge go."""
         if self.mode == "rating":
-            places = ["{completion}"]
+            return ["{completion}"]
+        if self.mode in ("criterion", "rubric"):
+            return ["{completion}", f"{{{self.mode}}}"]
+        return ["{completion_a}", "{completion_b}"]
+
+    def check(self) -> None:
+        places = self.placeholders
         if self.template is not None and any(place not in self.template for place in places):
             need = f"{' and '.join(places)} in the template, where the texts to judge go"
             raise self.error("template mode", need)
@@ -222,9 +240,9 @@ class JudgePromptConfig(Strict):
             raise self.error("lowest_rating highest_rating", "lowest_rating below highest_rating")
 
 
-class JudgeEnvironmentConfig(JudgePromptConfig):
-    """Rewards by a language model, behind an OpenAI-compatible endpoint (needs the extra `judge`)
-    or in the process."""
+class JudgeModelConfig(JudgePromptConfig):
+    """The language model that judges: behind an OpenAI-compatible endpoint (needs the extra
+    `judge`), or in the process."""
 
     base_url: str | None = None
     """The endpoint without `/chat/completions`, as `https://api.openai.com/v1`. None: the model
@@ -238,17 +256,10 @@ class JudgeEnvironmentConfig(JudgePromptConfig):
     api_key_env: str | None = "OPENAI_API_KEY"
     """The environment variable that holds the key; the key itself never stands in a configuration.
     None: no key."""
-    mode: Literal["rating", "pairwise", "equivalence"] = "rating"
-    """`rating`: a number, scaled to 0 to 1. `pairwise`: against references, else against
-    neighbouring completions; win 1, tie 0.5, loss 0. `equivalence`: 1 where the final answer is
-    that of a reference, else 0."""
     use_logprobs: bool = False
-    """A rating or the verdict on a pair counts by its expected value: from the endpoint's
-    log-probabilities, where it gives them; in the process from the probability of each verdict as
-    the whole message: nothing is written."""
-    reference_key: str = "reference_answers"
-    """The key of `env_infos` with the reference completion, or with a list of them: `pairwise`
-    averages, and for `equivalence` one is enough."""
+    """A verdict counts by its expected value: from the endpoint's log-probabilities, where it gives
+    them; in the process from the probability of each verdict as the whole message: nothing is
+    written."""
     max_tokens: PositiveInt | None = 1024
     """Longest message of the judge, in tokens; a truncated message is not a verdict. None: not
     sent; in the process 1024."""
@@ -263,6 +274,27 @@ class JudgeEnvironmentConfig(JudgePromptConfig):
     """Timeout of one attempt at a request."""
     max_retries: NonNegativeInt = 4
     """Further attempts of a request after 408, 409, 429, 5xx, timeouts and broken connections."""
+
+    def check(self) -> None:
+        super().check()
+        has_digits = 0 <= self.lowest_rating < self.highest_rating <= 9
+        if self.use_logprobs and self.is_rated and not has_digits:
+            need = "ratings of one digit, as lowest_rating: 1 and highest_rating: 9: one token's "
+            need += "probabilities"
+            raise self.error("highest_rating use_logprobs", need)
+
+
+class JudgeEnvironmentConfig(JudgeModelConfig):
+    """Rewards by a language model, behind an OpenAI-compatible endpoint (needs the extra `judge`)
+    or in the process."""
+
+    mode: Literal["rating", "pairwise", "equivalence"] = "rating"
+    """`rating`: a number, scaled to 0 to 1. `pairwise`: against references, else against
+    neighbouring completions; win 1, tie 0.5, loss 0. `equivalence`: 1 where the final answer is
+    that of a reference, else 0."""
+    reference_key: str = "reference_answers"
+    """The key of `env_infos` with the reference completion, or with a list of them: `pairwise`
+    averages, and for `equivalence` one is enough."""
 
     @model_validator(mode="before")
     @classmethod
@@ -283,14 +315,29 @@ class JudgeEnvironmentConfig(JudgePromptConfig):
 
     def check(self) -> None:
         super().check()
-        if not self.use_logprobs:
-            return
-        if self.mode == "equivalence":
+        if self.use_logprobs and self.mode == "equivalence":
             raise self.error("mode use_logprobs", "mode: rating or pairwise")
-        if self.mode == "rating" and not 0 <= self.lowest_rating < self.highest_rating <= 9:
-            need = "ratings of one digit, as lowest_rating: 1 and highest_rating: 9: one token's "
-            need += "probabilities"
-            raise self.error("highest_rating use_logprobs", need)
+
+
+class RubricEnvironmentConfig(JudgeModelConfig):
+    """Rewards by a rubric: the data brings criteria, and a language model says of each whether the
+    completion meets it."""
+
+    mode: Literal["criterion", "rubric"] = "criterion"
+    """`criterion`: one question for each criterion, and `aggregation` makes the reward. `rubric`:
+    one question with all of them, whose answer is a rating."""
+    aggregation: Aggregation = "weighted"
+    """From the criteria to the reward. `weighted`: the weights that are met, over the positive
+    ones (HealthBench). `signed`: over all weights (NeMo Gym's multichallenge). `absolute`: over
+    their absolute values (open-instruct). `categories`: 1, 0.7, 0.3 and 0.9 for essential,
+    important, optional and pitfall (Rubrics as Rewards). `mean`, `min`, `max`: without weights."""
+    rubric_key: Annotated[TextOrTexts, Field(min_length=1)] = RUBRIC_KEYS
+    """The keys of `env_infos` with the rubric; the first that a sample has counts."""
+    least_weight: float = Field(default=0.5, ge=0.0, le=1.0)
+    """A criterion without a verdict is left out. The share of the weights that the others must have
+    at least; with less there is no reward."""
+    clip: bool = False
+    """Cut the reward to 0 to 1: with negative weights it may be below 0."""
 
 
 class PreferenceVerdictConfig(JudgePromptConfig):
@@ -378,6 +425,7 @@ ENVIRONMENTS: Mapping[str, EnvironmentKind] = {
     "preference_verdict": EnvironmentKind(
         PreferenceVerdictConfig, f"{_HERE}.preference_verdict.PreferenceVerdictEnvironment"
     ),
+    "rubric": EnvironmentKind(RubricEnvironmentConfig, f"{_HERE}.rubric.RubricEnvironment"),
     "custom": EnvironmentKind(CustomEnvironmentConfig, f"{_HERE}.custom.CustomEnvironment"),
     "hybrid": EnvironmentKind(HybridEnvironmentConfig, f"{_HERE}.hybrid.HybridEnvironment"),
 }

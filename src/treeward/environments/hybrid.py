@@ -52,6 +52,10 @@ class HybridEnvironment(ConfiguredEnvironment[HybridEnvironmentConfig]):
     def user_code(self) -> str:
         return " ".join(filter(None, (member.user_code for member in self.members.values())))
 
+    def check_info(self, info: Mapping[str, Any], where: str | None) -> None:
+        for member in self.members.values():
+            member.check_info(info, where)
+
     def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
         if self.config.mode == "fallback":
             return self._fallback(conversations, env_infos)

@@ -110,6 +110,14 @@ class Environment(RayActor, abc.ABC):
         raises.
         """
 
+    # Not abstract: most environments need nothing of an `env_info` that could be refused early.
+    def check_info(self, info: Mapping[str, Any], where: str | None) -> None:  # noqa: B027
+        """Raise `DataError` for an `env_info` with which no completion could be rewarded.
+
+        A run calls it for each of its prompts before it begins. `where`: the prompt's place in its
+        file.
+        """
+
     @property
     def user_code(self) -> str:
         """A digest of the code of the user that rewards depend on; empty where there is none."""

@@ -25,13 +25,13 @@ from __future__ import annotations
 
 import json
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from treeward.config.reward_environments import JudgeEnvironmentConfig
-from treeward.data.conversation import Message, template_kwargs_of
+from treeward.data.conversation import template_kwargs_of
+from treeward.environments.asked_judge import AskedJudge
 from treeward.environments.interface import (
     GROUP,
     ConfiguredEnvironment,
@@ -39,9 +39,6 @@ from treeward.environments.interface import (
     Infos,
     Reward,
 )
-from treeward.environments.judge_endpoint import EndpointJudge
-from treeward.errors import ModelError
-from treeward.scoring.judge_local import LocalJudge
 from treeward.scoring.score import (
     NO_COMPLETION,
     Cost,
@@ -52,8 +49,6 @@ from treeward.scoring.score import (
     transcript,
 )
 from treeward.scoring.verdicts import NoVerdict, Verdict, make_question, share_of_scale
-
-_FIRST_QUESTIONS = 4
 
 
 class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
@@ -70,12 +65,7 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
 
     def __init__(self, env_config: Mapping[str, Any] | JudgeEnvironmentConfig) -> None:
         super().__init__(env_config)
-        self._judge: LocalJudge | EndpointJudge
-        if self.config.base_url is None:
-            self._judge = LocalJudge(self.config)
-        else:
-            self._judge = EndpointJudge(self.config)
-        self._has_begun = False
+        self._judge = AskedJudge(self.config)
 
     @property
     def cost(self) -> Cost:
@@ -98,7 +88,7 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
             questions.append(make_question(self.config, shown, match.texts))
         # Each with the sample's place in the question.
         answers: dict[int, list[tuple[int, Verdict | NoVerdict]]] = {i: [] for i in texts}
-        for match, answer in zip(matches, self._answers(questions), strict=True):
+        for match, answer in zip(matches, self._judge.ask(questions), strict=True):
             for place, sample_of_place in enumerate(match.places):
                 if sample_of_place is not None:
                     answers[sample_of_place].append((place, answer))
@@ -135,42 +125,6 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
         for (first, text), (second, other_text) in pairs:
             yield _Match((first, second), (text, other_text))
             yield _Match((second, first), (other_text, text))
-
-    def _answers(self, questions: Sequence[Sequence[Message]]) -> list[Verdict | NoVerdict]:
-        """The answer to each question.
-
-        Raises `ModelError` where none of the first questions has a verdict: the others would be
-        asked in vain.
-        """
-        before = time.perf_counter()
-        answers: list[Verdict | NoVerdict] = []
-        if not self._has_begun and len(questions) >= _FIRST_QUESTIONS:
-            answers = self._judge.ask(questions[:_FIRST_QUESTIONS])
-        reasons = []
-        for answer in answers:
-            if isinstance(answer, NoVerdict) and not answer.is_temporary:
-                reasons.append(answer)
-        if answers and len(reasons) == len(answers):
-            fix = (
-                "take a larger model; or use_logprobs: true, which compares the probabilities of "
-                "the verdicts; or hold an endpoint to the form, as by extra_body: "
-                "{structured_outputs: {regex: ...}} of vLLM"
-            )
-            if reasons[0].text is None:  # the server has refused the request
-                fix = (
-                    "send only settings that the server knows (null: not sent), and shorter prompts"
-                )
-            raise ModelError(
-                f"{reasons[0].reason}: none on its first {_FIRST_QUESTIONS} questions",
-                where=self.config.model,
-                field="model max_tokens use_logprobs",
-                got=reasons[0].text or reasons[0].reason,
-                fix=fix,
-            )
-        answers += self._judge.ask(questions[len(answers) :])
-        self._has_begun = self._has_begun or bool(answers)
-        self._judge.cost += Cost(seconds=time.perf_counter() - before)
-        return answers
 
     def _reward(self, answers: Sequence[tuple[int, Verdict | NoVerdict]]) -> Reward:
         """The reward of a sample from all its answers, each with the place of the sample; pairs

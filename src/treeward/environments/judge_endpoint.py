@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from treeward.config.reward_environments import JudgeEnvironmentConfig
+from treeward.config.reward_environments import JudgeModelConfig
 from treeward.data.conversation import Message
 from treeward.environments.interface import WHERE
 from treeward.errors import ModelError
@@ -31,7 +31,7 @@ _NUM_ALTERNATIVES = 20  # the most that OpenAI's API gives
 class EndpointJudge:
     """Asks an endpoint. Raises `ConfigError` if the package openai or the key is missing."""
 
-    def __init__(self, config: JudgeEnvironmentConfig) -> None:
+    def __init__(self, config: JudgeModelConfig) -> None:
         assert config.base_url is not None
         self.config = config
         self.url = config.base_url

@@ -206,6 +206,12 @@ def make_environment_runner(config: GRPORunConfig, prompts: Sequence[Prompt]) ->
     environments = {}
     if processes.is_main():
         environments = make_environments(sections)
+        try:
+            _check_infos(environments, prompts, default, gold)
+        except BaseException:
+            for environment in environments.values():
+                environment.shutdown()
+            raise
     gold_environment = None
     if gold is not None:
         gold_environment = environments.get(gold)
@@ -214,6 +220,19 @@ def make_environment_runner(config: GRPORunConfig, prompts: Sequence[Prompt]) ->
         if name in used:
             used_environments[name] = environment
     return EnvironmentRunner(used_environments, default, gold=gold_environment)
+
+
+def _check_infos(
+    environments: Mapping[str, Environment],
+    prompts: Sequence[Prompt],
+    default: str | None,
+    gold: str | None,
+) -> None:
+    """Raise `DataError` for a prompt that its environment could not reward."""
+    for prompt in prompts:
+        for name in (prompt.info.get(CHOICE) or default, gold):
+            if name is not None:
+                environments[name].check_info(prompt.info, prompt.where)
 
 
 def environment_metrics(draws: Sequence[GroupRewards]) -> dict[str, float]:

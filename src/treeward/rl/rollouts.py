@@ -167,7 +167,7 @@ def collect(run: GRPOSetup, *, step: int, drawn: int) -> Rollouts:
             "groups_without_signal": finite_metrics["train/groups_without_signal"],
             "length_correlation": correlation,
         },
-        samples=_samples(groups, measurements),
+        samples=_samples(groups, measurements, components),
     )
 
 
@@ -287,7 +287,7 @@ def validate(
             measurements["kl"].append(kl_PG)
 
     values = {name: torch.cat(tensors) for name, tensors in measurements.items()}
-    summary = _summary(run, groups, values)
+    summary = _summary(run, groups, values, _components(draws))
     metrics = dict(summary.metrics)
     for name, value in environment_metrics(draws).items():
         # Its other metrics are left to the steps: the mean of its rewards is `raw_reward` here.
@@ -300,8 +300,9 @@ def _summary(
     run: GRPOSetup,
     groups: Sequence[CompletionGroup],
     values: Mapping[str, Tensor],
+    components: Mapping[str, Tensor],
 ) -> PolicyValidation:
-    """`values`: by name, one number per completion, (P, G)."""
+    """`values` and `components`: by name, one number per completion, (P, G)."""
     lengths_PG = completion_lengths(groups)
     means = {name: _mean(values_PG) for name, values_PG in values.items()}
     # The entropy of a completion is a mean over its tokens: this one is over all tokens.
@@ -332,14 +333,16 @@ def _summary(
         "entropy": means["entropy"],
         "truncation_rate": means["truncation_rate"],
     }
-    return PolicyValidation(metrics, watched, _samples(groups, values))
+    return PolicyValidation(metrics, watched, _samples(groups, values, components))
 
 
 def _samples(
     groups: Sequence[CompletionGroup],
     values: Mapping[str, Tensor],
+    components: Mapping[str, Tensor],
 ) -> list[dict[str, Any]]:
-    """The first groups with their measurements, as JSON: None for missing values."""
+    """The first groups with their measurements, as JSON: None for missing values, and of the
+    components those that a completion has."""
     samples: list[dict[str, Any]] = []
     for p, group in enumerate(groups[:LOGGED_PROMPTS]):
         completions: list[dict[str, Any]] = []
@@ -349,6 +352,10 @@ def _samples(
                 line[name] = None
                 if name in values and values[name][p, g].isfinite():
                     line[name] = float(values[name][p, g])
+            parts = {name: float(values_PG[p, g]) for name, values_PG in components.items()}
+            known = {name: value for name, value in parts.items() if math.isfinite(value)}
+            if known:
+                line["components"] = known
             line["num_tokens"] = len(completion.token_ids)
             line["truncated"] = completion.truncated
             completions.append(line)

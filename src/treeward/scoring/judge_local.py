@@ -1,7 +1,7 @@
 """`LocalJudge`: verdicts by a causal language model in this process.
 
     section = {"model": "Qwen/Qwen3-0.6B", "use_logprobs": True, "mode": "pairwise"}
-    LocalJudge(JudgeEnvironmentConfig(**section)).ask(questions)
+    LocalJudge(JudgeModelConfig(**section)).ask(questions)
 
 With `use_logprobs` the model writes nothing: the value is the expectation over the probabilities of
 each label as the whole message, computed on one tree for several questions. Otherwise it writes its
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from treeward.config.reward_environments import JudgeEnvironmentConfig
+from treeward.config.reward_environments import JudgeModelConfig
 from treeward.data.conversation import Message
 from treeward.data.rendering import Renderer
 from treeward.errors import DataError
@@ -45,7 +45,7 @@ _ROOM_FOR_A_LABEL = 16
 class LocalJudge:
     """Loads the model. Raises `ModelError` if it cannot be loaded or is not causal."""
 
-    def __init__(self, config: JudgeEnvironmentConfig) -> None:
+    def __init__(self, config: JudgeModelConfig) -> None:
         self.config = config
         self.cost = Cost()
         loaded = load_policy(
@@ -109,19 +109,31 @@ class LocalJudge:
         num_tokens = 0
         for prompt in prompts:
             rows = self.renderer.encode_texts([prompt + line for line in lines])
-            cost = sum(map(len, rows))
-            if self.policy.layout != "rows":
-                # A tree has the common beginning once.
-                cost -= (len(rows) - 1) * _shared_length(rows)
+            cost = self._num_computed(rows, after=together[-1][-1] if together else None)
             if together and num_tokens + cost > DEFAULT_BATCH_TOKENS:
                 verdicts += self._expected_of(together)
                 together = []
                 num_tokens = 0
+                cost = self._num_computed(rows, after=None)
             together.append(rows)
             num_tokens += cost
         if together:
             verdicts += self._expected_of(together)
         return verdicts
+
+    def _num_computed(self, rows: Sequence[TokenIds], after: TokenIds | None) -> int:
+        """The tokens that the rows of a question add to a batch whose last row is `after`; on a tree
+        what a row begins with as the one before it is there already."""
+        if self.policy.layout == "rows":
+            return sum(map(len, rows))
+        total = 0
+        for row in rows:
+            shared = (
+                0 if after is None else common_prefix_length(np.asarray(after), np.asarray(row))
+            )
+            total += len(row) - shared
+            after = row
+        return total
 
     def _expected_of(self, groups: Sequence[Sequence[TokenIds]]) -> list[Verdict | NoVerdict]:
         """The same for the rows of each question, in one forward pass."""

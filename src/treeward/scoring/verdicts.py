@@ -73,13 +73,60 @@ Do the two answers come to the same final result? Only the result counts: form, 
 and the way there do not. First compare the results in a few sentences. Then end with a line that is exactly [[A=B]] if
 they are equivalent, or [[A!=B]] if they are not."""
 
-TEMPLATES = {"rating": _RATING, "pairwise": _PAIRWISE, "equivalence": _EQUIVALENCE}
+# The criterion comes last: all questions about a completion begin alike, and on trees all of that
+# is computed once.
+_CRITERION = """Here is a conversation:
+
+{conversation}
+
+And here is the completion of it that you judge:
+
+{completion}
+
+Is this true of the completion? If it is a question, is its answer yes?
+
+{criterion}
+
+Judge this alone, and nothing else about the completion. First explain your judgement in a few sentences. Then end with
+a line that is exactly [[YES]] or [[NO]]."""
+
+_RUBRIC = """Here is a conversation:
+
+{conversation}
+
+And here is the completion of it that you judge:
+
+{completion}
+
+Judge it by this list. Points with a minus are of something bad:
+
+{rubric}
+
+First say of each point whether it is true of the completion. Then end with a line of exactly this form, with a number
+from {lowest} (nothing good is there) to {highest} (all is as it should be) in place of {example}:
+
+Rating: [[{example}]]"""
+
+TEMPLATES = {
+    "rating": _RATING,
+    "pairwise": _PAIRWISE,
+    "equivalence": _EQUIVALENCE,
+    "criterion": _CRITERION,
+    "rubric": _RUBRIC,
+}
+_RATED = re.compile(r"Rating: \[\[(-?\d+(?:\.\d+)?)\]\]")
 _VERDICTS = {
-    "rating": re.compile(r"Rating: \[\[(-?\d+(?:\.\d+)?)\]\]"),
+    "rating": _RATED,
     "pairwise": re.compile(r"\[\[([ABC])\]\]"),
     "equivalence": re.compile(r"\[\[(A!?=B)\]\]"),
+    "criterion": re.compile(r"\[\[(YES|NO)\]\]"),
+    "rubric": _RATED,
 }
-_OUTCOMES = {"A": 1.0, "B": 0.0, "C": 0.5, "A=B": 1.0, "A!=B": 0.0}
+_OUTCOMES: Mapping[str, Mapping[str, float]] = {
+    "pairwise": {"A": 1.0, "B": 0.0, "C": 0.5},
+    "equivalence": {"A=B": 1.0, "A!=B": 0.0},
+    "criterion": {"YES": 1.0, "NO": 0.0},
+}
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
@@ -133,20 +180,32 @@ def make_question(
     conversation: str,
     texts: Sequence[str],
 ) -> tuple[Message, ...]:
-    """The messages to a judge. `texts`: the completions at places A and B, or the one to rate."""
+    """The messages to a judge. `texts`: the completions at places A and B, or the one to rate, and
+    for `criterion` and `rubric` what to judge it by."""
     # Sorted: both orders of two texts have one number, and so a common beginning, which is computed
     # once.
-    material = "\0".join([conversation, *sorted(texts)])
-    digest = hashlib.sha256(material.encode("utf-8", "surrogatepass")).digest()
-    number = int.from_bytes(digest[:8])
+    number = _number_of(conversation, *sorted(texts))
     if config.mode == "rating":
-        names = ["conversation", "completion"]
+        values = {
+            "conversation": _between_tags("conversation", number, conversation),
+            "completion": _between_tags("completion", number, texts[0]),
+        }
+    elif config.mode in ("criterion", "rubric"):
+        # Completions of a prompt have the conversation in common, and criteria of a completion the
+        # completion too. The criteria come from the data, and nobody has to be kept out of them.
+        completion, judged_by = texts
+        values = {
+            "conversation": _between_tags("conversation", _number_of(conversation), conversation),
+            "completion": _between_tags(
+                "completion", _number_of(conversation, completion), completion
+            ),
+            config.mode: judged_by,
+        }
     else:
-        names = ["conversation", "completion_a", "completion_b"]
-    values = {}
-    for name, text in zip(names, [conversation, *texts], strict=True):
-        values[name] = f"<{name} {number}>\n{text}\n</{name} {number}>"
-    if config.mode == "rating":
+        values = {"conversation": _between_tags("conversation", number, conversation)}
+        for name, text in zip(["completion_a", "completion_b"], texts, strict=True):
+            values[name] = _between_tags(name, number, text)
+    if config.is_rated:
         values["lowest"] = f"{config.lowest_rating:g}"
         values["highest"] = f"{config.highest_rating:g}"
         middle = (config.lowest_rating + config.highest_rating) / 2
@@ -163,6 +222,17 @@ def make_question(
     )
 
 
+def _number_of(*texts: str) -> int:
+    """A number that the author of one of the texts cannot foresee."""
+    material = "\0".join(texts)
+    digest = hashlib.sha256(material.encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:8])
+
+
+def _between_tags(name: str, number: int, text: str) -> str:
+    return f"<{name} {number}>\n{text}\n</{name} {number}>"
+
+
 def read_answer(answer: Answer, config: JudgePromptConfig) -> Verdict | NoVerdict:
     """The last verdict in a judge's message, by log-probabilities where it has them.
 
@@ -173,12 +243,12 @@ def read_answer(answer: Answer, config: JudgePromptConfig) -> Verdict | NoVerdic
     match = _last(answer.text, config)
     if match is None:
         return NoVerdict("the judge gave no verdict", answer.text)
-    if config.mode == "rating":
+    if config.is_rated:
         value = float(match[1])
         if not config.lowest_rating <= value <= config.highest_rating:
             return NoVerdict("the judge gave no verdict", answer.text)
     else:
-        value = _OUTCOMES[match[1]]
+        value = _OUTCOMES[config.mode][match[1]]
     verdict = _expected(answer.tokens, config) or Verdict(value, match[1])
     return replace(verdict, text=answer.text)
 
@@ -186,8 +256,8 @@ def read_answer(answer: Answer, config: JudgePromptConfig) -> Verdict | NoVerdic
 def _expected(tokens: Sequence[TokenChoice], config: JudgePromptConfig) -> Verdict | None:
     """The verdict in tokens with log-probabilities.
 
-    Its value is the expectation over the alternatives of its label. None without a label of one
-    character, and without log-probabilities.
+    Its value is the expectation over the alternatives of its label. None without a label that is
+    one token, and without log-probabilities.
     """
     match = _last("".join(token.text for token in tokens), config)
     values = labels(config)
@@ -201,7 +271,7 @@ def _expected(tokens: Sequence[TokenChoice], config: JudgePromptConfig) -> Verdi
             break
     # The text before the label in its token, as `[[` in `[[7`, must stand in every alternative too.
     before = re.escape(token.text[: match.start(1) - start])
-    form = re.compile(before + r"(\w)(\]\]?\s?.*)?", re.DOTALL)
+    form = re.compile(before + r"(\w+)(\]\]?\s?.*)?", re.DOTALL)
     weights = []
     weighted_values = []
     for text, log_prob in token.log_probs.items():
@@ -221,12 +291,11 @@ def labels(config: JudgePromptConfig) -> dict[str, float]:
 
     They are outcomes, or the whole numbers of the scale.
     """
-    if config.mode == "rating":
+    if config.is_rated:
         lowest = math.ceil(config.lowest_rating)
         highest = math.floor(config.highest_rating)
         return {str(i): float(i) for i in range(lowest, highest + 1)}
-    names = ("A", "B", "C") if config.mode == "pairwise" else ("A=B", "A!=B")
-    return {name: _OUTCOMES[name] for name in names}
+    return dict(_OUTCOMES[config.mode])
 
 
 def share_of_scale(rating: float, config: JudgePromptConfig) -> float:
@@ -236,7 +305,7 @@ def share_of_scale(rating: float, config: JudgePromptConfig) -> float:
 
 def verdict_line(label: str, config: JudgePromptConfig) -> str:
     """A label as the last line of a judge's message."""
-    if config.mode == "rating":
+    if config.is_rated:
         return f"Rating: [[{label}]]"
     return f"[[{label}]]"
 

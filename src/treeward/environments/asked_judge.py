@@ -1,0 +1,80 @@
+"""`AskedJudge`: the model of a judge's section, in this process or at an endpoint.
+
+    judge = AskedJudge(config)
+    judge.ask(questions)        # a `Verdict` for each, or a `NoVerdict` with the reason
+    judge.cost                  # requests, tokens and seconds of all of them
+
+A judge without a verdict on its first few questions stops the run: it would have none on the others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from treeward.config.reward_environments import JudgeModelConfig
+from treeward.data.conversation import Message
+from treeward.environments.judge_endpoint import EndpointJudge
+from treeward.errors import ModelError
+from treeward.scoring.judge_local import LocalJudge
+from treeward.scoring.score import Cost
+from treeward.scoring.verdicts import NoVerdict, Verdict
+
+_FIRST_QUESTIONS = 4
+
+
+class AskedJudge:
+    """Raises `ConfigError` if the package openai or the key is missing, and `ModelError` for a model
+    that cannot be loaded."""
+
+    def __init__(self, config: JudgeModelConfig) -> None:
+        self.config = config
+        self._judge: LocalJudge | EndpointJudge
+        if config.base_url is None:
+            self._judge = LocalJudge(config)
+        else:
+            self._judge = EndpointJudge(config)
+        self._has_begun = False
+
+    @property
+    def cost(self) -> Cost:
+        """Requests, tokens and seconds of all questions."""
+        return self._judge.cost
+
+    def ask(self, questions: Sequence[Sequence[Message]]) -> list[Verdict | NoVerdict]:
+        """The answer to each question, in order.
+
+        Raises `ModelError` if an endpoint refuses the key or the model, and where none of the first
+        questions has a verdict.
+        """
+        before = time.perf_counter()
+        answers: list[Verdict | NoVerdict] = []
+        if not self._has_begun and len(questions) >= _FIRST_QUESTIONS:
+            answers = self._judge.ask(questions[:_FIRST_QUESTIONS])
+            self._check(answers)
+        answers += self._judge.ask(questions[len(answers) :])
+        self._has_begun = self._has_begun or bool(answers)
+        self._judge.cost += Cost(seconds=time.perf_counter() - before)
+        return answers
+
+    def _check(self, answers: Sequence[Verdict | NoVerdict]) -> None:
+        reasons = []
+        for answer in answers:
+            if isinstance(answer, NoVerdict) and not answer.is_temporary:
+                reasons.append(answer)
+        if len(reasons) < len(answers):
+            return
+        fix = (
+            "take a larger model; or use_logprobs: true, which compares the probabilities of "
+            "the verdicts; or hold an endpoint to the form, as by extra_body: "
+            "{structured_outputs: {regex: ...}} of vLLM"
+        )
+        if reasons[0].text is None:  # the server has refused the request
+            fix = "send only settings that the server knows (null: not sent), and shorter prompts"
+        raise ModelError(
+            f"{reasons[0].reason}: none on its first {_FIRST_QUESTIONS} questions",
+            where=self.config.model,
+            field="model max_tokens use_logprobs",
+            got=reasons[0].text or reasons[0].reason,
+            fix=fix,
+        )
