@@ -51,6 +51,7 @@ def _config_of(policy: TrainedModelConfig) -> PreTrainedConfig:
     if policy.architecture is None:
         return read_config(str(policy.model_name), policy.trust_remote_code)
     fields = dict(policy.architecture)
+    # A tokenizer that the run trains is not there yet, only the size that it is to have.
     if policy.trained_vocab_size is not None:
         fields.setdefault("vocab_size", policy.trained_vocab_size)
     return bare_config(fields)

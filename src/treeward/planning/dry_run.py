@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
-import treeward.model  # noqa: F401 (it imports transformers quietly, and comes before what does not)
+# It imports transformers quietly, and comes before modules that do not.
+import treeward.model  # noqa: F401
 from treeward.config.run import RewardModelRunConfig
-from treeward.data.encoding import EncodedDataset
 from treeward.model.checks import check_positions
-from treeward.model.reward_model import RewardModel
 from treeward.planning.bare_models import bare_reward_model
 from treeward.planning.plan import Plan, plan, why_not_planned
 from treeward.training.prefetch import plan_passes
@@ -51,7 +50,8 @@ class DryRun:
 
 
 def dry_run(config: RewardModelRunConfig, gpu: str) -> DryRun:
-    """Plan the first batch of a run of one process on `gpu`, as of `plan`. Raises a `TreewardError`."""
+    """Plan the first batch of a run of one process on `gpu`, as of `plan`. Raises a
+    `TreewardError`."""
     data = read_data(config, show_progress=True)
     training_sets = list(data.training_sets.values())
     rows = {name: dataset.counts.summary() for name, dataset in data.training_sets.items()}
@@ -62,8 +62,32 @@ def dry_run(config: RewardModelRunConfig, gpu: str) -> DryRun:
     with torch.device("meta"):
         model = bare_reward_model(config.policy)
     check_positions(model, config.max_sequence_length)
+    # The order of the data is a function of the step: these are the comparisons that the run
+    # itself computes first, planned by the function that plans them there.
     first_rows = data.order.batch(0, config.policy.train_global_batch_size)
     first_comparisons = [(training_sets[which], row) for which, row in first_rows]
+    passes = plan_passes(
+        first_comparisons,
+        model.layout,
+        max_tokens=config.policy.micro_batch_tokens,
+        max_groups=config.policy.train_micro_batch_size,
+    )
+    row_tokens = 0
+    tree_tokens = 0
+    for dataset, row in first_comparisons:
+        comparison = dataset[row]
+        row_tokens += comparison.num_tokens
+        tree_tokens += comparison.tree_tokens
+    tokens = row_tokens
+    if model.layout == "tree":
+        tokens = tree_tokens
+    first = FirstBatch(
+        comparisons=len(first_comparisons),
+        passes=len(passes),
+        tokens=tokens,
+        row_tokens=row_tokens,
+    )
+    # A model without a plan trains like any other: the dry run says the rest, and why.
     memory = None
     reason = why_not_planned(config.policy, model)
     if reason is None:
@@ -71,29 +95,7 @@ def dry_run(config: RewardModelRunConfig, gpu: str) -> DryRun:
     return DryRun(
         rows=rows,
         steps=data.total_steps,
-        first=_first_batch(config, model, first_comparisons),
+        first=first,
         memory=memory,
         why_no_memory=reason,
-    )
-
-
-def _first_batch(
-    config: RewardModelRunConfig, model: RewardModel, rows: list[tuple[EncodedDataset, int]]
-) -> FirstBatch:
-    policy = config.policy
-    passes = plan_passes(
-        rows,
-        model.layout,
-        max_tokens=policy.micro_batch_tokens,
-        max_groups=policy.train_micro_batch_size,
-    )
-    row_tokens = 0
-    tree_tokens = 0
-    for dataset, row in rows:
-        comparison = dataset[row]
-        row_tokens += comparison.num_tokens
-        tree_tokens += comparison.tree_tokens
-    tokens = tree_tokens if model.layout == "tree" else row_tokens
-    return FirstBatch(
-        comparisons=len(rows), passes=len(passes), tokens=tokens, row_tokens=row_tokens
     )

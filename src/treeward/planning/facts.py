@@ -1,14 +1,17 @@
-"""`facts_of`: what a first run's choices depend on, read from the model's config.json, the data and the machine.
+"""`facts_of`: what a first run's choices depend on, read from the model's config.json, the data and
+the machine.
 
-facts = facts_of(load_file(RewardModelRunConfig, None, values=named_values("some/model", "pairs.csv", None)))
-facts.parameters, facts.comparisons
+    values = named_values("some/model", "pairs.csv", None)
+    facts = facts_of(load_file(RewardModelRunConfig, None, values=values))
+    facts.parameters, facts.comparisons
 """
 
 from __future__ import annotations
 
 import torch
 
-import treeward.model  # noqa: F401 (it imports transformers quietly, and comes before what does not)
+# It imports transformers quietly, and comes before modules that do not.
+import treeward.model  # noqa: F401
 from treeward.config.first_run import RunFacts
 from treeward.config.run import RewardModelRunConfig
 from treeward.data.datasets import open_dataset, recognised
@@ -17,7 +20,8 @@ from treeward.planning.bare_models import bare_reward_model
 
 
 def facts_of(config: RewardModelRunConfig) -> RunFacts:
-    """The facts of a run of one pretrained model on one set of data; the data is read once, no weights are.
+    """The facts of a run of one pretrained model on one set of data; the data is read once, no
+    weights are.
 
     Raises a `TreewardError` for a model or data that the run would refuse.
     """
@@ -25,9 +29,11 @@ def facts_of(config: RewardModelRunConfig) -> RunFacts:
         model = bare_reward_model(config.policy)
     formats = [recognised(dataset) for dataset in (*config.training_sets, *config.validation_sets)]
     data_keys: dict[str, str] = {}
-    # else each file is recognised by itself
+    # The name stands in one key for all files, so it is chosen only where it fits all of them.
+    # Else each file is recognised by itself.
     if len({dataset.dataset_name for dataset in formats}) == 1:
         data_keys["dataset_name"] = formats[0].dataset_name
+    # A part is held out of the training data, and its source is the whole of both.
     sources = [dataset for dataset in formats if dataset.part is not None]
     sources = sources or formats[: len(config.training_sets)]
     comparisons = 0

@@ -3,8 +3,8 @@
     planned = plan(load_run("rm.yaml", ["cluster.gpus_per_node=8"]), "h100")
     planned.memory["peak"], planned.fits
 
-Of the model its config.json is read, and no weights. What its states take is counted weight by weight, what its layers
-keep of a micro-batch by the formula of `treeward.planning.memory`.
+Of the model its config.json is read, and no weights. What its states take is counted weight by
+weight, what its layers keep of a micro-batch by the formula of `treeward.planning.memory`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-import treeward.model  # noqa: F401 (it imports transformers quietly, and comes before what does not)
+# It imports transformers quietly, and comes before modules that do not.
+import treeward.model  # noqa: F401
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.policy import OptimizerConfig, TrainedModelConfig
 from treeward.config.run import RewardModelRunConfig
@@ -40,7 +41,8 @@ GPUS: Mapping[str, float] = {
     "b200": 180e9,
     "l40s": 48e9,
 }
-"""Bytes of memory by name, of NVIDIA's data sheets: A100 80GB SXM, H100 SXM, H200, HGX B200, L40S."""
+"""Bytes of memory by name, of NVIDIA's data sheets: A100 80GB SXM, H100 SXM, H200, HGX B200,
+L40S."""
 
 _RESERVED = 0.05
 """Of the memory: for CUDA's context, the workspaces of libraries and fragmentation."""
@@ -50,10 +52,11 @@ _RESERVED = 0.05
 class Plan:
     """`parameters`, `trained`: of the whole model, which is of the class `model`.
 
-    `memory`: bytes of one device, by what holds them. `weights`, `gradients`, `optimizer` and `reference` are there for
-    the whole step; `activations` and `exchanged` weights come and go. `reward models`: beside a policy. `KV cache` and
-    `whole policy`: while completions are sampled, when there are no gradients. `peak`: the most at a time. `usable`: of
-    the device's memory. `host`: in the memory of the host, for each device. A micro-batch has `micro_batch_tokens`.
+    `memory`: bytes of one device, by what holds them. `weights`, `gradients`, `optimizer` and
+    `reference` are there for the whole step; `activations` and `exchanged` weights come and go.
+    `reward models`: beside a policy. `KV cache` and `whole policy`: while completions are sampled,
+    when there are no gradients. `peak`: the most at a time. `usable`: of the device's memory.
+    `host`: in the memory of the host, for each device. A micro-batch has `micro_batch_tokens`.
     """
 
     model: str
@@ -95,7 +98,8 @@ def plan(config: RewardModelRunConfig | GRPORunConfig, gpu: str) -> Plan:
     policy = config.policy
     _, shards, tensor = mesh_shape(policy.dtensor_cfg, cluster.num_processes)
     layout = _Layout(shards, tensor)
-    # a run of several whole copies is built like a sharded one
+    # A run of several whole copies goes through FSDP too: its trained weights are float32 and
+    # exchanged like those of a sharded one.
     is_sharded = cluster.num_processes > 1
     if is_sharded:
         check_sharded_optimizer(policy.optimizer)
@@ -119,6 +123,7 @@ def plan(config: RewardModelRunConfig | GRPORunConfig, gpu: str) -> Plan:
     sampled: dict[str, int] = {}
     rewards = 0
     if isinstance(config, GRPORunConfig):
+        # With adapters the reference is the policy without them, and takes no memory of its own.
         if config.needs_reference and not policy.dtensor_cfg.lora_cfg.enabled:
             memory["reference"] = _frozen_bytes(model, policy) // layout.parts
         sampled = _sampling_bytes(config, model, layout, is_sharded)
@@ -126,16 +131,21 @@ def plan(config: RewardModelRunConfig | GRPORunConfig, gpu: str) -> Plan:
 
     host = 0
     if policy.dtensor_cfg.cpu_offload:
-        # one process keeps masters and states of the optimizer there; several keep all their shards there
+        # one process keeps masters and states of the optimizer there; several keep all their shards
+        # there
         moved = [*memory] if is_sharded else ["optimizer"]
         host = sum(memory[name] for name in moved)
         memory |= dict.fromkeys(moved, 0)
+    # A step samples first and learns then, so the larger of the two counts. Activations and
+    # exchanged weights are added below, because sampling has none.
     while_sampling = sum(memory.values()) - memory["gradients"] + sum(sampled.values())
     memory["activations"] = _activation_bytes(model, policy, tokens, tensor)
     if is_sharded:
         memory["exchanged"] = _exchanged_bytes(model, policy, tensor)
     peak = rewards + max(sum(memory.values()), while_sampling)
-    usable = 0 if gpu == "cpu" else int(GPUS[gpu] * (1 - _RESERVED))
+    usable = 0  # of a CPU's memory the plan knows nothing, and every run fits
+    if gpu != "cpu":
+        usable = int(GPUS[gpu] * (1 - _RESERVED))
     others = {
         "reward models": rewards,
         **sampled,
@@ -143,6 +153,7 @@ def plan(config: RewardModelRunConfig | GRPORunConfig, gpu: str) -> Plan:
         "usable": usable,
         "host": host,
     }
+    # a row of zeros would only lengthen the table
     for name, size in others.items():
         if size:
             memory[name] = size
@@ -200,7 +211,9 @@ def _adapted_model(
             model = bare_reward_model(config.policy)
         if not (is_sharded and policy.trains_backbone):  # trained shards are float32
             model.cast(DTYPES[policy.precision])
+        # After the cast: adapters are float32 in a model of any precision.
         adapt(model, policy, seed=0, checkpoint=None)
+    # The run would refuse such a model only after its weights were loaded.
     check_cut(model, tensor)
     return model
 
@@ -208,6 +221,7 @@ def _adapted_model(
 def _states(
     model: RewardModel | PolicyModel, policy: TrainedModelConfig, layout: _Layout, is_sharded: bool
 ) -> _States:
+    # Several processes offload by FSDP, whose step is an ordinary one over shards on the host.
     steps_on_host = policy.dtensor_cfg.cpu_offload and not is_sharded
     weights = 0
     gradients = 0.0
@@ -217,6 +231,7 @@ def _states(
         weights += weight.nbytes
         if not weight.requires_grad:
             continue
+        # one step of the optimizer tells it for all weights of a dtype
         if weight.dtype not in of_dtype:
             of_dtype[weight.dtype] = _bytes_of_weight(
                 policy.optimizer, weight.dtype, on_host=steps_on_host
@@ -233,9 +248,10 @@ def _bytes_of_weight(
 ) -> tuple[float, float]:
     """Bytes of the gradient of a weight, and of its master and the optimizer's states.
 
-    They are counted in a step of the optimizer itself over a small matrix: AdamW in float32 4 and 8, in bfloat16 4 and
-    12, torchao's AdamW8bit in bfloat16 2 and about 2.
+    They are counted in a step of the optimizer itself over a small matrix: AdamW in float32 4 and
+    8, in bfloat16 4 and 12, torchao's AdamW8bit in bfloat16 2 and about 2.
     """
+    # Not smaller: torchao leaves the states of weights of less than 4096 numbers unquantized.
     layer = nn.Linear(256, 256, bias=False, dtype=dtype)
     weight = layer.weight
     optimizer = build_optimizer(layer, config, cpu_offload=on_host)
@@ -285,12 +301,13 @@ def _activation_bytes(
 def _exchanged_bytes(
     model: RewardModel | PolicyModel, policy: TrainedModelConfig, tensor: int
 ) -> int:
-    """What a sharded model has whole at a time: a layer and the one that is fetched meanwhile, the weights outside of
-    the layers, and the gradient of a layer in float32."""
+    """What a sharded model has whole at a time: a layer and the one that is fetched meanwhile, the
+    weights outside of the layers, and the gradient of a layer in float32."""
     itemsize = DTYPES[policy.precision].itemsize
     sizes = [_count(layer) for layer in model.layers]
     trained = [_count(layer, only_trained=True) for layer in model.layers]
     outside = _count(model) - sum(sizes)
+    # FSDP computes in the run's precision and reduces gradients in float32, 4 bytes each.
     return (itemsize * (2 * max(sizes) + outside) + 4 * max(trained)) // tensor
 
 
@@ -308,17 +325,20 @@ def _sampling_bytes(
     The keys and values of a prompt are there once.
     """
     generation = config.policy.generation
+    # A server or an engine of vLLM has memory of its own, which is no part of this plan.
     if generation.url is not None or generation.starts_engines:
         return {}
     itemsize = DTYPES[config.policy.precision].itemsize
     shape = layer_shapes(model)[0]
     longest = config.policy.max_total_sequence_length
     new_tokens = min(config.max_new_tokens, longest)
+    # The worst case: every prompt has the full length, and no completion ends before its limit.
     rows = generation.batch_size
     prompts = math.ceil(rows / config.grpo.num_generations_per_prompt)
     tokens = rows * new_tokens + prompts * (longest - new_tokens)
     keys_and_values = 2 * len(model.layers) * shape.key_value_heads * shape.head_size * tokens
     sizes = {"KV cache": itemsize * keys_and_values // layout.tensor}
+    # Each process samples its own prompts with all weights (`on_whole` of `parallel.sharding`).
     if is_sharded:
         sizes["whole policy"] = _frozen_bytes(model, config.policy) // layout.tensor
     return sizes
@@ -329,6 +349,7 @@ def _reward_model_bytes(config: GRPORunConfig) -> int:
     size = 0
     for section in config.reward_models.values():
         is_elsewhere = section.url is not None or section.needs_ray
+        # An offloaded model is on the GPU only while it scores, and never while the policy learns.
         is_on_host = section.dtensor_cfg.cpu_offload or not section.resources.gpus_per_node
         if is_elsewhere or is_on_host:
             continue
