@@ -1,9 +1,9 @@
 """`launch`: a run on as many processes as its configuration asks for, or as a launcher has started.
 
-    outcome = launch(train, config)     # what train(config) returns; on processes that are not the main one, None
+    outcome = launch(train, config)     # of train(config), on the main process; None elsewhere
 
-Under `torchrun` and Ray Train this process is one of them; else Ray Train starts them where `cluster` asks for several.
-An error comes to the user once, from the process that met it.
+Under `torchrun` and Ray Train this process is one of them; else Ray Train starts them where
+`cluster` asks for several. An error comes to the user once, from the process that met it.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ _OF_COLLECTIVES = re.compile(
 
 
 def launch(function: Callable[..., _T], config: Any) -> _T | None:
-    """`function(config, show_progress=...)` on each process of the run; its result on the main one, None elsewhere.
-    Raises what it raises, `ConfigError` where the processes cannot be had, and `LostProcessError` where one of them is
-    lost."""
+    """`function(config, show_progress=...)` on each process of the run; its result on the main one,
+    None elsewhere. Raises what it raises, `ConfigError` where the processes cannot be had, and
+    `LostProcessError` where one of them is lost."""
     if "WORLD_SIZE" in os.environ:
         with processes.joined(timeout=timedelta(minutes=config.cluster.timeout_minutes)):
             try:
                 return run_here(function, config)
             except (TreewardError, OSError) as error:
-                # of several failing processes only one reports its error
+                # Of several failing processes only one reports its error. Where it is the main
+                # one, the command line shows it, in its own form and with its exit code.
                 is_first = processes.fails_first()
                 if is_first and processes.is_main():
                     raise
@@ -51,7 +52,8 @@ def launch(function: Callable[..., _T], config: Any) -> _T | None:
                 raise SystemExit(2) from error
     num_processes = config.training_cluster.num_processes
     if num_processes == 1:
-        # A task of srun that has others beside it, without a launcher.
+        # A task of srun that has others beside it, without a launcher. They would all write the
+        # same folders.
         if int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
             raise ConfigError(
                 "each of these processes would be a run of its own",
@@ -72,11 +74,11 @@ def launch(function: Callable[..., _T], config: Any) -> _T | None:
 
 
 def run_here(function: Callable[..., _T], config: Any) -> _T | None:
-    """`function(config)` in this process, one of the run's; the result on the main one, None elsewhere. An error of a
-    collective call becomes a `LostProcessError`."""
+    """`function(config)` in this process, one of the run's; the result on the main one, None
+    elsewhere. An error of a collective call becomes a `LostProcessError`."""
     if processes.size() == 1:
         return function(config, show_progress=True)
-    minutes = config.cluster.timeout_minutes
+    limit = f"cluster.timeout_minutes={config.cluster.timeout_minutes:g}"
     folder = config.logger.log_dir
     with _own_log(Path(folder) / "ranks"):
         try:
@@ -87,16 +89,18 @@ def run_here(function: Callable[..., _T], config: Any) -> _T | None:
             raise LostProcessError(
                 f"rank {processes.rank()} waits in vain for another process in {processes.work}",
                 got=str(error).strip().splitlines()[0],
-                need=f"all {processes.size()} at the same point within cluster.timeout_minutes={minutes:g}",
+                need=f"all {processes.size()} at the same point within {limit}",
                 fix=f"read {folder}/ranks; the same command goes on from the last checkpoint",
             ) from error
-    return result if processes.is_main() else None
+    if processes.is_main():
+        return result
+    return None
 
 
 @contextlib.contextmanager
 def _own_log(folder: Path) -> Iterator[None]:
-    """Keep this process's log in `rank_N.log` of a folder, with the error that ends it. Standard error
-    shows the main process's."""
+    """Keep this process's log in `rank_N.log` of a folder, with the error that ends it. Standard
+    error shows the main process's."""
     root = logging.getLogger()
     ours = logging.getLogger("treeward")
     folder.mkdir(parents=True, exist_ok=True)
@@ -105,6 +109,7 @@ def _own_log(folder: Path) -> Iterator[None]:
     else:
         for handler in (*root.handlers, *ours.handlers):
             handler.setLevel(logging.CRITICAL)
+    # Appended to: a restarted process keeps the error that ended the one before it.
     file = (folder / f"rank_{processes.rank()}.log").open("a", encoding="utf-8")
     kept = logging.StreamHandler(file)
     kept.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

@@ -1,10 +1,11 @@
 """`Mesh`: which process holds which part of the model and of the data.
 
     mesh = make_mesh(config.policy.dtensor_cfg)
-    mesh.data_rank, mesh.data_size      # this process computes that share of the comparisons of a step
+    mesh.data_rank, mesh.data_size      # the share of a step's comparisons that this process has
 
-Three dimensions: `replicate` copies of the model, each sharded over `shard` processes (FSDP), each shard cut by heads
-and columns over `tensor` processes. Processes that differ in `tensor` alone compute the same data together.
+Three dimensions: `replicate` copies of the model, each sharded over `shard` processes (FSDP), each
+shard cut by heads and columns over `tensor` processes. Processes that differ in `tensor` alone
+compute the same data together.
 """
 
 from __future__ import annotations
@@ -31,21 +32,29 @@ class Mesh:
         if self.devices is None:
             return "one process"
         copies, parts, cuts = self.devices.shape
-        return f"{self.devices.size()} processes: {copies} x {parts} x {cuts} (copies x shards x tensor parallel)"
+        layout = f"{copies} x {parts} x {cuts} (copies x shards x tensor parallel)"
+        return f"{self.devices.size()} processes: {layout}"
 
     @property
     def data_size(self) -> int:
         """The number of shares of a step's data."""
-        return 1 if self.devices is None else self.devices.size() // self.tensor_size
+        if self.devices is None:
+            return 1
+        return self.devices.size() // self.tensor_size
 
     @property
     def data_rank(self) -> int:
         """The index of this process's share."""
-        return 0 if self.devices is None else processes.rank() // self.tensor_size
+        if self.devices is None:
+            return 0
+        # `tensor` is the last dimension: processes that compute one share have neighbouring ranks
+        return processes.rank() // self.tensor_size
 
     @property
     def tensor_size(self) -> int:
-        return 1 if self.devices is None else self.devices[TENSOR].size()
+        if self.devices is None:
+            return 1
+        return self.devices[TENSOR].size()
 
     @property
     def data_group(self) -> ProcessGroup | None:
@@ -66,7 +75,8 @@ def make_mesh(config: ShardingConfig) -> Mesh:
 
 
 def mesh_shape(config: ShardingConfig, num_processes: int) -> tuple[int, int, int]:
-    """The sizes of the three dimensions. Raises `ConfigError` for a layout that does not divide the processes."""
+    """The sizes of the three dimensions. Raises `ConfigError` for a layout that does not divide the
+    processes."""
     tensor = config.tensor_parallel_size
     replicate = config.dp_replicate_size
     if num_processes % (tensor * replicate):
@@ -74,6 +84,7 @@ def mesh_shape(config: ShardingConfig, num_processes: int) -> tuple[int, int, in
             "this layout does not divide the processes",
             field="policy.dtensor_cfg.tensor_parallel_size policy.dtensor_cfg.dp_replicate_size",
             got=f"{tensor} x {replicate} of {num_processes} processes",
-            need="tensor_parallel_size x dp_replicate_size that divides cluster.num_nodes x cluster.gpus_per_node",
+            need="tensor_parallel_size x dp_replicate_size that divides "
+            "cluster.num_nodes x cluster.gpus_per_node",
         )
     return replicate, num_processes // (tensor * replicate), tensor

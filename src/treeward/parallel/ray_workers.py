@@ -1,7 +1,9 @@
-"""`run`: the processes of a run as workers of Ray Train, on this machine or on the cluster of `RAY_ADDRESS`.
+"""`run`: the processes of a run as workers of Ray Train, on this machine or on the cluster of
+`RAY_ADDRESS`.
 
-Ray Train places them, joins them in a process group and restarts all when one is lost: the run goes on from its last
-checkpoint. Errors that a restart would repeat (a `TreewardError`, a fault of the code) end the run at once.
+Ray Train places them, joins them in a process group and restarts all when one is lost: the run goes
+on from its last checkpoint. Errors that a restart would repeat (a `TreewardError`, a fault of the
+code) end the run at once.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ from treeward.progress import show_logs
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+# Variables of the environment that workers get, on other machines too, by how their names begin.
 _PASSED_ON = ("HF_", "NCCL_", "TORCH", "TREEWARD_", "WANDB_", "MLFLOW_", "TOKENIZERS_", "CUBLAS_")
+# Errors that a restart would repeat. Errors of users are ValueErrors.
 _LASTING = (
     ValueError,
     TypeError,
@@ -57,9 +61,9 @@ _STARTS = 10  # a minute each, in which Ray waits for machines that are not ther
 
 
 def run(work: Callable[[], _T], config: Any) -> _T | None:
-    """`work()` on a worker for each process of the configuration's `training_cluster`; the result of the first.
-    Raises what a worker raises, `ConfigError` where there are too few machines, and `LostProcessError` after too many
-    restarts."""
+    """`work()` on a worker for each process of the configuration's `training_cluster`; the result
+    of the first. Raises what a worker raises, `ConfigError` where there are too few machines, and
+    `LostProcessError` after too many restarts."""
     cluster = config.training_cluster
     logs = Path(config.logger.log_dir).resolve()
     logs.mkdir(parents=True, exist_ok=True)
@@ -98,6 +102,7 @@ def run(work: Callable[[], _T], config: Any) -> _T | None:
                 ),
                 callbacks=[_Restarts(cluster.max_restarts)],
                 worker_runtime_env={"env_vars": passed_on},
+                # Ray Train would log each failure at length; `_Restarts` and `_fit` say it once.
                 logging_config=LoggingConfig(log_level="CRITICAL"),
             ),
         )
@@ -109,7 +114,8 @@ def run(work: Callable[[], _T], config: Any) -> _T | None:
 
 
 def _start_ray(cluster: ClusterConfig) -> None:
-    """Join the cluster of RAY_ADDRESS, or start Ray here, with as many processors as there are processes."""
+    """Join the cluster of RAY_ADDRESS, or start Ray here, with as many processors as there are
+    processes."""
     address = os.environ.get("RAY_ADDRESS")
     if address is None and cluster.num_nodes > 1:
         raise ConfigError(
@@ -129,7 +135,8 @@ def _start_ray(cluster: ClusterConfig) -> None:
 
 
 def _has_gpus(cluster: ClusterConfig) -> bool:
-    """Whether each process gets a GPU. Raises `ConfigError` where this machine has fewer; a cluster may yet grow."""
+    """Whether each process gets a GPU. Raises `ConfigError` where this machine has fewer; a cluster
+    may yet grow."""
     if cluster.gpus_per_node == 0:
         return False
     num_gpus = int(ray.cluster_resources().get("GPU", 0))
@@ -156,6 +163,7 @@ def _fit(trainer: TorchTrainer) -> Any:
         return trainer.fit().return_value
     except (ControllerError, RayError) as error:
         failure = getattr(error, "controller_failure", error)
+        # A user's error, which `_Restarts` has wrapped: Ray's own frames say nothing about it.
         if isinstance(failure, _LASTING):
             raise failure from None
         raise LostProcessError(
@@ -163,10 +171,11 @@ def _fit(trainer: TorchTrainer) -> Any:
         ) from error
     except WorkerGroupError as error:
         reasons = [f"rank {rank}: {_reason(lost)}" for rank, lost in error.worker_failures.items()]
+        most = trainer.run_config.failure_config.max_failures
         raise LostProcessError(
             "the run has lost processes too often",
             got="; ".join(reasons),
-            need=f"at most {trainer.run_config.failure_config.max_failures} losses (cluster.max_restarts)",
+            need=f"at most {most} losses (cluster.max_restarts)",
             fix="the same command goes on from the last checkpoint",
         ) from error
 
@@ -187,6 +196,8 @@ class _Trainer(TorchTrainer):  # type: ignore[misc]
 def _work(settings: Mapping[str, Any]) -> Any:
     """The run, in a worker: in the folder of the command."""
     logging.getLogger().handlers.clear()  # Ray's: they show all that any library says
+    # The deadline of `checkpoint_must_save_by` counts from the start of the command, also in a
+    # worker that was restarted hours later.
     stopping.seconds_before = time.time() - settings["began"]
     try:
         os.chdir(settings["folder"])
@@ -204,7 +215,8 @@ def _work(settings: Mapping[str, Any]) -> Any:
 
 
 class _Restarts(UserCallback):  # type: ignore[misc]
-    """Logs why workers restart, in Ray Train's controller; ends the run if a restart would not help."""
+    """Logs why workers restart, in Ray Train's controller; ends the run if a restart would not
+    help."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -215,7 +227,7 @@ class _Restarts(UserCallback):  # type: ignore[misc]
             if isinstance(error, _LASTING) and not isinstance(error, LostProcessError):
                 raise ControllerError(error)  # the one error that Ray Train does not try again
         self._count += 1
-        if self._count > self._most:
+        if self._count > self._most:  # no restart follows, and `_fit` says why
             return
         # Processes that only wait for the lost one know less.
         causes = {
@@ -237,7 +249,10 @@ class _Restarts(UserCallback):  # type: ignore[misc]
 def _reason(error: Exception) -> str:
     """An error in one line; for a dead process, how it died."""
     text = str(error).strip()
+    # Ray says how a process died in the middle of a paragraph of advice.
     detail = re.search(r"exit detail: (.*?)\.? (?:Some|There)", text)
     if detail is not None:
         return f"its process has died ({detail[1]})"
-    return text.splitlines()[0] if text else type(error).__name__
+    if not text:
+        return type(error).__name__
+    return text.splitlines()[0]

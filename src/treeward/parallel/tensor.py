@@ -2,10 +2,10 @@
 
     cut(model, mesh)        # in every process, before FSDP shards the model
 
-Each process has some heads of every attention and some columns of every MLP (Shoeybi et al. 2019, arXiv 1909.08053,
-section 3), by PyTorch's DTensor and transformers' own plan of the model (`base_model_tp_plan`). A policy's head and
-embedding are cut by the vocabulary; a reward model's head is whole. Whole parameters that see only a process's heads
-are DTensors with partial gradients.
+Each process has some heads of every attention and some columns of every MLP (Shoeybi et al. 2019,
+arXiv 1909.08053, section 3), by PyTorch's DTensor and transformers' own plan of the model
+(`base_model_tp_plan`). A policy's head and embedding are cut by the vocabulary; a reward model's
+head is whole. Whole parameters that see only a process's heads are DTensors with partial gradients.
 """
 
 from __future__ import annotations
@@ -48,12 +48,14 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
 
 
 def cut(model: WrappedModel, mesh: Mesh) -> None:
-    """Keep this process's part of the model, whose weights must be the same in all processes; sends nothing. Raises
-    `ConfigError` for a model without a plan, with adapters or four-bit layers, or with sizes that cannot be divided."""
+    """Keep this process's part of the model, whose weights must be the same in all processes; sends
+    nothing. Raises `ConfigError` for a model without a plan, with adapters or four-bit layers, or
+    with sizes that cannot be divided."""
     if mesh.tensor_size == 1:
         return
     assert mesh.devices is not None
     devices = mesh.devices[TENSOR]
+    # All styles are found, and refused, before the first layer is cut.
     styles = _styles_of_layers(model, mesh.tensor_size)
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     for layer, styles_of_layer in styles.items():
@@ -64,7 +66,8 @@ def cut(model: WrappedModel, mesh: Mesh) -> None:
 
 
 def check_cut(model: WrappedModel, size: int) -> None:
-    """Raise the `ConfigError` of `cut` for a model that `size` processes cannot compute together."""
+    """Raise the `ConfigError` of `cut` for a model that `size` processes cannot compute
+    together."""
     if size > 1:
         _styles_of_layers(model, size)
 
@@ -104,6 +107,7 @@ def _styles(model: WrappedModel, name: str, layer: nn.Module, size: int) -> dict
             "adapters cannot be cut", "lora_cfg.enabled: true", "lora_cfg.enabled: false"
         )
     plan: dict[str, str] = getattr(model.backbone.config, "base_model_tp_plan", None) or {}
+    # Plans name modules, and in mixtures of experts parameters.
     parts = dict(layer.named_modules()) | dict(layer.named_parameters())
     styles = {}
     for part in parts:
@@ -141,6 +145,7 @@ def _styles(model: WrappedModel, name: str, layer: nn.Module, size: int) -> dict
                 f"{size} for {part} of {module}",
                 f"a divisor of {width}",
             )
+    # A divisor of the columns may still cut a head in two.
     cuts_attention = any(style == "colwise" and "att" in part for part, style in styles.items())
     if cuts_attention:
         config = model.hf.config.get_text_config()
@@ -162,8 +167,8 @@ def _cut_layer(layer: nn.Module, styles: dict[str, str], devices: DeviceMesh) ->
     def as_dtensor(
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
-        """The hidden states, the first argument or that name, as a DTensor: the gradients of the projections are added
-        up before they are summed over the processes."""
+        """The hidden states, the first argument or that name, as a DTensor: the gradients of the
+        projections are added up before they are summed over the processes."""
         hidden = args[0] if args else kwargs["hidden_states"]
         whole = DTensor.from_local(hidden, devices, [Replicate()], run_check=False)
         if args:
@@ -176,8 +181,8 @@ def _cut_layer(layer: nn.Module, styles: dict[str, str], devices: DeviceMesh) ->
 
 
 def _cut_vocabulary(model: WrappedModel, devices: DeviceMesh) -> None:
-    """The embedding and the head of a policy, which may be one tensor; the embedding of a reward model by columns, as
-    the row of its padding token has no gradient."""
+    """The embedding and the head of a policy, which may be one tensor; the embedding of a reward
+    model by columns, as the row of its padding token has no gradient."""
     embedding: Any = model.hf.get_input_embeddings()
     if not isinstance(model, PolicyModel):
         parallelize_module(
@@ -187,6 +192,7 @@ def _cut_vocabulary(model: WrappedModel, devices: DeviceMesh) -> None:
     head = model.head
     if type(head) is not nn.Linear:
         raise _refused("this head cannot be cut", type(head).__name__, "a linear layer")
+    # Asked before the cut, which makes a parameter of its own for each of the two.
     is_tied = head.weight is embedding.weight
     num_tokens = len(head.weight)
     parallelize_module(
@@ -197,5 +203,6 @@ def _cut_vocabulary(model: WrappedModel, devices: DeviceMesh) -> None:
     )
     if is_tied:
         head.weight = embedding.weight
+    # DTensor gives each process the same number of rows, rounded up, and the last ones fewer.
     first = math.ceil(num_tokens / devices.size()) * devices.get_local_rank()
     model.vocabulary = VocabularyShard(first, devices.get_group())
