@@ -1,15 +1,16 @@
-"""Attention over a `TreeBatch`: a token sees itself, the earlier tokens of its segment, and the segments above it.
+"""Attention over a `TreeBatch`: a token sees itself, the earlier tokens of its segment, and the
+segments above it.
 
     register()
     with current_row.over(batch.layout):
         model(...)          # set to one of the implementations below
 
-- `TREE`: anywhere. On a CPU flash attention over slices; elsewhere one masked SDPA call per tree; with a
-  soft-cap or sinks written out.
+- `TREE`: anywhere. On a CPU flash attention over slices; elsewhere one masked SDPA call per tree;
+  with a soft-cap or sinks written out.
 - `FLEX` (`flex.py`): for GPUs, where compiled layers need it, in rows of few lengths.
 
-Shapes: B batch (1: a row), H heads, J key/value heads, R = H / J, T tokens of the row, N of a tree, P of a prefix, K of
-its prefix and the tree, Q queries, D head dimension.
+Shapes: B batch (1: a row), H heads, J key/value heads, R = H / J, T tokens of the row, N of a tree,
+P of a prefix, K of its prefix and the tree, Q queries, D head dimension.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ _probed_depth: ContextVar[int | None] = ContextVar("_probed_depth", default=None
 
 def register() -> None:
     """Make the implementations known to transformers. Safe to repeat."""
-    # Without a mask function of its own an implementation gets no mask, and never learns of a sliding window.
+    # Without a mask function of its own an implementation gets no mask, and never learns of a
+    # sliding window.
     AttentionInterface.register(TREE, layer_attention_of(tree_attention))
     AttentionMaskInterface.register(TREE, mask_maker(PositionMask))
     AttentionInterface.register(FLEX, layer_attention_of(flex.attend))
@@ -51,13 +53,16 @@ def register() -> None:
 def default_for(device: torch.device, head_sizes: Collection[int]) -> str:
     """The implementation for a device. FlexAttention has no smaller heads than 16."""
     can_flex = device.type == "cuda" and has_triton() and min(head_sizes, default=0) >= 16
-    return FLEX if can_flex else TREE
+    if can_flex:
+        return FLEX
+    return TREE
 
 
 @contextlib.contextmanager
 def probing(depth: int) -> Iterator[None]:
-    """A context in which a layer's mask raises `ModelError` if it has holes in a path of `depth` tokens. `FlexMask`
-    takes for granted that there are none, and a short conversation may have none."""
+    """A context in which a layer's mask raises `ModelError` if it has holes in a path of `depth`
+    tokens. `FlexMask` takes for granted that there are none, and a short conversation may have
+    none."""
     token = _probed_depth.set(depth)
     try:
         yield
@@ -77,6 +82,7 @@ def mask_maker(make: Callable[[MaskFunction, TreeLayout], object]) -> Callable[.
         layout = row.layout
         depth = _probed_depth.get()
         if depth is not None:
+            # The last query of the path sees most keys, so a hole shows there; it raises.
             PositionMask(mask_function, layout).first_seen(depth - 1)
         return make(mask_function, layout)
 
@@ -84,12 +90,14 @@ def mask_maker(make: Callable[[MaskFunction, TreeLayout], object]) -> Callable[.
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, Any, float, float | None, Tensor | None], Tensor]
-"""The output (B, H, T, D) of queries, keys and values, a mask of ours, the scale, a soft-cap and sinks (H,)."""
+"""The output (B, H, T, D) of queries, keys and values, a mask of ours, the scale, a soft-cap and
+sinks (H,)."""
 
 
 @functools.cache
 def layer_attention_of(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
-    """The function that transformers' layers call; always the same one, by which compilers distinguish layers."""
+    """The function that transformers' layers call; always the same one, by which compilers
+    distinguish layers."""
 
     def layer_attention(
         module: torch.nn.Module,
@@ -103,8 +111,9 @@ def layer_attention_of(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         _check(module, query_BHTD, attention_mask, kwargs)
-        scale = query_BHTD.shape[-1] ** -0.5 if scaling is None else scaling
-        out = attend(query_BHTD, key_BJTD, value_BJTD, attention_mask, scale, softcap, s_aux)
+        if scaling is None:
+            scaling = query_BHTD.shape[-1] ** -0.5
+        out = attend(query_BHTD, key_BJTD, value_BJTD, attention_mask, scaling, softcap, s_aux)
         return out.transpose(1, 2), None
 
     return layer_attention
@@ -128,6 +137,7 @@ def _check(module: torch.nn.Module, query_BHTD: Tensor, mask: Any, kwargs: dict[
                 where=type(module).__name__,
                 fix="policy.attention=rows",
             )
+    # The kernels have none: a shared prompt would draw once where its rows draw each for itself.
     dropout = kwargs.get("dropout")
     assert not dropout, f"dropout is off in reward models, got {dropout}"
     assert query_BHTD.shape[0] == 1 and query_BHTD.shape[2] == len(mask.layout.positions_T), (
@@ -154,8 +164,12 @@ def tree_attention(
         value = value_BJTD[:, :, :num_tokens]
         out = tree_attention(query, key, value, mask, scale, softcap, sinks_H)
         return F.pad(out, (0, 0, 0, padding))
-    prefixes = None if layout.exchange is None else layout.exchange.enter(key_BJTD, value_BJTD)
+    # Every layer enters once, whatever kernel follows: the exchange counts the calls.
+    prefixes = None
+    if layout.exchange is not None:
+        prefixes = layout.exchange.enter(key_BJTD, value_BJTD)
     if softcap is None and sinks_H is None:
+        # flash attention on a CPU has one head size for queries, keys and values
         has_one_size = query_BHTD.shape[-1] == value_BJTD.shape[-1]
         if query_BHTD.device.type == "cpu" and has_one_size:
             out = sliced_attention(query_BHTD, key_BJTD, value_BJTD, mask.parts, scale, prefixes)
@@ -180,7 +194,8 @@ def masked_attention(
     prefixes: Prefixes | None = None,
 ) -> Tensor:
     """One call of PyTorch's attention per tree, with a mask (any device)."""
-    # Not `enable_gqa`: together with a mask it leaves CUDA only the slow kernel (transformers avoids it too).
+    # Not `enable_gqa`: together with a mask it leaves CUDA only the slow kernel (transformers
+    # avoids it too).
     repeats = query_BHTD.shape[1] // key_BJTD.shape[1]
 
     def attend(query: Tensor, key: Tensor, value: Tensor, tree: TreeSpan) -> Tensor:
@@ -201,7 +216,8 @@ def written_out(
     softcap: float | None,
     sinks_H: Tensor | None,
 ) -> Tensor:
-    """Attention by its arithmetic: soft-cap c tanh(s / c) before the mask; a sink is one more key without a value."""
+    """Attention by its arithmetic: soft-cap c tanh(s / c) before the mask; a sink is one more key
+    without a value."""
     repeats = query_BHND.shape[1] // key_BJKD.shape[1]
     key = key_BJKD.repeat_interleave(repeats, dim=1)
     value = value_BJKD.repeat_interleave(repeats, dim=1)
@@ -214,6 +230,7 @@ def written_out(
     if sinks_H is None:
         weights = scores.softmax(dim=-1)
     else:
+        # The sink takes its share of the weights and is cut off, because it has no value.
         sinks = sinks_H.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         weights = torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
     return weights.to(value.dtype) @ value
@@ -236,10 +253,13 @@ def _written_out_by_windows(
         values = []
         for run in window.keys:
             # The keys of the prefix are in front of the tree's.
-            offset = 0 if run.in_prefix else tree.num_prefix_tokens - tree.start
+            offset = 0
+            if not run.in_prefix:
+                offset = tree.num_prefix_tokens - tree.start
             keys.append(key_BJKD[:, :, run.start + offset : run.end + offset])
             values.append(value_BJKD[:, :, run.start + offset : run.end + offset])
         query = query_BHND[:, :, window.q_start - tree.start : window.q_end - tree.start]
+        # The keys of a path are at consecutive positions, wherever its segments lie in the row.
         query_positions = torch.arange(window.start, window.start + query.shape[2])
         key_positions = torch.arange(window.low, window.start + query.shape[2])
         seen = mask.allowed(query_positions, key_positions).to(query.device)
@@ -259,7 +279,8 @@ def _by_tree(
 ) -> Tensor:
     """`attend` for each tree, whose keys and values begin with those of its prefix."""
     sizes = [len(tree) for tree in layout.trees]
-    # split, not slices: its backward writes each gradient once, where a slice's fills a whole row with zeros
+    # split, not slices: its backward writes each gradient once, where a slice's fills a whole row
+    # with zeros
     queries = torch.split(query_BHTD, sizes, dim=2)
     keys = torch.split(key_BJTD, sizes, dim=2)
     values = torch.split(value_BJTD, sizes, dim=2)
@@ -267,7 +288,9 @@ def _by_tree(
     for number, tree in enumerate(layout.trees):
         key = keys[number]
         value = values[number]
-        prefix = None if prefixes is None else prefixes[number]
+        prefix = None
+        if prefixes is not None:
+            prefix = prefixes[number]
         if prefix is not None:
             prefix_key, prefix_value = prefix
             key = torch.cat([prefix_key.to(key)[None], key], dim=2)
@@ -284,12 +307,14 @@ def sliced_attention(
     scale: float,
     prefixes: Prefixes | None = None,
 ) -> Tensor:
-    """Flash attention over slices of a row, on a CPU: the parts of a `PositionMask`, merged by their log-sum-exp.
+    """Flash attention over slices of a row, on a CPU: the parts of a `PositionMask`, merged by
+    their log-sum-exp.
 
-    The output (B, H, T, D) is in float32 or the wider format of the values. It has no gradients if there are
-    `prefixes`, for each tree its keys and values or None.
+    The output (B, H, T, D) is in float32 or the wider format of the values. It has no gradients if
+    there are `prefixes`, for each tree its keys and values or None.
     """
-    # In half precision flash attention on a CPU is no faster for long segments, and much slower for short ones.
+    # In half precision flash attention on a CPU is no faster for long segments, and much slower for
+    # short ones.
     at_least = torch.promote_types(value_BJTD.dtype, torch.float32)
     query = query_BHTD.to(at_least)
     key = key_BJTD.to(at_least)
@@ -297,7 +322,8 @@ def sliced_attention(
     if prefixes is not None:
         out, _ = _merged(query, key, value, parts, scale, prefixes)
         return out.view(query.shape)
-    attended: Tensor = SlicedAttention.apply(query, key, value, parts, scale)  # type: ignore[no-untyped-call]
+    apply: Any = SlicedAttention.apply  # which torch has no types for
+    attended: Tensor = apply(query, key, value, parts, scale)
     return attended
 
 
@@ -308,8 +334,8 @@ class SlicedAttention(torch.autograd.Function):
 
         L = log sum_p exp(l_p),    o = sum_p exp(l_p - L) o_p.
 
-    Given the *merged* o and L, the backward pass of flash attention gives each part's gradient, because its
-    probabilities are exp(s - L).
+    Given the *merged* o and L, the backward pass of flash attention gives each part's gradient,
+    because its probabilities are exp(s - L).
     """
 
     @staticmethod
@@ -418,7 +444,8 @@ def _of_prefix(kept_JPD: Tensor, query_JRTD: Tensor) -> Tensor:
 def _by_key_head(
     query_BHTD: Tensor, key_BJTD: Tensor, value_BJTD: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Views (J, R, T, D): the key heads become the batch, and the heads that share one read it with stride 0."""
+    """Views (J, R, T, D): the key heads become the batch, and the heads that share one read it with
+    stride 0."""
     _, heads, tokens, dim = query_BHTD.shape
     key_heads = key_BJTD.shape[1]
     query = query_BHTD.reshape(key_heads, heads // key_heads, tokens, dim)

@@ -3,11 +3,11 @@
     batch = TreeBatch.from_groups([chosen_and_rejected_ids, eight_completions_ids])
     scores_S = model(batch)              # one score per sequence, in the order given
 
-Every group becomes a `TokenTree`; groups that begin alike share one. `RowBatch` holds the same groups as padded rows.
-Which groups go together is planned in `plan.py`.
+Every group becomes a `TokenTree`; groups that begin alike share one. `RowBatch` holds the same
+groups as padded rows. Which groups go together is planned in `plan.py`.
 
-Shapes: G groups, S sequences, T tokens of the row, L tokens of the longest sequence, N different places that are read,
-R reads of all sequences.
+Shapes: G groups, S sequences, T tokens of the row, L tokens of the longest sequence, N different
+places that are read, R reads of all sequences.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ from treeward.tree.token_tree import (
 )
 
 MIN_SHARED_BETWEEN_GROUPS = 32
-"""Groups share a tree if they have at least this many leading tokens in common. Fewer (a BOS token, a role header)
-would save nothing and turn many small trees, which attention handles cheaply, into one large tree."""
+"""Groups share a tree if they have at least this many leading tokens in common. Fewer (a BOS token,
+a role header) would save nothing and turn many small trees, which attention handles cheaply, into
+one large tree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,8 @@ class Movable:
     """A dataclass of tensors, of other `Movable`s, and of values that stay on the host."""
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
-        """A copy on the device. With `non_blocking` the host does not wait for copies from page-locked memory."""
+        """A copy on the device. With `non_blocking` the host does not wait for copies from
+        page-locked memory."""
         moved: Self = _each(self, lambda tensor: tensor.to(device, non_blocking=non_blocking))
         return moved
 
@@ -53,6 +55,8 @@ class Movable:
 
 
 def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    # Values that stay on the host come back as they are: numbers, spans, and exchanges, whose
+    # prefixes are on the device already.
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Movable):
@@ -65,18 +69,21 @@ def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Reads(Movable):
-    """The places at which a model's head reads the sequences of a batch, one or many for each sequence.
+    """The places at which a model's head reads the sequences of a batch, one or many for each
+    sequence.
 
         reads = Reads.of([[7], [3, 9], [9]])
         reads.places_N                          # [3, 7, 9]: each place once
         values_RH = values_NH[reads.index_R]    # for every read of every sequence, in order
         values_RH.split(reads.counts)           # by sequence: 1, 2 and 1 reads
 
-    A reward model reads at the last token. A gate reads where the prompt ends too, and a process reward model after
-    every step. Sequences of a tree may be read at the same place, whose hidden state is computed and multiplied once.
+    A reward model reads at the last token. A gate reads where the prompt ends too, and a process
+    reward model after every step. Sequences of a tree may be read at the same place, whose hidden
+    state is computed and multiplied once.
 
-    `places_N`: where the hidden states lie in the batch, int64, ascending, each once. `index_R`: the index into them
-    of every read, sequence after sequence, int64. `counts`: the reads of each sequence."""
+    `places_N`: where the hidden states lie in the batch, int64, ascending, each once. `index_R`:
+    the index into them of every read, sequence after sequence, int64. `counts`: the reads of each
+    sequence."""
 
     places_N: Tensor
     index_R: Tensor
@@ -95,7 +102,8 @@ class Reads(Movable):
 class TreeSpan:
     """One tree's place in the row, its longest conversation `depth`, its segments.
 
-    `num_prefix_tokens`: tokens before its root that are not in the row; `depth` and segments count them.
+    `num_prefix_tokens`: tokens before its root that are not in the row; `depth` and segments count
+    them.
     """
 
     start: int
@@ -115,7 +123,8 @@ class TreeSpan:
         return path
 
     def path_to(self, last: int) -> list[Segment]:
-        """The segments of the sequence whose last token is at the place `last`, where a segment ends too."""
+        """The segments of the sequence whose last token is at the place `last`, where a segment
+        ends too."""
         segment = next(segment for segment in self.segments if segment.end == last + 1)
         return self.path(segment)
 
@@ -135,9 +144,9 @@ class TreeSpan:
 class TreeLayout(Movable):
     """The trees of a row of T tokens, for attention.
 
-    `positions_T`: of each token in its conversation, int64. `subtree_end_T`: int64: token q sees token k if `k <= q <
-    subtree_end_T[k]`. `exchange`: the prefixes to read and to keep in one forward pass; None without either. Padding
-    after the last tree sees only itself.
+    `positions_T`: of each token in its conversation, int64. `subtree_end_T`: int64: token q sees
+    token k if `k <= q < subtree_end_T[k]`. `exchange`: the prefixes to read and to keep in one
+    forward pass; None without either. Padding after the last tree sees only itself.
     """
 
     trees: tuple[TreeSpan, ...]
@@ -150,7 +159,8 @@ class TreeLayout(Movable):
         return self.trees[-1].end
 
     def places(self, ends: Sequence[int]) -> list[np.ndarray]:
-        """The places in the row of the tokens of each sequence, given the place of its last token."""
+        """The places in the row of the tokens of each sequence, given the place of its last
+        token."""
         places = []
         for end in ends:
             tree = next(tree for tree in self.trees if tree.start <= end < tree.end)
@@ -163,8 +173,9 @@ class TreeLayout(Movable):
 class TreeBatch(Movable):
     """A packed forest of G groups with S sequences in T tokens.
 
-    `tokens_T`: int64. `ends_S`: int64, the place in the row of each sequence's last token. `reads`: the places in the
-    row at which each sequence is read. `num_row_tokens`: tokens of the same sequences as rows.
+    `tokens_T`: int64. `ends_S`: int64, the place in the row of each sequence's last token. `reads`:
+    the places in the row at which each sequence is read. `num_row_tokens`: tokens of the same
+    sequences as rows.
     """
 
     tokens_T: Tensor
@@ -193,10 +204,11 @@ class TreeBatch(Movable):
     ) -> TreeBatch:
         """Pack groups of non-empty token sequences.
 
-        `min_shared`: tokens that groups must share to share a tree. `prefixes`: for each group the prefix that its
-        sequences continue, and do not contain. `keep`: prefixes to keep, as (group, sequence in the group, tokens of
-        it). `read_at`: the positions at which each sequence is read, in the order of the groups; None: at its last
-        token. Raises `ValueError` for an empty group, sequence or batch.
+        `min_shared`: tokens that groups must share to share a tree. `prefixes`: for each group the
+        prefix that its sequences continue, and do not contain. `keep`: prefixes to keep, as (group,
+        sequence in the group, tokens of it). `read_at`: the positions at which each sequence is
+        read, in the order of the groups; None: at its last token. Raises `ValueError` for an empty
+        group, sequence or batch.
         """
         if not groups or any(len(group) == 0 for group in groups):
             raise ValueError(
@@ -205,14 +217,16 @@ class TreeBatch(Movable):
         sequences = _arrays(groups)
         starts = np.cumsum([0, *map(len, groups)]).tolist()  # of each group among the sequences
         members_of_groups = [list(range(start, end)) for start, end in itertools.pairwise(starts)]
-        # With prefixes to read or keep, every group is its own tree, so that trees have the groups' indices.
+        # With prefixes to read or keep, every group is its own tree, so that trees have the groups'
+        # indices.
         is_separate = prefixes is not None or bool(keep)
         if is_separate:
             members_of_trees = members_of_groups
-            tree_prefixes = [None] * len(groups) if prefixes is None else list(prefixes)
         else:
             members_of_trees = _clusters(sequences, members_of_groups, min_shared)
-            tree_prefixes = [None] * len(members_of_trees)
+        tree_prefixes: list[Prefix | None] = [None] * len(members_of_trees)
+        if prefixes is not None:
+            tree_prefixes = list(prefixes)
 
         tokens: list[np.ndarray] = []
         positions: list[np.ndarray] = []
@@ -221,8 +235,11 @@ class TreeBatch(Movable):
         ends = np.empty(len(sequences), dtype=np.int64)
         offset = 0
         for members, prefix in zip(members_of_trees, tree_prefixes, strict=True):
-            before = 0 if prefix is None else len(prefix)
+            before = 0
+            if prefix is not None:
+                before = len(prefix)
             tree = TokenTree.from_sequences([sequences[i] for i in members])
+            # Places count within the row; positions and depths count the prefix as well.
             segments = tuple(segment.shifted(offset, before) for segment in tree.segments)
             tokens.append(tree.tokens_N)
             positions.append(tree.positions_N + before)
@@ -259,7 +276,8 @@ class TreeBatch(Movable):
     def padded(self) -> TreeBatch:
         """The same forest in a row of one of few lengths, so that compiled code is reused.
 
-        Lengths are multiples of 128, at most eight from n to 2n tokens. The added tokens belong to no sequence.
+        Lengths are multiples of 128, at most eight from n to 2n tokens. The added tokens belong to
+        no sequence.
         """
         length = len(self.tokens_T)
         # A power of two between 1/16 and 1/8 of the length.
@@ -281,8 +299,8 @@ class TreeBatch(Movable):
 class RowBatch(Movable):
     """The same groups as S right-padded rows of L tokens.
 
-    `tokens_SL`: int64. `lengths_S`: int64, the real tokens of each row. `reads`: the places at which each row is read,
-    in the rows one after another.
+    `tokens_SL`: int64. `lengths_S`: int64, the real tokens of each row. `reads`: the places at
+    which each row is read, in the rows one after another.
     """
 
     tokens_SL: Tensor
@@ -338,6 +356,7 @@ Batch = TreeBatch | RowBatch
 def on_device(array: np.ndarray, device: torch.device) -> Tensor:
     """A tensor of the same values, copied while the host goes on."""
     tensor = torch.from_numpy(array)
+    # Only a copy from page-locked memory goes on beside the host.
     if device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

@@ -1,13 +1,15 @@
-"""`Decoding`: what the layers know of rows that grow token by token: keys and values, with a prompt's held once for
-all its rows, and the states of recurrent layers, which each row has its own copy of.
+"""`Decoding`: what the layers know of rows that grow token by token: keys and values, with a
+prompt's held once for all its rows, and the states of recurrent layers, which each row has its own
+copy of.
 
     decoding = Decoding(prefixes, prompt_of_row, most_tokens=256)      # a `Prefix` per prompt
     with decoding.running() as implementation, model.attention(implementation):
         backbone(tokens_S[None], position_ids=decoding.positions_S[None], ...)
     decoding.advance()
 
-Shapes: P prompts, G rows of the largest group, S rows, B batch (1), H heads, J key/value heads, R = H / J, L tokens of
-the longest prompt, C capacity for a row's own tokens, K = L + own tokens to read, Q queries, D head dimension, X any.
+Shapes: P prompts, G rows of the largest group, S rows, B batch (1), H heads, J key/value heads, R =
+H / J, L tokens of the longest prompt, C capacity for a row's own tokens, K = L + own tokens to
+read, Q queries, D head dimension, X any.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from treeward.tree.flex import MaskFunction
 from treeward.tree.prefix import Prefix
 
 _NAME = "treeward_decoding"
+# Tokens of a row that have room from the first one on. The room doubles from there.
 _FIRST_CAPACITY = 128
 
 
@@ -63,8 +66,9 @@ class _Layer:
 
 
 class Decoding:
-    """The keys and values of all layers. `most_tokens`: the limit of a row's own tokens. `static`: read the whole
-    capacity, with a mask, so that shapes and addresses only change when it grows, for CUDA graphs."""
+    """The keys and values of all layers. `most_tokens`: the limit of a row's own tokens. `static`:
+    read the whole capacity, with a mask, so that shapes and addresses only change when it grows,
+    for CUDA graphs."""
 
     def __init__(
         self,
@@ -89,6 +93,8 @@ class Decoding:
         self.most_tokens = most_tokens
         self.capacity = min(most_tokens, _FIRST_CAPACITY)
         self.prompt_of_row = list(prompt_of_row)
+        # The tokens that each row has so far, for the host, and as a tensor for the device: a
+        # captured graph reads the tensor anew at each replay.
         self.step = 0
         self.lengths_P = torch.tensor([len(prefix) for prefix in prefixes], device=self.device)
         self.step_1 = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -99,7 +105,9 @@ class Decoding:
         """A context of one forward pass, with the name of its attention in transformers."""
         AttentionInterface.register(_NAME, _attend)
         AttentionMaskInterface.register(_NAME, _make_mask)
-        self._next = 0  # the layer
+        # Layers are known by the order of their calls, as in an `Exchange`: functions of recurrent
+        # layers have no number.
+        self._next = 0
         self._next_state = 0
         self._biases: dict[MaskFunction, Tensor | None] = {}  # one for each kind of layer
         token = _running.set(self)
@@ -134,6 +142,7 @@ class Decoding:
         kept_prompts = sorted({self.prompt_of_row[s] for s in rows})
         prompts_P = torch.tensor(kept_prompts, device=self.device)
         for layer in self.layers:
+            # indexing copies all that is kept, so only where a prompt is freed
             if len(kept_prompts) < len(self.lengths_P):
                 layer.prompt = (layer.prompt[0][prompts_P], layer.prompt[1][prompts_P])
             if layer.own is not None:
@@ -144,7 +153,8 @@ class Decoding:
         self._arrange()
 
     def _arrange(self) -> None:
-        """Set the rows of each prompt, padded with row 0, int64 (P, G), and each row's place there, int64 (S,)."""
+        """Set the rows of each prompt, padded with row 0, int64 (P, G), and each row's place there,
+        int64 (S,)."""
         members: list[list[int]] = [[] for _ in self.lengths_P]
         places = []
         for s, p in enumerate(self.prompt_of_row):
@@ -157,7 +167,8 @@ class Decoding:
         self.lengths_S = self.lengths_P[torch.tensor(self.prompt_of_row, device=self.device)]
 
     def enter(self, key_SJD: Tensor, value_SJD: Tensor) -> tuple[_Layer, Tensor, Tensor]:
-        """Write a layer's new keys and values; returns the layer, and the rows' own ones to read, (S, J, K - L, D)."""
+        """Write a layer's new keys and values; returns the layer, and the rows' own ones to read,
+        (S, J, K - L, D)."""
         layer = self.layers[self._next]
         self._next += 1
         if layer.own is None:
@@ -181,11 +192,13 @@ class Decoding:
 
     @property
     def _read(self) -> int:
-        return self.capacity if self.static else self.step + 1
+        if self.static:
+            return self.capacity
+        return self.step + 1
 
     def bias(self, mask_function: MaskFunction) -> Tensor | None:
-        """0 where a row's query sees a key and -inf elsewhere, float32 (S, 1, 1, K); None if all see all, unless
-        `static`."""
+        """0 where a row's query sees a key and -inf elsewhere, float32 (S, 1, 1, K); None if all
+        see all, unless `static`."""
         if mask_function not in self._biases:
             longest_prompt = self.layers[0].prompt[0].shape[2]
             prompt_K = torch.arange(longest_prompt, device=self.device)
@@ -231,7 +244,8 @@ def _attend(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of each row's new token to its prompt and to the row's own tokens, written out; softmax in float32."""
+    """Attention of each row's new token to its prompt and to the row's own tokens, written out;
+    softmax in float32."""
     if not isinstance(attention_mask, _Mask):
         raise ModelError("this model cannot decode on shared prompts", where=type(module).__name__)
     decoding = attention_mask.decoding
@@ -265,6 +279,7 @@ def _product(query_XJQD: Tensor, key_XJKD: Tensor) -> Tensor:
     """Queries times keys in float32, (X, J, Q, K)."""
     if query_XJQD.dtype == torch.float32 or not query_XJQD.is_cuda:
         return query_XJQD.float() @ key_XJKD.float().mT
+    # On a GPU without a float32 copy of the keys, which are most of the memory that is read.
     product = torch.bmm(
         query_XJQD.flatten(0, 1), key_XJKD.flatten(0, 1).mT, out_dtype=torch.float32
     )

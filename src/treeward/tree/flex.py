@@ -1,14 +1,15 @@
 """Attention over a `TreeBatch` by FlexAttention: one compiled kernel a layer, on a GPU.
 
-    mask = FlexMask(mask_function, layout)      # of one layer type, from transformers, and of one row
+    mask = FlexMask(mask_function, layout)      # of one layer type of transformers, and of one row
     out_BHTD = attend(query_BHTD, key_BJTD, value_BJTD, mask, scale=0.125)
 
-The kernel evaluates the rule `k <= q < subtree_end[k]` and the layer's mask function only in blocks of 128 x 128 tokens
-that are neither empty nor full, as the extremes of each block's numbers tell. The keys of a tree's prefix lie behind
-the row's.
+The kernel evaluates the rule `k <= q < subtree_end[k]` and the layer's mask function only in blocks
+of 128 x 128 tokens that are neither empty nor full, as the extremes of each block's numbers tell.
+The keys of a tree's prefix lie behind the row's.
 
-Shapes: B batch (1: a row), H heads, J key/value heads, T tokens of the row, P of a prefix, K keys (of the row and of
-prefixes), D head dimension, N any number of values, Q and L blocks of queries and of keys.
+Shapes: B batch (1: a row), H heads, J key/value heads, T tokens of the row, P of a prefix, K keys
+(of the row and of prefixes), D head dimension, N any number of values, Q and L blocks of queries
+and of keys.
 """
 
 from __future__ import annotations
@@ -26,17 +27,21 @@ from transformers.masking_utils import causal_mask_function
 from treeward.tree.batch import TreeLayout, on_device
 from treeward.tree.prefix import Exchange
 
+# Queries and keys of a block: FlexAttention's own default.
 BLOCK = 128
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
 """Of transformers: whether a query position sees a key position, of (batch, head, query, key)."""
 
+# Compilations of the kernel that a process may need: by head shapes, masks, and with or without
+# gradients.
 _MOST_CASES = 64
 
 
 class FlexMask:
-    """One layer type's mask over one row, for FlexAttention. With the mask function each query must see all positions
-    from a first one, which never decreases: causal masks, sliding windows and chunks do."""
+    """One layer type's mask over one row, for FlexAttention. With the mask function each query must
+    see all positions from a first one, which never decreases: causal masks, sliding windows and
+    chunks do."""
 
     def __init__(self, mask_function: MaskFunction, layout: TreeLayout) -> None:
         self.layout = layout
@@ -52,8 +57,10 @@ def attend(
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """The output (B, H, T, D). `softcap`: scores become c tanh(s / c). `sinks_H`: one more key without a value."""
-    # Autocast leaves queries and keys in float32 (norms) beside values in half precision (a projection).
+    """The output (B, H, T, D). `softcap`: scores become c tanh(s / c). `sinks_H`: one more key
+    without a value."""
+    # Autocast leaves queries and keys in float32 (norms) beside values in half precision (a
+    # projection).
     query_BHTD = query_BHTD.to(value_BJTD.dtype)
     key_BJTD = key_BJTD.to(value_BJTD.dtype)
     exchange = mask.layout.exchange
@@ -100,11 +107,13 @@ def shared_kernel() -> Callable[..., Any]:
     return torch.compile(flex_attention)
 
 
-# Not compiled: a compiled layer would be compiled again for each number of the layer, of prompts and of their tokens.
+# Not compiled: a compiled layer would be compiled again for each number of the layer, of prompts
+# and of their tokens.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _with_prefixes(
     key_BJTD: Tensor, value_BJTD: Tensor, exchange: Exchange
 ) -> tuple[Tensor, Tensor]:
+    # In the order of the trees, as `_block_mask` counts them: behind the row's own keys.
     prefixes = [prefix for prefix in exchange.enter(key_BJTD, value_BJTD) if prefix is not None]
     keys = [key_BJTD, *(key_JPD.to(key_BJTD)[None] for key_JPD, _ in prefixes)]
     values = [value_BJTD, *(value_JPD.to(value_BJTD)[None] for _, value_JPD in prefixes)]
@@ -135,7 +144,10 @@ def _block_mask(mask_function: MaskFunction, layout: TreeLayout) -> BlockMask:
     is_causal = mask_function is causal_mask_function
 
     def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        first = first_K[key] if has_prefixes else key
+        # Without prefixes `first_K[key]` is the key itself, and the kernel reads one number less.
+        first = key
+        if has_prefixes:
+            first = first_K[key]
         seen = (first <= query) & (query < end_K[key])
         if is_causal:
             return seen
@@ -161,6 +173,8 @@ def _blocks(
     length = len(positions_T)
     start_Q1 = torch.arange(0, length, BLOCK, device=positions_T.device)[:, None]
     last_Q1 = (start_Q1 + BLOCK - 1).clamp_max(length - 1)
+    # Keys that fill the last block begin after the row and end before it, so no query sees them,
+    # and the block is never full.
     first_low, first_high = _extremes(first_K, length)
     end_low, end_high = _extremes(end_K, 0)
     any_QL = (first_low <= last_Q1) & (end_high > start_Q1)
@@ -177,7 +191,8 @@ def _blocks(
 
 
 def _extremes(values_N: Tensor, padding: int | None) -> tuple[Tensor, Tensor]:
-    """The smallest and the largest value of each block; `padding`, or the last value, fills the last block."""
+    """The smallest and the largest value of each block; `padding`, or the last value, fills the
+    last block."""
     padding_size = -len(values_N) % BLOCK
     if padding is None:
         filling = values_N[-1:].expand(padding_size)
@@ -188,7 +203,8 @@ def _extremes(values_N: Tensor, padding: int | None) -> tuple[Tensor, Tensor]:
 
 
 def _ordered(chosen_QL: Tensor) -> tuple[Tensor, Tensor]:
-    """The number of chosen blocks of each row, int32 (1, 1, Q), and their places first, int32 (1, 1, Q, L)."""
+    """The number of chosen blocks of each row, int32 (1, 1, Q), and their places first, int32 (1,
+    1, Q, L)."""
     # Stable: the chosen blocks stay in the order of the keys, which FlexAttention reads them in.
     places = chosen_QL.to(torch.int8).argsort(dim=1, descending=True, stable=True)
     counts = chosen_QL.sum(dim=1, dtype=torch.int32)

@@ -1,13 +1,14 @@
-"""`gated_delta_rule`: the gated delta rule over a row of trees, in chunks that start from their parent chunk's state.
+"""`gated_delta_rule`: the gated delta rule over a row of trees, in chunks that start from their
+parent chunk's state.
 
     out_THV = gated_delta_rule(recurrence.chunks(32), query, key, value, g, beta, normalise=True)
 
-The function of transformers takes a batch of rows, each with one state, so trees need it once for each round of pieces
-that can go on together. Here all that happens within chunks is computed for all chunks of the row at once, and only
-the states are passed from one level of chunks to the next.
+The function of transformers takes a batch of rows, each with one state, so trees need it once for
+each round of pieces that can go on together. Here all that happens within chunks is computed for
+all chunks of the row at once, and only the states are passed from one level of chunks to the next.
 
-It computes a chunk in the WY form of Yang et al. 2024 (arXiv 2412.06464). With the decays summed up within the chunk,
-G = cumsum(g), the start state S and rows of queries q, keys k and values v:
+It computes a chunk in the WY form of Yang et al. 2024 (arXiv 2412.06464). With the decays summed up
+within the chunk, G = cumsum(g), the start state S and rows of queries q, keys k and values v:
 
     A = strictly lower part of beta k k^T exp(G_i - G_j)
     u = (1 + A)^-1 beta v,    w = (1 + A)^-1 beta k exp(G)
@@ -15,8 +16,12 @@ G = cumsum(g), the start state S and rows of queries q, keys k and values v:
     out = q exp(G) S + lower part of (q k^T exp(G_i - G_j)) new
     S' = exp(G_last) S + (k exp(G_last - G))^T new
 
-Shapes: T tokens, N chunks, C tokens of a chunk, J key heads, R = H / J, H value heads, Q key dimension, V value
-dimension.
+In the code `total` is G, `decay` the lower part of exp(G_i - G_j), `written` u, and `forgotten` w.
+The length of queries and keys is the square root of their sum of squares and 1e-6, as transformers'
+`l2norm` has it.
+
+Shapes: T tokens, N chunks, C tokens of a chunk, J key heads, R = H / J, H value heads, Q key
+dimension, V value dimension.
 """
 
 from __future__ import annotations
@@ -37,7 +42,8 @@ def gated_delta_rule(
     *,
     normalise: bool,
 ) -> Tensor:
-    """The outputs (T, H, V), in the dtype of the values. `normalise`: queries and keys to the length 1."""
+    """The outputs (T, H, V), in the dtype of the values. `normalise`: queries and keys to the
+    length 1."""
     wide = torch.promote_types(value_THV.dtype, torch.float32)
     groups = (key_TJQ.shape[1], value_THV.shape[1] // key_TJQ.shape[1])
 
@@ -65,6 +71,7 @@ def gated_delta_rule(
 
     later = torch.ones(plan.size, plan.size, dtype=torch.bool, device=value.device).triu(1)
     between = total.unsqueeze(-1) - total.unsqueeze(-2)
+    # -inf before the exponential: upper differences are positive and would overflow.
     decay = between.masked_fill(later, float("-inf")).exp()  # (N, J, R, C, C)
     system = (key @ key.mT) * decay * beta.unsqueeze(-1)
     within = (query @ key.mT) * decay
@@ -79,12 +86,13 @@ def gated_delta_rule(
     key = key * (end - total).exp().unsqueeze(-1)
     end = end.exp().unsqueeze(-1)
 
+    # All of the above was for all chunks at once. Only the states go level by level.
     parts = [x.split(plan.sizes) for x in (query, key, written, forgotten, within, end)]
     outs = []
     state: Tensor | None = None
     for number, level in enumerate(plan.levels):
         query, key, new, forgotten, within, end = (part[number] for part in parts)
-        if state is None:
+        if state is None:  # the roots, which start from a state of zeros
             out = within @ new
         else:
             state = state.index_select(0, level.parents)

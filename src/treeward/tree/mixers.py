@@ -4,10 +4,11 @@
     with over(batch.layout):
         hf(...)                         # a row of trees; elsewhere the model is as it was
 
-In such a layer projections, gates and norms are token by token. Tokens are mixed by a few functions,
-which transformers' modules call by name. `follow_trees` puts a function of its own under each name.
-It calls the original one, unless a row of trees is computed or sampled (`current_row.py`,
-`decoding.py`); then each segment starts from the state at the end of the segment above it.
+In such a layer projections, gates and norms are token by token. Tokens are mixed by a few
+functions, which transformers' modules call by name. `follow_trees` puts a function of its own under
+each name. It calls the original one, unless a row of trees is computed or sampled
+(`current_row.py`, `decoding.py`); then each segment starts from the state at the end of the segment
+above it.
 
 The names are private to transformers. If one is missing, or a model mixes tokens elsewhere, a tree
 does not give the states of plain rows; `model/checks.py` sees that, and the model runs as rows.
@@ -34,7 +35,7 @@ from treeward.tree import decoding
 from treeward.tree.current_row import Row, current
 from treeward.tree.gated_delta import gated_delta_rule
 from treeward.tree.prefix import Exchange
-from treeward.tree.recurrence import Round, Rounds, Window
+from treeward.tree.recurrence import Rounds
 
 _CPU_CHUNK = 32
 _GPU_CHUNK = 64
@@ -56,6 +57,7 @@ def follow_trees(hf: nn.Module) -> set[str]:
             if original is None:
                 continue
             found.add(name)
+            # A function of ours stays: around itself it would ask for the row twice.
             if not hasattr(original, "mixer"):
                 setattr(module, name, _following(original, mixer))
     return found
@@ -123,7 +125,8 @@ class _Mixer:
 
 
 class _NoResult(_Mixer):
-    """A fused kernel for training. Where it gives no result, the layers call the functions below."""
+    """A fused kernel for training. Where it gives no result, the layers call the functions
+    below."""
 
     @staticmethod
     def tree(row: Any, original: Any, *arguments: Any, **options: Any) -> None:
@@ -135,7 +138,8 @@ class _NoResult(_Mixer):
 
 
 class _Convolution(_Mixer):
-    """A causal convolution of each channel, with its activation. Its state is the last K - 1 inputs."""
+    """A causal convolution of each channel, with its activation. Its state is the last K - 1
+    inputs."""
 
     @staticmethod
     def tree(
@@ -154,10 +158,21 @@ class _Convolution(_Mixer):
             # Before the beginning of a conversation there are none.
             prefixes = [state for state in exchange.enter_states() if state is not None]
             inputs_TD = torch.cat([inputs_TD, *prefixes])
-            exchange.keep_states([_ends_with(inputs_TD, *kept) for kept in plan.kept])
+            states = []
+            for places, num_before in plan.kept:
+                last_inputs = inputs_TD.index_select(0, places)
+                states.append(F.pad(last_inputs, (0, 0, num_before, 0)))
+            exchange.keep_states(states)
         inputs_ED = inputs_TD.index_select(0, plan.source_E).index_fill(0, plan.before, 0.0)
+        dtype = inputs_ED.dtype
         if inputs_ED.device.type == "cpu":
-            return _on_cpu(inputs_ED, weight, bias, activation, plan)
+            # PyTorch's convolution of single channels is slow on a CPU: sums of shifted rows take
+            # its place.
+            wide = torch.promote_types(dtype, torch.float32)
+            apply: Any = _ShiftedSums.apply  # which torch has no types for
+            sums_ED: Tensor = apply(inputs_ED.to(wide), weight.to(wide))
+            sums_TD = sums_ED.index_select(0, plan.place_T)
+            return _activated(sums_TD, bias, activation).to(dtype).T[None]
         out: Tensor = original(inputs_ED.T[None], weight, bias, activation=activation, **options)
         # The output of a place is that of the K inputs that end there.
         return out[:, :, weight.shape[-1] - 1 :].index_select(2, plan.place_T)
@@ -174,25 +189,10 @@ class _Convolution(_Mixer):
         last_SKD = sampling.state()
         new_SD = hidden_states[0].T
         inputs_SKD = torch.cat([last_SKD, new_SD[:, None]], dim=1)
+        # In place, here and below: a captured graph writes to the addresses that it has seen.
         last_SKD.copy_(inputs_SKD[:, 1:])
         out_SD = (inputs_SKD.float() * weight.T.float()).sum(dim=1)
         return _activated(out_SD, bias, activation).to(new_SD.dtype).T[None]
-
-
-def _ends_with(inputs_TD: Tensor, places: Tensor, num_before: int) -> Tensor:
-    """The K - 1 inputs that end a conversation, zeros before its beginning."""
-    return F.pad(inputs_TD.index_select(0, places), (0, 0, num_before, 0))
-
-
-def _on_cpu(
-    inputs_ED: Tensor, weight_DK: Tensor, bias: Tensor | None, activation: str | None, plan: Window
-) -> Tensor:
-    """PyTorch's convolution of single channels is slow on a CPU: sums of shifted rows instead."""
-    dtype = inputs_ED.dtype
-    wide = torch.promote_types(dtype, torch.float32)
-    out_ED: Tensor = _ShiftedSums.apply(inputs_ED.to(wide), weight_DK.to(wide))  # type: ignore[no-untyped-call]
-    out_TD = out_ED.index_select(0, plan.place_T)
-    return _activated(out_TD, bias, activation).to(dtype).T[None]
 
 
 def _activated(values: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
@@ -230,9 +230,11 @@ class _ShiftedSums(torch.autograd.Function):
 
 
 class _GatedDeltaRule(_Mixer):
-    """S <- exp(g) S + beta k (v - k^T exp(g) S)^T, out = q^T S (Yang et al. 2024, arXiv 2412.06464).
+    """S <- exp(g) S + beta k (v - k^T exp(g) S)^T, out = q^T S (Yang et al. 2024, arXiv
+    2412.06464).
 
-    Its state is S, (H, Q, V). Kimi's delta attention is the same with a decay g for each key channel.
+    Its state is S, (H, Q, V). Kimi's delta attention is the same with a decay g for each key
+    channel.
     """
 
     @staticmethod
@@ -249,7 +251,12 @@ class _GatedDeltaRule(_Mixer):
         output_final_state: bool = False,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        chunk = min(chunk_size, _chunk(query.device))
+        chunk = _GPU_CHUNK
+        if query.device.type == "cpu":
+            chunk = _CPU_CHUNK
+        chunk = min(chunk_size, chunk)
+        # Arithmetic of ours, in chunks of the tree, knows neither a decay for each key channel nor
+        # states of prefixes. What has one goes through the model's function in rounds.
         is_scalar = g.dim() == 3
         if query.device.type == "cpu" and is_scalar and row.layout.exchange is None:
             normalise = options.get("use_qk_l2norm_in_kernel", False)
@@ -308,7 +315,7 @@ class _GatedDeltaRule(_Mixer):
         repeats = values_SHV.shape[1] // key.shape[1]
         query_SHQ = query.repeat_interleave(repeats, dim=1) * query.shape[-1] ** -0.5
         key_SHQ = key.repeat_interleave(repeats, dim=1)
-        if decay.dim() == 2:
+        if decay.dim() == 2:  # one for each head; Kimi's has one for each key channel
             decay = decay[..., None]
         state = state_SHQV * decay.exp()[..., None]
         known_SHV = (key_SHQ[..., None] * state).sum(dim=2)
@@ -349,7 +356,7 @@ class _Mamba2(_Mixer):
             inputs: Sequence[Tensor], start: Tensor | None, part: Round
         ) -> tuple[Tensor, Tensor | None]:
             values, steps, keys, queries = inputs
-            result = original(
+            result: Any = original(
                 values,
                 steps,
                 A,
@@ -361,7 +368,11 @@ class _Mamba2(_Mixer):
                 return_final_states=part.is_wanted,
                 **options,
             )
-            return result if part.is_wanted else (result, None)
+            # With states it returns a pair, without them the outputs alone.
+            if not part.is_wanted:
+                return result, None
+            out, end = result
+            return out, end
 
         heads = hidden_states.shape[2]
         shape = (heads, hidden_states.shape[3], B.shape[3])
@@ -437,7 +448,9 @@ class _Mamba1(_Mixer):
         written = written_NCQ.split(plan.sizes)
         exchange = row.layout.exchange
         start = _start(exchange, plan.starts, (A.shape[0], A.shape[1]), written[0])
-        state = written[0] if start is None else decays[0] * start + written[0]
+        state = written[0]
+        if start is not None:
+            state = decays[0] * start + state
         states = [state]
         for parents, decay, added in zip(plan.parents, decays[1:], written[1:], strict=True):
             state = decay * state.index_select(0, parents) + added
@@ -529,7 +542,12 @@ def _in_rounds(
         outs.append(out.flatten(0, 1))
         ends.append(end)
     if exchange is not None:
-        exchange.keep_states([_row_of(ends, *place) for place in plan.kept])
+        kept_states = []
+        for number, row in plan.kept:
+            states = ends[number]
+            assert states is not None, "a round in which a kept prefix ends is wanted"
+            kept_states.append(states[row])
+        exchange.keep_states(kept_states)
     return plan.slots.put(torch.cat(outs))
 
 
@@ -540,31 +558,26 @@ def _rows(values_ND: Tensor, part: Round) -> Tensor:
     return rows
 
 
-def _row_of(ends: Sequence[Tensor | None], number: int, row: int) -> Tensor:
-    states = ends[number]
-    assert states is not None, "a round in which a kept prefix ends is wanted"
-    return states[row]
-
-
 def _start(
     exchange: Exchange | None, starts: Sequence[int | None], shape: tuple[int, ...], like: Tensor
 ) -> Tensor | None:
     """The states that the roots start from, (R, *shape); None if all are zero."""
     if exchange is None:
         return None
+    # Entered even where nothing is read: the exchange counts the calls.
     prefixes = exchange.enter_states()
     if all(tree is None for tree in starts):
         return None
     zero = torch.zeros(shape, device=like.device)
     states = []
     for tree in starts:
-        state = None if tree is None else prefixes[tree]
-        states.append(zero if state is None else state)
+        state = None
+        if tree is not None:
+            state = prefixes[tree]
+        if state is None:  # a conversation that begins in this row
+            state = zero
+        states.append(state)
     return torch.stack(states)
-
-
-def _chunk(device: torch.device) -> int:
-    return _CPU_CHUNK if device.type == "cpu" else _GPU_CHUNK
 
 
 def _time_steps(

@@ -1,11 +1,11 @@
 """Plans: which comparison groups or sequences go through the model together.
 
     plan_micro_batches([300, 200, 100], max_tokens=400)    # [[0, 2], [1]]: groups by index
-    plan_sequences(all_ids, max_tokens=4096)               # ungrouped sequences, those that begin alike together
+    plan_sequences(all_ids, max_tokens=4096)               # ungrouped: those that begin alike
     split_group(group_ids, max_tokens=4096)                # one group that is too large, in parts
 
-Every process of a run makes the same plan, from sizes alone. A group that goes in parts has one loss all the same:
-`backward_in_parts`.
+Every process of a run makes the same plan, from sizes alone. A group that goes in parts has one
+loss all the same: `backward_in_parts`.
 
 Shapes: S sequences.
 """
@@ -26,8 +26,8 @@ from torch import Tensor
 from treeward.tree.token_tree import TokenIds, common_prefix_length, sort_key
 
 MIN_SHARED_BETWEEN_SEQUENCES = 8
-"""Single sequences to score share a tree if they have so many leading tokens in common: a short question already
-pays."""
+"""Single sequences to score share a tree if they have so many leading tokens in common: a short
+question already pays."""
 
 
 def plan_micro_batches(
@@ -41,9 +41,10 @@ def plan_micro_batches(
 
     Largest first, each into the emptiest of as few micro-batches as hold all.
 
-    `sizes`: the tokens of each group. `max_tokens`: of a micro-batch; a larger group has its own. `max_groups`: of a
-    micro-batch. `num_ranks`: processes that share the plan: rank r computes `plan[r::num_ranks]`, as many micro-batches
-    as the others, of like size at the same time, some perhaps empty.
+    `sizes`: the tokens of each group. `max_tokens`: of a micro-batch; a larger group has its own.
+    `max_groups`: of a micro-batch. `num_ranks`: processes that share the plan: rank r computes
+    `plan[r::num_ranks]`, as many micro-batches as the others, of like size at the same time, some
+    perhaps empty.
     """
     most_tokens = max_tokens or sys.maxsize
     most_groups = max_groups or sys.maxsize
@@ -60,7 +61,10 @@ def plan_micro_batches(
         if plan is not None:
             # Largest first: the ranks compute micro-batches of like size at the same time, and the
             # first one shows whether the memory suffices.
-            plan.sort(key=lambda members: sum(sizes[i] for i in members), reverse=True)
+            def num_tokens(members: Sequence[int]) -> int:
+                return sum(sizes[i] for i in members)
+
+            plan.sort(key=num_tokens, reverse=True)
             return [sorted(members) for members in plan]
     raise AssertionError("as many micro-batches as groups hold all")
 
@@ -93,13 +97,14 @@ def plan_padded(
 ) -> list[list[int]]:
     """`plan_micro_batches` for padded rows, where one long row lengthens all others.
 
-    `shapes`: (rows, longest row) of each group. Groups of similar length go together, longest first.
+    `shapes`: (rows, longest row) of each group. Groups of similar length go together, longest
+    first.
     """
     if num_ranks > 1:
         return _plan_padded_shares(shapes, max_tokens, max_groups, num_ranks)
     plan: list[list[int]] = []
     rows = 0
-    length = 0
+    length = 0  # of the first group of a micro-batch, which is the longest
     for i in sorted(range(len(shapes)), key=lambda i: (-shapes[i][1], i)):
         group_rows, longest = shapes[i]
         is_full = not plan
@@ -122,7 +127,8 @@ def _plan_padded_shares(
     max_groups: int | None,
     num_ranks: int,
 ) -> list[list[int]]:
-    """The plan for the smallest budget of tokens that needs no more micro-batches than `max_tokens` does."""
+    """The plan for the smallest budget of tokens that needs no more micro-batches than `max_tokens`
+    does."""
 
     def cost(members: Sequence[int]) -> int:
         rows = sum(shapes[i][0] for i in members)
@@ -130,6 +136,8 @@ def _plan_padded_shares(
         return rows * longest
 
     best = plan_padded(shapes, max_tokens=max_tokens, max_groups=max_groups)
+    # The last micro-batch of a plan may be small. A smaller budget for all gives the ranks work of
+    # like size, at no more micro-batches: it is found by halving.
     count = math.ceil(max(len(best), 1) / num_ranks) * num_ranks
     low = 0  # too small a budget
     high = max(map(cost, best), default=0)
@@ -156,9 +164,10 @@ def plan_sequences(
 ) -> list[list[list[int]]]:
     """Plan the scoring of ungrouped sequences: micro-batches of groups of indices.
 
-    In lexicographic order sequences that begin alike are neighbours and share a group; with `share=False` (padded rows)
-    those of similar length are neighbours. `max_tokens`: computed tokens of a micro-batch; a longer sequence has its
-    own. `max_sequences`: of a micro-batch. `num_cached`: each sequence's first tokens that need not be computed.
+    In lexicographic order sequences that begin alike are neighbours and share a group; with
+    `share=False` (padded rows) those of similar length are neighbours. `max_tokens`: computed
+    tokens of a micro-batch; a longer sequence has its own. `max_sequences`: of a micro-batch.
+    `num_cached`: each sequence's first tokens that need not be computed.
     """
     most_tokens = max_tokens or sys.maxsize
     most_sequences = max_sequences or sys.maxsize
@@ -176,17 +185,23 @@ def plan_sequences(
     previous: np.ndarray | None = None
     for i in sorted(range(len(arrays)), key=lambda i: sort_key(arrays[i])):
         array = arrays[i]
-        shared = 0 if previous is None else common_prefix_length(previous, array)
+        shared = 0
+        if previous is not None:
+            shared = common_prefix_length(previous, array)
         # an equal sequence is shared however short it is
         if shared < min(MIN_SHARED_BETWEEN_SEQUENCES, len(array)):
             shared = 0
-        cached = 0 if num_cached is None else num_cached[i]
+        cached = 0
+        if num_cached is not None:
+            cached = num_cached[i]
         cost = len(array) - max(shared, cached)
+        # an equal sequence costs nothing, so no budget is too small for it
         exceeds_tokens = cost > 0 and used + cost > most_tokens
         if not plan or exceeds_tokens or count == most_sequences:
             plan.append([])
             used = 0
             count = 0
+            # the neighbour is in another micro-batch: nothing of it is shared
             shared = 0
             cost = len(array) - cached
         if shared:
@@ -200,7 +215,8 @@ def plan_sequences(
 
 
 class GroupPart(NamedTuple):
-    """Sequences `members` of the group number `group`. `num_tokens`: tokens to compute: of their tree, or padded."""
+    """Sequences `members` of the group number `group`. `num_tokens`: tokens to compute: of their
+    tree, or padded."""
 
     group: int
     members: tuple[int, ...]
@@ -212,8 +228,8 @@ def split_group(
 ) -> list[GroupPart]:
     """Cut one group into parts of at most `max_tokens`, as few as its order allows.
 
-    `share`: parts are trees, of sequences that begin alike; otherwise padded rows, of sequences of like length. A
-    longer sequence is its own part.
+    `share`: parts are trees, of sequences that begin alike; otherwise padded rows, of sequences of
+    like length. A longer sequence is its own part.
     """
     arrays = [np.asarray(sequence, dtype=np.int64) for sequence in sequences]
     if share:
@@ -224,6 +240,7 @@ def split_group(
     members: list[int] = []
     used = 0
     for i in order:
+        # The tokens of the part if this sequence joins it.
         if not members:
             needed = len(arrays[i])
         elif share:
@@ -249,9 +266,11 @@ def plan_parts(
     share: bool = True,
     num_ranks: int = 1,
 ) -> list[list[GroupPart]]:
-    """The micro-batches of groups: each has at most `max_tokens`, unless a single sequence is larger.
+    """The micro-batches of groups: each has at most `max_tokens`, unless a single sequence is
+    larger.
 
-    A group that fits stays whole; empty groups are in no micro-batch. `num_ranks`: see `plan_micro_batches`.
+    A group that fits stays whole; empty groups are in no micro-batch. `num_ranks`: see
+    `plan_micro_batches`.
     """
     parts: list[GroupPart] = []
     for number, sequences in enumerate(groups):
@@ -291,10 +310,11 @@ def backward_in_parts(
 ) -> tuple[Tensor, Tensor]:
     """Add the gradient of `scale * loss_of(scores_S)` to the parameters behind the scores.
 
-    `parts`: for each part a deterministic function that computes its scores. `order_S`: of `order_of_parts`, on the
-    device of the scores. Returns the scores (S,), in the order of the sequences, and the loss without `scale`, both
-    detached. Several parts are scored without a graph first, for the gradient of the loss by the scores, and then
-    forward again and backward one by one (Gao et al. 2021, arXiv 2101.06983). The host never waits for a GPU here.
+    `parts`: for each part a deterministic function that computes its scores. `order_S`: of
+    `order_of_parts`, on the device of the scores. Returns the scores (S,), in the order of the
+    sequences, and the loss without `scale`, both detached. Several parts are scored without a graph
+    first, for the gradient of the loss by the scores, and then forward again and backward one by
+    one (Gao et al. 2021, arXiv 2101.06983). The host never waits for a GPU here.
     """
     if len(parts) == 1:
         scores_S = parts[0]()

@@ -1,8 +1,9 @@
-"""`PositionMask`: which tokens of a row of trees see each other in one type of layer, as parts that a CPU computes.
+"""`PositionMask`: which tokens of a row of trees see each other in one type of layer, as parts that
+a CPU computes.
 
-    mask = PositionMask(mask_function, layout)      # of transformers, and of one row
-    mask.parts                                      # slices of queries against slices of keys, for flash attention
-    mask.tree_mask(tree, device)                    # the same of one tree, written out
+    mask = PositionMask(mask_function, layout)          # of transformers, and of one row
+    mask.parts                          # slices of queries against slices of keys
+    mask.tree_mask(tree, device)        # the same of one tree, written out
 
 For windows and chunks queries are cut into blocks, so that cost and memory follow the window.
 
@@ -24,8 +25,9 @@ from treeward.tree.batch import TreeLayout, TreeSpan
 from treeward.tree.flex import MaskFunction
 
 CALL_COST = 4000
-"""The cost of one more flash call, in mask elements per head: measured on 2 CPU cores (forward and backward, 4 heads of
-64), where a call takes about 0.15 ms and a masked element about 34 ns. It decides between slices and a small mask."""
+"""The cost of one more flash call, in mask elements per head: measured on 2 CPU cores (forward and
+backward, 4 heads of 64), where a call takes about 0.15 ms and a masked element about 34 ns. It
+decides between slices and a small mask."""
 
 BLOCK = 256
 """Queries of one part in a layer with a window: the mask covers at most so many keys too many."""
@@ -33,10 +35,11 @@ BLOCK = 256
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Queries [q_start, q_end) against keys [k_start, k_end) of the row, or of the prefix of tree `prefix_of`.
+    """Queries [q_start, q_end) against keys [k_start, k_end) of the row, or of the prefix of tree
+    `prefix_of`.
 
-    `causal`: query i sees keys up to i. `mask_QK`: the visible keys, or None for all. `first`: no earlier part wrote
-    these queries.
+    `causal`: query i sees keys up to i. `mask_QK`: the visible keys, or None for all. `first`: no
+    earlier part wrote these queries.
     """
 
     q_start: int
@@ -52,11 +55,14 @@ class Part:
     def area(self) -> int:
         """The number of query-key products."""
         area = (self.q_end - self.q_start) * (self.k_end - self.k_start)
-        return area // 2 if self.causal else area
+        if self.causal:
+            return area // 2
+        return area
 
 
 class KeyRun(NamedTuple):
-    """Keys [start, end) of the row, or of the tree's prefix; `position`: of the first, in the conversation."""
+    """Keys [start, end) of the row, or of the tree's prefix; `position`: of the first, in the
+    conversation."""
 
     start: int
     end: int
@@ -78,10 +84,11 @@ class KeyRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Queries [q_start, q_end) of one segment, and the runs of keys of their path from the first visible one, root
-    first.
+    """Queries [q_start, q_end) of one segment, and the runs of keys of their path from the first
+    visible one, root first.
 
-    `start`: the position of the first query. `low`, `high`: the first position that the first, the last query sees.
+    `start`: the position of the first query. `low`, `high`: the first position that the first, the
+    last query sees.
     """
 
     q_start: int
@@ -95,7 +102,8 @@ class Window:
 class PositionMask:
     """One layer type's mask over one row, for one forward pass and its backward.
 
-    transformers passes it to attention layers in place of a tensor; its parts serve all layers of the type.
+    transformers passes it to attention layers in place of a tensor; its parts serve all layers of
+    the type.
     """
 
     def __init__(self, mask_function: MaskFunction, layout: TreeLayout) -> None:
@@ -113,7 +121,8 @@ class PositionMask:
 
     @cached_property
     def parts(self) -> list[Part]:
-        """The parts, which cover exactly the visible keys of all tokens; small trees become one masked part.
+        """The parts, which cover exactly the visible keys of all tokens; small trees become one
+        masked part.
 
         Raises `ModelError` for a mask that is not causal, or that has holes.
         """
@@ -139,21 +148,29 @@ class PositionMask:
         return self._masks[key]
 
     def windows(self, tree: TreeSpan) -> list[Window] | None:
-        """A tree's queries in blocks, each with its keys; None if the last token sees everything."""
+        """A tree's queries in blocks, each with its keys; None if the last token sees
+        everything."""
         if tree.start not in self._windows:
             last = torch.tensor([tree.depth - 1])
+            # Asked of the first query and the last key, the pair that is farthest from causal.
             if tree.depth > 1 and bool(self.allowed(torch.tensor([0]), last).any()):
                 raise ModelError(
-                    "this model's attention sees later tokens, so its conversations cannot share a prefix",
+                    "this model's attention sees later tokens, so its conversations cannot share "
+                    "a prefix",
                     where="policy.attention",
                     fix="policy.attention=rows",
                 )
+            # What the last query of the longest path sees, all queries see of their own paths.
             sees_all = bool(self.allowed(last, torch.arange(tree.depth)).all())
-            self._windows[tree.start] = None if sees_all else list(self._cut(tree))
+            windows = None
+            if not sees_all:
+                windows = list(self._cut(tree))
+            self._windows[tree.start] = windows
         return self._windows[tree.start]
 
     def first_seen(self, query: int) -> int:
-        """The first position that a query sees. Raises `ModelError` unless it sees all from there to itself."""
+        """The first position that a query sees. Raises `ModelError` unless it sees all from there
+        to itself."""
         if query not in self._first_seen:
             seen = self.allowed(torch.tensor([query]), torch.arange(query + 1))[0]
             first = int(seen.int().argmax())
@@ -167,7 +184,8 @@ class PositionMask:
         return self._first_seen[query]
 
     def _visible(self, tree: TreeSpan) -> Tensor:
-        """The rule `k <= q < subtree_end[k]` and the mask function, written out: bool (N, P + N)."""
+        """The rule `k <= q < subtree_end[k]` and the mask function, written out: bool (N, P +
+        N)."""
         # A prefix hangs above the root: its positions are the first ones, and all tokens see it.
         prefix = torch.arange(tree.num_prefix_tokens)
         tokens = torch.arange(tree.start, tree.end)
@@ -188,8 +206,8 @@ class PositionMask:
         windows = self.windows(tree)
         if windows is None:
             for segment in tree.segments:
-                start, end = segment.start, segment.end
-                yield Part(start, end, start, end, True, None, first=True)
+                span = (segment.start, segment.end)
+                yield Part(*span, *span, True, None, first=True)
             # A segment is seen whole by the segments below it, which lie behind it.
             for segment in tree.segments:
                 if segment.subtree_end > segment.end:
@@ -210,7 +228,8 @@ class PositionMask:
             yield from self._before(window, in_prefix=False)
 
     def _prefix_parts(self, number: int, tree: TreeSpan) -> Iterator[Part]:
-        """The parts of a tree's tokens against its prefix; each comes after the tokens' first part."""
+        """The parts of a tree's tokens against its prefix; each comes after the tokens' first
+        part."""
         windows = self.windows(tree)
         if windows is None:
             if tree.num_prefix_tokens:
@@ -241,7 +260,8 @@ class PositionMask:
                 yield Window(q_start, q_start + stop - start, start, low, high, keys)
 
     def _before(self, window: Window, *, in_prefix: bool) -> Iterator[Part]:
-        """The parts of a window's queries against earlier keys: keys that all of them see, and keys that some see."""
+        """The parts of a window's queries against earlier keys: keys that all of them see, and keys
+        that some see."""
         num_queries = window.q_end - window.q_start
         queries = torch.arange(window.start, window.start + num_queries)
         # From here on, up to the queries themselves, every query sees every key.

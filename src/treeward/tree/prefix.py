@@ -1,15 +1,18 @@
 """`Prefix`: what the layers of a model know of a conversation's first tokens, kept from an earlier
 forward pass: keys and values of attention, and the states of recurrent layers.
 
-    batch = TreeBatch.from_groups([completions_without_their_prompt], prefixes=[prefix], keep=[(0, 0, 120)])
+    groups = [completions_without_their_prompt]
+    batch = TreeBatch.from_groups(groups, prefixes=[prefix], keep=[(0, 0, 120)])
     scores_S = model(batch)
     prompt, = batch.layout.exchange.kept()      # of the prompt and 120 tokens more
 
-In a causal model it depends only on the tokens up to its end, so every continuation can go on from it: a prefix hangs
-above the root of a tree, which holds only the new tokens. `PrefixCache` holds prefixes within a budget of bytes, for a
-server that receives the completions of a prompt one by one; the least recently used go first.
+In a causal model it depends only on the tokens up to its end, so every continuation can go on from
+it: a prefix hangs above the root of a tree, which holds only the new tokens. `PrefixCache` holds
+prefixes within a budget of bytes, for a server that receives the completions of a prompt one by
+one; the least recently used go first.
 
-Shapes: B batch (1: a row), J key/value heads, T tokens of the row, P of the prefix, D head dimension.
+Shapes: B batch (1: a row), J key/value heads, T tokens of the row, P of the prefix, D head
+dimension.
 """
 
 from __future__ import annotations
@@ -31,8 +34,9 @@ from treeward.tree.token_tree import TokenIds, common_prefix_length, sort_key
 class Prefix:
     """The first P tokens of a conversation.
 
-    `keys`, `values`: of each attention layer, in the order of the forward pass, (J, P, D). `states`: after the last of
-    the tokens, of each function of a recurrent layer (`mixers.py`), in the same order.
+    `keys`, `values`: of each attention layer, in the order of the forward pass, (J, P, D).
+    `states`: after the last of the tokens, of each function of a recurrent layer (`mixers.py`), in
+    the same order.
     """
 
     num_tokens: int
@@ -54,7 +58,8 @@ class Prefix:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
 
     def first(self, num_tokens: int) -> Prefix:
-        """Its first tokens, as views. With states it has none but itself, because a state is that of one place."""
+        """Its first tokens, as views. With states it has none but itself, because a state is that
+        of one place."""
         if num_tokens == len(self):
             return self
         assert not self.states, "the states at other places were not kept"
@@ -69,15 +74,16 @@ Prefixes = Sequence[tuple[Tensor, Tensor] | None]
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A prefix to keep: that of the tree of this number, if any, and then these ranges of the row, root first."""
+    """A prefix to keep: that of the tree of this number, if any, and then these ranges of the row,
+    root first."""
 
     tree: int
     ranges: tuple[tuple[int, int], ...]
 
 
 class Exchange:
-    """The prefixes that the layers of one forward pass read, and the ones that they write. It counts the calls of
-    layers."""
+    """The prefixes that the layers of one forward pass read, and the ones that they write. It
+    counts the calls of layers."""
 
     def __init__(self, prefixes: Sequence[Prefix | None], keep: Sequence[Kept] = ()) -> None:
         self.prefixes = tuple(prefixes)
@@ -88,7 +94,8 @@ class Exchange:
         self._kept_states: list[list[Tensor]] = [[] for _ in keep]
 
     def enter(self, key_BJTD: Tensor, value_BJTD: Tensor) -> list[tuple[Tensor, Tensor] | None]:
-        """Called by each attention layer with the row's keys and values; returns each tree's prefix."""
+        """Called by each attention layer with the row's keys and values; returns each tree's
+        prefix."""
         layer = self._layer
         self._layer += 1
         prefixes: list[tuple[Tensor, Tensor] | None] = []
@@ -105,10 +112,17 @@ class Exchange:
         return prefixes
 
     def enter_states(self) -> list[Tensor | None]:
-        """Called by each function of a recurrent layer; returns the state at the end of each tree's prefix."""
+        """Called by each function of a recurrent layer; returns the state at the end of each tree's
+        prefix."""
         number = self._state
         self._state += 1
-        return [None if prefix is None else prefix.states[number] for prefix in self.prefixes]
+        states: list[Tensor | None] = []
+        for prefix in self.prefixes:
+            if prefix is None:
+                states.append(None)
+            else:
+                states.append(prefix.states[number])
+        return states
 
     def keep_states(self, states: Sequence[Tensor]) -> None:
         """Called by each function of a recurrent layer with the states at the ends of `keep`."""
@@ -120,8 +134,9 @@ class Exchange:
         prefixes = []
         for path, layers, states in zip(self.keep, self._kept, self._kept_states, strict=True):
             before = self.prefixes[path.tree]
-            num_tokens = 0 if before is None else len(before)
-            num_tokens += sum(end - start for start, end in path.ranges)
+            num_tokens = sum(end - start for start, end in path.ranges)
+            if before is not None:
+                num_tokens += len(before)
             keys = tuple(key for key, _ in layers)
             values = tuple(value for _, value in layers)
             prefixes.append(Prefix(num_tokens, keys, values, tuple(states)))
@@ -131,8 +146,12 @@ class Exchange:
 def _joined(
     prefix_JPD: Tensor | None, row_JTD: Tensor, ranges: Sequence[tuple[int, int]]
 ) -> Tensor:
-    parts = [] if prefix_JPD is None else [prefix_JPD]
-    parts += [row_JTD[:, start:end] for start, end in ranges]
+    parts = []
+    if prefix_JPD is not None:
+        parts.append(prefix_JPD)
+    for start, end in ranges:
+        parts.append(row_JTD[:, start:end])
+    # `cat` copies, also of one part: a view would hold the keys of the whole row in the cache.
     return torch.cat(parts, dim=1)
 
 
@@ -141,9 +160,10 @@ MIN_PREFIX_TOKENS = 32
 
 
 class PrefixCache:
-    """Prefixes by their tokens. `max_bytes`: of all that they hold. `whole`: a prefix serves only conversations that
-    begin with all of its tokens, as for a model with recurrent layers, whose states are those of its end. It belongs to
-    one model: clear it after a change of the weights. One thread uses it at a time."""
+    """Prefixes by their tokens. `max_bytes`: of all that they hold. `whole`: a prefix serves only
+    conversations that begin with all of its tokens, as for a model with recurrent layers, whose
+    states are those of its end. It belongs to one model: clear it after a change of the weights.
+    One thread uses it at a time."""
 
     def __init__(self, max_bytes: int, *, whole: bool = False) -> None:
         self.max_bytes = max_bytes
@@ -164,9 +184,13 @@ class PrefixCache:
         they are too few to matter.
         """
         # The last token has to be computed: a cache holds no hidden state to read.
-        most = len(tokens) - 1 if most is None else min(most, len(tokens) - 1)
-        _, num_known = self._longest(sort_key(tokens[:most]))
-        return num_known if num_known >= MIN_PREFIX_TOKENS else 0
+        limit = len(tokens) - 1
+        if most is not None:
+            limit = min(most, limit)
+        _, num_known = self._longest(sort_key(tokens[:limit]))
+        if num_known < MIN_PREFIX_TOKENS:
+            return 0
+        return num_known
 
     def get(self, tokens: TokenIds, num_tokens: int) -> Prefix:
         """The prefix of the first `num_tokens` tokens, as many as `match` has said."""
@@ -181,6 +205,7 @@ class PrefixCache:
         """Keep the prefix of these tokens, if it fits."""
         key = sort_key(tokens)
         size = prefix.num_bytes
+        # One that is larger than the cache would empty it and still not fit.
         if size > self.max_bytes or len(prefix) < MIN_PREFIX_TOKENS:
             return
         _, num_known = self._longest(key)
@@ -210,10 +235,12 @@ class PrefixCache:
     def _longest(self, key: bytes) -> tuple[bytes | None, int]:
         """The entry that begins most like `key`, and how many tokens they share."""
         if self.whole:
+            # A neighbour in the order may go on where the key parts from it, so every length that
+            # is there is tried, the longest first.
             lengths = {len(entry) for entry in self._entries if len(entry) <= len(key)}
             for length in sorted(lengths, reverse=True):
                 if key[:length] in self._entries:
-                    return key[:length], length // 8
+                    return key[:length], length // 8  # bytes of a token
             return None, 0
         place = bisect.bisect_left(self._sorted, key)
         neighbours = self._sorted[max(place - 1, 0) : place + 1]
@@ -228,15 +255,17 @@ class PrefixCache:
 
 
 class RecentTokens:
-    """The beginnings of recent sequences, to find repeated prompts: the tokens that a rendered text shares with an
-    earlier one are the prompt, or more. It keeps hashes in blocks of 32 tokens; the oldest of `max_blocks` go first."""
+    """The beginnings of recent sequences, to find repeated prompts: the tokens that a rendered text
+    shares with an earlier one are the prompt, or more. It keeps hashes in blocks of 32 tokens; the
+    oldest of `max_blocks` go first."""
 
     def __init__(self, max_blocks: int = 2**17) -> None:
         self.max_blocks = max_blocks
         self._seen: OrderedDict[bytes, None] = OrderedDict()
 
     def add(self, tokens: TokenIds) -> int:
-        """Add a sequence; returns how many of its first tokens an earlier one shares, in whole blocks."""
+        """Add a sequence; returns how many of its first tokens an earlier one shares, in whole
+        blocks."""
         key = sort_key(tokens)
         hashed = hashlib.blake2b(digest_size=16)
         num_known = 0

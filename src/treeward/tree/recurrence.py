@@ -1,13 +1,13 @@
 """`Recurrence`: where each token's state comes from, in a row of trees.
 
     plan = Recurrence.of(layout)
-    plan.window(kernel)         # causal convolutions: a longer row, with each segment behind its path
+    plan.window(kernel)         # causal convolutions: a longer row, each segment behind its path
     plan.rounds(multiple)       # kernels that start from a state and end with one
     plan.chunks(size)           # chunks that start from their parent chunk's state
     plan.steps                  # recurrences that go token by token
 
-A recurrent layer carries a state from token to token. In a tree the first token of a segment goes on
-from the last token of the segment above it, so a state is computed once and inherited by every
+A recurrent layer carries a state from token to token. In a tree the first token of a segment goes
+on from the last token of the segment above it, so a state is computed once and inherited by every
 child; gradients of the children add up by themselves:
 
     row      | p p p p p p | a a a | b b b b b |        a prompt, and two completions
@@ -23,6 +23,7 @@ Shapes: T tokens of the row, E tokens of the longer row, K taps of a convolution
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -64,25 +65,31 @@ class Slots:
 
     @classmethod
     def of(cls, token_N: np.ndarray, is_token_N: np.ndarray, device: torch.device) -> Slots:
+        # The inverse: each token of the row has exactly one slot.
         slot_T = np.empty(int(is_token_N.sum()), dtype=np.int64)
         slot_T[token_N[is_token_N]] = np.flatnonzero(is_token_N)
-        arrays = (token_N, is_token_N, slot_T)
-        return cls(*(torch.from_numpy(array).to(device) for array in arrays))
+        return cls(
+            token_N=torch.from_numpy(token_N).to(device),
+            is_token_N=torch.from_numpy(is_token_N).to(device),
+            slot_T=torch.from_numpy(slot_T).to(device),
+        )
 
     def take(self, values_TD: Tensor) -> Tensor:
         """(T, D) in the order of the slots, (N, D). Padding has some token's values."""
-        taken: Tensor = _Reordered.apply(values_TD, self.token_N, self.slot_T, None)  # type: ignore[no-untyped-call]
+        apply: Any = _Reordered.apply  # which torch has no types for
+        taken: Tensor = apply(values_TD, self.token_N, self.slot_T, None)
         return taken
 
     def put(self, values_ND: Tensor) -> Tensor:
         """(N, D) in the order of the row, (T, D)."""
-        put: Tensor = _Reordered.apply(values_ND, self.slot_T, self.token_N, self.is_token_N)  # type: ignore[no-untyped-call]
+        apply: Any = _Reordered.apply
+        put: Tensor = apply(values_ND, self.slot_T, self.token_N, self.is_token_N)
         return put
 
 
 class _Reordered(torch.autograd.Function):
-    """`values.index_select(0, index)` where each token has one slot, so that the gradient is another
-    selection. That of `index_select` adds up one row after the other.
+    """`values.index_select(0, index)` where each token has one slot, so that the gradient is
+    another selection. That of `index_select` adds up one row after the other.
     """
 
     @staticmethod
@@ -195,8 +202,8 @@ class Steps:
 class Recurrence:
     """The plans of one row, for layers on `device`. Each is made when it is first needed.
 
-    `pieces`: segments, in the order of the row; a segment is cut where a kept prefix ends in it, and
-    padding of the row is one more. `kept`: the piece that ends each kept prefix.
+    `pieces`: segments, in the order of the row; a segment is cut where a kept prefix ends in it,
+    and padding of the row is one more. `kept`: the piece that ends each kept prefix.
     """
 
     def __init__(
@@ -218,15 +225,22 @@ class Recurrence:
             ends_of_kept = [kept.ranges[-1][1] for kept in layout.exchange.keep]
         pieces: list[Piece] = []
         for number, tree in enumerate(layout.trees):
-            prefix_of = number if tree.num_prefix_tokens else None
+            prefix_of_roots = None
+            if tree.num_prefix_tokens:
+                prefix_of_roots = number
             last_pieces: list[int] = []
             for segment in tree.segments:
-                parent = None if segment.parent is None else last_pieces[segment.parent]
+                parent = None
+                if segment.parent is not None:
+                    parent = last_pieces[segment.parent]
+                # A state exists at the end of a piece alone, so a kept prefix needs an end there.
                 cuts = {end for end in ends_of_kept if segment.start < end < segment.end}
                 start = segment.start
                 for end in [*sorted(cuts), segment.end]:
-                    is_root = parent is None
-                    pieces.append(Piece(start, end, parent, prefix_of if is_root else None))
+                    prefix_of = None
+                    if parent is None:
+                        prefix_of = prefix_of_roots
+                    pieces.append(Piece(start, end, parent, prefix_of))
                     parent = len(pieces) - 1
                     start = end
                 last_pieces.append(len(pieces) - 1)
@@ -316,13 +330,15 @@ class Recurrence:
         while going:
             lengths = [len(self.pieces[number]) - done for number, done, _ in going]
             if multiple is not None:
-                shortest = -(-min(lengths) // multiple) * multiple
+                # Up to the end of the shortest, at a multiple: there a kernel pads anyway.
+                shortest = math.ceil(min(lengths) / multiple) * multiple
                 lengths = [min(max(lengths), shortest)] * len(lengths)
             following = []
             for row, (number, done, _) in enumerate(going):
                 piece = self.pieces[number]
                 places = piece.start + done + np.arange(lengths[row])
                 is_token.append(places < piece.end)
+                # A slot of padding repeats the last token: any values will do, if they exist.
                 tokens.append(places.clip(max=piece.end - 1))
                 done += lengths[row]
                 if done < len(piece):
@@ -339,7 +355,9 @@ class Recurrence:
             if multiple is None:
                 bounds_cpu = torch.tensor([0, *itertools.accumulate(lengths)])
                 bounds = bounds_cpu.to(self.device)
-            source = self._tensor(np.array(sources)) if number else None
+            source = None
+            if number > 0:
+                source = self._tensor(np.array(sources))
             # Every later round starts from the states of the one before it.
             is_wanted = number + 1 < len(plan) or any(at == number for at, _ in kept)
             rounds.append(Round(tuple(lengths), bounds, bounds_cpu, source, is_wanted))
@@ -360,9 +378,13 @@ class Recurrence:
         depths: list[int] = []
         last_chunks: list[int] = []
         for piece in self.pieces:
-            parent = None if piece.parent is None else last_chunks[piece.parent]
+            parent = None
+            if piece.parent is not None:
+                parent = last_chunks[piece.parent]
             for start in range(piece.start, piece.end, size):
-                depth = 0 if parent is None else depths[parent] + 1
+                depth = 0
+                if parent is not None:
+                    depth = depths[parent] + 1
                 if depth == len(levels):
                     levels.append([])
                 levels[depth].append(len(spans))
@@ -402,7 +424,7 @@ class Recurrence:
         starts: list[int | None] = []
         for piece in self.pieces:
             own = np.arange(piece.start, piece.end)
-            parent_T[own] = own - 1
+            parent_T[own] = own - 1  # the first token of a root has none: it is never looked up
             first_step = 0
             if piece.parent is None:
                 starts.append(piece.prefix_of)

@@ -4,7 +4,8 @@
     tree.tokens_N    # [1, 2, 3, 4, 9]: 5 tokens for the 10 of the plain rows
     tree.ends_S     # [3, 4, 2]: the index of each sequence's last token
 
-Sharing is discovered from the tokens. They lie in preorder, so that the tokens below a segment are one range.
+Sharing is discovered from the tokens. They lie in preorder, so that the tokens below a segment are
+one range.
 
 Shapes: N tokens of the tree, S sequences.
 """
@@ -25,8 +26,8 @@ TokenIds = npt.NDArray[np.integer] | Sequence[int]
 class Segment:
     """A run of tokens without a branch: [`start`, `end`) in the flat order.
 
-    `subtree_end`: the end of the tokens below it. `depth`: the position of its first token in the conversation.
-    `parent`: the index of the segment above it.
+    `subtree_end`: the end of the tokens below it. `depth`: the position of its first token in the
+    conversation. `parent`: the index of the segment above it.
     """
 
     start: int
@@ -39,7 +40,8 @@ class Segment:
         return self.end - self.start
 
     def shifted(self, tokens: int, depth: int = 0) -> Segment:
-        """The segment with `tokens` tokens before its tree and `depth` tokens above its root; same `parent`."""
+        """The segment with `tokens` tokens before its tree and `depth` tokens above its root; same
+        `parent`."""
         return Segment(
             start=self.start + tokens,
             end=self.end + tokens,
@@ -53,8 +55,8 @@ class Segment:
 class TokenTree:
     """A trie of token sequences in preorder.
 
-    `tokens_N`, `positions_N`: its tokens and their positions in their conversations, int64. `ends_S`: the flat index of
-    each sequence's last token, int64, in the order given.
+    `tokens_N`, `positions_N`: its tokens and their positions in their conversations, int64.
+    `ends_S`: the flat index of each sequence's last token, int64, in the order given.
     """
 
     tokens_N: npt.NDArray[np.int64]
@@ -73,7 +75,8 @@ class TokenTree:
 
     @classmethod
     def from_sequences(cls, sequences: Sequence[TokenIds]) -> TokenTree:
-        """Insert S non-empty sequences of non-negative token ids. Raises `ValueError` for an empty one or for none."""
+        """Insert S non-empty sequences of non-negative token ids. Raises `ValueError` for an empty
+        one or for none."""
         arrays = [np.asarray(sequence, dtype=np.int64) for sequence in sequences]
         if not arrays:
             raise ValueError("a TokenTree needs at least one sequence")
@@ -98,7 +101,9 @@ class TokenTree:
         previous: npt.NDArray[np.int64] | None = None
         for key in sorted_keys:
             array = distinct[key]
-            start = 0 if previous is None else common_prefix_length(previous, array)
+            start = 0
+            if previous is not None:
+                start = common_prefix_length(previous, array)
             end += len(array) - start
             lengths.append(len(array))
             shared.append(start)
@@ -127,7 +132,9 @@ def common_prefix_length(a: npt.NDArray[np.integer], b: npt.NDArray[np.integer])
     """How many leading tokens two sequences share."""
     shortest = min(len(a), len(b))
     differs = a[:shortest] != b[:shortest]
-    return int(differs.argmax()) if differs.any() else shortest
+    if not differs.any():
+        return shortest
+    return int(differs.argmax())
 
 
 def _segments(
@@ -135,11 +142,12 @@ def _segments(
 ) -> tuple[Segment, ...]:
     """The segments of a tree of sorted, different sequences, in preorder.
 
-    For each sequence: its length, the leading tokens that it shares with the one before it, and where its last token
-    ends in the flat order.
+    For each sequence: its length, the leading tokens that it shares with the one before it, and
+    where its last token ends in the flat order.
     """
     segments: list[Segment] = []
-    # Sequences [first, last) that share one more segment, which begins at this depth, and its parent.
+    # Sequences [first, last) that share one more segment, which begins at this depth, and its
+    # parent.
     ranges: list[tuple[int, int, int, int | None]] = [(0, len(lengths), 0, None)]
     while ranges:
         first, last, depth, parent = ranges.pop()
