@@ -31,6 +31,7 @@ from treeward.tree.token_tree import TokenIds
 logger = logging.getLogger(__name__)
 
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+"""The types of layers that mix tokens by attention alone, as transformers names them."""
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest accepted difference of hidden states, relative to their largest value. Rounding stays a
 factor of ten below, and a token that sees one token too many lies far above."""
@@ -142,7 +143,9 @@ def check_before_training(
     layers = [module for module in model.head.modules() if isinstance(module, nn.Linear)]
     outputs = layers[-1].out_features
     problem = None
-    if outputs != (num_heads or 1) and (num_heads is not None or not model.score_parts):
+    # A published head may have several values, whose sum is the score.
+    counts_labels = num_heads is not None or not model.score_parts
+    if counts_labels and outputs != (num_heads or 1):
         problem = f"it has {outputs} labels, not {num_heads or 'one'}"
     elif any(layer.weight.dtype != torch.float32 for layer in layers):
         problem = "it is not float32"
@@ -158,6 +161,7 @@ def check_before_training(
         return
     last = Counter(int(sequence[-1]) for sequence in sequences)
     pad = model.hf.config.get_text_config().pad_token_id
+    # Plain transformers takes such an end for padding, and reads before it.
     if pad in last:
         raise ModelError(
             "conversations end with the padding token, so plain transformers would read another "
@@ -178,6 +182,7 @@ def check_before_training(
             "so the model cannot see whether a completion is finished.",
             len(last),
         )
+    # The shortest are enough, because a wrong read or head shows in any conversation.
     if not getattr(model.hf, "made_by_treeward", False):
         _check_scores(model, sorted(sequences, key=len)[:2])
     # Real conversations may end so long after they part that a wrong state has decayed.
@@ -283,6 +288,7 @@ def _check_tokens(
 
 @torch.no_grad()
 def _check_scores(model: RewardModel, sequences: Sequence[TokenIds]) -> None:
+    # One batch against single rows, so that padding and packing are compared too.
     ours_SH = model.heads(model.make_batch([sequences])).cpu()
     plain_SH = _plain_values(model, sequences)
     # Not relative to each score, which may be close to zero.
@@ -342,9 +348,10 @@ _PROBED_CHUNK = 64
 def _probe_sequences(hf: PreTrainedModel) -> list[list[int]]:
     """Conversations that show a wrong tree, without the padding token.
 
-    Two of 12 and 10 tokens that share 6. Of a model with recurrent layers six: a tree of three levels that is longer
-    than two chunks of a kernel, and one so short that it is padded beside it. All but one end one to five tokens after
-    they part from the others, before a state that they should not have inherited has decayed.
+    Two of 12 and 10 tokens that share 6. Of a model with recurrent layers six: a tree of three
+    levels that is longer than two chunks of a kernel, and one so short that it is padded beside it.
+    All but one end one to five tokens after they part from the others, before a state that they
+    should not have inherited has decayed.
     """
     model = WrappedModel(hf, layout="rows")
     vocabulary = model.num_embeddings

@@ -171,7 +171,9 @@ class ToleranceContract(Strict):
     def of(self, dtype: Dtype) -> float:
         """The tolerance of scores that a backbone computes in `dtype`; float16 rounds less than
         bfloat16."""
-        return self.float32 if dtype == "float32" else self.bfloat16
+        if dtype == "float32":
+            return self.float32
+        return self.bfloat16
 
 
 class NormalizationConstants(Strict):
@@ -309,6 +311,7 @@ def read_contract(name: str | Path) -> ScoringContract | None:
     another version."""
     path = Path(name).expanduser() / CONTRACT_FILE
     if not path.parent.is_dir():
+        # A mistyped folder is said to be one, and not looked for on the hub.
         check_local(str(name))
         try:
             cached = cached_file(
@@ -324,8 +327,10 @@ def read_contract(name: str | Path) -> ScoringContract | None:
     version = None
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+        # Before the rest: fields of another version are no damage.
         version = content["version"]
         return ScoringContract.model_validate(content)
+    # A RecursionError is of very many brackets in a file that anybody may have written.
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         if version in (None, CONTRACT_VERSION):
             fix = "restore the file from where the model came from"

@@ -75,12 +75,15 @@ def _write_weights(folder: Path, weights: Iterable[tuple[str, torch.Tensor]]) ->
     number = 1
     # Only the main process writes, so the others hold no bytes; but each takes part in gathering a
     # sharded weight.
-    device = "cpu" if processes.is_main() else "meta"
+    device = "meta"
+    if processes.is_main():
+        device = "cpu"
 
     def write_file() -> None:
         path = folder / f"model-{number}.safetensors"
         processes.on_main(lambda: save_file(pending, path, metadata={"format": "pt"}))
 
+    # Sizes are of the whole weights on every process, so all write, and rename, the same files.
     for name, weight in weights:
         if pending and pending_bytes + weight.nbytes > FILE_BYTES:
             write_file()
@@ -148,8 +151,11 @@ def exported_weights(
     are float32."""
 
     def layer(weight: tuple[str, torch.Tensor, Any]) -> str:
+        # `model.layers.3.` of `model.layers.3.mlp.up_proj.weight`; else a group of its own.
         match = re.match(r".*?\.\d+\.", weight[0])
-        return match.group() if match else weight[0]
+        if match is None:
+            return weight[0]
+        return match.group()
 
     hf = model.hf
     left_out = {
@@ -163,8 +169,10 @@ def exported_weights(
         for name, _, plain in weights:
             if name in left_out:
                 continue
-            is_of_head = name.split(".")[0] == float32
-            whole_weights[name] = whole(plain(torch.float32 if is_of_head else dtype))
+            weight_dtype = dtype
+            if name.split(".")[0] == float32:
+                weight_dtype = torch.float32
+            whole_weights[name] = whole(plain(weight_dtype))
         # transformers saves some weights as other tensors than it loads.
         yield from revert_weight_conversion(hf, whole_weights).items()
 

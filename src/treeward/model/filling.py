@@ -48,6 +48,7 @@ def fill(model: WrappedModel, load_whole: Callable[[], PreTrainedModel]) -> None
     with processes.patience() as group:
         processes.on_main(load, group)
     for name, weight in weights.items():
+        # Taken out one by one: the main process frees what it has sent.
         put(weight, processes.broadcast_tensor(state.pop(name, None), weight))
 
 

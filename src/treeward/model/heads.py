@@ -67,6 +67,7 @@ def mlp(sizes: Sequence[int], *between: Callable[[], nn.Module]) -> nn.Sequentia
     for inputs, outputs in pairwise(sizes):
         modules.append(nn.Linear(inputs, outputs))
         modules.extend(make() for make in between)
+    # Nothing follows the last layer. The places count: checkpoints name layers by them.
     return nn.Sequential(*modules[: -len(between)])
 
 
@@ -106,6 +107,7 @@ class RewardOrCost(nn.Module):
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
         self.value = nn.Linear(config.hidden_size, 1, bias=getattr(config, "bias", False))
+        # Statistics of the authors' training, by the names in their checkpoints.
         self.normalizer: Any = nn.Module()
         self.normalizer.register_buffer("mean", torch.zeros(1))
         self.normalizer.register_buffer("var", torch.ones(1))
@@ -119,7 +121,9 @@ class RewardOrCost(nn.Module):
             if not self.is_cost:
                 values = values - self.normalizer.mean
             values = values / (self.normalizer.var.sqrt() + 1e-8)
-        return -values if self.is_cost else values
+        if self.is_cost:
+            return -values
+        return values
 
 
 class WeightedRatings(nn.Module):
@@ -129,7 +133,7 @@ class WeightedRatings(nn.Module):
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
         sizes = [config.hidden_size, LDL_WIDTH, LDL_WIDTH]
-        num_logits = config.num_objectives
+        num_logits = config.num_objectives  # to the authors one for each rating of an objective
         ratings = mlp([*sizes, num_logits], nn.LeakyReLU)
         weights = mlp([*sizes, num_logits // NUM_RATINGS], nn.LeakyReLU, nn.Identity)
         self.regression_layer = nn.ModuleDict({"network": ratings})
@@ -157,7 +161,7 @@ class WeightedAttributes(nn.Module):
         self.weights = nn.ModuleDict({"fc": mlp([size, size, size, len(HELPSTEER2)], nn.SELU)})
 
     def forward(self, hidden_ND: Tensor) -> Tensor:
-        means_NH = self.attributes(hidden_ND)[:, ::2]
+        means_NH = self.attributes(hidden_ND)[:, ::2]  # the others are spreads
         values_NH: Tensor = means_NH * self.weights["fc"](hidden_ND)
         return values_NH
 
@@ -167,6 +171,7 @@ class Gate(nn.Module):
 
     def __init__(self, config: PreTrainedConfig, num_objectives: int, *, normed: bool) -> None:
         super().__init__()
+        # The defaults are those of the authors' class, which config.json leaves out.
         self.temperature = float(getattr(config, "gating_temperature", 10))
         self.normed = normed
         self.logit_scale = nn.Parameter(torch.ones(1))
@@ -234,6 +239,7 @@ class GatedObjectives(nn.Module):
         if len(tokens) >= len(pattern):
             windows = np.lib.stride_tricks.sliding_window_view(tokens, len(pattern))
             starts = np.flatnonzero((windows == pattern).all(axis=1))
+            # The last one: earlier turns of the assistant begin in the same way.
             if len(starts):
                 return int(starts[-1]), len(tokens) - 1
         raise ModelError(

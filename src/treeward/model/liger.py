@@ -37,6 +37,7 @@ def use_liger_kernel(model: WrappedModel) -> None:
             **common,
         )
     # Liger also replaces classes in transformers' module of the family, for models to come.
+    # They are put back, so that other models of the process compute as before.
     family_module = sys.modules[type(model.hf).__module__]
     before = dict(vars(family_module))
     apply(model=model.hf, rope=False, fused_linear_cross_entropy=False, cross_entropy=False)

@@ -141,7 +141,7 @@ def load_classifier(
             load_classifier,
             name,
             tokenizer=tokenizer,
-            attention="rows",
+            attention="rows",  # it only gives its weights away: no layout is tried on it
             head_seed=head_seed,
             several_heads=several_heads,
             labels=labels,
@@ -168,7 +168,9 @@ def _with_weights(
     # Other missing weights (the pooler of an encoder) are drawn from the seed, like the head.
     with _head_kept_in_float32(model_class), torch.random.fork_rng(devices=[]):
         torch.manual_seed(head_seed or 0)
-        loaded_class = AutoModelForCausalLM if is_token else model_class
+        loaded_class: Any = model_class
+        if is_token:  # the rows of its output layer become the head
+            loaded_class = AutoModelForCausalLM
         hf, new_head = load_weights(loaded_class, name, config=config, **settings)
     if published is not None and is_token:
         hf = published.of_tokens(model_class, config, hf, tokenizer)
@@ -197,6 +199,7 @@ def _with_weights(
 
 def _step_token_id(token: str, tokenizer: PreTrainedTokenizerBase) -> int:
     """The id of the token at which a process reward model reads a step."""
+    # Another tokenizer would cut the mark into several tokens, and no step would be found.
     ids: list[int] = tokenizer.encode(token, add_special_tokens=False)
     if ids != [tokenizer.convert_tokens_to_ids(token)]:
         raise ModelError(
@@ -372,6 +375,7 @@ def ensure_pad_token(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
         tokenizer.add_special_tokens({"pad_token": pad_token})
     num_rows = RewardModel(hf).num_embeddings
     if len(tokenizer) > num_rows:
+        # transformers draws the new row; the run's random numbers go on as if it had not.
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             hf.resize_token_embeddings(len(tokenizer), mean_resizing=False)
             grown: Any = hf.get_input_embeddings()

@@ -62,13 +62,17 @@ def add_adapters(model: WrappedModel, config: LoraConfig, *, seed: int) -> None:
     alpha: Any = config.alpha
     if config.alpha.is_integer():
         alpha = int(config.alpha)  # peft declares a whole number; adapter_config.json has it
+    task_type = "SEQ_CLS"
+    if isinstance(model, PolicyModel):
+        task_type = "CAUSAL_LM"
     settings = peft.LoraConfig(
         r=config.dim,
         lora_alpha=alpha,
         target_modules=list(layers),
         lora_dropout=0.0,
+        # GPT-2's layers have (inputs, outputs), where `nn.Linear` has (outputs, inputs).
         fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in layers.values()),
-        task_type="CAUSAL_LM" if isinstance(model, PolicyModel) else "SEQ_CLS",
+        task_type=task_type,
         base_model_name_or_path=model.hf.name_or_path or None,
     )
     try:
@@ -151,6 +155,7 @@ def _matrices(model: WrappedModel) -> dict[str, Tensor]:
 def save_adapters(model: WrappedModel, folder: Path) -> None:
     """Write the trained tensors as peft does; the caller makes it atomic. Every process of a run
     calls it."""
+    # Gathered by all processes; the main one writes.
     state = {
         name: whole(weight.detach()).cpu().contiguous()
         for name, weight in adapter_state(model).items()
@@ -207,9 +212,14 @@ def plain_weights(
         # peft's layer wraps the plain one: `q_proj.base_layer.weight` was `q_proj.weight`.
         owner, _, part = name.rpartition(".base_layer.")
         layer = layers.get(owner)
-        merged = layer if part == "weight" else None
+        plain_name = name
+        if layer is not None:
+            plain_name = f"{owner}.{part}"
+        # Adapters change the weight; a bias stays as it is.
+        merged = None
+        if part == "weight":
+            merged = layer
         plain = partial(_plain, weight, merged, quantized.get(name.removesuffix(".weight")))
-        plain_name = name if layer is None else f"{owner}.{part}"
         yield plain_name, weight, plain
 
 
@@ -280,9 +290,11 @@ def merge_adapters(hf: PreTrainedModel, folder: Path) -> set[str]:
                 f"{on_one_side[0]}"
             )
         # Merged into one of two tied weights, an adapter would change the other one too.
-        ends = hf.get_input_embeddings(), hf.get_output_embeddings()
-        is_tied = writes and ends[0].weight is ends[1].weight
-        if is_tied and any(isinstance(end, peft.tuners.lora.LoraLayer) for end in ends):
+        inputs = hf.get_input_embeddings()
+        outputs = hf.get_output_embeddings()
+        is_tied = writes and inputs.weight is outputs.weight
+        lora_layer = peft.tuners.lora.LoraLayer
+        if is_tied and (isinstance(inputs, lora_layer) or isinstance(outputs, lora_layer)):
             raise ValueError(
                 "they change the embeddings or the outputs, which are one tensor in the base"
             )

@@ -71,7 +71,10 @@ class PolicyModel(WrappedModel):
     def head(self) -> nn.Linear:
         """The module from hidden states to logits, tied to the embedding or not. Raises
         `ModelError`."""
-        head = None if self.hf.config.is_encoder_decoder else self.hf.get_output_embeddings()
+        head: Any = None
+        if not self.hf.config.is_encoder_decoder:
+            head = self.hf.get_output_embeddings()
+        # The very class: an adapter or a quantized layer computes something else of its weight.
         if type(head) is not nn.Linear:
             raise ModelError(
                 "a policy needs a linear head that predicts the next token",
@@ -121,6 +124,7 @@ class PolicyModel(WrappedModel):
         else:
             hidden_MD = self.row_hidden(batch).flatten(0, 1).index_select(0, completions.before_M)
             tokens_T = batch.tokens_SL.flatten()
+        # The token at a place is predicted by the hidden state before it, which several may share.
         targets_N = tokens_T[completions.at_N]
         hidden_ND = hidden_MD.index_select(0, completions.before_of_N)
         values_N, entropies_N = self._values(hidden_ND, targets_N, temperature, entropies)
@@ -131,10 +135,13 @@ class PolicyModel(WrappedModel):
                 return values.new_zeros(mask_SL.shape)
             return torch.where(mask_SL, values[completions.index_SL], values.new_zeros(()))
 
+        entropies_SL = None
+        if entropies_N is not None:
+            entropies_SL = spread(entropies_N)
         return CompletionLogProbs(
             values_SL=spread(values_N),
             mask_SL=mask_SL,
-            entropies_SL=None if entropies_N is None else spread(entropies_N),
+            entropies_SL=entropies_SL,
             num_computed_tokens=batch.num_computed_tokens,
         )
 
@@ -145,6 +152,7 @@ class PolicyModel(WrappedModel):
         head: Any = self.head
         weight = head.weight
         bias = head.bias
+        # The arithmetic below is on plain tensors; `VocabularyShard` puts the parts together.
         if self.vocabulary is not None:
             weight = weight.to_local()
             if bias is not None:
@@ -244,8 +252,11 @@ def linear_log_probs(
     bias) * scale, and with `softcap` c then c tanh(logits / c). `shard`: weight and bias are this
     process's rows; hidden states and targets are those of all."""
     settings = _Settings(chunk_tokens, scale, softcap, temperature, entropies, shard)
-    values_N, entropies_N = _LinearLogProbs.apply(hidden_ND, weight_VD, bias_V, targets_N, settings)  # type: ignore[no-untyped-call]
-    return values_N, entropies_N if entropies else None
+    apply: Any = _LinearLogProbs.apply  # which torch has no types for
+    values_N, entropies_N = apply(hidden_ND, weight_VD, bias_V, targets_N, settings)
+    if not entropies:
+        return values_N, None
+    return values_N, entropies_N
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,8 +304,11 @@ def _logits(
 ) -> Iterator[tuple[slice, Tensor]]:
     """The float32 logits of one chunk after another, each in the place of the one before."""
     rows = min(settings.chunk_tokens, len(hidden_ND))
+    # One buffer for all chunks, and in a half precision a second one in float32.
     products = hidden_ND.new_empty(rows, len(weight_VD))
-    logits = products if products.dtype == torch.float32 else products.float()
+    logits = products
+    if products.dtype != torch.float32:
+        logits = products.float()
     for start in range(0, len(hidden_ND), settings.chunk_tokens):
         stop = min(start + settings.chunk_tokens, len(hidden_ND))
         chunk = slice(start, stop)
@@ -333,7 +347,9 @@ class _LinearLogProbs(torch.autograd.Function):
         hidden_ND = hidden_ND.to(weight_VD.dtype)
         values_N = hidden_ND.new_empty(len(hidden_ND), dtype=torch.float32)
         norms_N = torch.empty_like(values_N)
-        entropies_N = torch.empty_like(values_N) if settings.entropies else values_N.new_empty(0)
+        entropies_N = values_N.new_empty(0)
+        if settings.entropies:
+            entropies_N = torch.empty_like(values_N)
         log_probs = values_N.new_empty(min(settings.chunk_tokens, len(hidden_ND)), len(weight_VD))
         is_here_N = None
         if settings.shard is not None:
@@ -349,8 +365,10 @@ class _LinearLogProbs(torch.autograd.Function):
             torch.ops.aten._log_softmax.out(logits_CV, -1, False, out=log_probs_CV)
             values_C1 = log_probs_CV.gather(1, at_C1)
             values_N[chunk] = values_C1[:, 0]
+            # log p = logit - normaliser
             norms_N[chunk] = (targets_C1 - values_C1)[:, 0]
             if settings.entropies:
+                # The logits are not needed any more, and their place is.
                 probs_CV = torch.exp(log_probs_CV, out=logits_CV)
                 entropies_N[chunk] = -torch.linalg.vecdot(probs_CV, log_probs_CV)
         if settings.shard is not None:
@@ -371,11 +389,20 @@ class _LinearLogProbs(torch.autograd.Function):
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         settings = ctx.settings
         grad_N = grad_values_N * (settings.scale / settings.temperature)
-        picked_N = grad_N if is_here_N is None else grad_N.masked_fill(~is_here_N, 0.0)
-        grad_hidden = torch.empty_like(hidden_ND) if needs_hidden else None
-        # In float32, because bfloat16 would round the sum at every chunk.
-        grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_weight else None
-        grad_bias = norms_N.new_zeros(len(weight_VD)) if needs_bias else None
+        # A target on another process picks no row of this part.
+        picked_N = grad_N
+        if is_here_N is not None:
+            picked_N = grad_N.masked_fill(~is_here_N, 0.0)
+        grad_hidden = None
+        if needs_hidden:
+            grad_hidden = torch.empty_like(hidden_ND)
+        grad_weight = None
+        if needs_weight:
+            # In float32, because bfloat16 would round the sum at every chunk.
+            grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32)
+        grad_bias = None
+        if needs_bias:
+            grad_bias = norms_N.new_zeros(len(weight_VD))
         for chunk, logits_CV in _logits(hidden_ND, weight_VD, bias_V, settings):
             slope_CV = None
             if settings.softcap is not None:

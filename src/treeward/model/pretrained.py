@@ -79,6 +79,7 @@ def quiet_transformers() -> Iterator[None]:
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or hub name, padding on the right. Raises `ModelError` if there is
     none."""
+    # Adapters may have a tokenizer of their own, with a template or a token that they learnt.
     base = base_of_adapters(name)
     if base is not None and not (Path(name).expanduser() / "tokenizer_config.json").is_file():
         return load_tokenizer(base, trust_remote_code=trust_remote_code)
@@ -173,6 +174,7 @@ def load_weights(
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=dtype,
+            # Heads, which are trained whole or read in float32, and poolers, which may be new.
             llm_int8_skip_modules=[
                 *HEAD_NAMES,
                 ".*pooler",
@@ -318,11 +320,13 @@ def check_used(hf: PreTrainedModel, unused: Iterable[str], name: str) -> None:
 
 
 def _unfilled(model_class: Any, config: PreTrainedConfig) -> PreTrainedModel:
-    """A model of the class without weights. The language model of one that also sees (Qwen3.5) takes the part of the
-    configuration that is about text."""
+    """A model of the class without weights. The language model of one that also sees (Qwen3.5)
+    takes the part of the configuration that is about text."""
     text_config = config.get_text_config()
-    takes_text = model_class.config_class is type(text_config)
-    made: PreTrainedModel = model_class._from_config(text_config if takes_text else config)
+    own_config = config
+    if model_class.config_class is type(text_config):
+        own_config = text_config
+    made: PreTrainedModel = model_class._from_config(own_config)
     return made
 
 
@@ -336,7 +340,9 @@ def check_local(name: str) -> None:
     lies_in_a_folder = path.parent != Path() and path.parent.is_dir()
     if is_path or lies_in_a_folder:
         near = nearest_path(path)
-        fix = None if near is None else f"did you mean {near}?"
+        fix = None
+        if near is not None:
+            fix = f"did you mean {near}?"
         raise ModelError("there is no such folder", where=name, fix=fix)
 
 
@@ -388,10 +394,13 @@ def _loading_error(name: str, what: str, error: Exception, fix: str | None = Non
             "check the name and the network (and HF_HUB_OFFLINE, HTTPS_PROXY), or give the folder "
             "of a copy"
         )
+    got = type(error).__name__
+    if lines:
+        got = lines[0]
     return ModelError(
         summary,
         where=name,
-        got=lines[0] if lines else type(error).__name__,
+        got=got,
         need=f"a folder or hub name with the files of a {what}, in safetensors",
         fix=fix,
     )
@@ -475,7 +484,9 @@ def _config_errors(where: str) -> Iterator[None]:
 def choose_device(device: torch.device | str | None) -> torch.device:
     """The device of a name; None and `auto` mean a GPU if there is one, else the CPU."""
     if device is None or device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = "cpu"
+        if torch.cuda.is_available():
+            device = "cuda"
     return torch.device(device)
 
 
@@ -483,7 +494,7 @@ def has_room(device: torch.device, num_bytes: float) -> bool:
     """Whether a GPU has so much free memory; True for a CPU."""
     if device.type != "cuda":
         return True
-    torch.cuda.empty_cache()
+    torch.cuda.empty_cache()  # memory that torch holds for later is not free to the device
     return torch.cuda.mem_get_info(device)[0] > num_bytes
 
 

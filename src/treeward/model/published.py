@@ -287,6 +287,7 @@ class Adapter:
         if len(ids) == 2:
             # The difference of two logits is a logit of the difference of their rows.
             weight = weight[1:] - weight[:1]
+        # The value of the head at the last token is the logit of the token after it.
         hf.score.weight = nn.Parameter(weight)
         hf.name_or_path = lm.name_or_path
         return hf.eval()  # type: ignore[no-any-return]
@@ -542,7 +543,8 @@ def set_template(tokenizer: PreTrainedTokenizerBase, fields: Fields, name: str) 
     and note in the tokenizer how many BOS the conversations of its model's training began with.
     Raises `ModelError` where the end needs a template."""
     adapter = find(fields, name)
-    before = after = ""
+    before = ""
+    after = ""
     default_template = None
     if adapter is not None:
         before, after = adapter.end(fields, tokenizer)
@@ -562,6 +564,8 @@ def set_template(tokenizer: PreTrainedTokenizerBase, fields: Fields, name: str) 
     if adapter is not None or "SequenceClassification" in str(fields.get("architectures")):
         num_bos = _num_bos(tokenizer, fields, adapter)
         if num_bos is not None:
+            # Among the settings that are saved with the tokenizer. A number that is there already
+            # is somebody's correction.
             tokenizer.init_kwargs.setdefault(NUM_BOS, num_bos)
 
 
@@ -572,7 +576,7 @@ def _num_bos(
     to any text; None where it adds none, and without a template. Most trainers (open-instruct, TRL,
     OpenRLHF) take the template's text as it is, with its BOS or without."""
     bos = tokenizer.bos_token_id
-    if bos is None or tokenizer.cls_token_id is not None:
+    if bos is None or tokenizer.cls_token_id is not None:  # an encoder's frame is no BOS
         return None
     if tokenizer("a probe")["input_ids"][:1] != [bos]:
         return None
@@ -586,6 +590,7 @@ def _num_bos(
     adds_bos = "vhead_layer_type" in fields
     if adapter is not None:
         adds_bos = adds_bos or adapter.reads_plain_text or adapter.template is not None
+    # The trainer's, and those that the template itself has written.
     num_bos = int(adds_bos)
     for token in ids:
         if token != bos:

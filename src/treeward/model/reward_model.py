@@ -55,8 +55,10 @@ class RewardModel(WrappedModel):
 
     def __init__(self, hf: PreTrainedModel, *, layout: Layout = "tree") -> None:
         super().__init__(hf, layout=layout)
-        self.num_computed_tokens = self.num_row_tokens = 0
-        """Tokens that `score_tokens` has computed so far, and tokens of the plain rows."""
+        self.num_computed_tokens = 0
+        """Tokens that `score_tokens` has computed so far."""
+        self.num_row_tokens = 0
+        """Tokens of the same sequences as plain rows."""
         self.num_known_tokens = self.num_embeddings
         """Tokens whose embeddings come from the checkpoint; a row added for padding is never
         scored."""
@@ -111,7 +113,9 @@ class RewardModel(WrappedModel):
         """The position at which the score is read: `ReadContract.position`."""
         if self.layout == "encoder":
             return "pooled"
-        return "last token" if self.padding_token is None else "before padding"
+        if self.padding_token is None:
+            return "last token"
+        return "before padding"
 
     def until_padding(self, ids: TokenIds) -> TokenIds:
         """A sequence up to the token at which its score is read."""
@@ -146,7 +150,10 @@ class RewardModel(WrappedModel):
         for ids in sequences:
             ids = self.until_padding(ids)
             positions = reads_of(self.head, ids)
-            cut.append(ids[: positions[-1] + 1] if positions else ids)
+            # In a causal model no read depends on what follows it: that is not computed.
+            if positions:
+                ids = ids[: positions[-1] + 1]
+            cut.append(ids)
             read_at.append(positions)
         return cut, read_at
 
@@ -164,7 +171,10 @@ class RewardModel(WrappedModel):
             return [self.pack(groups)], None
         [group] = groups
         parts = split_group(group, max_tokens=max_tokens, share=self.layout == "tree")
-        batches = [self.pack([[group[i] for i in part.members]]) for part in parts]
+        batches = []
+        for part in parts:
+            sequences = [group[i] for i in part.members]
+            batches.append(self.pack([sequences]))
         return batches, order_of_parts([part.members for part in parts])
 
     def forward(self, batch: Batch) -> Tensor:
@@ -203,6 +213,7 @@ class RewardModel(WrappedModel):
         return num_reads, self.hf.config.get_text_config().hidden_size
 
     def _heads(self, batch: Batch | FeatureBatch) -> Tensor:
+        # Apart from `heads`, around which FSDP puts the hooks that it puts around `forward`.
         if self.layout == "encoder" and isinstance(batch, RowBatch):
             return self._encoder_logits(batch)
         hidden_ND, index_R = self._read(batch)
@@ -240,6 +251,7 @@ class RewardModel(WrappedModel):
         hidden_SD = inputs[0]
         if hidden_SD.dim() == 3:  # all tokens, of which a head reads the first
             hidden_SD = hidden_SD[:, 0]
+        # Tried on this very batch: families differ in what they hand to their head.
         if not torch.allclose(self.head_values(hidden_SD), values_SH, rtol=1e-3, atol=1e-4):
             raise ModelError(
                 "this encoder's head reads more than one hidden state",
@@ -287,7 +299,10 @@ class RewardModel(WrappedModel):
                     num_known.append(length)
                     # Already here: what the first forward passes of this call keep may drop it
                     # from the cache before a later one reads it.
-                    cached.append(cache.get(ids, length) if length else None)
+                    prefix = None
+                    if length:
+                        prefix = cache.get(ids, length)
+                    cached.append(prefix)
             for groups in plan_sequences(
                 sequences,
                 max_tokens=max_tokens,
@@ -296,7 +311,9 @@ class RewardModel(WrappedModel):
                 num_cached=num_known,
             ):
                 if cache is None or num_known is None:
-                    batch_groups = [[sequences[i] for i in group] for group in groups]
+                    batch_groups = []
+                    for group in groups:
+                        batch_groups.append([sequences[i] for i in group])
                     batch = self.make_batch(batch_groups)
                     batch_values = self.heads(batch)
                 else:
@@ -321,7 +338,8 @@ class RewardModel(WrappedModel):
             for i, values_of_sequence in enumerate(values):
                 if not values_of_sequence.isfinite().all():
                     values[i] = self.heads(self.make_batch([[sequences[i]]])).cpu()
-            return torch.cat(values) if values else torch.empty(0, self.num_heads)
+            # The first is for no sequences at all.
+            return torch.cat([torch.empty(0, self.num_heads), *values])
 
     def num_values(self, ids: TokenIds) -> int:
         """How many rows of `score_tokens` a sequence has: one, or of a process reward model one for
@@ -330,7 +348,9 @@ class RewardModel(WrappedModel):
         return self._num_values(positions)
 
     def _num_values(self, positions: Sequence[int]) -> int:
-        return len(positions) if reads_each(self.head) is None else 1
+        if reads_each(self.head) is None:
+            return len(positions)
+        return 1
 
     def _heads_with(
         self,
@@ -350,7 +370,9 @@ class RewardModel(WrappedModel):
         remaining_reads: list[list[int]] = []
         for g, group in enumerate(groups):
             prefix = cached[group[0]]
-            start = 0 if prefix is None else len(prefix)
+            start = 0
+            if prefix is not None:
+                start = len(prefix)
             prefixes.append(prefix)
             cache.num_reused_tokens += start * len(group)
             remainders.append([sequences[i][start:] for i in group])
@@ -471,6 +493,7 @@ def _by_known_beginning(
     """The groups in parts by the cached beginnings, so that each part continues one prefix."""
     all_parts: list[list[int]] = []
     for group in groups:
+        # By the tokens themselves: two sequences of a group may continue different entries.
         parts: dict[bytes, list[int]] = {}
         for i in group:
             prefix = np.asarray(sequences[i][: num_known[i]], dtype=np.int64)

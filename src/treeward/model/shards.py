@@ -44,6 +44,7 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     total_bytes = 0
     for name, num_bytes in sizes.items():
         total_bytes += num_bytes
+        # A file of this number has a part from each process, of `_FILE_BYTES` each.
         file_of[name] = 1 + total_bytes // (_FILE_BYTES * processes.size())
     writer = HuggingFaceStorageWriter(
         str(folder), fqn_to_index_mapping=file_of, save_distributed=True
@@ -90,7 +91,9 @@ def _together() -> Iterator[None]:
 
 def whole(tensor: Tensor) -> Tensor:
     """The whole of a tensor that may be sharded; every process calls it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        return tensor.full_tensor()
+    return tensor
 
 
 def own_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:

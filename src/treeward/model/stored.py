@@ -29,6 +29,7 @@ from treeward.model.lora import ADAPTER_CONFIG, merging_line
 
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
+# Versions, formats, special tokens and labels: keys that say nothing about the architecture.
 _NOT_ARCHITECTURE = {
     *("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache", "problem_type"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "id2label", "label2id"),
@@ -96,7 +97,9 @@ class StoredModel:
                     need="a model folder with weights and tokenizer of its own",
                     fix=f"merge them: {merging_line(self.folder)}",
                 ) from error
-            state = "missing" if isinstance(error, FileNotFoundError) else "damaged"
+            state = "damaged"
+            if isinstance(error, FileNotFoundError):
+                state = "missing"
             raise ModelError(
                 f"a file of weights is {state}", where=str(path), got=str(error)
             ) from error
@@ -104,6 +107,7 @@ class StoredModel:
 
     def split(self, heads: Sequence[str]) -> tuple[list[StoredTensor], list[StoredTensor]]:
         """The tensors of the backbone, and those of the modules `heads`."""
+        # By the outermost module: a backbone may have a `score` somewhere inside.
         head = [tensor for tensor in self.tensors if tensor.name.split(".")[0] in heads]
         return [tensor for tensor in self.tensors if tensor not in head], head
 
@@ -123,7 +127,9 @@ class StoredModel:
         """The number format in which transformers loads the weights: `dtype`, formerly
         `torch_dtype`."""
         value = self.config.get("dtype") or self.config.get("torch_dtype")
-        return None if value is None else str(value).removeprefix("torch.")
+        if value is None:
+            return None
+        return str(value).removeprefix("torch.")
 
     @property
     def pad_token_id(self) -> int | None:
@@ -136,6 +142,7 @@ def sha256_of(tensors: Iterable[StoredTensor]) -> str:
     """SHA-256 of the names, formats, shapes and bytes of tensors."""
     digest = hashlib.sha256()
     for tensor in tensors:
+        # Equal bytes of another shape or dtype are other weights.
         digest.update(json.dumps([tensor.name, tensor.dtype, tensor.shape]).encode())
         digest.update(tensor.read().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
@@ -147,7 +154,9 @@ def dtype_of(tensors: Iterable[StoredTensor]) -> str:
     for tensor in tensors:
         if tensor.dtype in _DTYPES.values():
             sizes[tensor.dtype] += math.prod(tensor.shape)
-    return sizes.most_common(1)[0][0] if sizes else "none"
+    if not sizes:
+        return "none"
+    return sizes.most_common(1)[0][0]
 
 
 def architecture_of(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -70,8 +70,9 @@ class WrappedModel(nn.Module):
     @property
     def backbone(self) -> nn.Module:
         base: nn.Module = self.hf.base_model
-        # Llama 4's text model is not where its prefix says
-        return base if base is not self.hf else self.hf.model
+        if base is self.hf:
+            base = self.hf.model  # Llama 4's text model is not where its prefix says
+        return base
 
     @property
     def device(self) -> torch.device:
@@ -116,6 +117,7 @@ class WrappedModel(nn.Module):
     def cast(self, dtype: torch.dtype) -> None:
         """Hold the weights in `dtype`, and compute in it. Buffers stay: rotary frequencies lose too
         much."""
+        # By `data`, so that a parameter stays the same object to adapters and optimisers.
         for parameter in self.weights():
             parameter.data = parameter.data.to(dtype)
 
@@ -126,15 +128,19 @@ class WrappedModel(nn.Module):
         before: list[tuple[nn.Parameter, torch.dtype, Tensor | None]] = []
         for parameter in self.weights():
             # A wider format holds every bit of a narrower one, so narrower weights need no copy.
-            is_narrower = parameter.dtype.itemsize < dtype.itemsize
-            copy = None if is_narrower else parameter.data
+            copy = None
+            if parameter.dtype.itemsize >= dtype.itemsize:
+                copy = parameter.data
             before.append((parameter, parameter.dtype, copy))
         self.cast(dtype)
         try:
             yield
         finally:
             for parameter, previous_dtype, copy in before:
-                parameter.data = parameter.data.to(previous_dtype) if copy is None else copy
+                if copy is None:
+                    parameter.data = parameter.data.to(previous_dtype)
+                else:
+                    parameter.data = copy
 
     def make_batch(self, groups: Sequence[Sequence[TokenIds]]) -> Batch:
         """Pack groups of token sequences (each a whole conversation) the way this model runs them,
@@ -176,8 +182,9 @@ class WrappedModel(nn.Module):
                     fix="policy.attention=rows",
                 )
         # Layers are compiled for trees alone: other calls would compile them for each new shape.
-        eager = self._is_compiled and implementation != attention.FLEX
-        with torch.compiler.set_stance("force_eager") if eager else contextlib.nullcontext():
+        with contextlib.ExitStack() as stance:
+            if self._is_compiled and implementation != attention.FLEX:
+                stance.enter_context(torch.compiler.set_stance("force_eager"))
             yield
 
     def plain_attention(self) -> contextlib.AbstractContextManager[None]:
@@ -218,7 +225,8 @@ class WrappedModel(nn.Module):
         enable = getattr(self.hf, "activation_checkpointing_enable", None)
         enable = enable or self.hf.gradient_checkpointing_enable
         try:
-            # The recomputation needs the row of trees too: recurrent layers look for it when they run.
+            # The recomputation needs the row of trees too: recurrent layers look for it when they
+            # run.
             enable({"use_reentrant": False, "context_fn": current_row.checkpointing})
         except ValueError as error:
             raise ConfigError(
@@ -238,7 +246,7 @@ class WrappedModel(nn.Module):
         """The last hidden states at these places of the row (int64), (N, D)."""
         implementation = self.tree_attention or attention.default_for(self.device, self.head_sizes)
         if implementation == attention.FLEX:
-            batch = batch.padded()
+            batch = batch.padded()  # rows of few lengths, for compiled layers
         with self.attention(implementation), current_row.over(batch.layout):
             hidden: Tensor = self.backbone(
                 input_ids=batch.tokens_T[None],
