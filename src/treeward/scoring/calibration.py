@@ -88,6 +88,8 @@ def calibrate(
         places = []
         conversations = []
         for preference in chunk:
+            # Of the comparisons, and not of the file: an ensemble's members must be calibrated on
+            # the same data, in whatever file it lies.
             row = preference_to_dict(preference)
             digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
             for completion in preference.completions:
@@ -170,6 +172,7 @@ def fit_length_curve(scores: Floats, lengths: Floats) -> LengthCurve | None:
             delta=delta,
             return_sorted=False,
         )
+    # At quantiles, so that knots are dense where lengths are frequent.
     knots = np.unique(np.quantile(lengths, np.linspace(0, 1, MAX_KNOTS), method="nearest"))
     # `np.interp` needs lengths that rise; stable, so that equal lengths keep their order.
     order = np.argsort(lengths, kind="stable")
@@ -178,7 +181,8 @@ def fit_length_curve(scores: Floats, lengths: Floats) -> LengthCurve | None:
     # Written so that NaN is no spread either.
     if not residuals.std() > 1e-6 * scores.std():
         logger.warning(
-            "no length curve: length alone explains every one of the %d scores, or most have one length.",
+            "no length curve: length alone explains every one of the %d scores, or most have one "
+            "length.",
             len(scores),
         )
         return None

@@ -46,13 +46,15 @@ _MISTAKES = (
         "read_before_end",
         "read position",
         "every score is read at the token before the last",
-        "the end of turn is missing, or it is taken for padding: keep it, and pad with another token",
+        "the end of turn is missing, or it is taken for padding: keep it, and pad with another "
+        "token",
     ),
     _KnownMistake(
         "read_at_padding",
         "read position",
         "every score is read at the last token, which is padding to this model",
-        "read at the last token that is not the padding token of config.json, as plain transformers does",
+        "read at the last token that is not the padding token of config.json, as plain "
+        "transformers does",
     ),
     _KnownMistake(
         "two_bos",
@@ -189,6 +191,7 @@ def verification(
         earlier = by_part.setdefault(check.part, check)
         if check.state == "differs" and earlier.state != "differs":
             by_part[check.part] = check
+    # A wrong part makes later ones look wrong too: the first in the order of a score is the cause.
     differing = [check.part for check in by_part.values() if check.state == "differs"]
     cause = min(differing, key=PARTS.index, default="missing golden scores")
     table = []
@@ -247,6 +250,8 @@ def diagnose(
         largest = max(off, default=0.0)
         summary = f"{len(got)} scores equal, largest difference {largest:.1e}"
         return Check("weights", "equal", summary)
+    # A mistake within the fine tolerance comes first, because the coarse one lets more pass. Then
+    # rounding alone, and last a mistake with rounding on top.
     check = _explained(examples, got, tolerance)
     if check is None and coarse > tolerance:
         if close(got, need, coarse):

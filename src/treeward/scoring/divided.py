@@ -56,6 +56,8 @@ class DividedScorer(PreparedScorer):
         self._others = [like_this_one.remote(rank, size, device) for rank in range(1, size)]
         address = ray.util.get_node_ip_address()
         port = free_port()
+        # The others are asked first and waited for last: loading is done by all at the same time,
+        # and each waits for the rest to join its group.
         loading = [other.load.remote(config, address, port, capacity) for other in self._others]
         own_part.load(config, address, port, capacity)
         ray.get(loading)
@@ -94,6 +96,7 @@ class DividedScorer(PreparedScorer):
             # Of the conversations: every part has raised it.
             raise
         except Exception:
+            # At once and without clean-up, which would wait for the part that is lost.
             logger.exception("A part of the model is lost, and with it this process.")
             os._exit(1)
         return scores
@@ -125,6 +128,7 @@ class _Part:
         # Left from torchrun, if it has started Ray: the processes would look for its store.
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
         self._group.enter_context(joined())
+        # On the CPU, because the whole model does not fit into one GPU.
         self.scorer = load_scorer(config, device="cpu", **capacity)
         cutting = make_mesh(ShardingConfig(tensor_parallel_size=self._size))
         sharding = make_mesh(ShardingConfig())

@@ -132,6 +132,7 @@ class EnsembleScorer(PreparedScorer):
         on_error: OnError = "raise",
     ) -> list[Score]:
         by_member = []
+        # Member by member, and not conversation by conversation: each fills its own batches.
         for m, member in enumerate(self.members):
             prepared_m = [conversation.members[m] for conversation in prepared]
             with self._named(m):
@@ -144,6 +145,7 @@ class EnsembleScorer(PreparedScorer):
         The first member without a score gives the error.
         """
         is_truncated = any(score.truncated for score in scores)
+        # Heads and steps of the first member say nothing about the combined score.
         joined = replace(scores[0], heads=(), steps=(), truncated=is_truncated)
         members = []
         for m, score in enumerate(scores):
@@ -172,6 +174,7 @@ class EnsembleScorer(PreparedScorer):
 
 def _of_members(members: tuple[Prepared, ...]) -> Prepared:
     error = next((member.error for member in members if member.error is not None), None)
+    # The cost of a conversation, by which a server fills its batches, is that of all members.
     num_tokens = sum(member.num_tokens for member in members)
     return replace(members[0], num_tokens=num_tokens, error=error, members=members)
 
@@ -190,6 +193,7 @@ def _constants(
     stds = []
     fingerprints = set()
     for contract in contracts:
+        # A member without constants is missing in the count below.
         if contract is None or contract.calibration is None:
             continue
         provenance = contract.calibration.provenance

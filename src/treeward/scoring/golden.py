@@ -137,6 +137,7 @@ def sign_exported(
     token; None: they are compared. `has_template`: the folder has a chat template.
     """
     stored = StoredModel(folder)
+    # The main process has written the folder, which may show late to others.
     stored.config = processes.on_main(lambda: stored.config)
     heads = list(heads or _default_heads(model))
     if pads_alike is None:
@@ -147,6 +148,7 @@ def sign_exported(
     with _as_saved(model, saved_dtype, mesh, computed=torch.float32) as exact:
         golden = _golden(exact, renderer, heads, may_be_broken=is_checkpoint)
     token_ids = [example.token_ids for example in golden]
+    # Scored again in bfloat16: how far these are off says how much the model amplifies rounding.
     with _as_saved(model, saved_dtype, mesh, computed=torch.bfloat16) as rounded:
         rounded_SH = rounded.score_tokens(token_ids).tolist()
     rounded_scores = [combined_heads(values, heads) for values in rounded_SH]
@@ -320,6 +322,7 @@ def exact_scoring(model: RewardModel) -> Iterator[None]:
     Afterwards the model trains or scores as before.
     """
     was_training = model.training
+    # The counters are of what the run or the user has scored.
     num_computed_tokens = model.num_computed_tokens
     num_row_tokens = model.num_row_tokens
     common = torch.get_float32_matmul_precision()
@@ -369,7 +372,7 @@ def weighted_heads(
             got=got,
             need=f"a finite number for each of the labels {names}, not all of them zero",
         )
-    if len(labels) == 1:
+    if len(labels) == 1:  # transformers' LABEL_0 says nothing
         return [HeadContract(weight=values[0])]
     heads = []
     for label, weight in zip(labels, values, strict=True):
@@ -416,7 +419,9 @@ def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
         model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
         for pair in model.get("merges") or []:
             # Older versions write "a b" for a pair, newer ones ["a", "b"].
-            merges.append(pair.split(" ") if isinstance(pair, str) else list(pair))
+            if isinstance(pair, str):
+                pair = pair.split(" ")
+            merges.append(list(pair))
         if isinstance(model.get("vocab"), list):  # a unigram model: tokens with log-probabilities
             scores = model["vocab"]
     special: dict[str, str] = {}
@@ -467,6 +472,7 @@ def _golden(
     right_SH: list[list[float]] = model.score_tokens(list(rendered.values())).tolist()
     mistaken_ids: list[dict[Mistake, list[int]]] = []
     wrong_rows: list[list[int]] = []
+    # All mistakes of all conversations are scored in one call, and dealt out below in this order.
     for ids in rendered.values():
         by_mistake = dict(_mistaken(ids, bos, model, renderer.adds_bos))
         mistaken_ids.append(by_mistake)
@@ -501,7 +507,8 @@ def _golden(
         )
     if len(examples) < len(rendered):
         logger.warning(
-            "The model gives no finite score to %d of %d golden conversations: its weights are broken.",
+            "The model gives no finite score to %d of %d golden conversations: its weights are "
+            "broken.",
             len(rendered) - len(examples),
             len(rendered),
         )

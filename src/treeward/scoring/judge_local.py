@@ -40,6 +40,7 @@ from treeward.tree.token_tree import TokenIds, common_prefix_length
 
 _MESSAGES_AT_ONCE = 8
 _ROOM_FOR_A_LABEL = 16
+"""Tokens for a message that is a label alone, as `Rating: [[7]]`."""
 
 
 class LocalJudge:
@@ -68,10 +69,15 @@ class LocalJudge:
         prompts = list(map(self._prompt, questions))
         readable = [prompt for prompt in prompts if isinstance(prompt, str)]
         self.cost += Cost(num_requests=len(readable))
+        answers: list[Verdict | NoVerdict] = []
         if self.config.use_logprobs:
-            answered = iter(self._expected(readable))
+            answers = self._expected(readable)
         else:
-            answered = iter(self._written(readable))
+            for start in range(0, len(readable), _MESSAGES_AT_ONCE):
+                for message in self._messages(readable[start : start + _MESSAGES_AT_ONCE]):
+                    answers.append(read_answer(message, self.config))
+        # In the order of the questions, of which those that cannot be read have no answer.
+        answered = iter(answers)
         verdicts = []
         for prompt in prompts:
             if isinstance(prompt, str):
@@ -92,7 +98,9 @@ class LocalJudge:
         except DataError as error:
             return error
         [token_ids] = self.renderer.encode_texts([text])
-        room = _ROOM_FOR_A_LABEL if self.config.use_logprobs else self._max_tokens
+        room = self._max_tokens
+        if self.config.use_logprobs:
+            room = _ROOM_FOR_A_LABEL
         length = len(token_ids) + room
         limit = self.renderer.max_length
         if limit is not None and length > limit:
@@ -163,14 +171,6 @@ class LocalJudge:
             verdicts.append(Verdict(mean, label, mass=mass))
         return verdicts
 
-    def _written(self, prompts: Sequence[str]) -> list[Verdict | NoVerdict]:
-        """The verdicts in the model's messages."""
-        verdicts = []
-        for start in range(0, len(prompts), _MESSAGES_AT_ONCE):
-            for answer in self._messages(prompts[start : start + _MESSAGES_AT_ONCE]):
-                verdicts.append(read_answer(answer, self.config))
-        return verdicts
-
     def _messages(self, prompts: Sequence[str]) -> list[Answer]:
         """The model's messages."""
         rows = self.renderer.encode_texts(prompts)
@@ -212,7 +212,9 @@ class LocalJudge:
             text = str(self.tokenizer.decode(row[:end], skip_special_tokens=True))
             is_cut = end == len(row)
             answers.append(Answer(text, is_cut=is_cut))
-            num_written = end if is_cut else end + 1
+            num_written = end
+            if not is_cut:
+                num_written += 1  # the end token
             self.cost += Cost(num_completion_tokens=num_written)
         self.cost += Cost(num_prompt_tokens=sum(map(len, rows)))
         return answers

@@ -58,6 +58,7 @@ def scored_on_ray(
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     # It tells that it shows none.
     logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)
+    # The files may lie on the command's machine alone.
     here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
     folder = os.getcwd()
 
@@ -82,6 +83,7 @@ def scored_on_ray(
                 **resources,
             )
         )
+    # Pickles of our own processes: Ray Data would turn values into columns of Arrow.
     try:
         for row in scored.iter_rows():
             yield pickle.loads(row["scored"])

@@ -177,6 +177,7 @@ class ChunkScorer:
     """
 
     def __init__(self, load: Load) -> None:
+        # Cached, and called late: a worker that gets no chunk loads no model.
         self._load = functools.cache(load)
         self._warned = False
 
@@ -240,7 +241,9 @@ def _with_scores(
     steps = [reward.score.steps for reward in rewarded]
     if any(steps):
         # The one column whose name is the same for one conversation and for several.
-        result["step_probabilities"] = steps[0] if request.is_single else steps
+        result["step_probabilities"] = steps
+        if request.is_single:
+            result["step_probabilities"] = steps[0]
     errors = {i: reward.error for i, reward in enumerate(rewarded) if reward.error is not None}
     if errors and len(rewarded) == 1:
         result["error"] = errors[0]

@@ -2,7 +2,7 @@
 
 score = scorer.score([conversation], on_error="mask")[0]
 score.score, score.error        # a float and None, or None and why there is no score
-completion_text(conversation)   # what a rule or a judge reads; None if no assistant's text ends it
+completion_text(conversation)   # for rules and judges; None if no assistant's text ends it
 """
 
 from __future__ import annotations
@@ -189,7 +189,9 @@ def message_text(message: Mapping[str, Any]) -> str | None:
         return None
     texts = []
     for part in content:
-        text = part.get("text") if isinstance(part, Mapping) else part
+        text = part
+        if isinstance(part, Mapping):
+            text = part.get("text")
         if not isinstance(text, str):  # an image, say: without it the text says something else
             return None
         texts.append(text)
@@ -202,6 +204,7 @@ def transcript(messages: Sequence[Message], tools: Any = None) -> str:
     Before them stand the `tools`, if there are any. Tools, and the calls of a message, are JSON on
     a line.
     """
+    # A judge that does not see tools and calls takes a message of calls alone for an empty one.
     parts = []
     if tools:
         parts.append(f"tools: {_json(tools)}")
@@ -230,6 +233,7 @@ def are_equal(scores: Sequence[float | None]) -> bool:
     A collapsed model gives such scores, which tell nothing apart.
     """
     numbers = [score for score in scores if score is not None]
+    # Two scores may be equal by chance, as those of two equal completions are.
     if len(numbers) < 3:
         return False
     largest = max(abs(score) for score in numbers)

@@ -164,10 +164,8 @@ class PreparedScorer(abc.ABC):
         *,
         on_error: OnError = "raise",
     ) -> list[Score]:
-        """Score several completions of one context.
-
-        Either is messages, or text: the user's, and the assistant's.
-        """
+        """Score several completions of one context. Either is messages, or text: the user's, and
+        the assistant's."""
         return self.score(as_conversations(context, completions), on_error=on_error)
 
 
@@ -372,6 +370,7 @@ class Scorer(PreparedScorer):
         Raises `ModelError` where they become other tokens or have other scores.
         """
         check = None
+        # Tokens first: other tokens have other scores, which would name the weights as the cause.
         if with_tokens:
             check = self._changed_tokens(contract)
         if check is None:
@@ -382,7 +381,10 @@ class Scorer(PreparedScorer):
             self.model.num_computed_tokens = num_computed_tokens
             self.model.num_row_tokens = num_row_tokens
             scores = [combined_heads(values, contract.heads) for values in values_SH]
-            dtype: Dtype = "float32" if self.model.hf.dtype == torch.float32 else "bfloat16"
+            # Any coarser dtype gets the tolerance that was measured in bfloat16.
+            dtype: Dtype = "bfloat16"
+            if self.model.hf.dtype == torch.float32:
+                dtype = "float32"
             check = diagnose(contract, scores, dtype=dtype)
         if check.state == "differs":
             command = f"treeward verify {model}"
@@ -439,7 +441,7 @@ class Scorer(PreparedScorer):
         else:
             score = sum(w * x for w, x in zip(self.head_weights, values, strict=True))
         spread = None
-        if self._has_estimates:
+        if self._has_estimates:  # else heads are different things, and have no common spread
             spread = float(np.std(values))
         return Score(
             score=score,
@@ -452,6 +454,7 @@ class Scorer(PreparedScorer):
 
     def _prepare_text(self, text: str | Sequence[int], name: str) -> Prepared:
         limit = self.renderer.max_length
+        # Ids from outside are checked: a larger one would end the process on a GPU.
         num_ids = self.model.num_known_tokens
         ids: list[int] | None
         if isinstance(text, str):
@@ -508,6 +511,7 @@ class Scorer(PreparedScorer):
                 prompt_length = max(0, share - _TURN_TOKENS)
             else:
                 prompt_length = share + _TURN_TOKENS
+        # The last token is always computed, because its hidden state is read.
         prompt_length = min(prompt_length, len(ids) - 1)
         return Prepared(name, ids, len(ids), truncated, prompt_length=prompt_length)
 
@@ -590,8 +594,6 @@ class ResponseScorer:
 
 
 def load_reward_model(model: str | Path, **options: Any) -> ResponseScorer:
-    """A reward model whose `score(prompt=..., response=...)` is a number.
-
-    `options`: those of `Scorer.load`.
-    """
+    """A reward model whose `score(prompt=..., response=...)` is a number. `options`: those of
+    `Scorer.load`."""
     return ResponseScorer(Scorer.load(model, **options))

@@ -114,7 +114,17 @@ class Shaper:
         if not math.isfinite(score.score):
             missing = f"the score is not finite: {score.score}"
             return Reward(None, score, error=score.error or missing)
-        shaped = self._adjusted(score.score, conversation)
+        # (r - c(L) - alpha max(0, L - L0)) / T, with the length L in characters: steps 1 and 2.
+        shaped = score.score
+        length = len(last_text(conversation))
+        penalty = self.config.length_penalty
+        if self._curve is not None:
+            # The score that length alone predicts: linear between the knots of the curve, constant
+            # beyond them.
+            shaped -= float(np.interp(length, self._curve.lengths, self._curve.values))
+        if penalty is not None:
+            shaped -= penalty.coefficient * max(0.0, length - penalty.threshold)
+        shaped /= self._temperature
         if self.config.preference_score:
             # The probability to beat a completion of score 0, by the model of Bradley and Terry.
             shaped = float(expit(shaped))
@@ -127,21 +137,6 @@ class Shaper:
             error = f"the shaped reward is not finite: {shaped}, normalised {value}"
             return Reward(None, score, error=error)
         return Reward(value, score)
-
-    def _adjusted(self, score: float, conversation: AnyConversation) -> float:
-        """The steps on the scale of scores: (r - c(L) - alpha max(0, L - L0)) / T.
-
-        L is the length of the completion in characters.
-        """
-        length = len(last_text(conversation))
-        penalty = self.config.length_penalty
-        if self._curve is not None:
-            # The score that length alone predicts: linear between the knots of the curve, constant
-            # beyond them.
-            score -= float(np.interp(length, self._curve.lengths, self._curve.values))
-        if penalty is not None:
-            score -= penalty.coefficient * max(0.0, length - penalty.threshold)
-        return score / self._temperature
 
 
 def rewards_of(

@@ -68,12 +68,14 @@ class Steps:
                     steps = text.split(self.token)
                 else:
                     steps = _BLANK_LINE.split(text.strip())
+                # A blank step would have a probability, and count in the score.
                 text = "".join(f"{step}{self.token}" for step in steps if step.strip())
             marked_messages.append({**message, "content": text})
         return with_messages(messages, marked_messages)
 
     def score(self, log_odds: Sequence[float]) -> tuple[float, tuple[float, ...]]:
         """The score, and the probability of each step."""
+        # In float64: a product of many probabilities loses digits in float32.
         probabilities = tuple(torch.tensor(log_odds, dtype=torch.float64).sigmoid().tolist())
         if self.how == "min":
             score = min(probabilities)

@@ -113,6 +113,7 @@ def write_judge_contract(
     Loads the policy on the CPU.
     """
     keys = {key: getattr(section, key) for key in JudgePromptConfig.model_fields}
+    # In full: the texts of a later version would ask another question than the trained one.
     keys["template"] = section.template or TEMPLATES[section.mode]
     keys["system_prompt"] = section.system_prompt or SYSTEM_PROMPT
     prompt = JudgePromptConfig(**keys)
@@ -147,9 +148,11 @@ def verify_judge(folder: Path) -> Verification:
     check = Check("weights", "equal", "the golden questions have their verdicts")
     differences: list[float] = []
     for golden, value in zip(contract.golden, values, strict=True):
-        difference = math.inf if value is None else abs(value - golden.value)
+        difference = math.inf
+        if value is not None:
+            difference = abs(value - golden.value)
         differences.append(difference)
-        if difference > TOLERANCE:
+        if difference > TOLERANCE:  # the first is enough to know
             check = Check(
                 "weights",
                 "differs",
@@ -182,5 +185,8 @@ def _values(
     messages = [make_question(judge.config, *question) for question in questions]
     values: list[float | None] = []
     for verdict in judge.ask(messages):
-        values.append(None if isinstance(verdict, NoVerdict) else verdict.value)
+        if isinstance(verdict, NoVerdict):
+            values.append(None)
+        else:
+            values.append(verdict.value)
     return values

@@ -72,7 +72,9 @@ def verify(
     the result; `ModelError` is raised where there is no model at all.
     """
     folder = _local_folder(name, trust_remote_code)
-    computed: Dtype = "float32" if dtype == torch.float32 else "bfloat16"
+    computed: Dtype = "bfloat16"
+    if dtype == torch.float32:
+        computed = "float32"
     checks: list[Check] = []
     scores: list[float] = []
     contract: ScoringContract | None = None
@@ -142,9 +144,10 @@ def _local_folder(name: str | Path, trust_remote_code: bool) -> Path:
     if not is_model and (folder / "model" / "config.json").is_file():
         summary = "the model is inside this folder"
         raise ModelError(summary, where=str(name), fix=f"use {name}/model")
-    if folder.is_dir():
+    if folder.is_dir():  # also without a model: what it lacks is a difference like others
         return folder
     check_local(str(name))
+    # No pickles, and code only where it may run.
     patterns = list(_PATTERNS)
     if trust_remote_code:
         patterns.append("*.py")
@@ -271,6 +274,7 @@ def _precision(
     heads: Sequence[str],
 ) -> Iterator[DiagnosisRow]:
     backbone, head = stored.split(heads)
+    # As they are on the disk: loading casts them, and other programs load them otherwise.
     expected = contract.dtypes
     summary = "the {}'s weights are stored in another dtype"
     yield DiagnosisRow(
@@ -306,6 +310,7 @@ def _load(
     trust_remote_code: bool,
 ) -> RewardModel:
     expected = contract.weights
+    # Before they are loaded: transformers would draw tensors that are missing at random.
     if stored.shapes_sha256 != expected.shapes_sha256:
         need = f"{expected.num_tensors} tensors, {expected.num_parameters:,} numbers"
         raise ModelError(

@@ -35,7 +35,7 @@ from treeward.tree import decoding
 from treeward.tree.current_row import Row, current
 from treeward.tree.gated_delta import gated_delta_rule
 from treeward.tree.prefix import Exchange
-from treeward.tree.recurrence import Rounds
+from treeward.tree.recurrence import Round, Rounds
 
 _CPU_CHUNK = 32
 _GPU_CHUNK = 64
