@@ -33,11 +33,13 @@ _NUM_FIRST_COLUMNS = 3
 def result_columns(ranking: MetricKey | None, *, has_grades: bool) -> list[Column]:
     """The columns of a results table: the usual ones, and `ranking`, the metric that chose the
     checkpoint. `has_grades`: whether the model has learnt grades."""
-    columns = _GRADE_COLUMNS if has_grades else _COLUMNS
+    columns = _COLUMNS
+    if has_grades:
+        columns = _GRADE_COLUMNS
     if ranking is None:
         return columns
     metric = ranking.metric
-    if metric in {column.key for column in columns}:
+    if metric in {column.key for column in columns}:  # it is shown anyway
         return columns
     column = Column(metric, title=metric.replace("_", " "), format=metric_format(metric))
     return [*columns[:_NUM_FIRST_COLUMNS], column, *columns[_NUM_FIRST_COLUMNS:]]
@@ -66,6 +68,7 @@ def model_card(
         # A card is for others: no paths of this machine.
         base = Path(base).resolve().name
     else:
+        # Only here: the hub refuses a card whose base_model is no repository's name.
         base_line = f"base_model: {base}\n"
     loss = policy.reward_model_cfg.reward_model_type
     meaning = LOSSES[loss].meaning.format(grades=", ".join(setup.heads.attributes))

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 _FINISHED = re.compile(r"step_(\d+)")
 _PARTIAL = ".saving_"
 _REMOVING = ".removing_"
-_PATIENCE_SECONDS = 30
+_PATIENCE_SECONDS = 30  # for a folder that another node has made
 _LEASE_SECONDS = 100  # NFS frees the locks of a lost node after 90
 
 
@@ -93,7 +93,9 @@ def open_store(
 def is_locked(path: Path, *, until: ExitStack) -> bool:
     """Lock a folder or a file of a run until the stack closes; False where another run holds it."""
     # The main process of a run that was lost with its node may hold it a while yet.
-    patience = _LEASE_SECONDS if processes.size() > 1 else 0
+    patience = 0
+    if processes.size() > 1:
+        patience = _LEASE_SECONDS
     end = time.monotonic() + patience
     while not until.enter_context(folder_lock(path)):
         if time.monotonic() >= end:
@@ -141,7 +143,17 @@ class CheckpointStore:
         final = self.folder / name
         partial = self.folder / f"{_PARTIAL}{name}"
         try:
-            self._begin(partial)
+            processes.on_main(partial.mkdir)
+            # Folders of a network may show late on another node.
+            end = time.monotonic() + _PATIENCE_SECONDS
+            while not partial.is_dir() and time.monotonic() < end:
+                time.sleep(0.2)
+            if not all(processes.gather(partial.is_dir())):
+                raise CheckpointError(
+                    "a process does not see the checkpoint folder",
+                    where=f"checkpointing.checkpoint_dir: {self.folder}",
+                    need="a folder that all nodes share",
+                )
             write(partial)
             processes.on_main(lambda: self._end(partial, final))
         except Exception as error:
@@ -160,19 +172,6 @@ class CheckpointStore:
             ) from error
         return final
 
-    def _begin(self, partial: Path) -> None:
-        """Make the partial folder, and wait until every process sees it."""
-        processes.on_main(partial.mkdir)
-        end = time.monotonic() + _PATIENCE_SECONDS
-        while not partial.is_dir() and time.monotonic() < end:  # folders of a network may show late
-            time.sleep(0.2)
-        if not all(processes.gather(partial.is_dir())):
-            raise CheckpointError(
-                "a process does not see the checkpoint folder",
-                where=f"checkpointing.checkpoint_dir: {self.folder}",
-                need="a folder that all nodes share",
-            )
-
     def _end(self, partial: Path, final: Path) -> None:
         """Flush the partial folder, and give it its final name."""
         readable = partial.stat().st_mode & 0o666
@@ -183,6 +182,8 @@ class CheckpointStore:
             sync_folder(path)
         if final.exists():
             self._remove(final)
+        # All of it is on the disk by now, so the name never stands for a part. The name itself
+        # lasts when its folder is flushed too.
         os.rename(partial, final)
         sync_folder(self.folder)
 
@@ -203,14 +204,19 @@ class CheckpointStore:
 
     def _checkpoint(self, path: Path) -> Checkpoint:
         step = int(path.name.removeprefix("step_"))
-        metric = None if self._metric_of is None else self._metric_of(path)
+        metric = None
+        if self._metric_of is not None:
+            metric = self._metric_of(path)
         return Checkpoint(path, step, metric)
 
     def _ranked(self) -> list[Checkpoint]:
         """Best first. Of equals the later one is better."""
-        sign = -1.0 if self.config.metric_is_better_when_higher else 1.0
+        sign = 1.0
+        if self.config.metric_is_better_when_higher:
+            sign = -1.0
 
         def order(checkpoint: Checkpoint) -> tuple[float, int]:
+            # A checkpoint without a value ranks behind all that have one.
             value = math.inf
             if checkpoint.metric is not None:
                 value = sign * checkpoint.metric

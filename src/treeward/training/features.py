@@ -85,6 +85,7 @@ def with_features(setup: RewardModelSetup, show_progress: bool = False) -> Rewar
 def _backbone(model: RewardModel, matmul_precision: str) -> str:
     """Everything that the hidden states of tokens depend on, as JSON."""
     digest = hashlib.sha256()
+    # The head is what is trained: another head reads the same hidden states.
     head = f"{head_name(model.hf)}."
     for name, weight in sorted(model.hf.state_dict().items()):
         if not name.startswith(head):
@@ -111,6 +112,7 @@ def _complete(
     def begin() -> bool:
         """Whether the file is to be written."""
         file.parent.mkdir(parents=True, exist_ok=True)
+        # Another run may be writing this file now: it is waited for, and then reused.
         held.enter_context(folder_lock(file.parent, wait=True))
         if has_its_digest(file):
             logger.info("%s: the backbone has read it before, reusing %s", dataset.name, file)
@@ -150,7 +152,9 @@ def _complete(
             is_missing = processes.on_main(begin, group)
             progress = ShownProgress(unit="comparisons", enabled=show_progress and is_missing)
             held.enter_context(progress)
-            size = len(dataset) if is_missing else 0
+            size = 0
+            if is_missing:
+                size = len(dataset)
             for start in range(0, size, _COMPARISONS_AT_ONCE):
                 end = min(start + _COMPARISONS_AT_ONCE, size)
                 states = _states(preparer, dataset, range(start, end))
@@ -183,6 +187,7 @@ def _states(preparer: BatchPreparer, dataset: EncodedDataset, places: range) -> 
         states = states_SKD.cpu().split(sizes)
         rank_states |= dict(zip(share.comparisons, states, strict=True))
     model.train()
+    # In the order of the set, of which each process has computed a share.
     all_states: dict[int, Tensor] = {}
     for states_of_rank in processes.gather(rank_states, preparer.mesh.data_group):
         all_states |= states_of_rank

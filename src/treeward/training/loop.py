@@ -185,6 +185,7 @@ class Loop:
         while not (run.is_done(state.step) or self.stop.agree()):
             started = time.monotonic()
             self.take_step()
+            # Validated before it is saved: the checkpoint has the metric that ranks it.
             if self._validation_is_due():
                 self.validate()
             if self._save_is_due():
@@ -220,6 +221,7 @@ class Loop:
         logger.info("Step %d was saved before its validation, which is done now.", state.step)
         self.validate()
         self._complete_state()
+        # The model and the optimiser are those of the checkpoint; only the metrics are new.
         folder = self.store.folder / f"step_{state.step}"
         processes.on_main(lambda: write_state(folder, state))
         self.store.prune()
@@ -236,6 +238,7 @@ class Loop:
         number = state.step + 1
         processes.doing(f"step {number}")
         if state.step == self.first_step:
+            # Kernels are compiled and memory is taken in it, which looks like a run that hangs.
             self.progress.message(
                 f"Step {number} of {run.total_steps} begins; the first one is the slowest."
             )
@@ -311,8 +314,10 @@ class Loop:
         """Export the best checkpoint, without a ranking metric the last, unless an earlier session
         has."""
         store = self.store
-        best = None if store is None else store.best()
-        if store is None or best is None:
+        if store is None:
+            return outcome
+        best = store.best()
+        if best is None:
             return outcome
         store.prune()  # a session that was killed after its last save has not
         state = self.state
@@ -337,6 +342,7 @@ class Loop:
             check_files(best.path, within="model/")
             # First, so that a kill during the export leaves no mark of an older one.
             processes.on_main(lambda: mark.unlink(missing_ok=True))
+            # A copy of a large model takes longer than the others would wait for a step.
             with processes.patience() as group:
                 store.write_folder(
                     "final", lambda folder: processes.on_main(partial(write, folder), group)

@@ -39,8 +39,12 @@ class MasterWeights(torch.optim.Optimizer):
             if not on_host and parameter.dtype != torch.bfloat16:
                 stepped.append(parameter)
                 continue
+            # Else autograd would round the sum of the micro-batches' gradients at each addition.
             parameter.grad_dtype = torch.float32
-            copy = _on_host(parameter) if on_host else parameter.detach().float()
+            if on_host:
+                copy = _on_host(parameter)
+            else:
+                copy = parameter.detach().float()
             master = nn.Parameter(copy)
             self.low.append(parameter)
             self.masters.append(master)
@@ -68,7 +72,7 @@ class MasterWeights(torch.optim.Optimizer):
                     master.grad = None
         else:
             for parameter, master in pairs:
-                master.grad = parameter.grad
+                master.grad = parameter.grad  # the same memory, and no copy
             self.inner.step()
         self._round()
 
@@ -84,7 +88,7 @@ class MasterWeights(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a state after the masters, and round these to the weights."""
         self.inner.load_state_dict(state_dict)
-        self._share()
+        self._share()  # loading gives the inner optimiser new groups and a new state
         self._round()
 
     @torch.no_grad()

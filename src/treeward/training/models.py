@@ -47,6 +47,7 @@ def find_tokenizer(
         assert name is not None  # the schema requires it
         return load_tokenizer(name, trust_remote_code=policy.trust_remote_code)
     if checkpoint is not None:
+        # The one that the run has trained: texts that have changed since would give another.
         return load_tokenizer(str(checkpoint.path / "model"))
     return processes.on_main(partial(train_tokenizer, texts, vocab_size=policy.trained_vocab_size))
 
@@ -64,7 +65,7 @@ def load_model(
     (`build`). On several processes it is without weights until it is sharded, if nothing needs them
     before. Raises `CheckpointError` if it is in a checkpoint of another run that is damaged."""
     is_sharded = mesh.devices is not None
-    is_whole_here = not is_sharded or policy.load_in_4bit
+    is_whole_here = not is_sharded or policy.load_in_4bit  # four-bit weights are never sharded
     device = torch.device("cpu")
     if is_whole_here and torch.cuda.is_available():
         device = torch.device("cuda")
@@ -87,8 +88,11 @@ def load_model(
     if is_sharded and policy.trains_backbone:
         # The shards are the float32 weights that are trained.
         precision = "float32"
+    source: Path | str = str(policy.model_name)
+    if resumes:
+        source = folder
     return load(
-        folder if resumes else str(policy.model_name),
+        source,
         tokenizer=tokenizer,
         dtype=DTYPES[precision],
         trust_remote_code=policy.trust_remote_code,
@@ -118,6 +122,7 @@ def make_ready(
     # Shards that are trained are float32, and are cast when they are gathered.
     if not is_sharded or not is_trained:
         model.cast(dtype)
+    # Before the shards: FSDP has to see the adapters, and which weights are frozen.
     if adaptation is not None:
         adaptation()
     if is_sharded:
@@ -152,7 +157,10 @@ def make_ready(
     )
     if is_sharded:
         # Last, because the main process sends each its shards.
-        model.fill("cpu" if section.cpu_offload else processes.device())
+        place: torch.device | str = processes.device()
+        if section.cpu_offload:
+            place = "cpu"
+        model.fill(place)
     check()
 
 
@@ -212,6 +220,8 @@ def with_weights(name: str | None) -> str | None:
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
         return name
+    # The settings and the contract too: the same weights with another template, or another rotary
+    # base, are another model.
     digest = hashlib.blake2b()
     base = base_of_adapters(str(folder))
     if base is not None:

@@ -177,6 +177,7 @@ class SkippedSteps:
             return norm
         got = f"loss {loss}, gradient norm {norm}"
         if self.in_a_row + 1 == MOST_SKIPPED_IN_A_ROW:
+            # A caller who catches the error and goes on must not step by these gradients.
             model.zero_grad(set_to_none=True)
             got += f", the step of the optimiser number {MOST_SKIPPED_IN_A_ROW} in a row"
             need = "finite numbers; none of these steps has changed the weights"
@@ -206,7 +207,7 @@ def _learning_rate_factor(config: NamedScheduleConfig, step: int, total_steps: i
     if warmup is None:
         warmup = math.ceil((config.warmup_ratio or 0.0) * total_steps)
     if step < warmup:
-        return (step + 1) / warmup
+        return (step + 1) / warmup  # + 1: a first step at a rate of 0 would change nothing
     if config.name == "constant":
         return 1.0
     progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))

@@ -86,6 +86,8 @@ class EpochOrder:
         sets."""
         indices: list[int] = []
         size = self.together
+        # Unlike `batch`, it goes on into the next epoch: dynamic sampling draws by numbers of
+        # prompts, and not by steps.
         while len(indices) < count:
             epoch, start = divmod(drawn + len(indices), self.rows_per_epoch)
             stop = start + count - len(indices)

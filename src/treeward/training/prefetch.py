@@ -98,6 +98,8 @@ class BatchPreparer:
         for share in self.shares(rows):
             micro_batches.append(share.micro_batch)
             num_row_tokens += sum(item.num_tokens for item in share.comparisons.values())
+        # Of the whole step, not of this process's share: gradients are summed over the processes,
+        # and the loss is divided once.
         num_units = len(rows)
         if self.weighs_pairs:
             ranks = [dataset.ranks(row) for dataset, row in rows]
@@ -140,13 +142,17 @@ class BatchPreparer:
         """Which comparisons share a forward pass; see `plan_passes`."""
         num_ranks = self.mesh.data_size
         if self.features:
+            # A head reads completions whose tokens are done, so they are what is counted.
             sizes = [int(dataset.shapes[row][0]) for dataset, row in rows]
             return plan_micro_batches(sizes, max_tokens=_MOST_FEATURES, num_ranks=num_ranks)
+        max_groups = self.max_groups
+        if validation:
+            max_groups = self.max_groups_of_validation
         return plan_passes(
             rows,
             self.model.layout,
             max_tokens=self.max_tokens,
-            max_groups=self.max_groups_of_validation if validation else self.max_groups,
+            max_groups=max_groups,
             num_ranks=num_ranks,
         )
 
@@ -197,7 +203,12 @@ class BatchPreparer:
         if self.mesh.data_size == 1 or most is None or len(rows) != 1 or self.features:
             return 1
         dataset, row = rows[0]
-        num_tokens = dataset.tree_tokens[row] if share else dataset.shapes[row].prod()
+        # From sizes, which every process has in memory: only a comparison that is too large is
+        # read by all of them.
+        if share:
+            num_tokens = dataset.tree_tokens[row]
+        else:
+            num_tokens = dataset.shapes[row].prod()
         if num_tokens <= most:
             return 1
         return len(split_group(dataset[row].token_ids, max_tokens=most, share=share))
@@ -215,6 +226,7 @@ def plan_passes(
 
     The plan of rank r is `plan[r::num_ranks]`, as in `plan_micro_batches`.
     """
+    # A tree costs its tokens; a padded row lengthens with the longest row beside it.
     limits = {"max_tokens": max_tokens, "max_groups": max_groups}
     if layout == "tree":
         sizes = [int(dataset.tree_tokens[row]) for dataset, row in rows]

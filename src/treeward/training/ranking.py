@@ -27,6 +27,7 @@ def warn_of_unranked(store: CheckpointStore) -> None:
         return
     unranked: list[str] = []
     for checkpoint in store.all():
+        # A checkpoint of a signal is for resuming, and pruned without a word.
         if checkpoint.metric is None and not _is_of_a_signal(checkpoint.path):
             unranked.append(str(checkpoint.step))
     if unranked:
@@ -53,6 +54,7 @@ def warn_of_rare_metric(
     if not store.is_ranked or not processes.is_main():
         return
     save_period = store.config.save_period
+    # The last step is saved whatever the period is.
     saved = _steps(save_period, total_steps) | {total_steps}
     validated = _steps(schedule.val_period, total_steps)
     if schedule.val_at_end:

@@ -72,13 +72,16 @@ def open_session(
     metric_of = None
     if ranked_by is not None:
         metric_of = partial(stored_metric, name=ranked_by)
+    # Both folders are locked before anything in them is read or changed.
     with (
         _memory_suffices(),
         log_folder(config.logger),
         open_store(config.checkpointing, metric_of) as store,
         quiet_transformers(),
     ):
-        checkpoint = None if store is None else store.latest()
+        checkpoint = None
+        if store is not None:
+            checkpoint = store.latest()
         # Nothing is loaded from a damaged one.
         if checkpoint is not None:
             check_files(checkpoint.path)
@@ -120,6 +123,7 @@ def _check_gpu(policy: TrainedModelConfig) -> None:
 
 def _check_processes(num_configured: int) -> None:
     """Raise `ConfigError` where several processes are to train, and this one is alone."""
+    # A caller of `train` in Python may have left out `launch`, which joins the processes.
     num_processes = int(os.environ.get("WORLD_SIZE") or num_configured)
     if num_processes > 1 and processes.size() == 1:
         raise ConfigError(
@@ -178,12 +182,20 @@ class Session:
         with self.stop, contextlib.ExitStack() as opened:
             opened.callback(run.close)
             state = self._resumed(run)
-            run_id = processes.on_main(self._run_id)
-            last_step = None if self.checkpoint is None else self.checkpoint.step
+            folder = None
+            if self.store is not None:
+                folder = self.store.folder
+            is_new = self.checkpoint is None
+            run_id = processes.on_main(partial(id_of_run, folder, is_new=is_new))
+            last_step = None
+            if self.checkpoint is not None:
+                last_step = self.checkpoint.step
+            # None where the log folder has another run's log: its files are set aside then.
             resume_step = continued_step(self.logger, run_id, last_step)
             trackers = open_trackers(self.logger, self.settings, resume_step)
             opened.enter_context(trackers)
-            processes.on_main(self._write_config)
+            config_file = Path(self.logger.log_dir) / CONFIG_FILE
+            processes.on_main(partial(write_text, config_file, self.config_text))
             run.begin(state, trackers)
             # After the files of another run were set aside.
             processes.on_main(partial(begin_log, self.logger, run_id))
@@ -200,12 +212,15 @@ class Session:
                 config_text=self.config_text,
             )
             outcome = loop.run_to_end()
-            trackers.status = "interrupted" if outcome.interrupted_by else "finished"
+            trackers.status = "finished"
+            if outcome.interrupted_by:
+                trackers.status = "interrupted"
             return run.finish(outcome)
 
     def _resumed(self, run: Run) -> RunState:
         """The state from which the run goes on; optimiser and schedule are put back."""
         if self.checkpoint is None:
+            # As it will be read back from a checkpoint: tuples are lists there, paths texts.
             identity = json.loads(json.dumps(run.identity, default=str))
             return RunState(0, identity)
         path = self.checkpoint.path
@@ -222,10 +237,3 @@ class Session:
             )
             run.total_steps = state.step
         return state
-
-    def _run_id(self) -> str:
-        folder = None if self.store is None else self.store.folder
-        return id_of_run(folder, is_new=self.checkpoint is None)
-
-    def _write_config(self) -> None:
-        write_text(Path(self.logger.log_dir) / CONFIG_FILE, self.config_text)

@@ -160,7 +160,9 @@ def read_data(
         # The validation sets first: they are the shorter ones, and may be faulty too.
         encoded_sets = {str(stream.config.name): encode(stream) for stream in held_out}
         names = _training_names(config.data.train)
-        training_sets = {name: encode(stream) for name, stream in zip(names, streams, strict=True)}
+        training_sets: dict[str, EncodedDataset] = {}
+        for name, stream in zip(names, streams, strict=True):
+            training_sets[name] = encode(stream)
         _check_grades(labels, training_sets, where=streams[0].name)
         return training_sets, encoded_sets
 
@@ -217,6 +219,7 @@ def _check_grades(
 def _warn_of_seen_comparisons(
     training_sets: Mapping[str, EncodedDataset], validation_sets: Mapping[str, EncodedDataset]
 ) -> None:
+    # Of the tokens, so that a comparison is found in whatever form another set has it.
     trained_on = np.concatenate([dataset.digests for dataset in training_sets.values()])
     for name, dataset in validation_sets.items():
         number = int(np.isin(dataset.digests, trained_on).sum())
@@ -240,6 +243,7 @@ def set_up(
     mesh = make_mesh(policy.dtensor_cfg)
     data = read_data(config, checkpoint, show_progress)
 
+    # Over the tokens of all sets, for which the other processes wait.
     def find_highest_token() -> int:
         return max(dataset.highest_token for dataset in data.all_sets)
 
@@ -261,6 +265,7 @@ def set_up(
 
     def check() -> None:
         check_positions(model, config.max_sequence_length)
+        # A few of every set: sets may differ in language, length and special tokens.
         sample: list[TokenIds] = []
         for dataset in data.all_sets:
             for comparison in dataset[:_CHECKED_COMPARISONS]:
@@ -314,12 +319,14 @@ def _identity(config: RewardModelRunConfig, run_data: RunData) -> dict[str, Any]
     """The values that a resumed run must share with the run that it continues, by readable
     names."""
     policy = config.policy
+    # Whole weights are read from the checkpoint when a run resumes, so the name is enough.
     model_name = policy.model_name
     adapters: dict[str, Any] = {}
     if policy.dtensor_cfg.lora_cfg.enabled:
         adapters = identity_of_adapters(policy)
         # Their base is read from the folder again, which must have the same weights.
         model_name = with_weights(policy.model_name)
+    # Fingerprints without paths: data that was moved is the same.
     training_data = []
     training_sets = run_data.training_sets.values()
     for dataset, section in zip(training_sets, config.data.train, strict=True):
@@ -328,6 +335,7 @@ def _identity(config: RewardModelRunConfig, run_data: RunData) -> dict[str, Any]
     validation_data = {}
     for name, dataset in run_data.encoded_sets.items():
         validation_data[name] = dataset.fingerprint
+    # Without defaults: an option that a later version adds changes nothing for older checkpoints.
     loss = config.rm.loss.model_dump(mode="json", exclude_defaults=True)
     reward_model = policy.reward_model_cfg.model_dump(mode="json", exclude_defaults=True)
     optimisation = policy.model_dump(mode="json", include=_OPTIMISATION_KEYS)

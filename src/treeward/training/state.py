@@ -76,6 +76,7 @@ def save_state(
     """Write the state into a folder, with the digests of all that it holds by then; every process
     calls it. `with_weights`: the float32 weights too."""
     tensors, settings = _pack(optimizer, with_weights=with_weights)
+    # For optimisers that round at random, as torchao's: data and samples follow from the step.
     rng = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         rng["cuda"] = torch.cuda.get_rng_state()
@@ -128,6 +129,8 @@ def check_files(folder: Path, within: str = "") -> None:
 
 def _dumped(held: dict[str, Any]) -> memoryview:
     """The bytes of a file that `torch.load` reads with `weights_only`."""
+    # Into memory and looked at: a class that cannot be loaded again is refused at the first save,
+    # and not when the run resumes.
     stream = io.BytesIO()
     try:
         torch.save(held, stream)
@@ -166,6 +169,7 @@ def load_state(folder: Path, optimizer: torch.optim.Optimizer, scheduler: LRSche
         _unpack(optimizer, contents["optimizer"], folder / _TENSORS)
     except (OSError, SafetensorError, KeyError, RuntimeError) as error:
         raise _unreadable(folder, folder / _TENSORS, error) from error
+    # A function of the step, unlike torch's other schedules, which go on from the saved rate.
     if isinstance(scheduler, LambdaLR):
         _set_learning_rates(optimizer, scheduler)
     torch.set_rng_state(contents["rng"]["cpu"])
@@ -228,6 +232,7 @@ def check_identity(folder: Path, identity: Mapping[str, Any]) -> None:
     """Raise `CheckpointError` if a run of `identity` would not continue the run that saved this
     checkpoint. Sections are compared value by value: only the values that differ are shown."""
     saved = dict(flattened(read_state(folder).identity))
+    # Through JSON, as the saved one was: a tuple is a list then.
     now = dict(flattened(json.loads(json.dumps(identity, default=str))))
     differences: list[str] = []
     for name in {**saved, **now}:
@@ -253,6 +258,7 @@ def _pack(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of the state by name, not copied, and the other values, which `torch.load` reads
     with `weights_only`. `with_weights`: the float32 weights too; masters always."""
+    # torch numbers the states in the order of the groups' parameters; names outlast that order.
     saved = optimizer.state_dict()
     tensors: dict[str, Tensor] = {}
     names = list(_named(optimizer))
@@ -281,6 +287,7 @@ def _pack(
 def _unpack(optimizer: torch.optim.Optimizer, settings: dict[str, Any], folder: Path) -> None:
     """Restore a state, with the float32 weights if it has them; every process calls it. Raises
     `CheckpointError` for the state of another optimiser."""
+    # The order counts too: torch loads states by the numbers of parameters.
     parameters = _named(optimizer)
     saved = settings["state"]
     saved_groups = settings["param_groups"]
@@ -352,6 +359,7 @@ def _empty_like(parameter: Tensor, size: torch.Size, dtype: torch.dtype) -> Tens
     state = torch.empty(size, dtype=dtype, device=parameter.device)
     if not isinstance(parameter, DTensor):
         return state
+    # A DTensor all the same, because torch's optimisers do not mix both kinds.
     mesh = parameter.device_mesh
     return DTensor.from_local(state, mesh, [Replicate()] * mesh.ndim, run_check=False)
 

@@ -45,6 +45,7 @@ class StepFile:
                 logger.info("%s: cut %d lines after step %d", path.name, num_cut, resume_step)
         else:
             set_aside(path)
+        # Unbuffered: a kill -9 must lose no line of a step that has a checkpoint.
         self._file = path.open("ab", buffering=0)
 
     def append(self, record: Mapping[str, Any]) -> None:
@@ -52,24 +53,22 @@ class StepFile:
         resumes."""
         line = json.dumps(record, allow_nan=False).encode() + b"\n"
         try:
+            # What is written into a deleted file is lost, without an error: a new one begins.
             if os.fstat(self._file.fileno()).st_nlink == 0:
-                self._begin_again()
+                logger.warning(
+                    "%s was deleted while the run writes it: its lines are lost, and it begins "
+                    "again here.",
+                    self._path,
+                )
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._file.close()
+                self._file = self._path.open("ab", buffering=0)
             if self._file.write(line) != len(line):
                 raise OSError("only a part of a line was written; the disk may be full")
         except OSError as error:
             summary = f"{self._path.name} cannot be written"
             fix = "make room and start the same command again: it resumes from the last checkpoint"
             raise ConfigError(summary, where=str(self._path), got=str(error), fix=fix) from error
-
-    def _begin_again(self) -> None:
-        """Go on in a new file: what is written into a deleted one is lost, without an error."""
-        logger.warning(
-            "%s was deleted while the run writes it: its lines are lost, and it begins again here.",
-            self._path,
-        )
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file.close()
-        self._file = self._path.open("ab", buffering=0)
 
     def close(self) -> None:
         os.fsync(self._file.fileno())
@@ -82,8 +81,10 @@ def set_aside(path: Path) -> None:
     if not path.exists() or path.stat().st_size == 0:
         return
     number = 1
-    while (kept := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+    kept = path.with_name(f"{path.stem}.{number}{path.suffix}")
+    while kept.exists():
         number += 1
+        kept = path.with_name(f"{path.stem}.{number}{path.suffix}")
     path.rename(kept)
     logger.info("%s of another run is kept as %s", path, kept.name)
 

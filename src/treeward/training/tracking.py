@@ -112,6 +112,7 @@ class WandbTracker:
         options: dict[str, Any] = {"dir": config.log_dir, "id": run_id, "resume": None}
         if run_id is not None:
             options["resume"] = "allow"
+        # The user's keys come last: they may name the run.
         self._run = wandb.init(**(options | config.wandb))
         write_text(file, f"{self._run.id}\n")
         run_config: Any = self._run.config
@@ -121,7 +122,10 @@ class WandbTracker:
         self._run.log(dict(metrics), step=step)
 
     def close(self, status: RunStatus) -> None:
-        self._run.finish(exit_code=0 if status == "finished" else 1)
+        exit_code = 1
+        if status == "finished":
+            exit_code = 0
+        self._run.finish(exit_code=exit_code)
 
 
 class MLflowTracker:
@@ -150,6 +154,7 @@ class MLflowTracker:
             self._client.update_run(run_id, status="RUNNING")
         else:
             run_id = self._new_run(config.mlflow)
+            # Written at once: a run that is killed from here on is found again.
             write_text(id_file, f"{run_id}\n")
             self._log_settings(run_id, settings)
         self._run_id = run_id
@@ -242,7 +247,10 @@ class TrackerGroup:
         for name, metric in metrics.items():
             value = float(metric)
             numbers[name] = value
-            line[name] = value if math.isfinite(value) else json.dumps(value)
+            line[name] = value
+            if not math.isfinite(value):
+                line[name] = json.dumps(value)
+        # The file first: it is complete whatever becomes of a tracker.
         self._file.append(line)
         self._call("log", numbers, step)
 

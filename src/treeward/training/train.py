@@ -82,7 +82,9 @@ def train(config: RewardModelRunConfig, *, show_progress: bool = True) -> Traini
     if config.hub.push_to_hub:
         _check_hub(config.hub_repo_id)
     ranking = config.ranking_metric
-    ranked_by = None if ranking is None else ranking.logged_name
+    ranked_by = None
+    if ranking is not None:
+        ranked_by = ranking.logged_name
     with open_session(
         config, config.rm, ranked_by=ranked_by, show_progress=show_progress
     ) as session:
@@ -165,7 +167,12 @@ class RewardModelRun(Run):
         logged["train/rm/grad_norm"] = grad_norm
         row_tokens = int(logged["train/rm/row_tokens"])
         logged["timing/train/row_tokens_per_second"] = row_tokens / (time.monotonic() - started)
-        return StepMetrics(logged, _progress(total), row_tokens)
+        means = total.means()
+        shown = {"loss": means["loss"]}
+        if total.num_pairs:  # without pairs only the loss means anything
+            shown["accuracy"] = means["accuracy"]
+            shown["margin"] = means["reward_margin"]
+        return StepMetrics(logged, shown, row_tokens)
 
     def backward(self, micro_batch: MicroBatch, num_units: int, sums: RewardSums) -> None:
         """Trees to scores to loss: add the gradient of one micro-batch, for a step of `num_units`,
@@ -202,6 +209,7 @@ class RewardModelRun(Run):
         if math.isfinite(norm):
             self.optimizer.step()
         advance(self.scheduler)
+        # None keeps Adam from a step on parameters without a gradient.
         self.optimizer.zero_grad(set_to_none=True)
         return norm
 
@@ -242,7 +250,9 @@ class RewardModelRun(Run):
             lines.append(_line(name, step, values, self.setup.ranking))
         ranking = self.setup.ranking
         if ranking is not None:
-            ranked = overall if ranking.validation is None else by_set[ranking.validation]
+            ranked = overall
+            if ranking.validation is not None:
+                ranked = by_set[ranking.validation]
             self._warn_of_ranking(step, ranking, ranked.get(ranking.metric))
         return Validation(logged, seconds, tuple(lines))
 
@@ -267,6 +277,8 @@ class RewardModelRun(Run):
                 comparisons: dict[int, Comparison] = {}
                 scores: list[Tensor] = []
                 for share in self._preparer.shares(rows, validation=True):
+                    # All processes ask as often, because all have as many micro-batches: it is a
+                    # collective call.
                     if should_stop():
                         return None
                     micro_batch = share.micro_batch.to(self.model.device, non_blocking=True)
@@ -373,39 +385,36 @@ class RewardModelRun(Run):
         for name, dataset in self.setup.training_sets.items():
             if dataset.counts.is_much_dropped:
                 caveats[f"training data, {name}"] = dataset.counts.summary()
-        losses = self._training_losses()
+        # The loss of each logged step, of earlier sessions too.
+        losses: list[float] = []
+        file = self._metrics_file
+        if file is not None and processes.is_main() and file.exists():
+            for line in read_metrics(file):
+                if "train/rm/loss" in line:
+                    losses.append(line["train/rm/loss"])
         sentences: dict[str, str] = {}
         for name, means in validation.items():
             sentence = learnt(means, sizes[name], losses)
             if sentence is not None:
                 sentences[name] = sentence
+        # Collapsed: all golden conversations of the exported model have the same score.
+        is_collapsed = False
+        if processes.is_main() and outcome.model_folder is not None:
+            contract = read_contract(outcome.model_folder)
+            if contract is not None:
+                is_collapsed = are_equal([example.score for example in contract.golden])
         fields = {**vars(outcome), "validation": validation}
         ended = TrainingOutcome(
             **fields,
             validation_sizes=sizes,
             learnt=sentences,
             caveats=caveats,
-            is_collapsed=processes.is_main() and _is_collapsed(outcome.model_folder),
+            is_collapsed=is_collapsed,
         )
         is_uploaded = self.setup.hub.push_to_hub and processes.is_main()
         if outcome.model_folder is not None and is_uploaded:
             return _uploaded(ended, self.setup.hub, outcome.model_folder)
         return ended
-
-    def _training_losses(self) -> list[float]:
-        """The loss of each logged step, of earlier sessions too."""
-        file = self._metrics_file
-        if file is None or not processes.is_main() or not file.exists():
-            return []
-        return [line["train/rm/loss"] for line in read_metrics(file) if "train/rm/loss" in line]
-
-
-def _progress(total: RewardMetrics) -> dict[str, float]:
-    """What the line of progress shows; without pairs only the loss means anything."""
-    means = total.means()
-    if not total.num_pairs:
-        return {"loss": means["loss"]}
-    return {"loss": means["loss"], "accuracy": means["accuracy"], "margin": means["reward_margin"]}
 
 
 def _with_prefix(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
@@ -433,15 +442,6 @@ def _scored(
     return examples
 
 
-def _is_collapsed(model_folder: Path | None) -> bool:
-    """Whether the exported model gives all conversations of its contract the same score; False
-    without a model."""
-    contract = None if model_folder is None else read_contract(model_folder)
-    if contract is None:
-        return False
-    return are_equal([example.score for example in contract.golden])
-
-
 def _uploaded(outcome: TrainingOutcome, hub: HubConfig, model_folder: Path) -> TrainingOutcome:
     """Upload the model. A failure is logged, and the results are still shown."""
     assert hub.repo_id is not None  # the set-up has named it
@@ -449,7 +449,10 @@ def _uploaded(outcome: TrainingOutcome, hub: HubConfig, model_folder: Path) -> T
         page = push_folder(model_folder, hub.repo_id, private=hub.private)
     # The model is exported, and no later failure may hide that.
     except Exception as error:
-        trace = None if isinstance(error, TreewardError) else error
+        # A `TreewardError` says itself what to do; anything else needs its traceback.
+        trace = None
+        if not isinstance(error, TreewardError):
+            trace = error
         logger.error("%s", error, exc_info=trace)
         return replace(outcome, upload_error=str(error), exit_code=1)
     logger.info("Uploaded %s to %s.", model_folder, page)
@@ -462,6 +465,7 @@ def _line(name: str, step: int, means: Mapping[str, float], ranking: MetricKey |
     shown = {"loss": "loss", "accuracy": "accuracy", "reward_margin": "margin"}
     if "mse" in means:
         shown = {"loss": "loss", "mse": "mse", "pearson": "pearson"}
+    # The metrics of any validation; another one that ranks is shown beside them.
     usual = (*METRIC_NAMES, "mse", "pearson")
     if ranking is not None and ranking.validation in (None, name) and ranking.metric not in usual:
         shown[ranking.metric] = ranking.metric

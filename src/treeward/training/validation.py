@@ -57,8 +57,11 @@ def pooled(sets: Sequence[SetValidation]) -> dict[str, Metric]:
     missing = "There is no pair of a better and a worse completion."
     metrics: dict[str, Metric] = {}
     for name, value in sums.means().items():
-        note = missing if math.isnan(value) else None
+        note = None
+        if math.isnan(value):
+            note = missing
         metrics[name] = Metric(name, value, count=sums.num_pairs, note=note)
+    # These are no sums over pairs: they need the scores of all examples side by side.
     examples: list[ScoredExample] = []
     for result in sets:
         examples += result.scored
@@ -103,10 +106,13 @@ def learnt(means: Mapping[str, float], size: int, training_losses: Sequence[floa
         sentence += f" on {size:,} comparisons is not significantly better than chance, 50%"
     if not training_losses:
         return f"{sentence}."
+    # The latest quarter: the loss of a single step is that of one batch.
     num_latest = max(len(training_losses) // 4, _FEWEST_STEPS)
     trained = fmean(training_losses[-num_latest:])
     is_diverging = loss - trained > _DIVERGING
-    verb = "is diverging" if is_diverging else "is not diverging"
+    verb = "is not diverging"
+    if is_diverging:
+        verb = "is diverging"
     held_out = format_number(loss)
     sentence += f"; the loss, {held_out}, {verb} from that of training, {format_number(trained)}"
     if is_diverging:
