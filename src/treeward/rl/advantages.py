@@ -45,11 +45,13 @@ def shaped_rewards(
       `max_total_sequence_length`, if that is less.
     """
     shaping = config.grpo.reward_shaping
+    # Scaled first, so that the penalty is in the units of the scaled rewards.
     rewards_PG = scaled_rewards(rewards_PG, config.grpo.reward_scaling)
     if shaping.enabled:
         prompt_lengths_P1 = torch.tensor([[len(group.prompt_ids)] for group in groups])
         room_P1 = config.policy.max_total_sequence_length - prompt_lengths_P1
         longest_P1 = room_P1.clamp_max(config.max_response_length)
+        # Where the room is less than the buffer, the penalty grows from the first token on.
         buffer_P1 = longest_P1.clamp_max(shaping.overlong_buffer_length)
         share = (completion_lengths(groups) - (longest_P1 - buffer_P1)) / buffer_P1
         rewards_PG = rewards_PG - shaping.overlong_buffer_penalty * share.clamp_min(0)
@@ -179,6 +181,7 @@ def _unclipped(rewards_PG: Tensor, config: GRPOConfig) -> Tensor:
     rewards = torch.where(rewards_PG.isfinite(), rewards_PG.double(), torch.nan)
     count_P1 = rewards.isfinite().sum(dim=1, keepdim=True)
     estimator = config.adv_estimator.name
+    # The formulas are in the docstring of `advantages`.
     if estimator == "reinforce_plus_plus":
         if config.adv_estimator.minus_baseline:
             centred = _centred(rewards)
@@ -188,6 +191,7 @@ def _unclipped(rewards_PG: Tensor, config: GRPOConfig) -> Tensor:
         std = (centred.square().sum() / (count_P1.sum() - 1).clamp_min(1)).sqrt()
         return centred / (std + STD_FLOOR)
     centred = _centred(rewards)
+    # At least 1: a group with one reward has no others, and its centred reward is 0.
     others_P1 = (count_P1 - 1).clamp_min(1)
     result = centred
     if estimator == "leave_one_out" or config.use_leave_one_out_baseline:
@@ -230,6 +234,7 @@ def informative_groups(rewards_PG: Tensor) -> Tensor:
     has_reward_PG = rewards_PG.isfinite()
     if has_reward_PG.shape[1] == 0:
         return has_reward_PG.any(dim=1)  # amax refuses groups without completions
+    # Not by a std: that of equal rewards can be above 0 by rounding.
     high = rewards_PG.masked_fill(~has_reward_PG, -torch.inf).amax(dim=1)
     low = rewards_PG.masked_fill(~has_reward_PG, torch.inf).amin(dim=1)
     return (has_reward_PG.sum(dim=1) > 1) & (high > low)
@@ -258,6 +263,7 @@ def used_completions(
     `overlong_filtering` also leaves out truncated completions, whose rewards still count in the
     baseline of their group (Yu et al. 2025, arXiv 2503.14476, section 3.4).
     """
+    # Without a token there is no log-probability to learn from.
     used = is_rewarded_PG & (completion_lengths(groups) > 0)
     if config.overlong_filtering:
         used &= ~truncated_completions(groups)

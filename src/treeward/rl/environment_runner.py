@@ -32,7 +32,6 @@ import torch
 from torch import Tensor
 
 from treeward import processes
-from treeward.config.grpo import GRPOConfig
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.data.conversation import Conversation
 from treeward.data.prompt_sets import Prompt
@@ -102,6 +101,7 @@ class EnvironmentRunner:
         failures = []
         for i, reward in enumerate(rewards):
             if reward.value is None:
+                # The completions of a group lie side by side.
                 p, g = divmod(i, shape[1])
                 where = f"{groups[p].prompt.where or f'prompt {p}'}, completion {g}"
                 failures.append((f"{names[i]}: {reward.error}", where))
@@ -114,6 +114,7 @@ class EnvironmentRunner:
                 summary,
             )
         values = [reward.value for reward in rewards]
+        # `_ask` has looked at the values alone, and an infinite raw one would spoil its mean.
         raw_values = [_finite(Reward(reward.raw)).value for reward in rewards]
         names_of_components = dict.fromkeys(key for reward in rewards for key in reward.components)
         components = {}
@@ -176,6 +177,8 @@ class EnvironmentRunner:
             except (ConfigError, ModelError):
                 raise
             except Exception as error:
+                # An environment's code is the user's: its fault costs these samples, and the run
+                # decides by `grpo.max_failed_share` whether it goes on.
                 reason = f"it raised {type(error).__name__}: {error}"
                 logger.warning("%s has no rewards in this step: %s", name, reason, exc_info=error)
                 return [Reward(None, error=reason)] * len(chosen)
@@ -185,6 +188,7 @@ class EnvironmentRunner:
             return [_finite(reward) for reward in rewards]
 
         environments = list(dict.fromkeys(names))
+        # Side by side, because most of them wait for a server or for processes.
         with ThreadPoolExecutor(max(len(environments), 1)) as threads:
             return dict(zip(environments, threads.map(ask, environments), strict=True))
 
@@ -196,13 +200,27 @@ def make_environment_runner(config: GRPORunConfig, prompts: Sequence[Prompt]) ->
     on the errors of an environment's constructor, after it has shut the others down.
     """
     default = config.default_environment
-    used: list[str] = [default] if default else []
-    used += config.named_environments
-    used += [_choice(prompt, default, config.grpo) for prompt in prompts]
-    sections = {name: config.env[name] for name in used}
     gold = config.grpo.gold_environment
+    used: list[str] = []
+    if default:
+        used.append(default)
+    used += config.named_environments
+    for prompt in prompts:
+        # The data's reader has checked that the environment exists.
+        choice: str | None = prompt.info.get(CHOICE) or default
+        if choice is not None and choice != gold:
+            used.append(choice)
+            continue
+        summary = "the prompt chooses no environment, and there is no default (env_name of its set)"
+        if choice is not None:
+            summary = (
+                "a prompt is rewarded by grpo.gold_environment: it can show no over-optimisation"
+            )
+        raise DataError(summary, where=prompt.where, field=CHOICE, got=choice)
+    sections = {name: config.env[name] for name in used}
     if gold is not None:
         sections[gold] = config.env[gold]
+    # The other processes know the names, and ask the main process for the rewards.
     environments = {}
     if processes.is_main():
         environments = make_environments(sections)
@@ -266,18 +284,6 @@ def failure_summary(failures: Sequence[tuple[str, str]]) -> str:
     for reason, count in counts.most_common(3):
         parts.append(f"{count} x {reason} ({first[reason]})")
     return "; ".join(parts)
-
-
-def _choice(prompt: Prompt, default: str | None, grpo: GRPOConfig) -> str:
-    """The environment of a prompt. The data's reader has checked that it exists."""
-    chosen: str | None = prompt.info.get(CHOICE) or default
-    if chosen is None:
-        summary = "the prompt chooses no environment, and there is no default (env_name of its set)"
-    elif chosen == grpo.gold_environment:
-        summary = "a prompt is rewarded by grpo.gold_environment: it can show no over-optimisation"
-    else:
-        return chosen
-    raise DataError(summary, where=prompt.where, field=CHOICE, got=chosen)
 
 
 def _finite(reward: Reward) -> Reward:

@@ -22,6 +22,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -40,6 +41,7 @@ from treeward.rl.sampling import SampledRow, sample, uniforms
 
 logger = logging.getLogger(__name__)
 
+# Words that no template writes by itself, to find what it writes around them.
 _PROBE_COMPLETION = "Romam."
 _PROBE_NEXT = "Quando?"
 _PROBE: list[Message] = [
@@ -188,7 +190,8 @@ class Generator(ABC):
                     need=f"1 to {limit - 1} tokens: prompt and completion have {limit} together",
                     fix="leave out or shorten long prompts: data.max_input_seq_length",
                 )
-        return [min(limit - len(ids), self.config.max_new_tokens or limit) for ids in prompt_ids]
+        longest = self.config.max_new_tokens or limit
+        return [min(limit - len(ids), longest) for ids in prompt_ids]
 
 
 class LocalGenerator(Generator):
@@ -211,6 +214,7 @@ class LocalGenerator(Generator):
         """See `Generator`. The p-th prompt's g-th completion depends on the seed, p and g, and on
         no other prompt."""
         budgets = self.budgets(prompts, prompt_ids)
+        # Prompts of like length are sampled together, which wastes least padding.
         prompts_by_length = sorted(range(len(prompts)), key=lambda p: len(prompt_ids[p]))
         # Every process gets prompts of each length, so that all have about as much to do.
         own_prompts = prompts_by_length[self.mesh.data_rank :: self.mesh.data_size]
@@ -222,10 +226,24 @@ class LocalGenerator(Generator):
                 numbers = uniforms(seed, p, g, budgets[p])
                 rows_by_prompt[p].append(SampledRow(ids, budgets[p], numbers))
         rows = list(itertools.chain.from_iterable(rows_by_prompt.values()))
+        size = self.config.batch_size
+
+        def sample_rows() -> None:
+            for start in range(0, len(rows), size):
+                sample(
+                    self.policy,
+                    rows[start : start + size],
+                    ended=self.reader.has_ended,
+                    temperature=self.config.temperature,
+                    top_k=self.config.top_k,
+                    top_p=self.config.top_p,
+                )
+
         training = self.policy.training
         self.policy.eval()
         try:
-            processes.together(lambda: on_whole(self.policy, lambda: self._sample(rows)))
+            # `together`: where one process fails, the others do not wait for it in `gather`.
+            processes.together(partial(on_whole, self.policy, sample_rows))
         finally:
             # The attention that is set last stays, and the decoder has set its own.
             with self.policy.plain_attention():
@@ -244,18 +262,6 @@ class LocalGenerator(Generator):
         for p, prompt in enumerate(prompts):
             groups.append(CompletionGroup(prompt, tuple(prompt_ids[p]), tuple(completions[p])))
         return groups
-
-    def _sample(self, rows: Sequence[SampledRow]) -> None:
-        size = self.config.batch_size
-        for start in range(0, len(rows), size):
-            sample(
-                self.policy,
-                rows[start : start + size],
-                ended=self.reader.has_ended,
-                temperature=self.config.temperature,
-                top_k=self.config.top_k,
-                top_p=self.config.top_p,
-            )
 
 
 class CompletionReader:
@@ -300,17 +306,24 @@ class CompletionReader:
         its end token or stop string.
         """
         has_end_token = bool(tokens) and tokens[-1] in self.end_ids
-        text = self._text(tokens[:-1] if has_end_token else tokens)
+        # An end token that is no special token would be decoded to text.
+        before_end = tokens
+        if has_end_token:
+            before_end = tokens[:-1]
+        text = self._text(before_end)
         stop = self._stop(text)
         if stop is not None:
             text = text[:stop]
         if truncated is None:
             truncated = not has_end_token and stop is None
+        known_log_probs = None
+        if log_probs is not None:
+            known_log_probs = tuple(log_probs)
         return SampledCompletion(
             tuple(tokens),
             opening + text,
             truncated=truncated,
-            log_probs=None if log_probs is None else tuple(log_probs),
+            log_probs=known_log_probs,
         )
 
     def _text(self, tokens: Sequence[int]) -> str:
@@ -338,7 +351,10 @@ def end_ids_of(
     settings = getattr(policy.hf, "generation_config", None)
     model_ids = getattr(settings, "eos_token_id", None)
     # Transformers has one token there, or a list.
-    end_ids = [model_ids] if isinstance(model_ids, int) else list(model_ids or ())
+    if isinstance(model_ids, int):
+        end_ids = [model_ids]
+    else:
+        end_ids = list(model_ids or ())
     if tokenizer.eos_token_id is not None:
         end_ids.append(tokenizer.eos_token_id)
     added = [i for i in template_ids if i not in end_ids]
@@ -370,6 +386,7 @@ def template_end_ids(renderer: Renderer) -> list[int]:
     if not last.strip():
         return []
     tokenizer = renderer.tokenizer
+    # Added tokens may be special without being among those that have a role.
     special = set(tokenizer.all_special_ids)
     special |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     between = followed.partition(_PROBE_NEXT)[0]

@@ -35,7 +35,6 @@ from treeward.rl.policy_loss import UpdateMetrics
 from treeward.rl.report import SAMPLES_FILE, RLRun, write_rl_report
 from treeward.rl.rollouts import Rollouts, collect, validate
 from treeward.rl.setup import GRPOSetup, set_up_grpo
-from treeward.rl.update import Evaluated
 from treeward.rl.watch import ALARMS_FILE, Alarm, write_alarms
 from treeward.scoring.trained_judge import write_judge_contract
 from treeward.training.loop import Outcome, Run, StepMetrics, Validation
@@ -51,6 +50,13 @@ logger = logging.getLogger(__name__)
 _MUCH_MISMATCH = 1.2
 """Two ways to compute in bfloat16 differ by less (docs/grpo.md)."""
 _SHOWN = ("reward", "gold_reward", "kl", "mean_gen_tokens_per_sample", "truncation_rate")
+"""The metrics of a validation in the log's line."""
+_PROGRESS = {
+    "reward": "train/reward",
+    "length": "train/mean_gen_tokens_per_sample",
+    "kl": "train/kl",
+}
+"""The metrics of a step in the line of progress, by the names that it shows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +121,7 @@ class GRPORun(Run):
         self.stopped_by: str | None = None
         self._samples: StepFile | None = None
         self._log_dir = Path(setup.config.logger.log_dir)
+        # The version that the generator has; a process that has just started has given it none.
         self._version_given: int | None = None
         self._warned_of_mismatch = False
 
@@ -131,10 +138,14 @@ class GRPORun(Run):
         written_to = state.step
         if self.setup.validation:
             # A validation that is repeated writes its samples again.
-            written_to = -1 if state.validation_step is None else state.validation_step
+            written_to = -1
+            if state.validation_step is not None:
+                written_to = state.validation_step
         is_logged = trackers.resume_step is not None
         if processes.is_main():
-            resume_step = written_to if is_logged else None
+            resume_step = None
+            if is_logged:
+                resume_step = written_to
             self._samples = StepFile(self._log_dir / SAMPLES_FILE, resume_step=resume_step)
             if not is_logged:
                 # Alarms of an earlier run in this folder are none of this one's.
@@ -174,6 +185,7 @@ class GRPORun(Run):
     def step(self, number: int) -> StepMetrics:
         setup = self.setup
         started = time.monotonic()
+        # Completions are of the weights that the last step has left.
         self._sync_weights()
         synced = time.monotonic()
 
@@ -191,11 +203,18 @@ class GRPORun(Run):
             # r - beta KL, of whole completions (Ziegler et al. 2019, arXiv 1909.08593, eq. 2).
             penalty_PG = loss_fn.reference_policy_kl_penalty * evaluated.kl_PG
             rewards_PG = rewards_PG - penalty_PG
-        used_PG = self._without_mismatched(rollouts.used_PG, evaluated)
+        used_PG = rollouts.used_PG
+        most_error = self.grpo.seq_logprob_error_threshold
+        if most_error is not None and evaluated.error_PG is not None:
+            # An error that is not a number masks nothing: `>` is false of it.
+            is_mismatched_PG = evaluated.error_PG > most_error
+            used_PG = used_PG & ~is_mismatched_PG
+        # Of all rewards: a completion that is not learnt from still counts in its group's baseline.
         if self.grpo.adv_estimator.takes_components:
             advantages_PG = component_advantages(rollouts.components, self.grpo)
         else:
             advantages_PG = advantages(rewards_PG, self.grpo)
+        # Read before the update, which advances the schedule.
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         drawn = self.prompts_drawn + rollouts.prompts_drawn
         is_logged = number % self.grpo.log_period == 0 or self._is_through(number, drawn)
@@ -203,6 +222,7 @@ class GRPORun(Run):
         self.prompts_drawn = drawn
         self.version += 1
 
+        # From here on only names for the log.
         self._keep_for_validation(rollouts, number)
         logged = dict(rollouts.metrics)
         if used_PG is not rollouts.used_PG:
@@ -215,16 +235,8 @@ class GRPORun(Run):
         logged["timing/train/policy_training"] = time.monotonic() - sampled
         logged["timing/train/weight_sync"] = synced - started
         num_row_tokens = sum(group.num_row_tokens for group in rollouts.groups)
-        return StepMetrics(logged, _progress(logged), num_row_tokens)
-
-    def _without_mismatched(self, used_PG: Tensor, evaluated: Evaluated) -> Tensor:
-        """The completions to learn from without those of `grpo.seq_logprob_error_threshold`."""
-        most_error = self.grpo.seq_logprob_error_threshold
-        if most_error is None or evaluated.error_PG is None:
-            return used_PG
-        # An error that is not a number masks nothing: `>` is false of it.
-        is_mismatched_PG = evaluated.error_PG > most_error
-        return used_PG & ~is_mismatched_PG
+        progress = {name: logged[key] for name, key in _PROGRESS.items() if key in logged}
+        return StepMetrics(logged, progress, num_row_tokens)
 
     def _keep_for_validation(self, rollouts: Rollouts, number: int) -> None:
         """What the next validation reads of this step, and without validations the samples for the
@@ -244,7 +256,16 @@ class GRPORun(Run):
     ) -> dict[str, float]:
         """The metrics of an update; `advantages_N`: of the completions that were learnt from."""
         means = update.means()
-        self._warn_of_mismatch(means.get("token_mult_prob_error", 1.0))
+        error = means.get("token_mult_prob_error", 1.0)
+        if error > _MUCH_MISMATCH and not self._warned_of_mismatch and processes.is_main():
+            self._warned_of_mismatch = True  # once: the metric says it at every step
+            logger.warning(
+                "Completions are not sampled from the policy: the generator's probability of a "
+                "token is off by a factor of %.2f (train/token_mult_prob_error, 1 is equal). "
+                "Sample with a server or engines that compute as the trainer does, or with "
+                "policy.attention=rows.",
+                error,
+            )
         per_token = means.pop("kl", None)
         if per_token is not None and self.setup.updater.reference is not None:
             # The name `kl` is of the sum over a completion, as in validations.
@@ -268,18 +289,6 @@ class GRPORun(Run):
             "epoch": self.prompts_drawn / self.setup.order.rows_per_epoch,
         }
 
-    def _warn_of_mismatch(self, error: float) -> None:
-        """Say once, in the main process, that sampler and trainer compute differently."""
-        if error <= _MUCH_MISMATCH or self._warned_of_mismatch or not processes.is_main():
-            return
-        self._warned_of_mismatch = True
-        logger.warning(
-            "Completions are not sampled from the policy: the generator's probability of a token "
-            "is off by a factor of %.2f (train/token_mult_prob_error, 1 is equal). Sample with a "
-            "server or engines that compute as the trainer does, or with policy.attention=rows.",
-            error,
-        )
-
     def _sync_weights(self) -> None:
         """Give the generator the current weights."""
         if self._version_given != self.version:
@@ -299,6 +308,7 @@ class GRPORun(Run):
         for name, value in validation.watched.items():
             if value is not None:
                 watched[name] = value
+        # The main process alone watches; all get its alarms, because all stop at one step.
         alarms = processes.on_main(lambda: self.setup.watch.observe(step, **watched))
         self.since = {}
         self._write_samples(step, validation.samples)
@@ -352,7 +362,9 @@ class GRPORun(Run):
                 epochs,
                 outcome.step,
             )
-        total_steps = outcome.step if through else self.total_steps
+        total_steps = self.total_steps
+        if through:
+            total_steps = outcome.step
         ended = GRPOOutcome(
             **{**vars(outcome), "total_steps": total_steps},
             alarms=tuple(self.setup.watch.alarms),
@@ -361,16 +373,6 @@ class GRPORun(Run):
         if not processes.is_main():
             return ended
         return _with_report(ended, self._log_dir, self.setup.config.checkpointing)
-
-
-def _progress(logged: Mapping[str, float]) -> dict[str, float]:
-    """What the line of progress shows of the logged metrics."""
-    names = {
-        "reward": "train/reward",
-        "length": "train/mean_gen_tokens_per_sample",
-        "kl": "train/kl",
-    }
-    return {name: logged[key] for name, key in names.items() if key in logged}
 
 
 def _with_report(

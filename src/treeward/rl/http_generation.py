@@ -125,6 +125,7 @@ class HttpGenerator(ServedGenerator):
         async with self._client(max_retries=0) as client:
             for path, body in requests.items():
                 reply = await self._post(client, path, body, description, fixes)
+                # SGLang says with status 200 that it has failed.
                 if isinstance(reply, Mapping) and reply.get("success", True) is not True:
                     raise self._wrong(path, f"{reply!s:.300}", description)
 
@@ -139,6 +140,7 @@ class HttpGenerator(ServedGenerator):
     async def _all(
         self, requests: Sequence[CompletionRequest], sampling: GenerationConfig, log_probs: bool
     ) -> list[list[Served]]:
+        # Time is counted per request, so one that waits for a slot has not begun.
         slots = asyncio.Semaphore(self.config.max_concurrency)
         async with self._client(self.config.max_retries) as client:
 
@@ -153,7 +155,7 @@ class HttpGenerator(ServedGenerator):
                 async with asyncio.TaskGroup() as group:
                     tasks = [group.create_task(one(request)) for request in requests]
             except BaseExceptionGroup as errors:
-                # The first failure has cancelled the other requests.
+                # The first failure has cancelled the other requests, so it alone says why.
                 raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
 
@@ -194,19 +196,29 @@ class HttpGenerator(ServedGenerator):
         try:
             if self.config.backend == "sglang":
                 # SGLang answers a request for one completion without a list.
-                parts = reply if isinstance(reply, list) else [reply]
+                parts = [reply]
+                if isinstance(reply, list):
+                    parts = reply
                 completions = [_of_sglang(part, log_probs) for part in parts]
             else:
                 choices = sorted(reply["choices"], key=lambda choice: int(choice["index"]))
                 indices = [choice["index"] for choice in choices]
                 if indices != list(range(len(choices))):
                     raise ValueError(f"choices with the indices {indices}")
+                completions = []
                 for choice in choices:
                     if choice.get("prompt_token_ids") not in (None, request.prompt_ids):
                         raise ValueError(
                             "completions of another prompt than was sent: prompt_token_ids differ",
                         )
-                completions = [_of_completions(choice, log_probs) for choice in choices]
+                    completion = {
+                        "token_ids": choice.get("token_ids"),
+                        "finish_reason": choice.get("finish_reason"),
+                    }
+                    # Without token ids its log-probabilities do not matter: it is refused below.
+                    if log_probs and completion["token_ids"] is not None:
+                        completion["log_probs"] = choice["logprobs"]["token_logprobs"]
+                    completions.append(completion)
             if any(completion["token_ids"] is None for completion in completions):
                 raise ValueError("text without token ids (vLLM gives them from 0.10.2 on)")
             return self.checked(completions, request, log_probs=log_probs)
@@ -236,7 +248,7 @@ def _request_of(
     sampling: dict[str, Any] = {
         "temperature": config.temperature,
         "top_p": config.top_p,
-        "top_k": config.top_k or -1,
+        "top_k": config.top_k or -1,  # none, to both servers
         "min_p": 0.0,
         "repetition_penalty": 1.0,
         "stop_token_ids": sorted(end_ids),
@@ -264,13 +276,6 @@ def _request_of(
     if log_probs:
         body["logprobs"] = 1
     return "/v1/completions", body
-
-
-def _of_completions(choice: Mapping[str, Any], log_probs: bool) -> dict[str, Any]:
-    completion = {key: choice.get(key) for key in ("token_ids", "finish_reason")}
-    if log_probs and completion["token_ids"] is not None:
-        completion["log_probs"] = choice["logprobs"]["token_logprobs"]
-    return completion
 
 
 def _of_sglang(part: Mapping[str, Any], log_probs: bool) -> dict[str, Any]:

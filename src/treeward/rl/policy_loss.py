@@ -222,12 +222,14 @@ def policy_loss(
     generated = None
     if generated_SL is not None:
         generated = torch.where(mask, generated_SL, 0.0).to(log_probs)
+    # w_t: the denominator of the whole batch is the caller's, and follows the same setting.
     weights = mask.float()
     if not config.token_level_loss:
         weights = weights / weights.sum(dim=1, keepdim=True).clamp_min(1)
     gain, clipped = _gain(log_probs, old, advantages_S[:, None].to(log_probs), mask, config)
     correction = _correction(old, generated, mask, config)
     terms = -gain * correction
+    # Sums in float64: float32 would lose single tokens beside those of a large batch.
     sums = UpdateMetrics(
         policy_sum=(terms.detach() * mask).sum(dtype=torch.float64),
         clipped=(clipped & mask).sum(dtype=torch.float64),
@@ -239,6 +241,7 @@ def policy_loss(
         beta = config.reference_policy_kl_penalty
         if beta and not config.kl_in_reward:
             terms = terms + beta * kl_penalty(log_probs, reference, generated, config)
+        # Reported as k3 whatever is penalised, so that runs with other penalties can be compared.
         kl_SL = kl_estimate(log_probs.detach(), reference, "k3") * mask
         sums.kl_sum = kl_SL.sum(dtype=torch.float64)
     # The old policy has sampled the tokens, so this is KL(old || policy).
@@ -264,6 +267,7 @@ def _gain(
     free = ratio * advantages_S1
     bounded = ratio.clamp(1 - config.ratio_clip_min, 1 + config.ratio_clip_max) * advantages_S1
     gain = torch.minimum(free, bounded)
+    # Before the dual clip, which raises the gain again.
     clipped = free > gain
     # With A < 0 the minimum has no lower bound: a token that has become likely has an unlimited
     # loss. The dual clip gives it one.
@@ -289,7 +293,7 @@ def _correction(
         difference = difference.sum(dim=1, keepdim=True).expand_as(difference)
     weights = _weights(difference)
     high = config.truncated_importance_sampling_ratio
-    if high is None:
+    if high is None:  # neither cut nor masked
         return weights
     low = config.truncated_importance_sampling_ratio_min or 0.0
     match config.truncated_importance_sampling_type:

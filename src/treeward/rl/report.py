@@ -47,6 +47,7 @@ Outcome = Literal["over-optimised", "improved", "worse", "level", "unknown"]
 no interval."""
 
 Z95 = 1.959964
+"""Standard errors from the middle of a 95 % interval to its ends, by the normal distribution."""
 
 _MOST_POINTS = 60  # of a curve over the steps
 _MOST_PROMPTS = 12
@@ -120,8 +121,12 @@ class RLRun:
                 fix="give the run's log folder, or wait for its first step",
             )
         # The reader of metrics drops the half line that a killed run leaves behind.
-        samples = read_metrics(samples_file) if samples_file.exists() else []
-        alarms = read_alarms(alarms_file) if alarms_file.exists() else []
+        samples: list[dict[str, Any]] = []
+        if samples_file.exists():
+            samples = read_metrics(samples_file)
+        alarms: list[Alarm] = []
+        if alarms_file.exists():
+            alarms = read_alarms(alarms_file)
         return cls(name, dict(sorted(steps.items())), tuple(samples), tuple(alarms))
 
     @property
@@ -197,6 +202,8 @@ class RLRun:
     @property
     def outcome(self) -> Outcome:
         """The verdict by gold."""
+        # The alarm comes first: gold may have risen since the first validation, and fallen from its
+        # best since.
         if self.gold_alarm is not None:
             return "over-optimised"
         if self.gold is None or self.gold.by.low is None:
@@ -324,6 +331,7 @@ def rl_page(runs: Sequence[RLRun]) -> RLPage:
         "proxy": _over_distance(runs, "proxy", "reward"),
     }
     over_steps = {name: _over_steps(runs, name) for name in _OVER_STEPS}
+    # An alarm is marked in every figure, in the colour of its run.
     alarm_distances = []
     alarm_steps = []
     for number, run in enumerate(runs):
@@ -349,8 +357,10 @@ def _not_empty(lines_by_name: Mapping[str, Sequence[Line]]) -> dict[str, Sequenc
 
 
 def _summary(run: RLRun) -> RunSummary:
-    gold_by_step = run.curve("validation/gold_reward")
     best_step = run.best_step
+    best_gold = None
+    if best_step is not None:
+        best_gold = run.curve("validation/gold_reward")[best_step]
     lengths = None
     if len(run.lengths) > 1:
         lengths = (run.lengths[0], run.lengths[-1])
@@ -362,7 +372,7 @@ def _summary(run: RLRun) -> RunSummary:
         proxy=run.proxy,
         kl=run.kl,
         best_step=best_step,
-        best_gold=None if best_step is None else gold_by_step[best_step],
+        best_gold=best_gold,
         lengths=lengths,
         alarms=run.alarms,
     )
@@ -370,7 +380,9 @@ def _summary(run: RLRun) -> RunSummary:
 
 def _prefix(run: RLRun, runs: Sequence[RLRun]) -> str:
     """The run's name before a curve's name, if there are several runs."""
-    return f"{run.name}: " if len(runs) > 1 else ""
+    if len(runs) == 1:
+        return ""
+    return f"{run.name}: "
 
 
 def _has_moved(run: RLRun) -> bool:
@@ -413,7 +425,9 @@ def _over_steps(runs: Sequence[RLRun], key: str) -> list[Line]:
     for number, run in enumerate(runs):
         validation = run.curve(f"validation/{key}")
         if validation:
-            error = run.curve(_ERRORS[key]) if key in _ERRORS else {}
+            error: Curve = {}
+            if key in _ERRORS:
+                error = run.curve(_ERRORS[key])
             name = f"{_prefix(run, runs)}validation"
             has_dots = len(validation) <= _MOST_POINTS // 2
             lines.append(_thinned(name, validation, error, colour=number, dots=has_dots))
@@ -445,8 +459,12 @@ def _thinned(
     high: list[float | None] = []
     for step, value in curve.items():
         known_error = error.get(step)
-        low.append(None if known_error is None else value - Z95 * known_error)
-        high.append(None if known_error is None else value + Z95 * known_error)
+        if known_error is None:
+            low.append(None)
+            high.append(None)
+        else:
+            low.append(value - Z95 * known_error)
+            high.append(value + Z95 * known_error)
     return Line(name, x, y, low, high, colour=colour, dash=dash, dots=dots)
 
 
@@ -455,7 +473,13 @@ def _samples(runs: Sequence[RLRun]) -> list[PromptSamples]:
     was best."""
     by_prompt: dict[str, PromptSamples] = {}
     for number, run in enumerate(runs):
-        for key, lines in _sampled_lines(run).items():
+        # The lines of samples.jsonl with a completion, by prompt and step.
+        lines_by_prompt: dict[str, dict[int, Mapping[str, Any]]] = {}
+        for line in run.samples:
+            if line["completions"]:
+                key = json.dumps(line["prompt"], sort_keys=True)
+                lines_by_prompt.setdefault(key, {})[line["step"]] = line
+        for key, lines in lines_by_prompt.items():
             steps = sorted(lines)
             middle = steps[len(steps) // 2]
             if run.best_step in steps[1:-1]:
@@ -471,16 +495,6 @@ def _samples(runs: Sequence[RLRun]) -> list[PromptSamples]:
     # Without validations each step has other prompts: those of the first and of the last steps.
     half = _MOST_PROMPTS // 2
     return [*all_samples[:half], *all_samples[-half:]]
-
-
-def _sampled_lines(run: RLRun) -> dict[str, dict[int, Mapping[str, Any]]]:
-    """The lines of samples.jsonl with a completion, by prompt and step."""
-    by_prompt: dict[str, dict[int, Mapping[str, Any]]] = {}
-    for line in run.samples:
-        if line["completions"]:
-            key = json.dumps(line["prompt"], sort_keys=True)
-            by_prompt.setdefault(key, {})[line["step"]] = line
-    return by_prompt
 
 
 def _completion(line: Mapping[str, Any], best_step: int | None) -> SampledCompletion:

@@ -116,6 +116,7 @@ def collect(run: GRPOSetup, *, step: int, drawn: int) -> Rollouts:
             seed=sampling_seed(grpo.seed, step, len(draws)),
         )
         sampled = time.monotonic()
+        # The main process alone has the environments; all get their rewards, or their error.
         draw = processes.on_main(partial(run.rewards.reward, batch))
         processes.on_main(partial(_check_failures, draw, grpo))
         draws.append(draw)
@@ -145,6 +146,7 @@ def collect(run: GRPOSetup, *, step: int, drawn: int) -> Rollouts:
 
     measurements = {"reward": rewards_PG, "raw_reward": raw_PG}
     if grpo.gold_environment is not None:
+        # Of the groups that are kept alone, unlike the metrics above.
         started = time.monotonic()
         gold_PG = processes.on_main(lambda: run.rewards.gold(groups))
         measurements["gold_reward"] = gold_PG
@@ -271,6 +273,7 @@ def validate(
             prompts,
             prompt_ids,
             num_completions=grpo.num_val_generations,
+            # Without the step: equal weights give equal completions at every validation.
             seed=sampling_seed(grpo.seed, 0, number, validation=True),
         )
         groups += batch
@@ -313,11 +316,13 @@ def _summary(
     metrics = {f"validation/{name}": value for name, value in means.items() if value is not None}
 
     set_names = list(dict.fromkeys(run.validation_sets))
-    if len(set_names) > 1:
+    if len(set_names) > 1:  # else the metrics above are those of the set
         for set_name in set_names:
             is_in_set_P = torch.tensor([name == set_name for name in run.validation_sets])
             for key in ("reward", "gold_reward"):
-                mean = _mean(values[key][is_in_set_P]) if key in values else None
+                if key not in values:
+                    continue
+                mean = _mean(values[key][is_in_set_P])
                 if mean is not None:
                     metrics[f"validation-{set_name}/{key}"] = mean
 
@@ -344,6 +349,8 @@ def _samples(
     """The first groups with their measurements, as JSON: None for missing values, and of the
     components those that a completion has."""
     samples: list[dict[str, Any]] = []
+    # The first ones: in every validation they are the same prompts, which the report lays side by
+    # side.
     for p, group in enumerate(groups[:LOGGED_PROMPTS]):
         completions: list[dict[str, Any]] = []
         for g, completion in enumerate(group.completions):
@@ -373,6 +380,7 @@ def _mean(values_PG: Tensor, weights_PG: Tensor | None = None) -> float | None:
     """The weighted mean of the finite values; None if there are none."""
     if weights_PG is None:
         weights_PG = torch.ones_like(values_PG)
+    # Missing values are NaN, and 0 times NaN is NaN: they leave by `where` and `nan_to_num`.
     weights = torch.where(values_PG.isfinite(), weights_PG, 0).double()
     total = float(weights.sum())
     if total == 0:

@@ -119,7 +119,10 @@ def sample(
         most_of_live = min(row.most for row in going if row is not None)
         sampled = []
         for _ in range(min(settings.tokens_at_once, most_of_live - step)):
-            logits_SV = decoder.start() if tokens_S is None else decoder(tokens_S)
+            if tokens_S is None:
+                logits_SV = decoder.start()
+            else:
+                logits_SV = decoder(tokens_S)
             tokens_S, log_probs_S = _choose(
                 logits_SV,
                 numbers_ST[:, step],
@@ -127,6 +130,7 @@ def sample(
                 top_k,
                 top_p,
             )
+            # float64 holds any token id exactly, so both can be read in one copy.
             sampled.append(torch.stack([tokens_S.double(), log_probs_S.double()]))
             step += 1
         assert tokens_S is not None
@@ -160,6 +164,7 @@ def _extend(
 ) -> bool:
     """Append the next tokens to a row, up to its end; returns whether it has ended."""
     for token, log_prob in zip(tokens, log_probs, strict=True):
+        # Checked here, and not on the device, where it would make the host wait.
         if not math.isfinite(log_prob):
             raise ModelError(
                 "the policy's logits are not finite",
@@ -226,6 +231,7 @@ class _TreeDecoder:
             self._tokens_S.copy_(tokens_S)
             self._graph.replay()
             logits_SV = self._logits_SV
+        # The graph writes to the tensors that it has seen: it ends with them.
         if self.decoding.advance():
             self._graph = None
         return logits_SV
@@ -262,6 +268,7 @@ class _TreeDecoder:
             # Rows that have ended go on being computed, beyond the last position that the model
             # has.
             positions_S = positions_S.clamp_max(self._max_positions - 1)
+        # The new tokens of all rows are one row to the layers, of which each attends to its own.
         with decoding.running() as implementation, policy.attention(implementation):
             hidden_SD = policy.backbone(
                 input_ids=tokens_S[None],
@@ -334,6 +341,7 @@ class _RowDecoder:
             positions_SL = (mask_SL.cumsum(dim=1) - 1).clamp_min(0)
             arguments["position_ids"] = positions_SL[:, -num_new:]
         if "logits_to_keep" in self._parameters:
+            # else the logits of all tokens of the prompts are made
             arguments["logits_to_keep"] = 1
         with self.policy.plain_attention():
             logits: Tensor = self.policy.hf(**arguments).logits

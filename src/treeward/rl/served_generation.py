@@ -130,7 +130,16 @@ class ServedGenerator(Generator):
         served = processes.on_main(lambda: self.ask(requests, self.config, log_probs=has_log_probs))
         groups: list[CompletionGroup] = []
         for prompt, ids, responses in zip(prompts, prompt_ids, served, strict=True):
-            completions = [self._completion(response, prompt.opening) for response in responses]
+            completions: list[SampledCompletion] = []
+            for response in responses:
+                completion = self.reader.completion(
+                    response.token_ids,
+                    response.log_probs,
+                    opening=prompt.opening,
+                    # The sampler knows: it may have stopped without an end token.
+                    truncated=response.finish_reason == "length",
+                )
+                completions.append(completion)
             groups.append(CompletionGroup(prompt, tuple(ids), tuple(completions)))
         return groups
 
@@ -156,15 +165,6 @@ class ServedGenerator(Generator):
                 raise ValueError(f"{num_log_probs} log-probabilities for {num_tokens} tokens")
         return completions
 
-    def _completion(self, served: Served, opening: str) -> SampledCompletion:
-        truncated = served.finish_reason == "length"
-        return self.reader.completion(
-            served.token_ids,
-            served.log_probs,
-            opening=opening,
-            truncated=truncated,
-        )
-
     @cached_property
     def _ordinary_tokens(self) -> list[int]:
         # An added token can stand for an image, which a prompt cannot have alone.
@@ -185,7 +185,9 @@ class ServedGenerator(Generator):
         bos = self.tokenizer.bos_token_id
         prompts: list[list[int]] = []
         for ids in random.choice(self._ordinary_tokens, shape).tolist():
-            prompts.append(ids if bos is None else [bos, *ids])
+            if bos is not None:
+                ids.insert(0, bos)
+            prompts.append(ids)
         requests: list[CompletionRequest] = []
         for ids in prompts:
             request = CompletionRequest(

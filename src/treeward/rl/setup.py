@@ -61,7 +61,7 @@ from treeward.training.state import check_identity
 
 logger = logging.getLogger(__name__)
 
-_CHECKED_PROMPTS = 8
+_CHECKED_PROMPTS = 8  # of which `check_policy` takes the shortest
 _NOT_OF_THE_RUN = {
     "max_num_epochs",
     "max_num_steps",
@@ -161,6 +161,7 @@ def set_up_grpo(
         held_out = encode(validation_sets)
         every_prompt += held_out.prompts
     _log_prompts(prompts, held_out)
+    # Before weights are loaded, so that the checkpoint of another run is refused early.
     identity = processes.on_main(lambda: _identity(config, renderer, prompts, held_out))
     if checkpoint is not None:
         check_identity(checkpoint.path, identity)
@@ -212,7 +213,7 @@ def set_up_grpo(
             total_steps=total_steps,
             prompt_limit=prompt_limit,
         )
-        opened.pop_all()
+        opened.pop_all()  # from here on `GRPOSetup.close` frees them
     return run
 
 
@@ -324,6 +325,7 @@ def _make_updater(
     """The updater with its optimiser, and the schedule that its updates advance."""
     on_host = steps_on_host(config.policy, mesh)
     optimizer = build_optimizer(policy, config.policy.optimizer, cpu_offload=on_host)
+    # The schedule goes on at every update, of which a step may have several.
     updates_per_step = config.grpo.updates_per_batch * config.updates_per_pass
     scheduler = build_scheduler(
         optimizer,
@@ -354,8 +356,10 @@ def _load_reference(
     mesh: Mesh,
 ) -> Reference:
     """The run's first policy, frozen."""
+    # Adapters begin as zero, so without them the policy is what it was at first.
     if has_adapters(policy):
         return AdapterReference(policy)
+    # Without the checkpoint: a resumed run has the reference of its first start.
     reference = _load_policy(section, seed, tokenizer, None, mesh)
     make_ready(reference, section, mesh, role="reference, which stays as it is")
     return reference.requires_grad_(False).eval()
@@ -408,6 +412,8 @@ def _chosen_for_validation(
     size = held_out.together
     num_units = min(len(held_out), most_prompts or len(held_out)) // size
     last_unit = len(held_out) // size - 1
+    # Evenly over the sets, which lie one after the other, and always the same ones: the watch
+    # compares validations prompt by prompt.
     units = np.linspace(0, last_unit, max(num_units, 1)).round().astype(int)
     firsts = units * size
     indices = (firsts[:, None] + np.arange(size)).flatten().tolist()
@@ -445,6 +451,7 @@ def _identity(
     of reward models.
     """
     policy = config.policy
+    # What completions depend on, whoever samples them.
     sampling_keys = {
         "temperature",
         "top_p",
@@ -453,6 +460,7 @@ def _identity(
         "stop_strings",
         "max_new_tokens",
     }
+    # What the weights depend on: not how a step is cut or where it is computed.
     training_keys = {
         "train_global_batch_size",
         "max_total_sequence_length",
@@ -466,11 +474,14 @@ def _identity(
     for name, section in config.env.items():
         if is_enabled(section):
             environments[name] = reward_identity(name, section)
+    validation_prompts = "none"
+    if held_out is not None:
+        validation_prompts = short_hash(held_out.fingerprint)
     return {
         "the policy": with_weights(policy.model_name) or policy.architecture,
         "the tokenizer or template": short_hash(renderer.fingerprint),
         "the training prompts": short_hash(prompts.fingerprint),
-        "the validation prompts": "none" if held_out is None else short_hash(held_out.fingerprint),
+        "the validation prompts": validation_prompts,
         "data": {"shuffle": config.data.shuffle, "environment": config.default_environment},
         "grpo": config.grpo.model_dump(mode="json", exclude=_NOT_OF_THE_RUN),
         "loss_fn": config.loss_fn.model_dump(mode="json"),
@@ -491,6 +502,7 @@ def reward_identity(name: str, section: Mapping[str, Any]) -> dict[str, Any]:
     respond.
     """
     kind = str(section.get("type") or name)
+    # A dotted path: which keys of its section matter is known to its author alone.
     is_of_user = "." in kind
     kept = dict(section)
     if not is_of_user:
@@ -503,16 +515,12 @@ def reward_identity(name: str, section: Mapping[str, Any]) -> dict[str, Any]:
         keys = {key: value for key, value in section.items() if key not in ("type", "weight")}
         config = RewardModelEnvironmentConfig.model_validate(keys)
         if config.url:
-            kept["models"] = [_at_server(config)]
+            # The part of the server's identity that its rewards depend on.
+            server = ModelAtServer(config)
+            with server.client:
+                kept["models"] = [str(server.model["identity"])]
         else:
             kept["models"] = [with_weights(model) for model in config.models]
     elif isinstance(kept.get("model_name"), str):
         kept["model_name"] = with_weights(kept["model_name"])
     return kept
-
-
-def _at_server(config: RewardModelEnvironmentConfig) -> str:
-    """The part of a server's identity that its rewards depend on."""
-    server = ModelAtServer(config)
-    with server.client:
-        return str(server.model["identity"])

@@ -365,6 +365,7 @@ class PolicyUpdater:
             metrics.loss_sum += loss.detach().double() / denominator
         metrics = metrics.over(self.mesh.data_group)
         metrics.updates = 1
+        # The loss of all processes, so that all skip the same steps.
         metrics.grad_norm_sum = self.skipped.clip(
             self.policy,
             self.max_grad_norm,
@@ -440,6 +441,7 @@ def _generated(completions: Sequence[SampledCompletion], like_SL: Tensor) -> tup
 
 def _check_generated(completions: Sequence[SampledCompletion]) -> None:
     """Raise `ModelError` for a completion without the generator's log-probabilities."""
+    # A completion without tokens needs none.
     sampled = [completion for completion in completions if completion.token_ids]
     if all(completion.log_probs is not None for completion in sampled):
         return

@@ -78,6 +78,7 @@ class VllmEngine:
 
 
 def _served(completion: Any) -> dict[str, Any]:
+    # Plain values, which the main process checks as a `Served`.
     ids = list(completion.token_ids)
     log_probs = None
     if completion.logprobs is not None:
@@ -96,9 +97,13 @@ def engine_options(
 ) -> dict[str, Any]:
     """The arguments of `vllm.LLM`, without the model."""
     engine = server.vllm_cfg
-    executor = "mp" if engine.tensor_parallel_size > 1 else "uni"
+    executor = "uni"
+    if engine.tensor_parallel_size > 1:
+        executor = "mp"
     # Raw: at temperature 1, before top-k and top-p. Processed: at the temperature, after them.
-    logprobs_mode = "raw_logprobs" if server.temperature == 1.0 else "processed_logprobs"
+    logprobs_mode = "processed_logprobs"
+    if server.temperature == 1.0:
+        logprobs_mode = "raw_logprobs"
     return {
         "tensor_parallel_size": engine.tensor_parallel_size,
         "distributed_executor_backend": executor,

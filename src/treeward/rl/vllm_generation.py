@@ -81,6 +81,7 @@ class VllmGenerator(ServedGenerator):
                 got=engine.tensor_parallel_size,
                 need=f"a divisor of {world}, the processes that train",
             )
+        # The engine refuses what is longer than its own limit.
         limits = (self.max_total_tokens, engine.max_model_len, self.policy.max_positions)
         self.max_total_tokens = min(filter(None, limits), default=None)
         super().__post_init__()
@@ -96,6 +97,7 @@ class VllmGenerator(ServedGenerator):
         self._weights = _PolicyWeights(self.policy, self.sampler_dtype)
         self.engines: list[Any] = []
         """The actors of Ray, on the main process."""
+        # The parts of the engines, by vLLM's tags, that have no memory on the GPU now.
         self._asleep: set[str] = set()
         self._weights.metadata()  # on all processes: a sharded policy is gathered for it
         training: Sequence[_Place] = []
@@ -131,13 +133,17 @@ class VllmGenerator(ServedGenerator):
         self.engines = []
         for actor_options in self._place(training):
             self.engines.append(actor.options(**actor_options).remote())
-        backend = "ipc" if self._colocated else "nccl"
+        backend = "nccl"
+        place = "apart from"
+        if self._colocated:
+            backend = "ipc"  # NCCL refuses two processes on one GPU
+            place = "beside"
         self._all("start", files, backend, options, seconds=_START_SECONDS)
         logger.info(
             "%d engines of vLLM, %d GPUs each, %s those that train.",
             len(self.engines),
             self.config.vllm_cfg.tensor_parallel_size,
-            "beside" if self._colocated else "apart from",
+            place,
         )
 
     def load_weights(self, policy: PolicyModel, version: int) -> None:
@@ -145,6 +151,7 @@ class VllmGenerator(ServedGenerator):
         afterwards."""
         self.version = version
         self._weights.policy = policy
+        # Not the cache yet: weights and their copies in transfer need the room.
         self._wake("weights")
         self._transfer.send_weights()
         self._wake("kv_cache")
@@ -161,6 +168,7 @@ class VllmGenerator(ServedGenerator):
         seed: int,
     ) -> list[CompletionGroup]:
         """See `Generator`. The prompts are shared out over the engines."""
+        # Asleep meanwhile, so that the update has the memory of the GPU.
         self._wake("weights", "kv_cache")
         groups = super().generate(prompts, prompt_ids, num_completions=num_completions, seed=seed)
         self._sleep()
@@ -258,7 +266,17 @@ class VllmGenerator(ServedGenerator):
         if self._colocated:
             options = []
             for first in range(0, len(training), size):
-                options.append(_beside(training[first : first + size]))
+                beside = training[first : first + size]
+                # Handles of shared memory travel as pickles, from the run alone.
+                variables = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+                gpus = [gpu for _, gpu in beside if gpu is not None]
+                if gpus:
+                    variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+                    # Ray gives this actor no GPU, and would empty the variable.
+                    variables["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
+                node_options, _ = beside[0]
+                environment = {"env_vars": variables}
+                options.append({"num_cpus": 0, **node_options, "runtime_env": environment})
             return options
         count = self.config.num_engines
         place = check_room(
@@ -291,19 +309,6 @@ class VllmGenerator(ServedGenerator):
 
 _Place = tuple[dict[str, Any], str | None]
 """Ray's options for the node of a training process, and its GPU."""
-
-
-def _beside(training: Sequence[_Place]) -> dict[str, Any]:
-    """Ray's options of an engine on the GPUs of these processes."""
-    # Handles of shared memory travel as pickles, from the run alone.
-    variables = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-    gpus = [gpu for _, gpu in training if gpu is not None]
-    if gpus:
-        variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        # Ray gives this actor no GPU, and would empty the variable.
-        variables["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
-    node_options, _ = training[0]
-    return {"num_cpus": 0, **node_options, "runtime_env": {"env_vars": variables}}
 
 
 def _own_gpu() -> str | None:

@@ -36,6 +36,7 @@ ALARMS_FILE = "alarms.json"
 """The file in a run's log folder that holds its alarms; the report reads it."""
 
 _ROUNDING = 1e-9
+"""A relative spread below this is that of rounding: there is none."""
 _MIN_VALIDATIONS = 3
 """Validations with a gold reward before the first test."""
 _MIN_LENGTH_CORRELATION = 0.3
@@ -96,8 +97,8 @@ class OverOptimisationWatch:
 
         T = mean(d) / (std(d) / sqrt(n)),        p = P(Student's t with n - 1 degrees <= T)
 
-    pairs out how hard a prompt is.
-    The alarm is raised where proxy(t) > proxy(b) and
+    Pairing by prompt removes how hard each prompt is. The alarm is raised where
+    proxy(t) > proxy(b) and
 
         p <= (1 - Phi(z)) * 2 / ((t - 1) t (t + 1))
 
@@ -208,7 +209,9 @@ class OverOptimisationWatch:
             if self._best is None or gold > _mean(self._best["gold"]):
                 self._best = {"step": step, "proxy": now.proxy, "gold": now.gold}
         # From the best so far, which may be this one: then nothing has fallen.
-        best_gold = [] if self._best is None else self._best["gold"]
+        best_gold: list[float] = []
+        if self._best is not None:
+            best_gold = self._best["gold"]
         changes = {
             "proxy_change": _difference(self._first.get("proxy", []), now.proxy),
             "gold_change": _difference(self._first.get("gold", []), now.gold),
@@ -240,6 +243,7 @@ class OverOptimisationWatch:
         is_significant = change.p_of_a_fall() <= largest_p
         if not has_risen or not is_significant:
             return None
+        # The same test in standard errors, which a reader can compare with the fall.
         needed = -float(special.stdtrit(change.num_prompts - 1, largest_p))
         # Without a spread, standard errors would be infinitely many.
         if change.error <= _ROUNDING * abs(change.value):
@@ -332,7 +336,9 @@ def read_alarms(path: Path) -> list[Alarm]:
 
 def _known(value: float | None) -> float:
     """NaN for a quantity that is not known."""
-    return math.nan if value is None else float(value)
+    if value is None:
+        return math.nan
+    return float(value)
 
 
 def _values(by_prompt: ArrayLike | None) -> list[float]:
@@ -341,7 +347,9 @@ def _values(by_prompt: ArrayLike | None) -> list[float]:
         return []
     values = []
     for value in np.asarray(by_prompt, dtype=np.float64).tolist():
-        values.append(value if math.isfinite(value) else math.nan)
+        if not math.isfinite(value):
+            value = math.nan
+        values.append(value)
     return values
 
 
@@ -352,7 +360,9 @@ def _finite(values: float | Sequence[float]) -> list[float]:
 def _mean(values: float | Sequence[float]) -> float:
     """The mean of the values that are known; NaN where none is."""
     known = _finite(values)
-    return float(np.mean(known)) if known else math.nan
+    if not known:
+        return math.nan
+    return float(np.mean(known))
 
 
 def _error(values_P: Sequence[float]) -> float:
