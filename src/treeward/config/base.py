@@ -41,6 +41,7 @@ else:
     ModelMetaclass = type(BaseModel)  # it has no public name
 
 
+# "Shao et al. 2024" does not end a sentence.
 _END_OF_SENTENCE = re.compile(r"(?<!\bet al)\. ")
 _WORDS_OF_PYDANTIC = re.compile(r"^\w+ should (be|have) |, unable to parse.*")
 """Around what a message of pydantic says is needed."""
@@ -50,8 +51,9 @@ Location = tuple[str, ...]
 """The keys that lead to a value, as ("policy", "optimizer", "kwargs")."""
 
 
-def _without_limit(value: Any) -> Any:
-    return None if value == -1 else value
+def instead_of(spelling: Any, value: Any) -> BeforeValidator:
+    """A validator that reads `spelling`, another toolkit's or an older one, as `value`."""
+    return BeforeValidator(lambda written: value if written == spelling else written)
 
 
 def _without_period(value: Any) -> Any:
@@ -63,7 +65,7 @@ def _in_a_list(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
-Limit = Annotated[PositiveInt | None, BeforeValidator(_without_limit)]
+Limit = Annotated[PositiveInt | None, instead_of(-1, None)]
 """The most that something may be. Other toolkits write -1 for no limit."""
 Period = Annotated[PositiveInt | None, BeforeValidator(_without_period)]
 """Steps from one event to the next, or another number for which other toolkits write 0 or -1 for
@@ -95,6 +97,7 @@ class Strict(BaseModel, metaclass=_ReadableErrors):
         extra="forbid",
         use_attribute_docstrings=True,
         allow_inf_nan=False,
+        # pydantic keeps names that begin with model_ for itself, and model_name is a key here.
         protected_namespaces=(),
         validate_default=True,
     )
@@ -138,6 +141,7 @@ def as_yaml(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, BaseModel):
+        # An error shows what the file says, without the defaults.
         value = value.model_dump(exclude_unset=True)
     elif isinstance(value, tuple):
         value = list(value)
@@ -184,10 +188,12 @@ def problems_of(
             continue  # its elements are wrong, and are reported themselves
         # Tags of a union, in angle brackets, are not part of the key.
         location = tuple(str(part) for part in details["loc"] if not str(part).startswith("<"))
+        # A `ConfigError` of a section's own check: pydantic wraps any ValueError, and keeps it here.
         problem = details.get("ctx", {}).get("error")
         if not isinstance(problem, ConfigError):
             problem = _problem(details, location, root, further_keys)
         elif problem.field:
+            # Its field begins at the section whose check raised it.
             location = (*location, *located(problem.field))
         problem = problem.but(field=key_path(location) or None)
         if details["type"] == "extra_forbidden":
@@ -231,6 +237,7 @@ def _problem(
     options = _QUOTED.findall(str(details.get("ctx", {}).get("expected", "")))
     near: str | None = None
     if isinstance(got, str):
+        # First by meaning: no spelling of ours is near "low_var_kl".
         near = VALUES_ELSEWHERE.get(got, got)
         if near not in options:
             near = nearest_name(near, options)
@@ -272,6 +279,7 @@ def _keys_meant(
 ) -> list[str]:
     """The paths of the keys that TRL or verl call so, or else of what is spelt nearly so among the
     `siblings` and the names that TRL and verl have for keys of the section at `parents`."""
+    # A name such as num_train_epochs has a key in either kind of run: that of this run counts.
     run_paths: dict[str, list[str]] = {}
     section_names: list[str] = []
     within = "".join(f"{part}." for part in without_numbers(parents))

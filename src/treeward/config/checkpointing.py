@@ -46,6 +46,7 @@ GRPO_METRICS: Mapping[str, bool | None] = {
 }
 """The validation metrics of GRPO -> whether higher is better; None where neither direction is."""
 
+# NeMo RL's DD:HH:MM:SS. YAML reads some of these as a number of base 60, hence the quotes.
 _DURATION = re.compile(r"(\d+):([01]?\d|2[0-3]):([0-5]?\d):([0-5]?\d)")
 _SPELLINGS = (
     "val_<metric>, or of one set val:validation-<name>_<metric> or validation-<name>/<metric>"
@@ -109,7 +110,7 @@ def _seconds(value: Any) -> Any:
         return value
     match = _DURATION.fullmatch(value.strip())
     if match is None:
-        return value
+        return value  # pydantic refuses it, or reads a number that is written as text
     days, hours, minutes, seconds = map(int, match.groups())
     return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
 
@@ -142,6 +143,7 @@ class CheckpointingConfig(Strict):
     def _metric(self) -> str | None:
         """The metric of `metric_name`: the longest that it ends with."""
         name = self.metric_name or ""
+        # The longest, because group_accuracy ends with accuracy too.
         endings = [metric for metric in self.metrics if name.endswith(metric)]
         return max(endings, key=len, default=None)
 
@@ -168,6 +170,7 @@ class CheckpointingConfig(Strict):
 class GRPOCheckpointingConfig(CheckpointingConfig):
     """When the run is saved, and which checkpoints stay."""
 
+    # NeMo RL ranks checkpoints of GRPO by val:accuracy, its name of the mean reward.
     metrics: ClassVar[Mapping[str, bool | None]] = {**GRPO_METRICS, "accuracy": True}
 
     checkpoint_dir: str = "results/grpo"

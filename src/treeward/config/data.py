@@ -184,6 +184,7 @@ class PromptSetConfig(SetConfig):
     def comparisons(self) -> DatasetConfig:
         """The same set as comparisons, for questions to a judge: `dataset_name` is then one of a
         reward model's."""
+        # Only what the file gives: the two sections have other defaults, as of dataset_name.
         keys: dict[str, Any] = {}
         for key in SetConfig.model_fields:
             if key in self.model_fields_set:

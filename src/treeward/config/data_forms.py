@@ -106,6 +106,7 @@ def as_blocks(
 
     for_training = {key: flat[key] for key in _TRAINING_KEYS if key in flat}
     for i, block in enumerate(train):
+        # A block's own value comes later, and counts.
         train[i] = {**for_training, **_with_own_split(block, known_sets, is_train=True)}
     for i, block in enumerate(validation):
         validation[i] = _with_own_split(block, known_sets, is_train=False)
@@ -118,6 +119,7 @@ def as_blocks(
 
 
 def _are_comparisons(block_keys: Sequence[str]) -> bool:
+    # A key of `DatasetConfig` that `PromptSetConfig` has not. This module knows neither section.
     return "chosen_key" in block_keys
 
 
@@ -163,6 +165,8 @@ def _validation_blocks(
 ) -> list[Block]:
     """The validation sets; `val_split` is that of the flat ones, or of all blocks."""
     if isinstance(value, Mapping) and value:
+        # {plain: {...}, hard: {...}} names sets. A single block may also hold mappings alone, as
+        # {kwargs: {...}}: it is told by its keys.
         are_blocks = all(isinstance(block, Mapping) for block in value.values())
         is_one_block = bool(set(value) & set(block_keys))
         if are_blocks and not is_one_block:
@@ -178,6 +182,7 @@ def _validation_blocks(
     if "val_split" in flat:
         split["split"] = flat["val_split"]
     if flat_validation:
+        # Beside flat sets val_split is theirs: the blocks can have a `split` each.
         return validation + [_combined(block, split, "val_") for block in flat_validation]
     return [_combined(block, split, "val_") for block in validation]
 
@@ -214,6 +219,7 @@ def _with_own_split(
             field="validation",
             need="a split, or another set to validate on",
         )
+    # The name of a validation set may be that of a split, as `length_controlled` of the bundled data.
     first_split = next(iter(splits.values()))
     return {**block, "split": splits.get(str(block.get("name")), first_split)}
 
@@ -254,6 +260,7 @@ def _add_validation_of_nemo_rl(
             # These are of the training data.
             other.pop("data_path", None)
             other.pop("split", None)
+            # In place, because the caller holds the list.
             validation[:] = [_with_own_split(other, known_sets, is_train=False)]
 
 
@@ -291,6 +298,7 @@ def _combined(block: Block, values: Block, prefix: str) -> Block:
     """The block with further values; `prefix` and a key are the name under which they were
     given."""
     for key, value in values.items():
+        # The same value in both forms is no contradiction.
         if block.get(key) not in (None, value):
             raise ConfigError(
                 f"data has two values of {key}",

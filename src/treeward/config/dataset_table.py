@@ -17,7 +17,7 @@ reads, and the tables of docs/data.md. Functions are named by text, because this
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
@@ -110,15 +110,12 @@ def _by_name(datasets: Iterable[KnownDataset]) -> dict[str, KnownDataset]:
     return names
 
 
-def _names_of_sides() -> Iterator[tuple[str, str]]:
-    """As LMArena's conversation_a and conversation_b, or LLMBar's output_1 and output_2."""
-    for name in ("conversation", "response", "completion", "output", "answer"):
-        yield f"{name}_a", f"{name}_b"
-        yield f"{name}_1", f"{name}_2"
-        yield f"{name}_0", f"{name}_1"
-
-
-_SIDES = tuple(_names_of_sides())
+# As LMArena's conversation_a and conversation_b, or LLMBar's output_1 and output_2.
+_SIDE_NAMES = ("conversation", "response", "completion", "output", "answer")
+_SIDES = tuple(
+    (f"{name}_{first}", f"{name}_{second}")
+    for name, (first, second) in product(_SIDE_NAMES, (("a", "b"), ("1", "2"), ("0", "1")))
+)
 _WINNERS = ("winner", "label", "preference")
 
 COMPARISONS: tuple[KnownDataset, ...] = (

@@ -108,6 +108,7 @@ def named_values(model: str | None, data: str | None, validation: str | None) ->
 
 def rate_of(parameters: float) -> Rate:
     """The row of `RATES` that is nearest in size."""
+    # By the ratio of the sizes: 1B lies between 500M and 2B, not beside 500M.
     return min(RATES, key=lambda rate: abs(math.log(parameters / rate.parameters)))
 
 
@@ -119,7 +120,11 @@ def choose(
     if data:
         choices += _data_choices(config, facts)
     if model:
-        choices += _model_choices(config, facts)
+        choices.append(_learning_rate(config, facts.parameters))
+        precision, why = "float32", "there is no GPU that computes in bfloat16"
+        if facts.has_bfloat16:
+            precision, why = "bfloat16", "there is a GPU"
+        choices.append(Choice("policy.precision", precision, why))
     if run:
         choices += _run_choices(config, facts)
     return choices
@@ -137,23 +142,16 @@ def values_of(choices: Iterable[Choice], values: Mapping[str, Any]) -> dict[str,
     return merged
 
 
-def _model_choices(config: RewardModelRunConfig, facts: RunFacts) -> Iterable[Choice]:
-    """The learning rate and the precision of a pretrained model."""
-    yield _learning_rate(config, facts.parameters)
-    if facts.has_bfloat16:
-        yield Choice("policy.precision", "bfloat16", "there is a GPU")
-    else:
-        yield Choice("policy.precision", "float32", "there is no GPU that computes in bfloat16")
-
-
 def _data_choices(config: RewardModelRunConfig, facts: RunFacts) -> Iterable[Choice]:
     """The format of the data, and its held-out part where no validation data is named."""
     for key, value in facts.data_keys.items():
         yield Choice(f"data.{key}", value, "by the keys of the first row")
+    # No part is held out: --validation, or an override, names another set.
     if all(dataset.part is None for dataset in config.data.validation):
         return
     if facts.comparisons < _FEWEST_TO_HOLD_OUT:
-        why = f"{facts.comparisons} comparisons are too few to hold some out; --validation names a file"
+        why = f"{facts.comparisons} comparisons are too few to hold some out; "
+        why += "--validation names a file"
         yield Choice("data.split_validation_size", "0", why)
         return
     share = 0.1
@@ -168,6 +166,7 @@ def _data_choices(config: RewardModelRunConfig, facts: RunFacts) -> Iterable[Cho
 def _run_choices(config: RewardModelRunConfig, facts: RunFacts) -> Iterable[Choice]:
     """What a configuration would say besides: steps and lengths that fit the data and the model."""
     size = _SMALLEST_BATCH
+    # From the smallest to the largest, so that the largest that fits stays.
     for candidate in reversed(_BATCH_SIZES):
         if facts.comparisons >= candidate * _STEPS_WANTED:
             size = candidate

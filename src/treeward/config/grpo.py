@@ -99,19 +99,15 @@ class PolicyLossConfig(Strict):
             raise self.error(
                 "ratio_clip_c ratio_clip_max", "more than 1 + ratio_clip_max; usually 3"
             )
-        self._check_truncation()
-
-    def _check_truncation(self) -> None:
+        # The truncation of the importance weights.
         kind = self.truncated_importance_sampling_type
         high = self.truncated_importance_sampling_ratio
         low = self.truncated_importance_sampling_ratio_min
         is_given = kind is not None or high is not None or low is not None
         if is_given and not self.use_importance_sampling_correction:
-            first = (
-                "truncated_importance_sampling_ratio"
-                if high is not None
-                else "truncated_importance_sampling_type"
-            )
+            first = "truncated_importance_sampling_type"
+            if high is not None:
+                first = "truncated_importance_sampling_ratio"
             keys = f"{first} use_importance_sampling_correction"
             raise self.error(keys, "use_importance_sampling_correction: true, or no truncation")
         if is_given and high is None:
@@ -289,7 +285,7 @@ class GRPOConfig(ScheduleConfig):
         return self.max_val_samples // self.val_batch_size * self.val_batch_size
 
     def is_validated(self, step: int) -> bool:
-        return super().is_validated(step) and step >= (self.val_start_at or 0)
+        return super().is_validated(step) and step >= (self.val_start_at or 0)  # None: from 0
 
     def check(self) -> None:
         if self.batch_multiplier != 1.0 and not self.use_dynamic_sampling:

@@ -118,6 +118,7 @@ class GenerationConfig(Strict):
         if self.colocated.enabled:
             return 1
         resources = self.colocated.resources
+        # By node: an engine does not reach over two of them.
         return resources.gpus_per_node // self.vllm_cfg.tensor_parallel_size * resources.num_nodes
 
     def check(self) -> None:
@@ -164,14 +165,12 @@ class GRPOPolicyConfig(TrainedModelConfig):
         if self.hf_config_overrides and self.architecture is not None:
             raise self.error("hf_config_overrides", "these keys in policy.model_config")
         if (self.generation.max_new_tokens or 0) > self.max_total_sequence_length:
-            need, fix = (
-                "at most policy.max_total_sequence_length",
-                "set policy.generation.max_new_tokens=null",
-            )
+            need = "at most policy.max_total_sequence_length"
+            fix = "set policy.generation.max_new_tokens=null"
             raise self.error("generation.max_new_tokens max_total_sequence_length", need, fix)
-        positions = {**(self.architecture or {}), **self.hf_config_overrides}.get(
-            "max_position_embeddings"
-        )
+        # Of a model by name nothing is known here: its file says how many positions it has.
+        model_keys = {**(self.architecture or {}), **self.hf_config_overrides}
+        positions = model_keys.get("max_position_embeddings")
         if isinstance(positions, int) and positions < self.max_total_sequence_length:
             raise self.error(
                 "max_total_sequence_length", f"at most {positions}, the positions of the model"

@@ -52,13 +52,10 @@ _FILE_KEYS = ("prompt_file", "system_prompt_file", "chat_template")
 """Keys of files that a configuration may have beside it."""
 _RATE = "optimizer.kwargs.lr"
 _ABSENT = object()
+# Hydra's syntax, which NeMo RL's guides use: + only adds, ++ and no sign set, ~ removes.
 _OVERRIDE = re.compile(
     r"(?P<sign>\+\+|\+|~|)(?P<key>\w[\w./-]*(?:\[\d+\][\w./-]*)*)(?P<value>=.+)?", re.DOTALL
 )
-
-
-def _mul(a: Any, b: Any) -> Any:
-    return a * b
 
 
 def _div(a: Any, b: Any) -> Any:
@@ -68,24 +65,13 @@ def _div(a: Any, b: Any) -> Any:
     return a / b
 
 
-def _max(a: Any, b: Any) -> Any:
-    return max(a, b)
-
-
-def _min(a: Any, b: Any) -> Any:
-    return min(a, b)
-
-
-def _int(a: Any) -> int:
-    return int(a)
-
-
+# OmegaConf warns of a function without a signature, as the built-in max, min and int are.
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    "mul": _mul,
+    "mul": lambda a, b: a * b,
     "div": _div,
-    "max": _max,
-    "min": _min,
-    "int": _int,
+    "max": lambda a, b: max(a, b),
+    "min": lambda a, b: min(a, b),
+    "int": lambda a: int(a),
 }
 _Section = TypeVar("_Section", bound=Strict)
 
@@ -152,8 +138,12 @@ def load_file(
     overridden = {_apply_override(config, text): text for text in overrides}
 
     def origin(location: Location) -> str:
+        # An element of a list may come from an override of its key without the number. Of two
+        # overrides the later one counts, and of two files the one laid over the other.
         for at in (location, without_numbers(location)):
             for key, text in reversed(overridden.items()):
+                # Either may lie in the other: the override of a section, or a key in a section
+                # that is wrong as a whole.
                 if at[: len(key)] == key[: len(at)]:
                     return f"command line, {text}"
         # A missing key, and one of another form of `data`, are in no file: the section is.
@@ -298,6 +288,7 @@ def _remove(config: DictConfig, path: Location, text: str) -> None:
     if isinstance(parent, ListConfig):
         del parent[int(key)]
         return
+    # Of no mapping the `del` below raises, and the caller says so.
     if isinstance(parent, DictConfig) and key not in parent:
         near = nearest_name(key, map(str, parent))
         fix = f"did you mean {near}?" if near else None
@@ -308,6 +299,7 @@ def _remove(config: DictConfig, path: Location, text: str) -> None:
 
 
 def _value(tree: DictConfig, key: str) -> Any:
+    # null is a value, so a missing key has a mark of its own.
     return OmegaConf.select(tree, key, default=_ABSENT, throw_on_resolution_failure=False)
 
 
@@ -315,6 +307,7 @@ def _layers(file: Path, readers: tuple[Path, ...]) -> list[tuple[Path, dict[str,
     """The trees of the files that a file names, and its own, laid over theirs; `readers` have led
     to this file."""
     tree = _with_files_beside(read_yaml(file), file.parent)
+    # Resolved, so that a circle through links, or through ".." in names, is seen too.
     chain = (*readers, file.resolve())
     layers: list[tuple[Path, dict[str, Any]]] = []
     names = tree.pop("defaults", None) or []
@@ -376,6 +369,7 @@ def _laid_over(base: dict[str, Any], tree: Mapping[str, Any]) -> dict[str, Any]:
             replaces = section.pop("_override_", None) is True
             if replaces or not isinstance(old, dict):
                 old = {}
+            # Over an empty mapping too: `_override_` of inner sections is taken off so.
             value = _laid_over(old, section)
         merged[key] = value
     return merged
@@ -396,6 +390,7 @@ def _without_other_model(base: dict[str, Any], value_of: Callable[[str], Any]) -
             continue
         if value_of(f"policy.{other}") is not _ABSENT:
             continue
+        # The other keys of `tokenizer`, as its chat template, are no model's.
         tokenizer = dict(policy.get("tokenizer") or {})
         for key in ("name", "vocab_size"):
             tokenizer.pop(key, None)

@@ -117,6 +117,7 @@ class _Translation:
             self._add_mistake(error, path)
             self.native.untranslated.append(path)
             return tree
+        # After the rewriting, which reads keys that are foreign to the section.
         for spelling in spellings(section):
             tree = self._without_foreign_keys(section, spelling, tree, path)
             tree = self._renamed(section, spelling, tree, path)
@@ -127,6 +128,7 @@ class _Translation:
     ) -> Values:
         kept = Values()
         for key, value in tree.items():
+            # A class may have a key that its base's entry leaves out.
             rule = None if key in section.model_fields else _rule_of(spelling, key)
             if rule is None:
                 kept[key] = value
@@ -239,6 +241,7 @@ def _is_off(value: Any) -> bool:
         if "enabled" in value:
             return _is_off(value["enabled"])
         return all(_is_off(item) for item in value.values())
+    # 0 equals False, and -1 is how other toolkits write none.
     return value in (None, False, 0, -1, "", [], ())
 
 

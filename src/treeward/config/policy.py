@@ -25,7 +25,7 @@ from pydantic import (
     field_validator,
 )
 
-from treeward.config.base import Strict
+from treeward.config.base import Strict, instead_of
 from treeward.config.loss import LOSSES, RewardModelType
 from treeward.errors import ConfigError
 
@@ -89,9 +89,8 @@ class TorchScheduleConfig(Strict):
 
     def check(self) -> None:
         num_steps = len(self.schedulers) - 1
-        if len(self.milestones) != num_steps or list(self.milestones) != sorted(
-            set(self.milestones)
-        ):
+        rising = sorted(set(self.milestones))
+        if len(self.milestones) != num_steps or list(self.milestones) != rising:
             need = f"{num_steps} rising steps: where each scheduler but the first begins"
             raise self.error("milestones", need)
 
@@ -136,20 +135,9 @@ _PRECISIONS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def _long_name(precision: Any) -> str:
+    # PyTorch prints its own as torch.bfloat16.
     name = str(precision)
     return _PRECISIONS.get(name, name.removeprefix("torch."))
-
-
-def _number_of_gpus(value: Any) -> Any:
-    return value or 0
-
-
-def _number_of_nodes(value: Any) -> Any:
-    return 1 if value is None else value
-
-
-def _template(value: Any) -> Any:
-    return None if value == "default" else value
 
 
 Precision = Annotated[Literal["float32", "bfloat16"], BeforeValidator(_long_name)]
@@ -176,10 +164,11 @@ class ShardingConfig(Strict):
 class ResourcesConfig(Strict):
     """The GPUs of a model's replicas or engines, each on one, or on `tensor_parallel_size`."""
 
-    gpus_per_node: Annotated[NonNegativeInt, BeforeValidator(_number_of_gpus)] = 1
+    # NeMo RL's files have null in both, where generation is colocated.
+    gpus_per_node: Annotated[NonNegativeInt, instead_of(None, 0)] = 1
     """GPUs on each node; where the machines have none, as many processes on CPUs. 0 (or null):
     none, the CPU."""
-    num_nodes: Annotated[PositiveInt, BeforeValidator(_number_of_nodes)] = 1
+    num_nodes: Annotated[PositiveInt, instead_of(None, 1)] = 1
     """Nodes."""
 
 
@@ -237,7 +226,8 @@ class ScoringTokenizerConfig(Strict):
 
     name: str | None = None
     """Hub name or folder. None: the model's own."""
-    chat_template: Annotated[str | None, BeforeValidator(_template)] = None
+    # NeMo RL writes "default" for the tokenizer's own.
+    chat_template: Annotated[str | None, instead_of("default", None)] = None
     """A Jinja template, or the path of a file that holds one. None (or `default`): the model's
     own."""
     chat_template_kwargs: dict[str, Any] | None = None
@@ -389,7 +379,8 @@ class TrainedModelConfig(Strict):
             fix = "set policy.dtensor_cfg.lora_cfg.enabled=true"
             raise self.error("load_in_4bit", need, fix)
         trained = self.trained_vocab_size
-        rows = architecture.get("vocab_size")  # of the embedding
+        # Rows of the embedding. More than tokens is no fault: models pad them to a round number.
+        rows = architecture.get("vocab_size")
         if trained is None and self.tokenizer.vocab_size is not None:
             need = "no vocab_size, or policy.model_config with no policy.tokenizer.name"
             fix = "remove the size of a tokenizer that is trained: ~policy.tokenizer.vocab_size"

@@ -19,6 +19,7 @@ from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.run import RewardModelRunConfig
 from treeward.errors import ConfigError, nearest_path, pip_install
 
+# data/train.jsonl has the form of a hub name, and is told by the ending of a file.
 _HUB_NAME = re.compile(
     r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.jsonl)(?<!\.json)(?<!\.csv)(?<!\.parquet)(?<!\.gz)"
 )
@@ -36,7 +37,23 @@ def check_inputs(config: RewardModelRunConfig | GRPORunConfig) -> None:
             if not glob.has_magic(path) and not _HUB_NAME.fullmatch(path):
                 field = f"data.{kind}[{i}].data_path"
                 _check_path(path, field, "a file, a folder or a hub name, as org/name")
-    _check_models(config)
+    names: list[tuple[str, str | None]] = []
+    # A run that may resume needs no folder of its first weights.
+    if not Path(config.checkpointing.checkpoint_dir).exists():
+        names += [("policy.model_name", config.policy.model_name)]
+        names += [("policy.tokenizer.name", config.policy.tokenizer.name)]
+    if isinstance(config, GRPORunConfig):
+        for name, section in config.reward_models.items():
+            if section.url is None:
+                names += [(f"env.{name}.model_name", model) for model in section.models]
+    for field, model in names:
+        if model is None:
+            continue
+        # A hub name has one slash, and begins with a letter or a digit.
+        is_path = model.startswith((".", "/", "~")) or model.count("/") > 1
+        if is_path:
+            need = "the folder of a model, or a hub name, as org/name"
+            _check_path(os.path.expanduser(model), field, need)
 
 
 def check_packages(config: RewardModelRunConfig | GRPORunConfig) -> None:
@@ -95,27 +112,6 @@ def _packages(config: RewardModelRunConfig | GRPORunConfig) -> Iterator[tuple[st
                 module,
                 "give the url of a server, or sample with backend: hf",
             )
-
-
-def _check_models(config: RewardModelRunConfig | GRPORunConfig) -> None:
-    """Refuse folders that do not exist. A run that may resume needs no folder of its first
-    weights."""
-    names: list[tuple[str, str | None]] = []
-    if not Path(config.checkpointing.checkpoint_dir).exists():
-        names += [("policy.model_name", config.policy.model_name)]
-        names += [("policy.tokenizer.name", config.policy.tokenizer.name)]
-    if isinstance(config, GRPORunConfig):
-        for name, section in config.reward_models.items():
-            if section.url is None:
-                names += [(f"env.{name}.model_name", model) for model in section.models]
-    for field, model in names:
-        if model is None:
-            continue
-        # A hub name has one slash, and begins with a letter or a digit.
-        is_path = model.startswith((".", "/", "~")) or model.count("/") > 1
-        if is_path:
-            need = "the folder of a model, or a hub name, as org/name"
-            _check_path(os.path.expanduser(model), field, need)
 
 
 def _check_path(path: str, field: str, need: str) -> None:

@@ -43,8 +43,8 @@ class ScoringDTensorConfig(ShardingConfig):
     """How the model is sharded, and what is moved to save memory."""
 
     cpu_offload: bool = False
-    """Keep the weights in the CPU's memory and move them to the GPU for each step only. It is for a model in the
-    environment's process: replicas keep theirs on their GPUs."""
+    """Keep the weights in the CPU's memory and move them to the GPU for each step only. It is for a
+    model in the environment's process: replicas keep theirs on their GPUs."""
     tensor_parallel_size: PositiveInt = 1
     """GPUs that a replica of the model is sharded over, all of one node: for a model that does not
     fit into one."""
@@ -74,8 +74,8 @@ class RewardModelEnvironmentConfig(ScoringConfig):
     max_retries: NonNegativeInt = 3
     """Further attempts of a prompt's completions whose replica died or took too long."""
     worker_timeout_seconds: PositiveFloat | None = None
-    """Time limit of a prompt's completions in replicas, or of a step at a server. None: no limit in replicas, 600 at a
-    server."""
+    """Time limit of a prompt's completions in replicas, or of a step at a server. None: no limit in
+    replicas, 600 at a server."""
     dtensor_cfg: ScoringDTensorConfig = ScoringDTensorConfig()
 
     @property
@@ -88,7 +88,8 @@ class RewardModelEnvironmentConfig(ScoringConfig):
         """Replicas of the model that are loaded: one for each `tensor_parallel_size` GPUs, or one
         for each node."""
         if self.url:
-            return 0
+            return 0  # the server has its own
+        # At least one, because a CPU has no GPUs to count replicas by.
         per_node = self.resources.gpus_per_node // self.dtensor_cfg.tensor_parallel_size
         return max(per_node, 1) * self.resources.num_nodes
 
@@ -396,7 +397,7 @@ class HybridEnvironmentConfig(Strict):
             if self.mode == "fallback" and "weight" in member.model_fields_set:
                 need = "no weights in mode fallback"
                 raise ConfigError(
-                    "this weight cannot be",
+                    "a member of mode fallback has a weight, which would have no effect",
                     field=f"members.{name}.weight",
                     got=member.weight,
                     need=need,
@@ -435,11 +436,10 @@ ENVIRONMENTS: Mapping[str, EnvironmentKind] = {
 def server_address(model: str) -> str | None:
     """The address of a `treeward serve` that stands in the place of a model's name; None for any
     other name."""
-    return (
-        model.removesuffix("/").removesuffix("/v1")
-        if model.startswith(("http://", "https://"))
-        else None
-    )
+    if not model.startswith(("http://", "https://")):
+        return None
+    # Clients of OpenAI's API write the version, which is no part of our routes' addresses.
+    return model.removesuffix("/").removesuffix("/v1")
 
 
 def is_enabled(section: Any) -> bool:
@@ -461,6 +461,7 @@ def environment_sections(
             raise ConfigError(summary, field=f"{prefix}{name}", got=section, need="its keys")
         if not is_enabled(section):
             continue
+        # These say whether and what it is; the sections of the kinds do not know them.
         keys = {key: value for key, value in section.items() if key not in ("enabled", "type")}
         kind = str(section.get("type") or name)
         yield f"{prefix}{name}", kind, keys

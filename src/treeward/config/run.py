@@ -241,13 +241,7 @@ class RewardModelRunConfig(Strict):
             fix = "set checkpointing.enabled=true, or hub.push_to_hub=false"
             need = "checkpointing.enabled: true, to export the model"
             raise self.error("hub.push_to_hub checkpointing.enabled", need, fix)
-        self._check_loss()
-        if self.checkpointing.enabled and self.checkpointing.metric_name is not None:
-            self._check_ranking_metric(self.checkpointing.metric_name, self.validation_names)
-
-    def _check_loss(self) -> None:
-        """Whether the type of the reward model reads the options of the loss, and the data has what
-        it learns from."""
+        # Does the type of the reward model read the options of the loss?
         key = "policy.reward_model_cfg.reward_model_type"
         kind = self.policy.reward_model_cfg.reward_model_type
         for name, option in LossConfig.model_fields.items():
@@ -258,7 +252,11 @@ class RewardModelRunConfig(Strict):
             types = [name for name, loss in LOSSES.items() if loss.learns == "pairs"]
             raise self.error(f"data.ties {key}", f"drop, or the type {' or '.join(types)}")
 
-    def _check_ranking_metric(self, given: str, names: list[str]) -> None:
+        # Is the metric that ranks checkpoints measured?
+        metric_name = self.checkpointing.metric_name
+        names = self.validation_names
+        if metric_name is None or not self.checkpointing.enabled:
+            return
         field = "checkpointing.metric_name"
         fix = "set checkpointing.metric_name=null to keep the latest checkpoints"
         if not names:
@@ -268,4 +266,4 @@ class RewardModelRunConfig(Strict):
             keys = f"{field} rm.val_period rm.val_at_end"
             need = "a validation, to measure it"
             raise self.error(keys, need, f"set rm.val_at_end=true, or {fix}")
-        parse_metric_name(given, names)
+        parse_metric_name(metric_name, names)

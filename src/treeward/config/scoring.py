@@ -2,9 +2,9 @@
 `EnsembleConfig`: how the scores of several models are combined; `RewardShapingConfig`: how they
 become rewards.
 
-model: results/rm/final head_weights: mean ensemble: {method: uncertainty, uncertainty_coefficient:
-0.5}     # disagreement lowers the score shaping: {normalize_rewards: true}
-# by the constants of the model's contract
+    models: [results/a/final, results/b/final]
+    ensemble: {method: uncertainty, uncertainty_coefficient: 0.5}  # disagreement lowers the score
+    shaping: {normalize_rewards: true, reward_mean: 1.5, reward_std: 0.5}
 
 `treeward calibrate MODEL --data FILE` fits the constants and keeps them beside the weights, under
 `calibration` of `reward_contract.json`. `treeward.scoring.shaping` has the formulas and the order

@@ -116,6 +116,7 @@ def model_name(model: str) -> str:
     if not Path(model).exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", model):
         return model
     parts = [part for part in Path(os.path.abspath(model)).parts if part != "/"]
+    # The folders of an export within a run's, which say nothing of the model.
     while len(parts) > 1 and parts[-1] in ("final", "model"):
         parts.pop()
     return parts[-1] if parts else "model"

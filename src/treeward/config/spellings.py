@@ -59,18 +59,6 @@ class Spelling:
 # Forms that are more than another name of a key.
 
 
-def _with_activation_checkpointing(values: Values) -> Values:
-    """The older place of `dtensor_cfg.activation_checkpointing`."""
-    if "activation_checkpointing_enabled" not in values:
-        return values
-    values = dict(values)
-    is_enabled = values.pop("activation_checkpointing_enabled")
-    section = dict(values.get("dtensor_cfg") or {})
-    if is_enabled and not section.get("activation_checkpointing"):
-        values["dtensor_cfg"] = {**section, "activation_checkpointing": True}
-    return values
-
-
 _BATCHING_SECTIONS = ("dynamic_batching", "sequence_packing")
 _BATCHING_KEYS = ("enabled", "train_mb_tokens")
 _BATCHING_KEYS_WITHOUT_EFFECT = (
@@ -103,17 +91,20 @@ def _with_batching_budget(values: Values, tokens_key: str, size_key: str) -> Val
         sets_budget = section.get("enabled") and section.get("train_mb_tokens") is not None
         if sets_budget and values.get(tokens_key) is None:
             result[tokens_key] = section["train_mb_tokens"]
+            # NeMo RL's files give both, and pack by the tokens alone.
             result[size_key] = None
     return result
 
 
 def _trained_model(values: Values) -> Values:
-    values = _with_activation_checkpointing(values)
+    values = dict(values)
+    # The older place of dtensor_cfg.activation_checkpointing.
+    is_enabled = values.pop("activation_checkpointing_enabled", False)
+    if is_enabled:
+        section = dict(values.get("dtensor_cfg") or {})
+        if not section.get("activation_checkpointing"):
+            values["dtensor_cfg"] = {**section, "activation_checkpointing": True}
     return _with_batching_budget(values, "train_micro_batch_tokens", "train_micro_batch_size")
-
-
-def _reward_model_environment(values: Values) -> Values:
-    return _with_batching_budget(values, "batch_tokens", "batch_size")
 
 
 def _with_generation_batch_size(values: Values) -> Values:
@@ -135,6 +126,7 @@ SAMPLED_ALIKE = {"val_temperature": "temperature", "val_top_p": "top_p", "val_to
 def _sampled_alike(values: Values) -> Values:
     kept = {key: value for key, value in values.items() if key not in SAMPLED_ALIKE}
     for key, own_key in SAMPLED_ALIKE.items():
+        # A file that leaves the training's setting out has its default.
         default = grpo_policy.GenerationConfig.model_fields[own_key].default
         value = values.get(own_key, default)
         other = values.get(key, value)
@@ -155,6 +147,7 @@ def _with_keys_of_the_estimator(values: Values) -> Values:
         return values
     moved = {key: estimator[key] for key in _ESTIMATOR_KEYS if estimator.get(key) is not None}
     if estimator.get("name") == "leave_one_out":
+        # The estimator of Ahmadian et al. does not divide by a deviation.
         moved = {"normalize_rewards": False, **moved}
     kept = {key: value for key, value in estimator.items() if key not in _ESTIMATOR_KEYS}
     return {**values, **moved, "adv_estimator": kept}
@@ -398,7 +391,7 @@ SPELLINGS: Mapping[type[Strict], Spelling] = {
             "megatron_cfg": "set megatron_cfg.enabled=false: the model runs on PyTorch",
         },
         forms=_BATCHING_SECTIONS,
-        rewrite=_reward_model_environment,
+        rewrite=partial(_with_batching_budget, tokens_key="batch_tokens", size_key="batch_size"),
     ),
     reward_environments.ScoringDTensorConfig: Spelling(
         off={
