@@ -2,7 +2,8 @@
 
     bundled_path("validation")                       # the rank format, a comparison a line
 
-examples/bundled_data.py writes the committed files, byte for byte; examples/gold.py grades any completion.
+examples/bundled_data.py writes the committed files, byte for byte; examples/gold.py grades any
+completion.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ SPLITS = ("train", "validation", "length_controlled")
 
 
 def bundled_path(split: str) -> Path:
-    """The file of a split of the bundled data. Raises `ConfigError` for another name, with the nearest one."""
+    """The file of a split of the bundled data. Raises `ConfigError` for another name, with the
+    nearest one."""
     if split not in SPLITS:
         raise ConfigError.unknown(
             "the bundled data has no such split",

@@ -1,7 +1,8 @@
-"""Chat templates: where a tokenizer's is, the one for tokenizers without any, and a clock that stands still.
+"""Chat templates: where a tokenizer's is, the one for tokenizers without any, and a clock that
+stands still.
 
-source, name = find_template(tokenizer, None)          # the tokenizer's own, or `DEFAULT_CHAT_TEMPLATE`
-without_clock(source, {})                              # `strftime_now` gives `FIXED_DATE`
+    source, name = find_template(tokenizer, None)  # the tokenizer's, or `DEFAULT_CHAT_TEMPLATE`
+    without_clock(source, {})                      # `strftime_now` gives `FIXED_DATE`
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ DEFAULT_CHAT_TEMPLATE = """\
 {%- if not loop.last -%}{{- '\\n' -}}{%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '\\n<|assistant|>\\n' -}}{%- endif -%}"""
-"""For tokenizers without a template: each role as a header on its own line, then the text; EOS (if there is one) after
-each assistant message, and nothing after the last, so that a score is read at EOS."""
+"""For tokenizers without a template: each role as a header on its own line, then the text; EOS (if
+there is one) after each assistant message, and nothing after the last, so that a score is read at
+EOS."""
 
 FIXED_DATE = "26 Jul 2024"
 """The date of `strftime_now`, in the template's format: the default date of Llama 3's templates."""
@@ -45,9 +47,9 @@ _CLOCK = "{% macro strftime_now(format) %}"
 
 
 def find_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> tuple[str, str]:
-    """The template's text, and its name for errors. `chat_template`: None or "default" for the tokenizer's, or
-    `DEFAULT_CHAT_TEMPLATE` if it has none; else the name of one of the tokenizer's templates, a file, or a text. Raises
-    `ConfigError`."""
+    """The template's text, and its name for errors. `chat_template`: None or "default" for the
+    tokenizer's, or `DEFAULT_CHAT_TEMPLATE` if it has none; else the name of one of the tokenizer's
+    templates, a file, or a text. Raises `ConfigError`."""
     tokenizer_template = tokenizer.chat_template
     if chat_template is None or chat_template == "default":
         if not tokenizer_template:

@@ -1,10 +1,11 @@
-"""The columns of a row: which hold its prompt, which belong to every conversation, and which are not read.
+"""The columns of a row: which hold its prompt, which belong to every conversation, and which are
+not read.
 
     context_of({"system": "Be brief.", "question": "2 + 2?", "chosen": "4", ...}, "train.jsonl:1")
     # a system message and a user message
 
-Every column of a row is read, refused, or named: `prompt_column` refuses rows whose prompt may be in several columns,
-and `unread_columns` are those that a log line names when the data is opened.
+Every column of a row is read, refused, or named: `prompt_column` refuses rows whose prompt may be
+in several columns, and `unread_columns` are those that a log line names when the data is opened.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ PROMPT_COLUMNS = ("context", "prompt", "instruction", "question", "query")
 """The names of a prompt: text, or messages."""
 
 CONVERSATION_COLUMNS = ("messages", "conversation", "conversations", "input", "history")
-"""Columns that are the prompt of a row without one of `PROMPT_COLUMNS`, where they hold messages; `input` also as
-text."""
+"""Columns that are the prompt of a row without one of `PROMPT_COLUMNS`, where they hold messages;
+`input` also as text."""
 
 SYSTEM_COLUMNS = ("system", "system_prompt")
 """The names of a text that becomes the system message."""
@@ -39,6 +40,7 @@ EVERY_CONVERSATION = (*SYSTEM_COLUMNS, *TEMPLATE_COLUMNS, "task_name")
 _MORE_PROMPT = ("input", "history")
 """Beside a prompt these hold the rest of it, in some order that only the data's author knows."""
 
+# No model here reads them: a prompt without its image would be another question.
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _NAME_IT = "name the prompt's column, as prompt_key=prompt: then only that one is read"
 
@@ -46,7 +48,8 @@ _NAME_IT = "name the prompt's column, as prompt_key=prompt: then only that one i
 def prompt_column(values: Mapping[str, Any], where: str | None) -> str | None:
     """The column of the row's prompt; None for a row without a prompt.
 
-    Raises `DataError` for a row with two prompts, or with columns beside the prompt that would be lost with it.
+    Raises `DataError` for a row with two prompts, or with columns beside the prompt that would be
+    lost with it.
     """
     names = [name for name in PROMPT_COLUMNS if values.get(name) is not None]
     if len(names) > 1:  # an empty cell of a CSV file is no prompt
@@ -87,8 +90,9 @@ def with_named_prompt(
 ) -> Mapping[str, Any]:
     """The row with the prompt of a named column alone; unchanged if no column is named.
 
-    A row without that column is an error if it has its prompt in another one, and with `required=False` unchanged:
-    NeMo RL's `data.default` names a column for all sets, and some have it under another name.
+    A row without that column is an error if it has its prompt in another one, and with
+    `required=False` unchanged: NeMo RL's `data.default` names a column for all sets, and some have
+    it under another name.
     """
     if column is None or (not required and values.get(column) is None):
         return values
@@ -107,7 +111,8 @@ def with_named_prompt(
 
 
 def named_columns(values: Mapping[str, Any], config: DatasetConfig, where: str) -> dict[str, Any]:
-    """The row as one of `prompt`, `chosen` and `rejected`, where the configuration names columns for them.
+    """The row as one of `prompt`, `chosen` and `rejected`, where the configuration names columns
+    for them.
 
     Raises `DataError` for a row without a named column.
     """
@@ -145,7 +150,8 @@ def with_system(
 ) -> Messages:
     """The context after the row's system message, if a column has one.
 
-    `ends`: what follows the context. Raises `DataError` for a conversation that already has another one.
+    `ends`: what follows the context. Raises `DataError` for a conversation that already has another
+    one.
     """
     texts = {name: values[name] for name in SYSTEM_COLUMNS if not _is_empty(values.get(name))}
     if not texts:
@@ -179,7 +185,8 @@ def with_system(
 
 
 def unread_columns(values: Mapping[str, Any], read: Collection[str]) -> list[str]:
-    """The columns with a text, a list or an object that are not in `read`. Numbers, also as text, do not count."""
+    """The columns with a text, a list or an object that are not in `read`. Numbers, also as text,
+    do not count."""
     unread = []
     for name, value in values.items():
         if name not in read and not _is_empty(value) and _holds_text(value):
@@ -190,6 +197,7 @@ def unread_columns(values: Mapping[str, Any], read: Collection[str]) -> list[str
 def _holds_text(value: Any) -> bool:
     if not isinstance(value, str):
         return is_list(value) or isinstance(value, Mapping)
+    # Files of text, as CSV, have numbers as text.
     try:
         float(value)
     except ValueError:
@@ -199,7 +207,8 @@ def _holds_text(value: Any) -> bool:
 
 
 def _holds_prompt(name: str, value: Any) -> bool:
-    """Whether it is a list of messages, or its JSON text, that a completion can follow; or the text of an input."""
+    """Whether it is a list of messages, or its JSON text, that a completion can follow; or the text
+    of an input."""
     if _is_empty(value) or not (isinstance(value, str) or is_list(value)):
         return False
     try:

@@ -1,12 +1,14 @@
 """`Conversation`: the messages that a model reads, and what else its chat template reads.
 
-    Conversation([{"role": "user", "content": "Rain in Rome?"}, ...], tools=[{"type": "function", ...}])
-    check_messages(row["messages"], "messages", "train.jsonl:1")     # checked, each message in one form
+    messages = [{"role": "user", "content": "Rain in Rome?"}, ...]
+    Conversation(messages, tools=[{"type": "function", ...}])
+    check_messages(messages, "messages", "train.jsonl:1")  # checked, each message in one form
 
-A conversation without tools and without template variables may as well be a plain list of messages. Messages stay raw:
-only the model that reads them renders them. Messages that say the same have one form, however they were written:
-ShareGPT's `from` and `value` become `role` and `content`, and the arguments of a tool call are an object, also where
-they came as its JSON text. Errors are `DataError`s that name the place, the key, its value and the fix.
+A conversation without tools and without template variables may as well be a plain list of messages.
+Messages stay raw: only the model that reads them renders them. Messages that say the same have one
+form, however they were written: ShareGPT's `from` and `value` become `role` and `content`, and the
+arguments of a tool call are an object, also where they came as its JSON text. Errors are
+`DataError`s that name the place, the key, its value and the fix.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from typing import Any
 from treeward.errors import DataError
 
 Message = dict[str, Any]
-"""A chat message: `role`, `content`, and other keys that a chat template reads (`tool_calls`, `name`, ...)."""
+"""A chat message: `role`, `content`, and other keys that a chat template reads (`tool_calls`,
+`name`, ...)."""
 
 Messages = tuple[Message, ...]
 
@@ -29,6 +32,10 @@ TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
 """ShareGPT's roles. `function_call` is one too: its value is a tool call of the assistant."""
 
+_MESSAGE_KEYS = ({"role", "content"}, {"role", "tool_calls"}, {"from", "value"})
+"""The keys by which an object is told to be a message; the last are ShareGPT's."""
+
+# A CSV file that was written with str(messages) instead of JSON.
 _PYTHON_MESSAGES = re.compile(r"\s*\[\s*\{\s*'(role|content|from|value)'\s*:")
 _NEED_MESSAGE = '{"role": "user", "content": "..."}'
 _NEED_MESSAGES = f"[{_NEED_MESSAGE}, ...]"
@@ -38,8 +45,9 @@ _NEED_TOOLS = 'a list as [{"type": "function", "function": {"name": ...}}], or i
 class Conversation(list[Message]):
     """Messages with the variables of their chat template.
 
-    `tools`: what the assistant may call, as a list of JSON schemas. `chat_template_kwargs`: further variables, as
-    `enable_thinking`; they win over the `chat_template_kwargs` of the model. `template_kwargs` holds both.
+    `tools`: what the assistant may call, as a list of JSON schemas. `chat_template_kwargs`: further
+    variables, as `enable_thinking`; they win over the `chat_template_kwargs` of the model.
+    `template_kwargs` holds both.
     """
 
     def __init__(
@@ -73,7 +81,8 @@ def with_messages(conversation: AnyConversation, messages: Iterable[Message]) ->
 
 
 def to_json(conversation: AnyConversation) -> Any:
-    """The conversation for a request: its messages, in an object beside the template variables if it has any."""
+    """The conversation for a request: its messages, in an object beside the template variables if
+    it has any."""
     variables = template_kwargs_of(conversation)
     if not variables:
         return list(conversation)
@@ -81,7 +90,8 @@ def to_json(conversation: AnyConversation) -> Any:
 
 
 def read_template_kwargs(values: Mapping[str, Any], where: str | None) -> dict[str, Any]:
-    """The template variables in a row's columns `tools` and `chat_template_kwargs`, either of which may be JSON text.
+    """The template variables in a row's columns `tools` and `chat_template_kwargs`, either of which
+    may be JSON text.
 
     An empty list of tools is none. Raises `DataError`.
     """
@@ -144,14 +154,15 @@ def _read_tools(value: Any, where: str | None) -> list[dict[str, Any]]:
 
 
 def _parsed_json(value: Any) -> Any:
-    """The value of JSON text; None for an empty one; any other value, and text that is no JSON, unchanged."""
+    """The value of JSON text; None for an empty one; any other value, and text that is no JSON,
+    unchanged."""
     if not isinstance(value, str):
         return value
     if not value.strip():
         return None
     try:
         return json.loads(value)
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError):  # brackets may be nested too deep
         return value
 
 
@@ -162,8 +173,8 @@ def check_messages(
     *,
     may_be_empty: bool = False,
 ) -> Messages:
-    """Check a list of chat messages, and write each in one form; `field` names the list in the error. Content may be
-    text or a list of parts."""
+    """Check a list of chat messages, and write each in one form; `field` names the list in the
+    error. Content may be text or a list of parts."""
     if not is_list(value):
         summary = f"{field} is not a list of messages"
         raise DataError(summary, where=where, field=field, got=value, need=_NEED_MESSAGES)
@@ -196,8 +207,8 @@ def _checked_message(value: Any, field: str, where: str | None) -> Message:
 
 
 def canonical_message(message: Mapping[str, Any]) -> Message:
-    """A message without keys of the value null, with one name for each role, and with tool calls whose arguments are
-    objects."""
+    """A message without keys of the value null, with one name for each role, and with tool calls
+    whose arguments are objects."""
     canonical = {key: item for key, item in message.items() if item is not None}
     if "role" not in canonical and "from" in canonical and "value" in canonical:
         canonical = {"role": canonical.pop("from"), "content": canonical.pop("value")} | canonical
@@ -216,7 +227,8 @@ def canonical_message(message: Mapping[str, Any]) -> Message:
 
 
 def canonical_call(call: Any) -> Any:
-    """A tool call whose arguments are an object: OpenAI's API has its JSON text, which templates would quote again.
+    """A tool call whose arguments are an object: OpenAI's API has its JSON text, which templates
+    would quote again.
 
     Text that is no JSON object stays: a policy may have written it.
     """
@@ -235,9 +247,11 @@ def canonical_call(call: Any) -> Any:
 
 
 def as_messages(value: Any, key: str, role: str, where: str | None) -> Messages:
-    """Text as one message of `role`, else a checked message or list of them, which may be JSON text, as in a CSV cell.
+    """Text as one message of `role`, else a checked message or list of them, which may be JSON
+    text, as in a CSV cell.
 
-    Raises `DataError` for the text of Python's messages, which would be read as the literal text of one message.
+    Raises `DataError` for the text of Python's messages, which would be read as the literal text of
+    one message.
     """
     if isinstance(value, str):
         if _PYTHON_MESSAGES.match(value):
@@ -260,26 +274,26 @@ def as_messages(value: Any, key: str, role: str, where: str | None) -> Messages:
 
 
 def _listed(value: Any) -> Any:
-    """A single message as a list, as which ShareGPT's preference data have a completion; other values as they are."""
+    """A single message as a list, as which ShareGPT's preference data have a completion; other
+    values as they are."""
     return [value] if _looks_like_messages([value]) else value
 
 
 def _looks_like_messages(value: Any) -> bool:
     if not isinstance(value, list) or not value:
         return False
-    return all(_looks_like_message(item) for item in value)
-
-
-def _looks_like_message(value: Any) -> bool:
-    if not isinstance(value, dict):
-        return False
-    forms = ({"role", "content"}, {"role", "tool_calls"}, {"from", "value"})
-    return any(form <= value.keys() for form in forms)
+    for item in value:
+        if not isinstance(item, dict):
+            return False
+        if not any(form <= item.keys() for form in _MESSAGE_KEYS):
+            return False
+    return True
 
 
 def without_nulls(value: Any) -> Any:
-    """The value without the keys that are null, at every depth. A table of Arrow gives each object the keys of all
-    rows, null where a row has none: a tool call would have arguments that nobody wrote."""
+    """The value without the keys that are null, at every depth. A table of Arrow gives each object
+    the keys of all rows, null where a row has none: a tool call would have arguments that nobody
+    wrote."""
     if hasattr(value, "tolist"):
         value = value.tolist()  # lists from parquet may be arrays
     if isinstance(value, Mapping):
@@ -297,8 +311,8 @@ def literally(value: Any, role: str) -> Any:
 
 
 def as_conversations(context: Any, completions: Any) -> list[Conversation]:
-    """The conversation of each completion of a context; both are messages or literal text. The template variables are
-    those of the context."""
+    """The conversation of each completion of a context; both are messages or literal text. The
+    template variables are those of the context."""
     if isinstance(completions, str) or not completions:
         need = 'a list, as ["one", "another"]'
         raise DataError("completions is not a list of completions", got=completions, need=need)
@@ -311,8 +325,8 @@ def as_conversations(context: Any, completions: Any) -> list[Conversation]:
 
 
 def last_text(messages: Sequence[Message]) -> str:
-    """The text of the last message, whose characters are the length of a completion. For content in parts, the text
-    parts; empty for a message without content, and without messages."""
+    """The text of the last message, whose characters are the length of a completion. For content in
+    parts, the text parts; empty for a message without content, and without messages."""
     if not messages:
         return ""
     content: Any = messages[-1].get("content")
@@ -326,6 +340,21 @@ def last_text(messages: Sequence[Message]) -> str:
         if isinstance(text, str):
             texts.append(text)
     return "".join(texts)
+
+
+def check_unicode(text: str, where: str | None) -> None:
+    """Raise `DataError` for a lone surrogate, which JSON can hold: tokenizers fail at it, each in
+    its own way."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            "the conversation has text that is not valid Unicode",
+            where=where,
+            got=ascii(text[error.start]),
+            need="text without lone surrogates",
+            fix='remove the row, or mend its text: text.encode("utf-8", "replace").decode()',
+        ) from error
 
 
 def parse_json_list(value: Any, field: str, where: str | None) -> Any:
@@ -348,7 +377,8 @@ def parse_json_list(value: Any, field: str, where: str | None) -> Any:
 
 
 def is_transcript(value: Any) -> bool:
-    """Whether it is text that begins with a turn of Human or Assistant (`transcripts.parse_transcript`)."""
+    """Whether it is text that begins with a turn of Human or Assistant
+    (`transcripts.parse_transcript`)."""
     return isinstance(value, str) and value.lstrip().startswith(("Human:", "Assistant:"))
 
 

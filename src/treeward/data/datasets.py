@@ -1,12 +1,14 @@
 """Named datasets of comparisons: from the `data` section of a config to a stream of preferences.
 
-    stream = open_dataset(DatasetConfig(data_path="train.jsonl"))   # dataset_name: auto, recognised by a row's keys
-    for preference, where in stream:              # restartable: each loop reads the data again
+    # dataset_name: auto, recognised by a row's keys
+    stream = open_dataset(DatasetConfig(data_path="train.jsonl"))
+    for preference, where in stream:  # restartable: each loop reads the data again
         ...
 
-The names are those of `COMPARISON_SETS` in `config/dataset_table.py`. A set of your own is a `RowDataset` whose
-`to_preference` parses a row, registered by `register_dataset`; it may bring its own data (`hub_path`). The config may
-also name a class by its dotted path: see `treeward.data.registry`.
+The names are those of `COMPARISON_SETS` in `config/dataset_table.py`. A set of your own is a
+`RowDataset` whose `to_preference` parses a row, registered by `register_dataset`; it may bring its
+own data (`hub_path`). The config may also name a class by its dotted path: see
+`treeward.data.registry`.
 """
 
 from __future__ import annotations
@@ -55,12 +57,13 @@ def register_dataset(name: str, *aliases: str) -> Callable[[_Class], _Class]:
 
 
 def open_dataset(config: DatasetConfig) -> RowDataset:
-    """One training or validation set; its rows are checked while they are read. Raises `ConfigError` for an unknown
-    name or an unusable class; `DataError` for missing data, and under "auto" for an unknown format."""
+    """One training or validation set; its rows are checked while they are read. Raises
+    `ConfigError` for an unknown name or an unusable class; `DataError` for missing data, and under
+    "auto" for an unknown format."""
     if config.split_validation_size > 0 and config.part is None:
         need = "part: train, or part: validation for the rows held out"
         raise config.error("part split_validation_size", need)
-    config = recognised(config)
+    config = recognised(config)  # a row's keys tell which class reads it
     found = _DATASETS.find(config.dataset_name)
     dataset: RowDataset
     if isinstance(found, KnownDataset):
@@ -76,8 +79,8 @@ def open_dataset(config: DatasetConfig) -> RowDataset:
 
 
 def recognised(config: DatasetConfig, *, skip_broken: bool = False) -> DatasetConfig:
-    """The configuration with `auto` replaced by the format of the named keys, or of the first row's keys.
-    `skip_broken`: skip invalid rows, unless all are."""
+    """The configuration with `auto` replaced by the format of the named keys, or of the first row's
+    keys. `skip_broken`: skip invalid rows, unless all are."""
     if config.dataset_name != "auto":
         return config
     # Who names the keys of a pair has said which format it is.
@@ -120,8 +123,8 @@ def _format_of(row: Row, config: DatasetConfig) -> str:
 class RowDataset(RowSource):
     """A restartable stream of preferences with their places. A subclass defines `to_preference`.
 
-    `columns`: those that it reads, besides the prompt and the columns of every conversation; None if unknown.
-    `needs_prompt_key`: whether a row must have the column that `prompt_key` names.
+    `columns`: those that it reads, besides the prompt and the columns of every conversation; None
+    if unknown. `needs_prompt_key`: whether a row must have the column that `prompt_key` names.
     """
 
     columns: tuple[str, ...] | None = None
@@ -129,7 +132,8 @@ class RowDataset(RowSource):
     _has_told = False
 
     def to_preference(self, row: Row) -> Preference | None:
-        """Parse one row; None for a row without a comparison. Raises `DataError` naming `row.where`."""
+        """Parse one row; None for a row without a comparison. Raises `DataError` naming
+        `row.where`."""
         raise NotImplementedError
 
     @property
@@ -140,8 +144,8 @@ class RowDataset(RowSource):
     def fingerprint(self) -> str:
         """A digest of the content and of its parsing.
 
-        For a class outside this package, a digest of the comparisons that it gives. Its code cannot tell: there is no
-        source in a notebook, and helpers of other modules change too.
+        For a class outside this package, a digest of the comparisons that it gives. Its code cannot
+        tell: there is no source in a notebook, and helpers of other modules change too.
         """
         cls = type(self)
         config = self.config
@@ -187,7 +191,8 @@ class RowDataset(RowSource):
             yield Row(dict(values), row.where)
 
     def name_unread_columns(self) -> None:
-        """Log one line with the columns of the first rows that hold text, a list or an object and are not read."""
+        """Log one line with the columns of the first rows that hold text, a list or an object and
+        are not read."""
         if self.columns is None:
             return
         config = self.config
@@ -209,6 +214,7 @@ class RowDataset(RowSource):
     def __iter__(self) -> Iterator[tuple[Preference, str]]:
         num_rows = 0
         num_alone = 0
+        # Of the first row. All rows must be alike: a score means another thing without a prompt.
         is_prompted: bool | None = None
         self.left_out = []
         for row in self.rows():
@@ -259,7 +265,13 @@ class KnownRows(RowDataset):
         super().__init__(config, known)
         self.known: KnownDataset = known
         self.needs_prompt_key = known.needs_prompt_key
-        self.columns = (*_completion_columns(config, known), *known.columns)
+        columns = list(known.columns)
+        for form in known.forms:
+            for column in form.completions:
+                # The configuration may name it anew.
+                option = f"{column}_key"
+                columns.append(getattr(config, option) if option in known.options else column)
+        self.columns = tuple(columns)
         self._parser = function_of(known.parser)
         self._arguments = arguments_of(known, config)
 
@@ -275,6 +287,7 @@ class KnownRows(RowDataset):
         return rows
 
     def to_preference(self, row: Row) -> Preference | None:
+        # The parser is of any type, because it is named by text.
         preference: Preference | None = self._parser(
             row.values,
             where=row.where,
@@ -282,16 +295,6 @@ class KnownRows(RowDataset):
             **self._arguments,
         )
         return preference
-
-
-def _completion_columns(config: DatasetConfig, known: KnownDataset) -> list[str]:
-    """The columns of completions: those of the forms, some of which the configuration may name anew."""
-    columns = []
-    for form in known.forms:
-        for column in form.completions:
-            option = f"{column}_key"
-            columns.append(getattr(config, option) if option in known.options else column)
-    return columns
 
 
 class _ObjectDataset(ObjectRows, RowDataset):

@@ -2,7 +2,7 @@
 
     dataset = encode_dataset(open_dataset(config), renderer, ties="drop", cache_dir=Path("cache"))
     dataset[0].token_ids      # K int32 arrays, each a whole conversation
-    dataset.counts.summary()  # rows that were read, kept and dropped (and why), and the tokens that sharing saves
+    dataset.counts.summary()  # rows read, kept and dropped (and why), and tokens that sharing saves
 
 The file has a row for every row of the data, with its outcome; the counts are sums of its columns.
 """
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _FORMAT_VERSION = 13
-"""Raise it with the file's layout, the rules for keeping a comparison or the parsing of rows: files of another version
-are not read."""
+"""Raise it with the file's layout, the rules for keeping a comparison or the parsing of rows: files
+of another version are not read."""
 
 # Enough for a fast tokenizer to use all cores.
 _ROWS_AT_ONCE = 128
@@ -89,10 +89,10 @@ _SCHEMA = pa.schema(
 class Comparison:
     """A tokenized `Preference`: K conversations that begin with the same prompt.
 
-    `token_ids`: K different int32 arrays, read-only. `lengths`: characters of each completion's last message. `grades`:
-    the learnt ones, per attribute, NaN for none. `subset`: the preference's `task_name`. `tree_tokens`: tokens when
-    common beginnings are held once. `prompt`: a digest of the context; statistics treat comparisons with the same one
-    as dependent.
+    `token_ids`: K different int32 arrays, read-only. `lengths`: characters of each completion's
+    last message. `grades`: the learnt ones, per attribute, NaN for none. `subset`: the preference's
+    `task_name`. `tree_tokens`: tokens when common beginnings are held once. `prompt`: a digest of
+    the context; statistics treat comparisons with the same one as dependent.
     """
 
     token_ids: tuple[npt.NDArray[np.int32], ...]
@@ -114,12 +114,14 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class EncodingCounts:
-    """The outcomes of the comparisons: `read` = `kept` + the four `dropped_*`: no two completions of different rank fit
-    (`too_long`), no pair of different completions is left (`identical`), none outranks another (`ties`), none has a
-    grade to learn (`ungraded`). The others count kept comparisons, except `longest`: tokens of the longest conversation
-    before truncation, kept or not. `truncated`: lost context. `deduplicated`: completions with the tokens of another.
-    `completions`, and left out of them `completions_too_long`. `contradicted`: a completion outranks one with a higher
-    score. `unanswered`: completions that do not end with a message of the assistant."""
+    """The outcomes of the comparisons: `read` = `kept` + the four `dropped_*`: no two completions
+    of different rank fit (`too_long`), no pair of different completions is left (`identical`), none
+    outranks another (`ties`), none has a grade to learn (`ungraded`). The others count kept
+    comparisons, except `longest`: tokens of the longest conversation before truncation, kept or
+    not. `truncated`: lost context. `deduplicated`: completions with the tokens of another.
+    `completions`, and left out of them `completions_too_long`. `contradicted`: a completion
+    outranks one with a higher score. `unanswered`: completions that do not end with a message of
+    the assistant."""
 
     read: int = 0
     kept: int = 0
@@ -168,7 +170,8 @@ class EncodingCounts:
 
     @property
     def is_much_dropped(self) -> bool:
-        """Whether over a tenth of the comparisons, or of the completions of the others, is dropped."""
+        """Whether over a tenth of the comparisons, or of the completions of the others, is
+        dropped."""
         num_completions = self.completions + self.completions_too_long
         if self.read - self.kept > _MUCH * self.read:
             return True
@@ -176,8 +179,9 @@ class EncodingCounts:
 
 
 class EncodedDataset(Sequence[Comparison]):
-    """The kept comparisons of a file of `encode_dataset`, the first `limit` of them, memory-mapped: token ids are views
-    of the file. Pickles as its path. Raises `DataError` if the file cannot be read."""
+    """The kept comparisons of a file of `encode_dataset`, the first `limit` of them, memory-mapped:
+    token ids are views of the file. Pickles as its path. Raises `DataError` if the file cannot be
+    read."""
 
     def __init__(self, path: Path, name: str, limit: int | None = None) -> None:
         self.path = path
@@ -193,6 +197,7 @@ class EncodedDataset(Sequence[Comparison]):
             raise DataError(summary, fix=fix) from error
         self._starts = np.cumsum([0, *(batch.num_rows for batch in self._batches)])
         kept = np.flatnonzero(pa.compute.equal(self._column("outcome"), "kept").to_numpy())
+        # Places of rows in the file, which has dropped ones too.
         self._kept = kept[:limit].astype(np.int32)
 
     def __len__(self) -> int:
@@ -226,7 +231,8 @@ class EncodedDataset(Sequence[Comparison]):
         return tuple(table["ranks"][row].as_py())
 
     def _place(self, index: int) -> tuple[Any, int]:
-        """The batch and the row of a comparison; by hand, as a table of many batches would search all of them."""
+        """The batch and the row of a comparison; by hand, as a table of many batches would search
+        all of them."""
         row = int(self._kept[index])
         batch = int(np.searchsorted(self._starts, row, side="right")) - 1
         return self._batches[batch], row - int(self._starts[batch])
@@ -250,7 +256,8 @@ class EncodedDataset(Sequence[Comparison]):
 
     @cached_property
     def shapes(self) -> npt.NDArray[np.int32]:
-        """int32 (N, 2), the conversations of each comparison and the tokens of the longest, without reading them."""
+        """int32 (N, 2), the conversations of each comparison and the tokens of the longest, without
+        reading them."""
         nested = self._column("token_ids")
         counts = pa.compute.list_value_length(nested).to_numpy().astype(np.int64)
         lengths = pa.compute.list_value_length(pa.compute.list_flatten(nested)).to_numpy()
@@ -303,7 +310,8 @@ class EncodedDataset(Sequence[Comparison]):
 
 
 def count_tree_tokens(sequences: Sequence[npt.NDArray[np.int32] | Sequence[int]]) -> int:
-    """The size of the trie of the sequences: in sorted order each adds the tokens after its neighbour's prefix."""
+    """The size of the trie of the sequences: in sorted order each adds the tokens after its
+    neighbour's prefix."""
     ordered: list[list[int]] = []
     for sequence in sequences:
         if isinstance(sequence, np.ndarray):
@@ -324,12 +332,13 @@ def encode_dataset(
     cache_dir: Path,
     progress: bool = False,
 ) -> EncodedDataset:
-    """Encode every comparison of a dataset, or open the file that an earlier call wrote for the same content.
+    """Encode every comparison of a dataset, or open the file that an earlier call wrote for the
+    same content.
 
-    A completion longer than the renderer's `max_length` is left out. Completions with the same tokens are kept once,
-    with their best rank. A comparison without a pair is dropped, unless it has one of `attributes`, the grades to
-    learn. Raises `DataError` for an invalid row or if no comparison is left, `ConfigError` if `cache_dir` cannot be
-    written.
+    A completion longer than the renderer's `max_length` is left out. Completions with the same
+    tokens are kept once, with their best rank. A comparison without a pair is dropped, unless it
+    has one of `attributes`, the grades to learn. Raises `DataError` for an invalid row or if no
+    comparison is left, `ConfigError` if `cache_dir` cannot be written.
     """
     # The name of the file is what its content depends on: a file that exists is never out of date.
     parts = [_FORMAT_VERSION, stream.fingerprint, renderer.fingerprint, ties, *attributes]
@@ -343,27 +352,24 @@ def encode_dataset(
             logger.warning("the token cache %s is damaged: %s", path, damage)
         _write(path, stream, renderer, Rules(ties, tuple(attributes)), progress)
     dataset = EncodedDataset(path, stream.name)
-    _log_counts(stream.name, dataset.counts)
-    if not dataset:
-        raise nothing_left_error(stream.name, dataset.counts, attributes)
-    return dataset
-
-
-def _log_counts(name: str, counts: EncodingCounts) -> None:
+    counts = dataset.counts
     remedy = ""
     if counts.is_much_dropped and (counts.dropped_too_long or counts.completions_too_long):
         remedy = "; a higher policy.max_total_sequence_length keeps more"
         remedy += ", data.truncation=truncate_left cuts prompts"
     level = logging.WARNING if counts.is_much_dropped else logging.INFO
-    logger.log(level, "%s: %s%s", name, counts.summary(), remedy)
+    logger.log(level, "%s: %s%s", stream.name, counts.summary(), remedy)
     if counts.unanswered:
         logger.warning(
             "%s: %s of %s completions do not end with a message of the assistant. Their score is "
             "read after the message that they end with; end each with what is to be judged.",
-            name,
+            stream.name,
             f"{counts.unanswered:,}",
             f"{counts.completions:,}",
         )
+    if not dataset:
+        raise nothing_left_error(stream.name, dataset.counts, attributes)
+    return dataset
 
 
 def nothing_left_error(name: str, counts: EncodingCounts, attributes: Sequence[str]) -> DataError:
@@ -502,7 +508,8 @@ def _encode_row(
     fitted: Sequence[tuple[Fitted | None, int]],
     rules: Rules,
 ) -> dict[str, Any]:
-    """The columns of a comparison, from the tokens of its conversations and their number before truncation."""
+    """The columns of a comparison, from the tokens of its conversations and their number before
+    truncation."""
     longest = max(num_tokens for _, num_tokens in fitted)
     kept: list[tuple[Fitted, Completion]] = []
     for (sequence, _), completion in zip(fitted, preference.completions, strict=True):
@@ -527,6 +534,7 @@ def _encode_row(
     for completion in completions:
         known = completion.all_grades
         grades.append([known.get(name, math.nan) for name in rules.attributes])
+    # Sorted, so that a comparison whose completions come in another order has the same digest.
     ranked_tokens = sorted(zip(best, ranks, strict=True))
     is_truncated = any(sequence.truncated for sequence, _ in kept)
     num_tied = sum(a == b for a, b in itertools.combinations(ranks, 2))
@@ -571,6 +579,7 @@ def num_unanswered(completions: Sequence[Completion]) -> int:
 
 def _digest(text: str) -> int:
     """A hash of 64 bits, the same in every process."""
+    # JSON can hold lone surrogates, at which UTF-8 would fail.
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8)
     return int.from_bytes(digest.digest(), "little", signed=True)
 

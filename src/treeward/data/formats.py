@@ -1,9 +1,12 @@
 """The formats of rows, recognised by their keys: one table for files, the playground and Python.
 
-    recognise({"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}, "in.jsonl:1")  # "BinaryPreferenceDataset"
-    conversations_of({"prompt": "...", "completions": ["...", ...]}, ...)          # several: "scores", in this order
+    recognise({"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}, "in.jsonl:1")
+    # "BinaryPreferenceDataset"
+    conversations_of({"prompt": "...", "completions": ["...", ...]}, "in.jsonl:2")
+    # a conversation for each completion, in this order
 
-The keys are those of `COMPARISONS` in `config/dataset_table.py`; the names of a prompt are in `columns`.
+The keys are those of `COMPARISONS` in `config/dataset_table.py`; the names of a prompt are in
+`columns`.
 """
 
 from __future__ import annotations
@@ -69,38 +72,36 @@ for _known in COMPARISONS:
 
 
 def recognise(values: Mapping[str, Any], where: str) -> str:
-    """The name of the dataset that reads a comparison. Raises `DataError` for keys of no known format."""
+    """The name of the dataset that reads a comparison. Raises `DataError` for keys of no known
+    format."""
     keys = _keys_with_value(values)
     for known in COMPARISONS:
         if not any(keys.issuperset(form.keys) for form in known.forms):
             continue
         if known.condition is None or function_of(known.condition)(values):
             return known.name
+    # The remedy names the columns of such a row.
+    fix = (
+        "name the keys, as data.prompt_key=question data.chosen_key=good data.rejected_key=bad (in "
+        "eval and check-data --data-option prompt_key=question ...), or the dataset, as "
+        "data.dataset_name=HelpSteer3 (--dataset-name HelpSteer3)"
+    )
+    if keys & {*COMPLETION_COLUMNS, *_LISTS}:
+        fix = (
+            "name the column of the rating, as data.rating_key=rating (in eval and check-data "
+            "--data-option rating_key=rating)"
+        )
     raise DataError(
         "the row is a comparison in no known format",
         where=where,
         got=shown_keys(values),
         need=_NEED_FORMAT,
-        fix=_remedy(keys),
+        fix=fix,
     )
 
 
 def _keys_with_value(values: Mapping[str, Any]) -> set[str]:
     return {key for key, value in values.items() if value is not None}
-
-
-def _remedy(keys: set[str]) -> str:
-    """What names the columns of a row whose keys fit no format."""
-    if keys & {*COMPLETION_COLUMNS, *_LISTS}:
-        return (
-            "name the column of the rating, as data.rating_key=rating (in eval and check-data "
-            "--data-option rating_key=rating)"
-        )
-    return (
-        "name the keys, as data.prompt_key=question data.chosen_key=good data.rejected_key=bad (in "
-        "eval and check-data --data-option prompt_key=question ...), or the dataset, as "
-        "data.dataset_name=HelpSteer3 (--dataset-name HelpSteer3)"
-    )
 
 
 def scored_keys(values: Mapping[str, Any], where: str) -> Columns:
@@ -124,7 +125,8 @@ def scored_keys(values: Mapping[str, Any], where: str) -> Columns:
 
 
 def scored_columns(values: Mapping[str, Any], where: str) -> set[str]:
-    """The columns by which the row is scored: its completions, its prompt, and what belongs to every conversation."""
+    """The columns by which the row is scored: its completions, its prompt, and what belongs to
+    every conversation."""
     prompt = prompt_column(values, where)
     columns = {*scored_keys(values, where), *EVERY_CONVERSATION}
     if prompt is not None:
@@ -146,8 +148,8 @@ def _is_conversation(value: Any) -> bool:
 
 
 def conversations_of(values: Mapping[str, Any], where: str) -> list[Conversation]:
-    """The conversations of one row, in the order of their scores. Lists may be JSON text, and keys without a value
-    count as absent. Raises `DataError` for a row of no known format, or of two."""
+    """The conversations of one row, in the order of their scores. Lists may be JSON text, and keys
+    without a value count as absent. Raises `DataError` for a row of no known format, or of two."""
     keys = scored_keys(values, where)
     row = {key: value for key, value in values.items() if value is not None}
     if keys == ("chosen", "rejected"):

@@ -1,8 +1,8 @@
 """Rows of NVIDIA's HelpSteer sets: two responses and a grade of the one against the other.
 
-from_helpsteer3_row(
-    {"context": [...], "response1": "4", "response2": "5", "overall_preference": -3}, "rows.jsonl:1"
-)                                                   # the first is much better: its rank is 0, the strength 3
+row = {"context": [...], "response1": "4", "response2": "5", "overall_preference": -3}
+from_helpsteer3_row(row, "rows.jsonl:1")
+# the first is much better: its rank is 0, the strength 3
 """
 
 from __future__ import annotations
@@ -34,9 +34,11 @@ def from_helpsteer3_row(
     *,
     task_name: str = "preference",
 ) -> Preference:
-    """A row of a prompt, two responses and a preference from -3 (the first is much better) to 3; 0 is a tie.
+    """A row of a prompt, two responses and a preference from -3 (the first is much better) to 3; 0
+    is a tie.
 
-    The strength is 1, 2 or 3. The keys are those of nvidia/HelpSteer3, or of nvidia/HelpSteer2's preferences.
+    The strength is 1, 2 or 3. The keys are those of nvidia/HelpSteer3, or of nvidia/HelpSteer2's
+    preferences.
     """
     keys = _HELPSTEER2_KEYS if "response_1" in values else _HELPSTEER3_KEYS
     prompt_key, first_key, second_key, grade_key = keys
@@ -71,7 +73,8 @@ def from_helpsteer3_row(
 
 
 def turns_of(prompt: Any) -> Any:
-    r"""The messages of a prompt with HelpSteer2's `"\n<extra_id_1>Assistant\n"` between turns; any other unchanged."""
+    r"""The messages of a prompt with HelpSteer2's `"\n<extra_id_1>Assistant\n"` between turns; any
+    other unchanged."""
     if not isinstance(prompt, str) or not _TURN.search(prompt):
         return prompt
     # `split` gives the text before the first mark, then the role and the text of each turn.

@@ -37,11 +37,11 @@ def from_binary_row(
     rejected_key: str = "rejected",
     task_name: str = "preference",
 ) -> Preference:
-    """A row of a prompt, a chosen and a rejected completion; reads `margin`, `task_name`, `score_chosen` and
-    `score_rejected` too.
+    """A row of a prompt, a chosen and a rejected completion; reads `margin`, `task_name`,
+    `score_chosen` and `score_rejected` too.
 
-    Each is text or messages. Rows of whole conversations need no prompt, nor do rows with no other text than these
-    two. Equal scores are a tie.
+    Each is text or messages. Rows of whole conversations need no prompt, nor do rows with no other
+    text than these two. Equal scores are a tie.
     """
     keys = (chosen_key, rejected_key)
     chosen_value = required(values, chosen_key, where, _NEED_COMPLETION)
@@ -79,7 +79,8 @@ def from_conversations_row(
     *,
     task_name: str = "preference",
 ) -> Preference:
-    """A row of `chosen` and `rejected` whose `prompt` repeats a part of these whole conversations, as Tulu 3's."""
+    """A row of `chosen` and `rejected` whose `prompt` repeats a part of these whole conversations,
+    as Tulu 3's."""
     return from_binary_row({**values, "prompt": None}, where, task_name=task_name)
 
 
@@ -91,8 +92,8 @@ def two_sided(
     keys: tuple[str, str],
     task_name: str,
 ) -> Preference:
-    """A preference of two `sides`, the better one first, with the row's scores of their `keys`. Equal scores are a
-    tie."""
+    """A preference of two `sides`, the better one first, with the row's scores of their `keys`.
+    Equal scores are a tie."""
     scores = []
     for key in keys:
         score_key = first_with_value(values, _side_scores(key))

@@ -1,4 +1,5 @@
-"""`Preference`: one prompt and several ranked completions; and the rows of prompts and completions that become one.
+"""`Preference`: one prompt and several ranked completions; and the rows of prompts and completions
+that become one.
 
     preference_from_dict({
         "context": [{"role": "user", "content": "What's the capital of France?"}],
@@ -8,8 +9,9 @@
         ],
     }, where="train.jsonl:1")
 
-A lower rank is better and equal ranks are a tie. Messages stay raw: only the model that reads them renders them. Each
-function is pure, and raises `DataError` naming the place, the row's key, its value and the fix.
+A lower rank is better and equal ranks are a tie. Messages stay raw: only the model that reads them
+renders them. Each function is pure, and raises `DataError` naming the place, the row's key, its
+value and the fix.
 """
 
 from __future__ import annotations
@@ -53,6 +55,7 @@ _NEED_PROMPT = (
 )
 _NEED_ALIKE = "completions alone, or whole conversations with the prompt in each"
 _SURE = 1e-7  # a judge's 0 and 1 count as this and its complement, whose log-odds are finite
+# The first that an object has counts.
 _TEXT_KEYS = ("completion", "response", "answer")
 _SCORE_KEYS = ("score", "overall_score", "probability")
 _STRENGTH_KEYS = ("strength", "margin", "probability")
@@ -61,8 +64,8 @@ _HIGHEST_RANK = 2**31  # longer than any list, and an int64 of the token file ho
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One completion of a prompt. `rank`: lower is better. `messages`: at least one. `score`: the data's grade, if any.
-    `grades`: the requested attributes that the data has."""
+    """One completion of a prompt. `rank`: lower is better. `messages`: at least one. `score`: the
+    data's grade, if any. `grades`: the requested attributes that the data has."""
 
     rank: int
     messages: Messages
@@ -80,12 +83,12 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """A comparison group: the `context` (messages, may be empty) and its `completions`, at least two; with grades one
-    is enough.
+    """A comparison group: the `context` (messages, may be empty) and its `completions`, at least
+    two; with grades one is enough.
 
-    `strength`: by how much a better completion is better; see `rm.loss.strength`. `template_kwargs`: the row's tools
-    and further variables of the chat template. `id`: the name in an evaluation. `info`: further columns of the row,
-    which rules read. `where`: file and row.
+    `strength`: by how much a better completion is better; see `rm.loss.strength`.
+    `template_kwargs`: the row's tools and further variables of the chat template. `id`: the name in
+    an evaluation. `info`: further columns of the row, which rules read. `where`: file and row.
     """
 
     context: Messages
@@ -125,9 +128,10 @@ def completions_of(
     values: Mapping[str, Any],
     where: str | None,
 ) -> tuple[Messages, list[tuple[Messages, Mapping[str, Any]]]]:
-    """The context of the row's `completions` or `responses`, and the messages and other attributes of each, which is
-    text, messages, or an object with either as its `completion`, `response` or `answer`. The context is empty if the
-    row has no prompt, or if all completions are whole conversations."""
+    """The context of the row's `completions` or `responses`, and the messages and other attributes
+    of each, which is text, messages, or an object with either as its `completion`, `response` or
+    `answer`. The context is empty if the row has no prompt, or if all completions are whole
+    conversations."""
     key = completions_column(values) or "completions"
     items = parse_json_list(values.get(key), key, where)
     if not is_list(items):
@@ -174,13 +178,15 @@ def preference_from_dict(
     attributes: Sequence[str] = (),
     rating_key: str | None = None,
 ) -> Preference:
-    """Check one row of a prompt and its completions, with ranks or scores, and return it as a `Preference`.
+    """Check one row of a prompt and its completions, with ranks or scores, and return it as a
+    `Preference`.
 
-    Without a `rank` the scores rank completions, highest first and equal ones as ties: `score` (or `overall_score`) of
-    each, or the row's list `scores`. Without a prompt the completions are whole conversations. Lists may be JSON text,
-    as in CSV cells. `rating_key`: the key of a completion's score, or of the row's list of them, under another name.
-    `attributes`: keys of a completion that are its grades; null and NaN mean none. With them one completion is enough,
-    and the first attribute ranks completions without ranks and scores.
+    Without a `rank` the scores rank completions, highest first and equal ones as ties: `score` (or
+    `overall_score`) of each, or the row's list `scores`. Without a prompt the completions are whole
+    conversations. Lists may be JSON text, as in CSV cells. `rating_key`: the key of a completion's
+    score, or of the row's list of them, under another name. `attributes`: keys of a completion that
+    are its grades; null and NaN mean none. With them one completion is enough, and the first
+    attribute ranks completions without ranks and scores.
     """
     if not isinstance(row, Mapping):
         raise DataError("a row is not an object", where=where, got=row, need=_RANK_FORMAT)
@@ -238,7 +244,8 @@ def _scores(
     rating_key: str | None,
     where: str | None,
 ) -> list[float | None]:
-    """The score of each completion: its own, or of the row's list where no completion has a score or a rank."""
+    """The score of each completion: its own, or of the row's list where no completion has a score
+    or a rank."""
     keys = _SCORE_KEYS if rating_key is None else (rating_key,)
     scores: list[float | None] = []
     for item, field in zip(items, fields, strict=True):
@@ -263,10 +270,11 @@ def _ranks(
     grades: Sequence[Mapping[str, float]],
     attributes: Sequence[str],
 ) -> list[Any]:
-    """The rank of each completion, unchecked: its own; else by the scores; else by the first of the attributes.
+    """The rank of each completion, unchecked: its own; else by the scores; else by the first of the
+    attributes.
 
-    None for a completion without any, which is an error where ranks are learnt. Where grades are learnt, such a
-    completion has its grades all the same, and all completions are tied.
+    None for a completion without any, which is an error where ranks are learnt. Where grades are
+    learnt, such a completion has its grades all the same, and all completions are tied.
     """
     if _has_ranks(items):
         return [item.get("rank") for item in items]
@@ -341,13 +349,14 @@ def preference_of(
     completions: Iterable[Completion],
     task_name: str,
 ) -> Preference:
-    """The preference, with the row's system message, template variables, strength and task name, if any."""
+    """The preference, with the row's system message, template variables, strength and task name, if
+    any."""
     completions = tuple(completions)
     ends = [completion.messages for completion in completions]
     context = with_system(context, ends, values, where)
     name = values.get("task_name")
     if isinstance(name, str) and name:
-        task_name = name
+        task_name = name  # the row's own wins over the set's
     strength = None
     strength_key = first_with_value(values, _STRENGTH_KEYS)
     if strength_key is not None:
@@ -373,13 +382,17 @@ def required(values: Mapping[str, Any], key: str, where: str, need: str) -> Any:
 
 
 def check_prompted(messages: Iterable[Message], first: bool | None, where: str | None) -> bool:
-    """Whether a conversation has anything beside instructions and completions. Raises `DataError` if it differs from
-    the data's `first` row; None for that row itself."""
+    """Whether a conversation has anything beside instructions and completions. Raises `DataError`
+    if it differs from the data's `first` row; None for that row itself."""
     contents = []
+    is_prompted = False
     for message in messages:
         if message["role"] not in ("assistant", "system", "developer"):
-            contents.append(message.get("content"))
-    is_prompted = any(_says_something(content) for content in contents)
+            content = message.get("content")
+            contents.append(content)
+            # Blank text asks nothing; a list of parts may be an image alone.
+            if content and not (isinstance(content, str) and content.isspace()):
+                is_prompted = True
     if first is None or is_prompted == first:
         return is_prompted
     if first:
@@ -399,15 +412,9 @@ def check_prompted(messages: Iterable[Message], first: bool | None, where: str |
     )
 
 
-def _says_something(content: Any) -> bool:
-    if isinstance(content, str):
-        return bool(content.strip())
-    return bool(content)
-
-
 def check_promptless(values: Mapping[str, Any], read: Sequence[str], where: str | None) -> None:
-    """Raise `DataError` for a row whose prompt may be in a column that is not in `read`: its completions would be
-    learnt and scored without it."""
+    """Raise `DataError` for a row whose prompt may be in a column that is not in `read`: its
+    completions would be learnt and scored without it."""
     others = []
     for column in unread_columns(values, {*read, *EVERY_CONVERSATION}):
         value = values[column]
@@ -428,8 +435,8 @@ def check_promptless(values: Mapping[str, Any], read: Sequence[str], where: str 
 
 
 def before(context: Messages, sides: Mapping[str, Messages], where: str | None) -> Messages:
-    """The messages before the completions `sides`, by field: the context, or none if all completions hold it. Raises
-    `DataError` if only some do."""
+    """The messages before the completions `sides`, by field: the context, or none if all
+    completions hold it. Raises `DataError` if only some do."""
     if not context or not sides:
         return context
     if all(holds_prompt(side, context) for side in sides.values()):
@@ -440,8 +447,8 @@ def before(context: Messages, sides: Mapping[str, Messages], where: str | None) 
 
 
 def holds_prompt(side: Messages, prompt: Messages | None) -> bool:
-    """Whether `side` is a whole conversation: it begins with the prompt, or has the single prompt text as a user turn.
-    Without a prompt: whether it does not begin with the assistant."""
+    """Whether `side` is a whole conversation: it begins with the prompt, or has the single prompt
+    text as a user turn. Without a prompt: whether it does not begin with the assistant."""
     if prompt is None:
         return bool(side[0]["role"] != "assistant")
     beginning = [(message["role"], message.get("content")) for message in side[: len(prompt)]]
@@ -457,7 +464,8 @@ def holds_prompt(side: Messages, prompt: Messages | None) -> bool:
 
 
 def check_continues(prompt: Messages, side: Messages, key: str, where: str | None) -> None:
-    """Raise `DataError` for a completion that is a whole conversation: its prompt would be lost, or be there twice."""
+    """Raise `DataError` for a completion that is a whole conversation: its prompt would be lost, or
+    be there twice."""
     role = side[0]["role"]
     last_role = prompt[-1]["role"] if prompt else None
     if holds_prompt(side, prompt):
@@ -470,8 +478,10 @@ def check_continues(prompt: Messages, side: Messages, key: str, where: str | Non
 
 
 def split_common_prefix(conversations: Sequence[Messages]) -> tuple[Messages, list[Messages]]:
-    """The leading messages that all conversations share, and the remaining messages of each, at least one."""
+    """The leading messages that all conversations share, and the remaining messages of each, at
+    least one."""
     first = conversations[0]
+    # One message of each must be left: a conversation may be the beginning of another.
     longest = min(len(conversation) for conversation in conversations) - 1
     shared = 0
     while shared < longest:
@@ -503,7 +513,8 @@ def number_of(value: Any, field: str, where: str | None) -> float | None:
 
 
 def score_of(value: Any, field: str, where: str | None) -> float | None:
-    """A score or a strength; of the field `probability` its log-odds, which is the difference of two scores."""
+    """A score or a strength; of the field `probability` its log-odds, which is the difference of
+    two scores."""
     number = number_of(value, field, where)
     if number is None or not field.endswith("probability"):
         return number
@@ -523,8 +534,8 @@ def grades_of(
     where: str | None,
     prefix: str = "",
 ) -> dict[str, float]:
-    """The grades of a completion, without its score; null and NaN mean none. Raises `DataError` for values that are not
-    numbers, with `prefix` before the key."""
+    """The grades of a completion, without its score; null and NaN mean none. Raises `DataError` for
+    values that are not numbers, with `prefix` before the key."""
     values = without_nan(about)
     grades: dict[str, float] = {}
     for name in attributes:

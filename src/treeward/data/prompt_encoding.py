@@ -3,8 +3,8 @@
     encoded = encode_prompts([open_prompts(config)], renderer, max_length=1024)
     encoded.prompts[0], encoded.token_ids[0]
 
-The policy's template renders them, with its generation prompt, and says the `opening` of their completions. A prompt is
-never cut: too long ones are left out and counted.
+The policy's template renders them, with its generation prompt, and says the `opening` of their
+completions. A prompt is never cut: too long ones are left out and counted.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ _PROMPTS_AT_ONCE = 512
 
 @dataclass(frozen=True)
 class EncodedPrompts:
-    """The prompts of several sets that are short enough, N in all, and their token ids, int32. `sizes`, `weights`:
-    prompts of each set, and passes over it per epoch. `counts`: see `prompts_summary`. `together`: see `PromptSet`."""
+    """The prompts of several sets that are short enough, N in all, and their token ids, int32.
+    `sizes`, `weights`: prompts of each set, and passes over it per epoch. `counts`: see
+    `prompts_summary`. `together`: see `PromptSet`."""
 
     prompts: tuple[Prompt, ...]
     token_ids: tuple[npt.NDArray[np.int32], ...]
@@ -67,9 +68,9 @@ def encode_prompts(
     max_length: int | None = None,
     progress: bool = False,
 ) -> EncodedPrompts:
-    """Render and tokenize the prompts for a policy. Those of more than `max_length` tokens are left out and counted.
-    Raises `DataError` if a set has no shorter ones, and for a prompt that the chat template refuses; `ModelError` for
-    an encoder."""
+    """Render and tokenize the prompts for a policy. Those of more than `max_length` tokens are left
+    out and counted. Raises `DataError` if a set has no shorter ones, and for a prompt that the chat
+    template refuses; `ModelError` for an encoder."""
     prompts: list[Prompt] = []
     token_ids: list[npt.NDArray[np.int32]] = []
     sizes = []
@@ -81,6 +82,7 @@ def encode_prompts(
         # One iterator in every place of the zip: each takes the next item, so that neighbours come
         # together.
         for family in zip(*[encoded] * prompt_set.together, strict=True):
+            # One too long prompt leaves its neighbours out too: a verdict needs both orders.
             too_long = [item for item in family if item.is_longer_than(max_length)]
             if too_long:
                 first_too_long = first_too_long or too_long[0]
@@ -128,7 +130,8 @@ def encode_prompts(
 
 
 class _EncodedPrompt(NamedTuple):
-    """`token_ids`: None for a text so long that it was not tokenized whole. `num_tokens`: of what was tokenized."""
+    """`token_ids`: None for a text so long that it was not tokenized whole. `num_tokens`: of what
+    was tokenized."""
 
     prompt: Prompt
     token_ids: list[int] | None

@@ -1,11 +1,14 @@
 """`PromptSet`: prompts for reinforcement learning, from the `data` section of a config.
 
-    prompts = open_prompts(PromptSetConfig(dataset_name="OpenMathInstruct-2", prompt_file="cot.txt", env_name="math"))
-    prompts[0].messages, prompts[0].info          # the conversation, and for environments: {"ground_truth": ...}
+    config = PromptSetConfig(dataset_name="OpenMathInstruct-2", env_name="math")
+    prompts = open_prompts(config)
+    prompts[0].messages  # the conversation
+    prompts[0].info      # for environments: {"ground_truth": ...}
 
-Prompts are messages, held in memory; a row's other columns are the prompt's `info`. The names are those of
-`PROMPT_SETS` in `config/dataset_table.py`. A dataset of your own is a `RowPrompts` whose `to_prompt` reads a row,
-registered by `register_prompt_dataset`, or a class by dotted path (`treeward.data.registry`).
+Prompts are messages, held in memory; a row's other columns are the prompt's `info`. The names are
+those of `PROMPT_SETS` in `config/dataset_table.py`. A dataset of your own is a `RowPrompts` whose
+`to_prompt` reads a row, registered by `register_prompt_dataset`, or a class by dotted path
+(`treeward.data.registry`).
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ _PROMPT_DATASETS = Registry("datasets of prompts", PROMPT_SETS, example="my_modu
 _Class = TypeVar("_Class", bound="type[RowPrompts]")
 _REQUEST = "responses_create_params"
 FAMILY = "prompt_family"
-"""The key of `info` whose value prompts have in common that are computed as one tree, as both orders of a pair."""
+"""The key of `info` whose value prompts have in common that are computed as one tree, as both
+orders of a pair."""
 _PROMPT_KEYS = (_REQUEST, "messages", "prompt", "context")
 _ENVIRONMENT_KEYS = ("environment", "env_name")
 _NEED_ANSWER = "an answer, whose key output_key names; without one, dataset_name: PromptDataset"
@@ -46,9 +50,10 @@ _NEED_ANSWER = "an answer, whose key output_key names; without one, dataset_name
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The messages for a policy to complete. `info`: for environments. `where`: file and line, for errors.
-    `template_kwargs`: tools and further variables, for the policy's template and for those of reward models. `opening`:
-    how the policy's generation prompt begins the text of every completion (`Renderer.opening`)."""
+    """The messages for a policy to complete. `info`: for environments. `where`: file and line, for
+    errors. `template_kwargs`: tools and further variables, for the policy's template and for those
+    of reward models. `opening`: how the policy's generation prompt begins the text of every
+    completion (`Renderer.opening`)."""
 
     messages: tuple[Message, ...]
     info: Mapping[str, Any] = field(default_factory=dict)
@@ -63,8 +68,9 @@ class Prompt:
 
 
 def prompts_summary(counts: Counter[str]) -> str:
-    """One line for a person: the rows `read` and `kept`, and those left out: `held_out` (of the other part of a split
-    set), `too_long`, and `tied` (questions about completions of equal rank)."""
+    """One line for a person: the rows `read` and `kept`, and those left out: `held_out` (of the
+    other part of a split set), `too_long`, and `tied` (questions about completions of equal
+    rank)."""
     reasons = {"of the other part": "held_out", "too long": "too_long", "of equal ranks": "tied"}
     left_out = []
     for reason, key in reasons.items():
@@ -77,8 +83,9 @@ def prompts_summary(counts: Counter[str]) -> str:
 
 
 class PromptSet(list[Prompt]):
-    """The prompts of one set, in the order of the data. `name`: for messages. `weight`: passes over it per epoch.
-    `together`: so many neighbours are always drawn together, and left out together."""
+    """The prompts of one set, in the order of the data. `name`: for messages. `weight`: passes over
+    it per epoch. `together`: so many neighbours are always drawn together, and left out
+    together."""
 
     def __init__(
         self,
@@ -96,7 +103,8 @@ class PromptSet(list[Prompt]):
 
 
 def register_prompt_dataset(name: str, *aliases: str) -> Callable[[_Class], _Class]:
-    """Class decorator: `dataset_name: <name>` (or an alias) in a config of prompts means this class."""
+    """Class decorator: `dataset_name: <name>` (or an alias) in a config of prompts means this
+    class."""
     return _PROMPT_DATASETS.register(name, *aliases)
 
 
@@ -107,8 +115,9 @@ def open_prompts(
 ) -> PromptSet:
     """Read one training or validation set; with `split_validation_size` the prompts of `part`.
 
-    `environments`: the existing names. A row may name no other, and its `task_name` chooses the environment of that
-    name. Raises `ConfigError` for an unknown name or class, `DataError` for missing data or an invalid row.
+    `environments`: the existing names. A row may name no other, and its `task_name` chooses the
+    environment of that name. Raises `ConfigError` for an unknown name or class, `DataError` for
+    missing data or an invalid row.
     """
     found = _PROMPT_DATASETS.find(config.dataset_name)
     source: RowPrompts
@@ -132,6 +141,7 @@ def open_prompts(
             got="an empty dataset",
             need=need,
         )
+    # After `max_samples`, so that both parts are of the same rows.
     kept = [prompt for prompt in prompts if source.is_of_part(prompt.messages)]
     if not kept:
         summary = "split_validation_size leaves this part without a prompt"
@@ -142,7 +152,8 @@ def open_prompts(
 
 
 class RowPrompts(RowSource):
-    """A dataset that reads the rows of a file, folder or hub dataset. A subclass defines `to_prompt`."""
+    """A dataset that reads the rows of a file, folder or hub dataset. A subclass defines
+    `to_prompt`."""
 
     def to_prompt(self, row: Row) -> Prompt:
         """Read one row; raises `DataError` naming `row.where`."""
@@ -174,7 +185,8 @@ class KnownPrompts(RowPrompts):
 
 
 class _ObjectPrompts(ObjectRows, RowPrompts):
-    """A dataset of a class by dotted path, whose rows are `Prompt`s, or rows as `PromptDataset` reads them."""
+    """A dataset of a class by dotted path, whose rows are `Prompt`s, or rows as `PromptDataset`
+    reads them."""
 
     def to_prompt(self, row: Row) -> Prompt:
         row_value: Any = row.values
@@ -189,7 +201,8 @@ class _ObjectPrompts(ObjectRows, RowPrompts):
 
 
 def different_prompts(rows: Iterator[Row], dataset: RowSource) -> Iterator[Row]:
-    """The different prompts of comparisons of the bundled data; their `reference_answers` are the best completions."""
+    """The different prompts of comparisons of the bundled data; their `reference_answers` are the
+    best completions."""
     prompts: dict[str, dict[str, Any]] = {}
     for row in rows:
         context = row.values["context"]
@@ -210,7 +223,8 @@ def _with_environment(
     default: str | None,
     environments: Collection[str] | None,
 ) -> Prompt:
-    """The prompt with the environment of its row, or else of its task name or the set's `env_name`."""
+    """The prompt with the environment of its row, or else of its task name or the set's
+    `env_name`."""
     name = prompt.info.get("environment")
     if name is None:
         name = default
@@ -244,14 +258,16 @@ def from_prompt_row(
 ) -> Prompt:
     """A row with its prompt under one of four keys, or under `input_key`.
 
-    - `messages`: a conversation; a last message of the assistant is the reference answer, and no part of the prompt.
-    - `prompt` (TRL, verl) or `context` (the rank format): messages, or the text of the user's only one.
-    - `responses_create_params` (NeMo Gym): a request of OpenAI's Responses API.
+    - `messages`: a conversation; a last message of the assistant is the reference answer, and no
+    part of the prompt. - `prompt` (TRL, verl) or `context` (the rank format): messages, or the text
+    of the user's only one. - `responses_create_params` (NeMo Gym): a request of OpenAI's Responses
+    API.
 
-    `ground_truth` is the value of `output_key`, of `ground_truth`, of verl's `reward_model.ground_truth`, or the
-    reference answer. `tools` (also those of the request) and `chat_template_kwargs` go to chat templates, and `system`
-    becomes the system message. The entries of verl's `extra_info`, and all other columns with a value, are in `info`
-    under their names.
+    `ground_truth` is the value of `output_key`, of `ground_truth`, of verl's
+    `reward_model.ground_truth`, or the reference answer. `tools` (also those of the request) and
+    `chat_template_kwargs` go to chat templates, and `system` becomes the system message. The
+    entries of verl's `extra_info`, and all other columns with a value, are in `info` under their
+    names.
     """
     key = input_key or _prompt_key(values, where)
     value = required(values, key, where, "the key of the prompt, which input_key names")
@@ -298,9 +314,9 @@ def from_response_row(
     output_key: str = "output",
     keeps_columns: bool = True,
 ) -> Prompt:
-    """A row of a question (text or messages) and its answer, the `ground_truth` and, if it is text, the reference
-    answer; as NeMo RL's `ResponseDataset`. A row without the key but with `messages` is read by `from_prompt_row`.
-    `keeps_columns`: False keeps the ground truth alone."""
+    """A row of a question (text or messages) and its answer, the `ground_truth` and, if it is text,
+    the reference answer; as NeMo RL's `ResponseDataset`. A row without the key but with `messages`
+    is read by `from_prompt_row`. `keeps_columns`: False keeps the ground truth alone."""
     has_input = values.get(input_key) is not None or values.get("messages") is None
     if has_input:
         read = from_prompt_row(values, where, input_key=input_key, output_key=output_key)
@@ -325,14 +341,15 @@ def from_response_row(
 
 def _is_answer(truth: Any) -> bool:
     if isinstance(truth, bool):
-        return False
+        return False  # for Python it would be a number
     if isinstance(truth, int | float):
         return abs(truth) < math.inf  # not NaN either
     return isinstance(truth, str) or (isinstance(truth, Sequence) and len(truth) > 0)
 
 
 def check_prompt(messages: Sequence[Message], field: str, where: str | None) -> tuple[Message, ...]:
-    """The messages, checked: the last is not the assistant's nor empty, and not all are instructions."""
+    """The messages, checked: the last is not the assistant's nor empty, and not all are
+    instructions."""
     problem = _problem_of(messages)
     if problem is None:
         return tuple(messages)
@@ -342,7 +359,8 @@ def check_prompt(messages: Sequence[Message], field: str, where: str | None) -> 
 
 
 def _problem_of(messages: Any) -> str | None:
-    """What is wrong with the messages of a prompt, which a dataset's own code may have made; None for nothing."""
+    """What is wrong with the messages of a prompt, which a dataset's own code may have made; None
+    for nothing."""
     if isinstance(messages, str):
         return "the prompt is not messages"
     if not all(isinstance(item, Mapping) and "role" in item for item in messages):

@@ -1,7 +1,8 @@
-"""Rows whose completions have ratings: one completion a row, as HelpSteer2 has them, and UltraFeedback's.
+"""Rows whose completions have ratings: one completion a row, as HelpSteer2 has them, and
+UltraFeedback's.
 
-A row of a set with one completion in each is joined with its neighbours of the same prompt. The functions are those
-that `config/dataset_table.py` names.
+A row of a set with one completion in each is joined with its neighbours of the same prompt. The
+functions are those that `config/dataset_table.py` names.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ def from_ratings(
     """A row of `preference_from_dict`; None where it has too few completions to compare."""
     fewest = 1 if attributes else 2
     completions = values.get("completions")
+    # Not an error: `prepare` has joined or removed completions, and a prompt may be left with one.
     if isinstance(completions, list) and len(completions) < fewest:
         return None
     return preference_from_dict(
@@ -59,7 +61,8 @@ def from_ratings(
 def joined_by_prompt(rows: Iterator[Row], dataset: RowSource) -> Iterator[Row]:
     """One row per prompt, at the place of its first completion.
 
-    Logs a warning about prompts that come back after others: a file is read once, so these are not joined.
+    Logs a warning about prompts that come back after others: a file is read once, so these are not
+    joined.
     """
     seen: set[str] = set()
     num_again = 0
@@ -103,6 +106,7 @@ def _rated_completions(
                     prompt[name] = values[name]
             prompt["prompt"] = turns_of(required(values, column, where, need))
             response = required(values, text_key, where, need)
+            # Where grades are learnt a completion may lack the one that ranks.
             if not attributes:
                 required(values, rating_key, where, need)
             grades = grades_of(values, attributes, where)
@@ -114,11 +118,12 @@ def _rated_completions(
 
 
 def without_mistyped(rows: Iterator[Row], dataset: RowSource) -> Iterator[Row]:
-    """UltraFeedback's rows without the completions whose grade is mistyped, which `dataset.left_out` counts.
+    """UltraFeedback's rows without the completions whose grade is mistyped, which
+    `dataset.left_out` counts.
 
-    About 2,000 completions have an `overall_score` of 10 where the annotator gave 1, as its authors have confirmed
-    (https://github.com/OpenBMB/UltraFeedback/issues/8). The `fine-grained_score` of such a completion is low. It is
-    left out, because its true grade is not in the data.
+    About 2,000 completions have an `overall_score` of 10 where the annotator gave 1, as its authors
+    have confirmed (https://github.com/OpenBMB/UltraFeedback/issues/8). The `fine-grained_score` of
+    such a completion is low. It is left out, because its true grade is not in the data.
     """
     for row in rows:
         try:

@@ -1,12 +1,13 @@
-"""From `dataset_name` in a config to a data set: an entry of the table, or a class by its name or dotted path.
+"""From `dataset_name` in a config to a data set: an entry of the table, or a class by its name or
+dotted path.
 
     datasets = Registry("datasets", COMPARISON_SETS, example="my_module.MyDataset")
     datasets.find("HelpSteer3")                   # its entry; or the class of any dotted path
 
-A class by dotted path follows the contract of NeMo RL's guide (docs/data.md): `formatted_ds` and `task_spec`, or
-`dataset` and `task_name`. Its constructor gets the section of the set: all of it where it takes any keyword, else the
-keys that its signature names. `set_task_spec` gets the section too. The prompt files are applied here, not by the
-class.
+A class by dotted path follows the contract of NeMo RL's guide (docs/data.md): `formatted_ds` and
+`task_spec`, or `dataset` and `task_name`. Its constructor gets the section of the set: all of it
+where it takes any keyword, else the keys that its signature names. `set_task_spec` gets the section
+too. The prompt files are applied here, not by the class.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ _Class = TypeVar("_Class", bound=type[Any])
 
 
 class Registry:
-    """`what`: the plural for errors. `known`: the entries of the table. `example`: a dotted path."""
+    """`what`: the plural for errors. `known`: the entries of the table. `example`: a dotted
+    path."""
 
     def __init__(self, what: str, known: Mapping[str, KnownDataset], *, example: str) -> None:
         self._what = what
@@ -55,8 +57,8 @@ class Registry:
         return register
 
     def find(self, name: str) -> Any:
-        """The entry or the class of a name, or the class of a dotted path. A registered class comes before an entry.
-        Raises `ConfigError` with the nearest name."""
+        """The entry or the class of a name, or the class of a dotted path. A registered class comes
+        before an entry. Raises `ConfigError` with the nearest name."""
         # A class of the user may have the name of an entry.
         if name in self._classes:
             return self._classes[name]
@@ -91,8 +93,8 @@ def arguments_of(known: KnownDataset, config: SetConfig) -> dict[str, Any]:
 
 
 class ObjectRows(RowSource):
-    """The rows of an object of a class by dotted path. They must be iterable repeatedly. Raises `ConfigError` for
-    missing, unknown or unused arguments, and for an object without rows."""
+    """The rows of an object of a class by dotted path. They must be iterable repeatedly. Raises
+    `ConfigError` for missing, unknown or unused arguments, and for an object without rows."""
 
     def __init__(self, config: SetConfig, cls: Any) -> None:
         self.config = config
@@ -126,11 +128,21 @@ class ObjectRows(RowSource):
 def _construct(cls: Any, config: SetConfig) -> Any:
     """The object of a class, which gets its section of the configuration.
 
-    A class that takes any keyword gets the whole section, as in NeMo RL, another one what its signature names. Then
-    `set_task_spec`, if there is one, gets the section.
+    A class that takes any keyword gets the whole section, as in NeMo RL, another one what its
+    signature names. Then `set_task_spec`, if there is one, gets the section.
     """
     signature = inspect.signature(cls)
-    arguments = _arguments(signature, config)
+    if _takes_any(signature):
+        arguments = dict(config.section)
+    else:
+        arguments = {}
+        for key in (*_ARGUMENTS, *PROMPT_FILES):
+            value = getattr(config, key, None)
+            is_named = key in signature.parameters or f"train_{key}" in signature.parameters
+            if value is not None and is_named:
+                arguments[key] = value
+        # Without a look at the signature: `bind` below refuses a key that it does not name.
+        arguments |= config.kwargs
     for key in ("data_path", "split"):  # the names of NeMo RL's first classes
         if f"train_{key}" in signature.parameters and key in arguments:
             arguments.setdefault(f"train_{key}", arguments.pop(key))
@@ -170,7 +182,8 @@ def _arguments(signature: inspect.Signature, config: SetConfig) -> dict[str, Any
 def _rows_of(dataset: Any, config: SetConfig) -> tuple[Iterable[Any], str]:
     """The rows of an object with `formatted_ds` or `dataset`, and their name in errors.
 
-    The split is `config.split` if `formatted_ds` has it, "validation" for a named set without a path, else "train".
+    The split is `config.split` if `formatted_ds` has it, "validation" for a named set without a
+    path, else "train".
     """
     name = config.dataset_name
     splits: Any = getattr(dataset, "formatted_ds", None)
@@ -193,6 +206,7 @@ def _rows_of(dataset: Any, config: SetConfig) -> tuple[Iterable[Any], str]:
         filled = [split for split, split_rows in splits.items() if split_rows is not None]
         got = f"{type(rows).__name__}; splits with rows: {', '.join(filled)}"
         need = 'formatted_ds: {"train": rows, ...} or dataset: rows, which can be read again'
+        # Only the splits that hold rows can be what was meant.
         summary = f"{name} offers no rows for {key}"
         raise ConfigError(summary, field="dataset_name", got=got, need=need)
     return rows, f"{name}[{key}]"

@@ -1,13 +1,15 @@
 """`Renderer`: messages to token ids, for every part of treeward.
 
-    renderer = Renderer(AutoTokenizer.from_pretrained("Qwen/Qwen3-0.6B"), max_length=2048, truncation="drop")
+    tokenizer = AutoTokenizer.from_pretrained("Qwen/Qwen3-0.6B")
+    renderer = Renderer(tokenizer, max_length=2048, truncation="drop")
     renderer.encode([{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4."}])
 
-The whole conversation is rendered once with the model's own chat template, without a generation prompt, and tokenized
-as one text. A `Conversation` brings its own variables to the template, its tools among them. The ids begin with
-`num_bos` BOS, exactly one where the tokenizer adds one by default; an encoder's have exactly one CLS and one SEP around
-them. A template that writes today's date writes `FIXED_DATE`. `Renderer.chat_template` includes both changes, so saved
-with a model it renders the same text everywhere.
+The whole conversation is rendered once with the model's own chat template, without a generation
+prompt, and tokenized as one text. A `Conversation` brings its own variables to the template, its
+tools among them. The ids begin with `num_bos` BOS, exactly one where the tokenizer adds one by
+default; an encoder's have exactly one CLS and one SEP around them. A template that writes today's
+date writes `FIXED_DATE`. `Renderer.chat_template` includes both changes, so saved with a model it
+renders the same text everywhere.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from treeward.data.conversation import (
     AnyConversation,
     Message,
     canonical_message,
+    check_unicode,
     last_text,
     template_kwargs_of,
     with_messages,
@@ -81,12 +84,13 @@ class Fitted:
 class Renderer:
     """Renders and tokenizes conversations for one tokenizer and one chat template.
 
-    `chat_template`: see `find_template`. `chat_template_kwargs`: variables of the template (`enable_thinking`, `tools`,
-    ...). `num_bos`: how many BOS a conversation begins with, whatever the template writes; None: as `set_template` has
-    noted in the tokenizer, otherwise one where it adds one to any text. `max_length`: tokens, None for no limit.
-    `truncation`: what `fit` does with longer conversations. Raises `ConfigError` for a template that cannot be found or
-    parsed or that always fails, for variables that are arguments of `apply_chat_template`, and for a `num_bos` where
-    there is no BOS.
+    `chat_template`: see `find_template`. `chat_template_kwargs`: variables of the template
+    (`enable_thinking`, `tools`, ...). `num_bos`: how many BOS a conversation begins with, whatever
+    the template writes; None: as `set_template` has noted in the tokenizer, otherwise one where it
+    adds one to any text. `max_length`: tokens, None for no limit. `truncation`: what `fit` does
+    with longer conversations. Raises `ConfigError` for a template that cannot be found or parsed or
+    that always fails, for variables that are arguments of `apply_chat_template`, and for a
+    `num_bos` where there is no BOS.
     """
 
     def __init__(
@@ -118,6 +122,7 @@ class Renderer:
         # Of a message's content: as text, and as a list of parts.
         self.reads_text, self._reads_parts = probe_content(self._apply, name)
         probe: list[int] = tokenizer("a probe", add_special_tokens=True)["input_ids"]
+        # The tokens that it adds show its kind: its class and its settings do not tell reliably.
         cls = tokenizer.cls_token_id
         sep = tokenizer.sep_token_id
         bos = tokenizer.bos_token_id
@@ -145,9 +150,10 @@ class Renderer:
         where: str | None = None,
         generation_prompt: bool = False,
     ) -> str:
-        """The text of a whole conversation; with `generation_prompt`, up to where the assistant continues. Raises
-        `DataError` if the template refuses it, fails, or writes nothing, for an argument of transformers among the
-        conversation's variables, and for invalid Unicode; `ModelError` for an encoder with `generation_prompt`."""
+        """The text of a whole conversation; with `generation_prompt`, up to where the assistant
+        continues. Raises `DataError` if the template refuses it, fails, or writes nothing, for an
+        argument of transformers among the conversation's variables, and for invalid Unicode;
+        `ModelError` for an encoder with `generation_prompt`."""
         if generation_prompt and self.kind == "encoder":
             got = type(self.tokenizer).__name__
             raise ModelError("an encoder cannot complete a prompt", got=got, need="a decoder")
@@ -182,13 +188,15 @@ class Renderer:
             role = str(message.get("role"))[:60]
             if role in self._seen_roles or len(self._seen_roles) >= _MOST_ROLES:
                 continue
+            # A template that drops a role does so without a word: its message would be lost.
             if role not in self.chat_template:
                 self._seen_roles.add(role)
                 place = where or "a conversation"
                 logger.warning("%s: the chat template does not name the role %r.", place, role)
 
     def encode(self, messages: AnyConversation, *, where: str | None = None) -> list[int]:
-        """The token ids of a whole conversation, with its BOS (or CLS and SEP), without a generation prompt, uncut."""
+        """The token ids of a whole conversation, with its BOS (or CLS and SEP), without a
+        generation prompt, uncut."""
         return self.encode_many([messages], where=[where])[0]
 
     def encode_many(
@@ -197,7 +205,8 @@ class Renderer:
         *,
         where: Sequence[str | None] | None = None,
     ) -> list[list[int]]:
-        """`encode` for many conversations with one call of the tokenizer; `where` names each for errors."""
+        """`encode` for many conversations with one call of the tokenizer; `where` names each for
+        errors."""
         places = where if where is not None else [None] * len(conversations)
         return self.encode_texts(self._render_many(conversations, places), where=places)
 
@@ -212,16 +221,17 @@ class Renderer:
         return texts
 
     def encode_prompt(self, messages: AnyConversation, *, where: str | None = None) -> list[int]:
-        """The token ids of a policy's prompt: the conversation with the template's generation prompt, as one text.
-        Raises `ModelError` for an encoder."""
+        """The token ids of a policy's prompt: the conversation with the template's generation
+        prompt, as one text. Raises `ModelError` for an encoder."""
         text = self.render(messages, where=where, generation_prompt=True)
         return self.encode_texts([text], where=[where])[0]
 
     def opening(self, messages: AnyConversation, *, where: str | None = None) -> str:
-        """What the generation prompt writes of the completion itself, as `<think>\\n` for many reasoning models.
+        """What the generation prompt writes of the completion itself, as `<think>\\n` for many
+        reasoning models.
 
-        The text of an assistant's turn is this and what is sampled after it. Empty where the generation prompt is the
-        header of a turn and no more. Raises `DataError` as `render` does.
+        The text of an assistant's turn is this and what is sampled after it. Empty where the
+        generation prompt is the header of a turn and no more. Raises `DataError` as `render` does.
         """
         prompt = self.render(messages, where=where, generation_prompt=True)
         plain = self.render(messages, where=where)
@@ -238,8 +248,8 @@ class Renderer:
         *,
         where: Sequence[str | None] | None = None,
     ) -> list[list[int]]:
-        """The token ids of rendered texts, each with its BOS (or CLS and SEP), however many the text has. Raises
-        `DataError` for a text without a token."""
+        """The token ids of rendered texts, each with its BOS (or CLS and SEP), however many the
+        text has. Raises `DataError` for a text without a token."""
         places = where if where is not None else [None] * len(texts)
         if not texts:
             return []  # a tokenizer cannot tell an empty batch from a text
@@ -261,10 +271,11 @@ class Renderer:
     def fit(self, conversation: AnyConversation, *, where: str | None = None) -> Fitted | None:
         """Encode a conversation within `max_length`.
 
-        If it is too long, "error" raises `DataError` and "drop" returns None. "truncate_left" removes the oldest
-        messages, keeping a leading system message and the last two; if that does not suffice, it cuts tokens after BOS
-        from the context of the last message, in steps of an eighth of `max_length`, so that completions of similar
-        length share their context; None if that is too short. The cut depends on the conversation alone.
+        If it is too long, "error" raises `DataError` and "drop" returns None. "truncate_left"
+        removes the oldest messages, keeping a leading system message and the last two; if that does
+        not suffice, it cuts tokens after BOS from the context of the last message, in steps of an
+        eighth of `max_length`, so that completions of similar length share their context; None if
+        that is too short. The cut depends on the conversation alone.
         """
         return self.fit_many([conversation], where=[where])[0][0]
 
@@ -274,8 +285,8 @@ class Renderer:
         *,
         where: Sequence[str | None] | None = None,
     ) -> list[tuple[Fitted | None, int]]:
-        """`fit` for many conversations with one call of the tokenizer; with each, its number of tokens when uncut, as
-        `encode_short` counts them."""
+        """`fit` for many conversations with one call of the tokenizer; with each, its number of
+        tokens when uncut, as `encode_short` counts them."""
         places = where if where is not None else [None] * len(conversations)
         texts = self._render_many(conversations, places)
         encoded = self.encode_short(texts, self.max_length, where=places)
@@ -292,8 +303,9 @@ class Renderer:
         *,
         where: Sequence[str | None],
     ) -> list[tuple[list[int] | None, int]]:
-        """The ids and the number of tokens of each text. To bound memory, a text of more characters than `max_length`
-        tokens can have is not tokenized: its ids are None, and its number is a lower bound."""
+        """The ids and the number of tokens of each text. To bound memory, a text of more characters
+        than `max_length` tokens can have is not tokenized: its ids are None, and its number is a
+        lower bound."""
         most_characters = math.inf
         if max_length is not None:
             most_characters = max_length * self._characters_per_token
@@ -312,7 +324,8 @@ class Renderer:
 
     @functools.cached_property
     def read_token(self) -> Literal["eos", "newline", "other"] | None:
-        """The kind of the last token of a conversation, where its score is read; None if the template refuses it."""
+        """The kind of the last token of a conversation, where its score is read; None if the
+        template refuses it."""
         try:
             last = self.encode(PROBE_MESSAGES)[-1]
         except DataError:
@@ -325,12 +338,14 @@ class Renderer:
 
     @property
     def developer_role(self) -> str:
-        """The template's role for developer messages: most templates know `system`, and some drop unknown roles."""
+        """The template's role for developer messages: most templates know `system`, and some drop
+        unknown roles."""
         return "developer" if "developer" in self.chat_template else "system"
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """A digest of everything that the ids depend on: template, variables, tokenizer, `max_length`, `truncation`."""
+        """A digest of everything that the ids depend on: template, variables, tokenizer,
+        `max_length`, `truncation`."""
         tokenizer: Any = self.tokenizer
         contents: Any = [type(tokenizer).__name__, tokenizer.get_vocab(), tokenizer.init_kwargs]
         if tokenizer.is_fast:
@@ -352,8 +367,9 @@ class Renderer:
 
     @functools.cached_property
     def _characters_per_token(self) -> int:
-        """The characters of the longest token, or a minimum: tokenizers may drop white space or have one token for
-        unknown words, and then a long text counts as too long despite few tokens."""
+        """The characters of the longest token, or a minimum: tokenizers may drop white space or
+        have one token for unknown words, and then a long text counts as too long despite few
+        tokens."""
         return max(_MIN_CHARACTERS_PER_TOKEN, *map(len, self.tokenizer.get_vocab()))
 
     def _opening(
@@ -363,7 +379,8 @@ class Renderer:
         first: int,
         where: str | None,
     ) -> str:
-        """`opening` for the text of a prompt whose generation prompt begins at the character `first`."""
+        """`opening` for the text of a prompt whose generation prompt begins at the character
+        `first`."""
         answered = with_messages(messages, [*messages, {"role": "assistant", "content": _SENTINEL}])
         turn = self.render(answered, where=where)
         # The header of a turn is what the template writes before any content too.
@@ -381,8 +398,8 @@ class Renderer:
         return opening if opening.strip() else ""
 
     def _with_frame(self, source: str) -> str:
-        """The template with the BOS (or CLS and SEP) that it does not write itself. `_frame` adds them in any case;
-        this makes plain transformers add them with the saved template."""
+        """The template with the BOS (or CLS and SEP) that it does not write itself. `_frame` adds
+        them in any case; this makes plain transformers add them with the saved template."""
         text = try_probe(self._apply, PROBE_MESSAGES, SETTING)
         if not text:  # some templates want a system message
             text = try_probe(self._apply, [PROBE_SYSTEM, *PROBE_MESSAGES], SETTING)
@@ -405,7 +422,8 @@ class Renderer:
         return names_variable(self.chat_template, variable)
 
     def _check_variables(self, variables: Mapping[str, Any], where: str | None) -> None:
-        """Raise `DataError` for a name that is no variable; say once of each variable that the template ignores it."""
+        """Raise `DataError` for a name that is no variable; say once of each variable that the
+        template ignores it."""
         wrong = sorted(self._not_variables & variables.keys())
         if wrong:
             field = "chat_template_kwargs"
@@ -415,25 +433,19 @@ class Renderer:
             if not self.reads(name) and len(self._ignored_variables) < _MOST_ROLES:
                 self._ignored_variables.add(name)
                 place = where or "a conversation"
-                logger.warning(
-                    "%s: the chat template ignores %s.%s",
-                    place,
-                    name,
-                    self._reading(name),
-                )
-
-    def _reading(self, variable: str) -> str:
-        """A sentence that names the tokenizer's own templates that read a variable; "" without any."""
-        templates = self.tokenizer.chat_template
-        if not isinstance(templates, dict):
-            return ""
-        for name, template in templates.items():
-            if names_variable(template, variable):
-                return f" The tokenizer has a template that reads it: {SETTING}={name}."
-        return ""
+                hint = ""
+                # A tokenizer may have several templates, as one for the use of tools.
+                if isinstance(self.tokenizer.chat_template, dict):
+                    for other, template in self.tokenizer.chat_template.items():
+                        if names_variable(template, name):
+                            hint = " The tokenizer has a template that reads it: "
+                            hint += f"{SETTING}={other}."
+                            break
+                logger.warning("%s: the chat template ignores %s.%s", place, name, hint)
 
     def _written(self, message: Message, where: str | None) -> Message:
-        """The message as the template reads it: content as text or parts, arguments of calls as objects or text."""
+        """The message as the template reads it: content as text or parts, arguments of calls as
+        objects or text."""
         message = self._content(self._with_reasoning_apart(message), where)
         calls = message.get("tool_calls")
         if isinstance(calls, list) and self._reads_arguments_as_text:
@@ -445,7 +457,8 @@ class Renderer:
         return reads_arguments_as_text(self._apply)
 
     def _with_reasoning_apart(self, message: Message) -> Message:
-        """The message with its reasoning as `reasoning_content`, for a template that reads it there alone."""
+        """The message with its reasoning as `reasoning_content`, for a template that reads it there
+        alone."""
         if message.get("role") != "assistant" or message.get("reasoning_content") is not None:
             return message
         if not self._reads_reasoning_apart:
@@ -483,7 +496,8 @@ class Renderer:
         return message | {"content": "".join(texts)}
 
     def _frame(self, ids: list[int]) -> list[int]:
-        """The ids with `num_bos` BOS (or one CLS and SEP); None: with one, if the tokenizer or the text has one."""
+        """The ids with `num_bos` BOS (or one CLS and SEP); None: with one, if the tokenizer or the
+        text has one."""
         first = self._first_id
         number = self.num_bos
         if number is None:
@@ -552,7 +566,8 @@ class Renderer:
         return ids[:head] + ids[head + cut :]
 
     def _encode_if_short(self, messages: AnyConversation) -> list[int] | None:
-        """The ids; None if the template refuses the messages, or the text has too many characters."""
+        """The ids; None if the template refuses the messages, or the text has too many
+        characters."""
         try:
             text = self.render(messages)
             ((ids, _),) = self.encode_short([text], self.max_length, where=[None])
@@ -566,8 +581,8 @@ class Renderer:
         generation_prompt: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text that transformers renders, within the bounds of `template_bounds`. `variables` win over those of
-        the renderer. Passes on the template's errors."""
+        """The text that transformers renders, within the bounds of `template_bounds`. `variables`
+        win over those of the renderer. Passes on the template's errors."""
         all_variables = {**self.chat_template_kwargs, **(variables or {})}
         with bounded():
             text = self.tokenizer.apply_chat_template(
@@ -579,17 +594,3 @@ class Renderer:
             )
         assert isinstance(text, str)
         return text
-
-
-def check_unicode(text: str, where: str | None) -> None:
-    """Raise `DataError` for a lone surrogate, which JSON can hold: tokenizers fail at it, each in its own way."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(
-            "the conversation has text that is not valid Unicode",
-            where=where,
-            got=ascii(text[error.start]),
-            need="text without lone surrogates",
-            fix='remove the row, or mend its text: text.encode("utf-8", "replace").decode()',
-        ) from error

@@ -4,8 +4,9 @@
                                            "content": [{"type": "output_text", "text": "4"}]}])
     # [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
 
-A `function_call` becomes a tool call of the assistant's message before it, `reasoning` is left out, and other kinds
-(images, calls of hosted tools) raise an error: the score of half a conversation would be wrong.
+A `function_call` becomes a tool call of the assistant's message before it, `reasoning` is left out,
+and other kinds (images, calls of hosted tools) raise an error: the score of half a conversation
+would be wrong.
 """
 
 from __future__ import annotations
@@ -26,16 +27,17 @@ def conversation_of(
     *,
     developer: str = "system",
 ) -> Conversation:
-    """The messages of a request (`responses_create_params`) and of its `output`, with the request's tools. `developer`:
-    the role for developer messages, which most chat templates do not know. Raises `DataError` for items that are not
-    messages."""
+    """The messages of a request (`responses_create_params`) and of its `output`, with the request's
+    tools. `developer`: the role for developer messages, which most chat templates do not know.
+    Raises `DataError` for items that are not messages."""
     messages = messages_of_input(params, developer=developer)
     messages += _messages(output, "response.output", developer)
     return Conversation(messages, tools=tools_of(params))
 
 
 def as_conversation(prompt: Any, response: Any, *, developer: str = "system") -> list[Message]:
-    """The conversation of a prompt and its response, each a text, messages, or items of the Responses API."""
+    """The conversation of a prompt and its response, each a text, messages, or items of the
+    Responses API."""
     messages: list[Message] = []
     need = "a text, messages, or items of the Responses API"
     for field, value, role in (("prompt", prompt, "user"), ("response", response, "assistant")):
@@ -45,7 +47,8 @@ def as_conversation(prompt: Any, response: Any, *, developer: str = "system") ->
 
 
 def messages_of_input(params: Mapping[str, Any], *, developer: str = "system") -> list[Message]:
-    """The messages of `input`, which is a text of the user or a list of items, after the `instructions`."""
+    """The messages of `input`, which is a text of the user or a list of items, after the
+    `instructions`."""
     messages: list[Message] = []
     instructions = params.get("instructions")
     if isinstance(instructions, str) and instructions:
@@ -58,8 +61,8 @@ def messages_of_input(params: Mapping[str, Any], *, developer: str = "system") -
 
 
 def tools_of(params: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The tools of a request in the form that chat templates read. A function's name, description and parameters lie
-    one level deeper there. Raises `DataError` for tools that are not objects."""
+    """The tools of a request in the form that chat templates read. A function's name, description
+    and parameters lie one level deeper there. Raises `DataError` for tools that are not objects."""
     tools = []
     for tool in _checked(params.get("tools") or (), Sequence, "tools", "a list of tools"):
         need = '{"type": "function", "name": ..., ...}'

@@ -1,12 +1,14 @@
-"""Rows of a file, a folder, a glob, a saved `datasets` folder, or the Hugging Face hub; and what a config adds to them.
+"""Rows of a file, a folder, a glob, a saved `datasets` folder, or the Hugging Face hub; and what a
+config adds to them.
 
     for row in read_rows("train.jsonl.gz"):
         row.values, row.where        # {"prompt": ..., "chosen": ...}, "train.jsonl.gz:17"
 
-A row is an object with string keys; its place is the line of a text file, else the number of the row, both from 1. The
-kind of a file follows from its suffix (`KINDS`; text also `.gz`). A `.json` file is a list of objects, such a list
-under "data" or "rows", or an object per line. Local files are read here, because Arrow tables of `datasets` have no
-line numbers and no columns of mixed types; only `.json` files are read whole.
+A row is an object with string keys; its place is the line of a text file, else the number of the
+row, both from 1. The kind of a file follows from its suffix (`KINDS`; text also `.gz`). A `.json`
+file is a list of objects, such a list under "data" or "rows", or an object per line. Local files
+are read here, because Arrow tables of `datasets` have no line numbers and no columns of mixed
+types; only `.json` files are read whole.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import glob
 import gzip
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -41,13 +44,15 @@ KINDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".f
 """The suffixes of the files that are read."""
 
 MOST_LINE_BYTES = 2**28
-"""Bytes of a line, unpacked. A longer one is no row, and would fill the memory before anything could look at it."""
+"""Bytes of a line, unpacked. A longer one is no row, and would fill the memory before anything
+could look at it."""
 _NEED_PLACE = "exactly one {}, where the last user message goes; {{ and }} are braces of the text"
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row: its `values` by column, and its place `where`, as `train.jsonl:17` or `rows.parquet:row 17`."""
+    """One row: its `values` by column, and its place `where`, as `train.jsonl:17` or
+    `rows.parquet:row 17`."""
 
     values: dict[str, Any]
     where: str
@@ -69,12 +74,14 @@ def read_rows(
     subset: str | None = None,
     broken: Broken = raised,
 ) -> Iterator[Row]:
-    """The rows of a file, a folder, a glob, a saved dataset or a hub dataset (`org/name`), in order.
+    """The rows of a file, a folder, a glob, a saved dataset or a hub dataset (`org/name`), in
+    order.
 
-    A file is a single split: `split` may be None, "train", "validation" if the file's name does not contain "train", or
-    a part of its name. In a folder `split` selects files by name. `subset`: the configuration name of a hub dataset.
-    The path is resolved at once, rows are read lazily. Raises `DataError` naming the file and line for data that cannot
-    be read; `broken` receives the error of a single line or row.
+    A file is a single split: `split` may be None, "train", "validation" if the file's name does not
+    contain "train", or a part of its name. In a folder `split` selects files by name. `subset`: the
+    configuration name of a hub dataset. The path is resolved at once, rows are read lazily. Raises
+    `DataError` naming the file and line for data that cannot be read; `broken` receives the error
+    of a single line or row.
     """
     files, table, label = _locate(path, split, subset)
     for file in files:
@@ -86,13 +93,11 @@ def read_rows(
                 need="each row once",
                 fix="remove one of them, or choose with a pattern",
             )
-    rows = _rows_of_files(files, broken) if files else _rows_of_table(table, label)
+    rows = _rows_of_table(table, label)
+    if files:
+        # A generator, so that a file is opened when the one before it is at its end.
+        rows = itertools.chain.from_iterable(read_file(file, broken) for file in files)
     return _at_least_one(rows, path)
-
-
-def _rows_of_files(files: Sequence[str], broken: Broken) -> Iterator[Row]:
-    for file in files:
-        yield from read_file(file, broken)
 
 
 def _rows_of_table(table: Any, label: str) -> Iterator[Row]:
@@ -102,7 +107,8 @@ def _rows_of_table(table: Any, label: str) -> Iterator[Row]:
 
 
 def read_file(path: str, broken: Broken = raised) -> Iterator[Row]:
-    """The rows of one existing file, in order, perhaps none. Raises `DataError` as `read_rows` does."""
+    """The rows of one existing file, in order, perhaps none. Raises `DataError` as `read_rows`
+    does."""
     match file_suffix(path):
         case ".jsonl" | ".ndjson":
             return read_jsonl_stream(_lines(path), path, broken)
@@ -129,8 +135,9 @@ def file_suffix(path: str) -> str:
 
 
 def fingerprint(path: str, *, split: str | None = None, subset: str | None = None) -> str:
-    """A hex digest (128 bits) of the content: bytes and, of several files, names; for saved datasets and the hub, of
-    name, split, subset and the fingerprint in `datasets`. Raises `DataError` as `read_rows` does."""
+    """A hex digest (128 bits) of the content: bytes and, of several files, names; for saved
+    datasets and the hub, of name, split, subset and the fingerprint in `datasets`. Raises
+    `DataError` as `read_rows` does."""
     digest = hashlib.blake2b(digest_size=16)
     files, table, label = _locate(path, split, subset)
     for file in files:
@@ -156,7 +163,10 @@ def _at_least_one(rows: Iterator[Row], path: str) -> Iterator[Row]:
 def _locate(path: str, split: str | None, subset: str | None) -> tuple[list[str], Any, str]:
     """The files of the path; or none, and a `datasets.Dataset` with its name for errors."""
     if os.path.isdir(path):
-        if subset is None and _is_saved_dataset(path):
+        # The files of `save_to_disk`, of several splits and of one.
+        marks = ("dataset_dict.json", "state.json")
+        is_saved = any(os.path.exists(os.path.join(path, mark)) for mark in marks)
+        if subset is None and is_saved:
             return [], *dataset_table(path, split, subset)
         chosen, _ = chosen_split(_files_of_splits(path, subset), path, split)
         return sorted(chosen), None, path
@@ -165,7 +175,9 @@ def _locate(path: str, split: str | None, subset: str | None) -> tuple[list[str]
     if not os.path.exists(path):
         matches = glob.glob(path, recursive=True)
         files = sorted(match for match in matches if os.path.isfile(match))
-    if not files and _is_hub_name(path):
+    # `org/name`; data/train.jsonl has this form too, and is a file.
+    is_pair = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path) is not None
+    if not files and is_pair and file_suffix(path) not in KINDS:
         return [], *dataset_table(path, split, subset)
     if not files:
         raise _missing(path)
@@ -181,7 +193,8 @@ def _locate(path: str, split: str | None, subset: str | None) -> tuple[list[str]
 
 
 def _is_saved_dataset(folder: str) -> bool:
-    """Whether `save_to_disk` wrote the folder: these are its files of several splits, and of one."""
+    """Whether `save_to_disk` wrote the folder: these are its files of several splits, and of
+    one."""
     names = ("dataset_dict.json", "state.json")
     return any(os.path.exists(os.path.join(folder, name)) for name in names)
 
@@ -202,8 +215,8 @@ def _is_split(split: str, names: Sequence[str]) -> bool:
 
 
 def _files_of_splits(folder: str, subset: str | None) -> dict[str, list[str]]:
-    """The files of a folder by split, as `datasets` reads their names, or a README as on the hub. Raises `DataError`
-    for files that it would ignore, unless the README has `configs`."""
+    """The files of a folder by split, as `datasets` reads their names, or a README as on the hub.
+    Raises `DataError` for files that it would ignore, unless the README has `configs`."""
     import datasets
 
     try:
@@ -258,8 +271,8 @@ def read_jsonl_stream(
     name: str,
     broken: Broken = raised,
 ) -> Iterator[Row]:
-    """Rows of JSON lines from a pipe or an open file; `name` stands for the file in `where`. Blank lines are skipped, a
-    byte order mark is ignored. An empty stream gives no rows."""
+    """Rows of JSON lines from a pipe or an open file; `name` stands for the file in `where`. Blank
+    lines are skipped, a byte order mark is ignored. An empty stream gives no rows."""
     for number, line in enumerate(lines, 1):
         try:
             row = _jsonl_row(line, f"{name}:{number}")
@@ -278,10 +291,8 @@ def _jsonl_row(line: bytes | str, where: str) -> Row | None:
     try:
         # NaN and Infinity become floats, which the formats refuse.
         value = json.loads(text, object_pairs_hook=_distinct)
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # also a number of thousands of digits, brackets too deep
+    except (ValueError, RecursionError) as error:
+        # Also a number of thousands of digits, and brackets that are nested too deep.
         raise DataError(
             f"the line is not JSON: {error}",
             where=where,
@@ -293,7 +304,8 @@ def _jsonl_row(line: bytes | str, where: str) -> Row | None:
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object. Raises `ValueError` for a repeated key, of which `json` would silently keep the last value."""
+    """The object. Raises `ValueError` for a repeated key, of which `json` would silently keep the
+    last value."""
     values = dict(pairs)
     if len(values) < len(pairs):
         names = [name for name, _ in pairs]
@@ -388,15 +400,16 @@ def _row(value: Any, where: str) -> Row:
 
 @dataclass(frozen=True)
 class PromptFiles:
-    """The texts that a config adds to every conversation of a dataset: `template` has one `{}` for the last user
-    message; `system` is a system message for contexts that have none."""
+    """The texts that a config adds to every conversation of a dataset: `template` has one `{}` for
+    the last user message; `system` is a system message for contexts that have none."""
 
     template: str | None = None
     system: str | None = None
 
     @classmethod
     def load(cls, prompt_file: str | None, system_prompt_file: str | None) -> PromptFiles:
-        """Read the files. Raises `ConfigError` for an unreadable file and for a template without exactly one `{}`."""
+        """Read the files. Raises `ConfigError` for an unreadable file and for a template without
+        exactly one `{}`."""
         template = _text_of(prompt_file, "prompt_file")
         system = _text_of(system_prompt_file, "system_prompt_file")
         if template is not None and not _is_template(template):
@@ -405,7 +418,8 @@ class PromptFiles:
         return cls(template, system)
 
     def complete(self, messages: tuple[Message, ...], where: str | None) -> tuple[Message, ...]:
-        """The messages of a prompt with both texts. Raises `DataError` if there is no user message for a template."""
+        """The messages of a prompt with both texts. Raises `DataError` if there is no user message
+        for a template."""
         if self.template is not None:
             roles = [message["role"] for message in messages]
             if "user" not in roles:
@@ -418,7 +432,7 @@ class PromptFiles:
                     got=f"roles {roles}",
                     need=need,
                 )
-            last = len(roles) - 1 - roles[::-1].index("user")
+            last = len(roles) - 1 - roles[::-1].index("user")  # the first from the end
             filled = messages[last] | {"content": _filled(messages[last]["content"], self.template)}
             messages = (*messages[:last], filled, *messages[last + 1 :])
         if self.system is not None and not any(message["role"] == "system" for message in messages):
@@ -427,9 +441,10 @@ class PromptFiles:
 
 
 class RowSource:
-    """The rows of a file, a folder or a hub dataset, as a config names them; `hub_path` is read without a `data_path`.
-    `name`: path and split, for messages. `files`: its prompt files. `broken` receives the error of an invalid row; by
-    default it raises it. `known`: the set's entry of the table, which says where its own data is."""
+    """The rows of a file, a folder or a hub dataset, as a config names them; `hub_path` is read
+    without a `data_path`. `name`: path and split, for messages. `files`: its prompt files. `broken`
+    receives the error of an invalid row; by default it raises it. `known`: the set's entry of the
+    table, which says where its own data is."""
 
     hub_path: str | None = None
     hub_subset: str | None = None
@@ -438,7 +453,8 @@ class RowSource:
     broken: Broken = staticmethod(raised)
 
     left_out: Sequence[str] = ()
-    """The places of the completions that the last pass has left out for a fault of the published data."""
+    """The places of the completions that the last pass has left out for a fault of the published
+    data."""
     left_out_because: str = ""
     """The fault of the completions in `left_out`, for a sentence: "2 completions have ..."."""
 
@@ -492,11 +508,12 @@ class RowSource:
         self.left_out_because = because
 
     def is_of_part(self, prompt: Sequence[Message]) -> bool:
-        """Whether the config's `part` has a prompt. The prompt and the seed alone decide, so that no prompt is in both
-        parts, and none moves when the data grows."""
+        """Whether the config's `part` has a prompt. The prompt and the seed alone decide, so that
+        no prompt is in both parts, and none moves when the data grows."""
         share: float = self.config.split_validation_size
         text = json.dumps([self.config.seed, prompt], sort_keys=True, default=repr)
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        # A number of 64 bits, spread evenly: a share of them lies below that share of the range.
         is_held_out = int.from_bytes(digest) < share * 2**64
         return share == 0 or is_held_out == (self.config.part == "validation")
 
@@ -519,6 +536,7 @@ def _text_of(path: str | None, field: str) -> str | None:
 
 def _is_template(text: str) -> bool:
     """Whether it has exactly one place for a text."""
+    # By filling it with a mark, because only `format` knows which braces are places.
     try:
         return text.format("\0").count("\0") == 1
     except (ValueError, LookupError, AttributeError):  # braces of another kind
@@ -526,7 +544,8 @@ def _is_template(text: str) -> bool:
 
 
 def _filled(content: Any, template: str) -> Any:
-    """The content of a message with the template around its text. Beside images, around each of its texts."""
+    """The content of a message with the template around its text. Beside images, around each of its
+    texts."""
     if isinstance(content, str):
         return template.format(content)
     if all(isinstance(part, str) or part.get("type") == "text" for part in content):

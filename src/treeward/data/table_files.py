@@ -1,7 +1,8 @@
 """Tables: CSV, Arrow's files, and those of the library `datasets`, saved or from the hub.
 
-csv_rows(["prompt;chosen\\n", "Hi;Hello\\n"], "pairs.csv", ",")        # ({"prompt": "Hi", ...}, "pairs.csv:2")
-arrow_rows("pairs.parquet", is_parquet=True)
+    csv_rows(iter(["prompt;chosen\\n", "Hi;Hello\\n"]), "pairs.csv", ",", raised)
+    # ({"prompt": "Hi", "chosen": "Hello"}, "pairs.csv:2")
+    arrow_rows("pairs.parquet", is_parquet=True)
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def csv_rows(
     separator: str,
     broken: Callable[[DataError], object],
 ) -> Iterator[tuple[dict[str, Any], str]]:
-    """The rows of the lines of a CSV file. `broken` receives the error of a row that does not fit the header."""
+    """The rows of the lines of a CSV file. `broken` receives the error of a row that does not fit
+    the header."""
     # The limit of a cell is the process's, and its default is less than one long conversation.
     csv.field_size_limit(max(csv.field_size_limit(), _LONGEST_CELL_CHARACTERS))
     first = next(texts, "")
@@ -77,10 +79,12 @@ def arrow_rows(path: str, *, is_parquet: bool) -> Iterator[tuple[dict[str, Any],
 
     number = 0
     try:
+        # Mapped, so that only the batch that is read takes memory.
         source = pa.memory_map(path)
         if is_parquet:
             batches = parquet.ParquetFile(source).iter_batches(batch_size=_ROWS_PER_BATCH)
         else:
+            # The mark that begins Arrow's files; a stream, as `datasets` caches it, has none.
             is_file = source.read(6) == b"ARROW1"
             source.seek(0)
             reader = ipc.open_file(source) if is_file else ipc.open_stream(source)
@@ -97,12 +101,14 @@ def arrow_rows(path: str, *, is_parquet: bool) -> Iterator[tuple[dict[str, Any],
 
 
 def without_nested_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The row of a table without the nulls that Arrow has put into its objects; the columns themselves stay."""
+    """The row of a table without the nulls that Arrow has put into its objects; the columns
+    themselves stay."""
     return {name: without_nulls(value) for name, value in values.items()}
 
 
 class UnchosenSplitError(DataError):
-    """A data set has several splits and none is chosen; `got` lists them. A verb adds how it is told which one."""
+    """A data set has several splits and none is chosen; `got` lists them. A verb adds how it is
+    told which one."""
 
     @property
     def choice(self) -> str:
@@ -134,7 +140,8 @@ def dataset_table(path: str, split: str | None, subset: str | None) -> tuple[Any
     if isinstance(loaded, Mapping):
         table, name = chosen_split(loaded, path, split)
         return table, f"{path}[{name}]"
-    if is_saved and split not in (None, "train"):  # one saved table is a lone split, as a file is
+    # One saved table is a lone split, as a file is. This raises for any other name.
+    if is_saved and split not in (None, "train"):
         chosen_split({str(loaded.split or "train"): loaded}, path, split)
     return loaded, path if is_saved else f"{path}[{split}]"
 

@@ -1,14 +1,17 @@
-"""`bounded`: chat templates are programs that others wrote, and a program may not end, or may fill the memory.
+"""`bounded`: chat templates are programs that others wrote, and a program may not end, or may fill
+the memory.
 
     with bounded():
-        text = tokenizer.apply_chat_template(messages, tokenize=False)      # jinja2.TemplateRuntimeError beyond a bound
+        # jinja2.TemplateRuntimeError beyond a bound
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
 
-What a template does is counted while it does it: its steps, the characters that it makes, and now and then its
-processor time. The text is what it would be without the bounds. Jinja's sandbox keeps templates from reading the
-machine; it bounds `range`, and nothing else.
+What a template does is counted while it does it: its steps, the characters that it makes, and now
+and then its processor time. The text is what it would be without the bounds. Jinja's sandbox keeps
+templates from reading the machine; it bounds `range`, and nothing else.
 
-transformers compiles templates itself and has no argument for the environment. So its compiler is replaced by one that
-compiles for a `BoundedEnvironment` within the block, and as before anywhere else.
+transformers compiles templates itself and has no argument for the environment. So its compiler is
+replaced by one that compiles for a `BoundedEnvironment` within the block, and as before anywhere
+else.
 """
 
 from __future__ import annotations
@@ -30,16 +33,19 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils import chat_template_utils
 
 MAX_STEPS = 2_000_000
-"""Rounds of loops and calls of macros in one rendering: seconds. A conversation of 1,000 messages takes thousands."""
+"""Rounds of loops and calls of macros in one rendering: seconds. A conversation of 1,000 messages
+takes thousands."""
 
 MAX_CHARACTERS = 2**28
 """The longest text that a template may write, or make in one step."""
 
 MAX_CHARACTERS_MADE = 2**30
-"""Characters that a rendering makes in all on its way to the text; an item of a list counts as eight."""
+"""Characters that a rendering makes in all on its way to the text; an item of a list counts as
+eight."""
 
 MAX_SECONDS = 20.0
-"""Processor time of one rendering, for steps that are slow without making anything: a search in a long text."""
+"""Processor time of one rendering, for steps that are slow without making anything: a search in a
+long text."""
 
 _MAX_DIGITS = 1000
 _MAX_INDENT = 100
@@ -85,8 +91,8 @@ _work = _Work()
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """Within the block what this thread renders is bounded: `jinja2.TemplateRuntimeError` says which bound, and what
-    the template did."""
+    """Within the block what this thread renders is bounded: `jinja2.TemplateRuntimeError` says
+    which bound, and what the template did."""
     _work.steps = 0
     _work.characters = 0
     _work.began = time.thread_time()
@@ -98,7 +104,8 @@ def bounded() -> Iterator[None]:
 
 
 class _CountingCode(CodeGenerator):
-    """Compiles a template to Python that calls its environment at each step, and for each value that may be large."""
+    """Compiles a template to Python that calls its environment at each step, and for each value
+    that may be large."""
 
     def blockvisit(self, nodes: Iterable[nodes.Node], frame: Frame) -> None:
         # The body of a loop, a macro or a block, not a branch of an `if`: without one nothing runs
@@ -194,7 +201,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return self.concat([self.text_of(part) for part in parts])
 
     def concat(self, parts: Iterable[str]) -> str:
-        """Join what a template, a macro or a block has written: the one text may be in it many times."""
+        """Join what a template, a macro or a block has written: the one text may be in it many
+        times."""
         parts = list(parts)
         length = sum(map(len, parts))
         _check_size(length)
@@ -214,7 +222,14 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             self.check_format(_PERCENT_WIDTH, left, right if isinstance(right, tuple) else (right,))
         return self.made(super().call_binop(context, operator, left, right))
 
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: B902, N805
+    # Named as Jinja names them, so that no keyword of a template's call is one of these.
+    def call(  # noqa: B902
+        __self,  # noqa: N805
+        __context: Context,
+        __obj: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         name = getattr(__obj, "__name__", None)
         if name in _GROWING:
             # A method of a text; of those of `format` Jinja has made a function.
@@ -223,8 +238,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return __self.made(super().call(__context, __obj, *args, **kwargs))
 
     def check_growth(self, name: str, values: Sequence[Any], named: Mapping[str, Any]) -> None:
-        """Refuse what would make more than the bound, before it is made. `values`: the first is what a filter or a
-        method is of."""
+        """Refuse what would make more than the bound, before it is made. `values`: the first is
+        what a filter or a method is of."""
         arguments = [*values, *named.values()]
         if name == "replace" and len(arguments) > 2:
             text, old, new = (str(value) for value in arguments[:3])
@@ -322,7 +337,8 @@ def _magnitude(value: Any) -> int:
 
 
 def _size(value: Any) -> int:
-    """Characters of a text; a list has references, of eight bytes each. Numbers have no size that matters."""
+    """Characters of a text; a list has references, of eight bytes each. Numbers have no size that
+    matters."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, _CONTAINERS):
@@ -331,7 +347,8 @@ def _size(value: Any) -> int:
 
 
 def _longest(item: Any) -> int:
-    """Characters of an item of a list that is joined, or of the longest of an object's attributes."""
+    """Characters of an item of a list that is joined, or of the longest of an object's
+    attributes."""
     if isinstance(item, str):
         return len(item)
     if isinstance(item, Mapping):
@@ -342,8 +359,10 @@ def _longest(item: Any) -> int:
 
 
 def _num_values(container: Any) -> int:
-    """How many values and characters are written where a container is, at most one more than the bound."""
+    """How many values and characters are written where a container is, at most one more than the
+    bound."""
     number = 0
+    # By a list, not by recursion: a template can nest lists deeper than Python's stack.
     left = [container]
     while left:
         value = left.pop()
@@ -361,7 +380,8 @@ def _num_values(container: Any) -> int:
 
 @functools.lru_cache(maxsize=128)
 def _bounded_template(source: str) -> jinja2.Template:
-    """The template compiled by an environment with transformers' filters, functions and tags, and our counts."""
+    """The template compiled by an environment with transformers' filters, functions and tags, and
+    our counts."""
     # The environment is made anew for each template. With an empty one nothing of it has run:
     # constant expressions are computed while a template is compiled.
     environment: Any = chat_template_utils._cached_compile_jinja_template("").environment

@@ -1,6 +1,8 @@
-"""What a chat template reads, which only rendering shows: a short conversation with a mark in the place in question.
+"""What a chat template reads, which only rendering shows: a short conversation with a mark in the
+place in question.
 
-    probe_content(apply, "the tokenizer's chat template")      # (True, False): it reads text, and no list of parts
+    probe_content(apply, "the tokenizer's chat template")
+    # (True, False): it reads text, and no list of parts
 
 `apply` renders messages with the template, and passes on its errors.
 """
@@ -31,8 +33,10 @@ _REASONING = "Ratio."
 
 
 def probe_content(apply: Apply, name: str) -> tuple[bool, bool]:
-    """Whether the template reads content that is text, and content that is a list of parts. Templates of vision
-    models may skip a text silently, and templates for text write a list as Python would."""
+    """Whether the template reads content that is text, and content that is a list of parts.
+    Templates of vision models may skip a text silently, and templates for text write a list as
+    Python would."""
+    # A text that no template writes by itself, so that finding it says that content was read.
     contents = [message["content"] for message in PROBE_MESSAGES]
     part_messages = []
     for message in PROBE_MESSAGES:
@@ -41,21 +45,23 @@ def probe_content(apply: Apply, name: str) -> tuple[bool, bool]:
     parts = try_probe(apply, part_messages, name)
     if all(content in text for content in contents):
         return True, parts == text
+    # A template for text writes the list as Python would, with its keys.
     reads_parts = "'type'" not in parts and all(content in parts for content in contents)
     return not reads_parts, reads_parts
 
 
 def reads_arguments_as_text(apply: Apply) -> bool:
-    """Whether the template wants the arguments of tool calls as JSON text, as DeepSeek-V3's: it fails for an
-    object, or writes it as Python would. Others write JSON themselves, and would quote a text again."""
+    """Whether the template wants the arguments of tool calls as JSON text, as DeepSeek-V3's: it
+    fails for an object, or writes it as Python would. Others write JSON themselves, and would quote
+    a text again."""
     as_object = _try_call(apply, _PROBE_CALL)
     as_text = _try_call(apply, with_text_arguments(_PROBE_CALL))
     return "Roma" in as_text and ("Roma" not in as_object or _AS_PYTHON in as_object)
 
 
 def reads_reasoning_apart(apply: Apply) -> bool:
-    """Whether the template takes reasoning as `reasoning_content` alone, as Qwen3.8's: it writes a second block
-    before content that has one."""
+    """Whether the template takes reasoning as `reasoning_content` alone, as Qwen3.8's: it writes a
+    second block before content that has one."""
     question, answer = PROBE_MESSAGES
     block = f"{REASONING_START}\n{_REASONING}\n{REASONING_END}"
     whole = answer | {"content": f"{block}\n\n{answer['content']}"}
@@ -68,8 +74,8 @@ def reads_reasoning_apart(apply: Apply) -> bool:
 
 
 def try_probe(apply: Apply, messages: list[Message], name: str) -> str:
-    """The text of the messages; empty where the template refuses them. Raises `ConfigError` for one that cannot be
-    parsed, or always fails."""
+    """The text of the messages; empty where the template refuses them. Raises `ConfigError` for one
+    that cannot be parsed, or always fails."""
     try:
         return apply(messages)
     except (jinja2.TemplateSyntaxError, jinja2.TemplateRuntimeError, ArithmeticError) as error:
@@ -89,6 +95,7 @@ def try_probe(apply: Apply, messages: list[Message], name: str) -> str:
 
 
 def _try_call(apply: Apply, function: Mapping[str, Any]) -> str:
+    # Mistral's templates refuse ids that have not nine characters.
     call = {"id": "abcdefghi", "type": "function", "function": function}
     calling: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
     result: Message = {
@@ -98,6 +105,7 @@ def _try_call(apply: Apply, function: Mapping[str, Any]) -> str:
         "content": "Via.",
     }
     question = PROBE_MESSAGES[0]
+    # Some templates refuse a call that nothing answers.
     for messages in ([question, calling], [question, calling, result]):
         try:
             return apply(messages)

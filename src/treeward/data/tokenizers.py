@@ -1,5 +1,5 @@
-"""A tokenizer trained on the training data, for models that are built from a bare configuration: byte-level BPE, with
-tokens of its own for the ends and roles of `DEFAULT_CHAT_TEMPLATE`.
+"""A tokenizer trained on the training data, for models that are built from a bare configuration:
+byte-level BPE, with tokens of its own for the ends and roles of `DEFAULT_CHAT_TEMPLATE`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedToken
             need=need,
         )
     tokenizer = Tokenizer(models.BPE())
+    # Without a space in front, so that the text of a conversation comes back as it was.
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(

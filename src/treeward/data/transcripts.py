@@ -1,6 +1,7 @@
 r"""Transcripts of Human and Assistant, as Anthropic's hh-rlhf has them.
 
-parse_transcript("\n\nHuman: 2 + 2?\n\nAssistant: 4")     # a message of the user, and one of the assistant
+    parse_transcript("\n\nHuman: 2 + 2?\n\nAssistant: 4")
+    # a message of the user, and one of the assistant
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def from_transcripts(
 def parse_transcript(text: Any, where: str | None = None, field: str = "transcript") -> Messages:
     r"""The messages of `"\n\nHuman: ...\n\nAssistant: ..."`; roles alternate.
 
-    The same speaker's name after a blank line belongs to the content: joining `f"\n\n{speaker}: {content}"` gives the
-    transcript back. Raises `DataError` for text before the first turn.
+    The same speaker's name after a blank line belongs to the content: joining `f"\n\n{speaker}:
+    {content}"` gives the transcript back. Raises `DataError` for text before the first turn.
     """
     transcript = text if isinstance(text, str) else ""
     if is_transcript(transcript) and not transcript.startswith("\n\n"):

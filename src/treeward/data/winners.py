@@ -1,10 +1,12 @@
 """Rows of two completions and the name of the better one, as LLMBar and LMArena have them.
 
-    from_winner_row({"input": "2 + 2?", "output_1": "4", "output_2": "5", "label": 1}, "rows.jsonl:1")
-    from_winner_row({"conversation_a": [...], "conversation_b": [...], "winner": "model_b"}, "rows.jsonl:1")
+    row = {"input": "2 + 2?", "output_1": "4", "output_2": "5", "label": 1}
+    from_winner_row(row, "rows.jsonl:1")
+    row = {"conversation_a": [...], "conversation_b": [...], "winner": "model_b"}
+    from_winner_row(row, "rows.jsonl:2")
 
-The two sides have one name with the suffixes a and b, 1 and 2, or 0 and 1. The winner is named by its suffix, by its
-column, by its model, or is a tie.
+The two sides have one name with the suffixes a and b, 1 and 2, or 0 and 1. The winner is named by
+its suffix, by its column, by its model, or is a tie.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from treeward.data.preference import (
 )
 from treeward.errors import DataError
 
+# LMArena's several releases spell a tie of two bad completions in several ways.
 _TIES = ("tie", "both_bad", "bothbad", "tie_(bothbad)", "tie_(both_bad)")
 
 
@@ -35,7 +38,8 @@ def from_winner_row(
     *,
     task_name: str = "preference",
 ) -> Preference:
-    """Two sides with a prompt, or two whole conversations; the winner's rank is 0. Raises `DataError`."""
+    """Two sides with a prompt, or two whole conversations; the winner's rank is 0. Raises
+    `DataError`."""
     keys = {name for name, value in values.items() if value is not None}
     forms = COMPARISON_SETS["WinnerDataset"].forms
     # A row without any form gets the errors of the first one.
@@ -76,6 +80,7 @@ def _ranks(verdict: Any, form: Form, values: Mapping[str, Any], where: str) -> t
     for side, ranks in ((first, (0, 1)), (second, (1, 0))):
         suffix = side[-1]
         model = values.get(f"model_{suffix}")
+        # A row may name its models; a conversation under "model_a" is none.
         is_model = verdict == model and not is_list(verdict)
         if is_model or text in (suffix, f"model_{suffix}", side):
             return ranks

@@ -32,9 +32,10 @@ from treeward.data.conversation import (
     Conversation,
     as_conversations,
     check_messages,
+    check_unicode,
     with_messages,
 )
-from treeward.data.rendering import Renderer, check_unicode
+from treeward.data.rendering import Renderer
 from treeward.data.responses_items import as_conversation
 from treeward.errors import DataError, ModelError, TreewardError
 from treeward.model import loading
