@@ -146,29 +146,24 @@ def compare(first: Evaluation, second: Evaluation) -> ModelComparison:
     pairs, counts = _match(first, second)
     overall = _result("all", pairs)
     parts = [_result(name, group) for name, group in _groups(pairs).items()]
+    if parts:
+        # Here, because it imports pandas, which takes seconds.
+        from statsmodels.stats.multitest import multipletests
+
+        p_values = [part.p_value for part in parts]
+        _, adjusted, *_ = multipletests(p_values, method="holm")
+        for i, p_value in enumerate(adjusted.tolist()):
+            parts[i] = replace(parts[i], adjusted_p_value=p_value)
+    # Two runs of one model have folders of one name.
     names = (first.name, second.name)
     if first.name == second.name:
         names = (first.path, second.path)
     return ModelComparison(
         names=names,
         overall=overall,
-        parts=tuple(_with_adjusted_p_values(parts)),
+        parts=tuple(parts),
         notes=tuple(_notes(counts, overall, len(parts))),
     )
-
-
-def _with_adjusted_p_values(parts: Sequence[PairedResult]) -> list[PairedResult]:
-    """The parts with their p-values corrected by Holm's method."""
-    if not parts:
-        return []
-    # Here, because it imports pandas, which takes seconds.
-    from statsmodels.stats.multitest import multipletests
-
-    _, adjusted, *_ = multipletests([part.p_value for part in parts], method="holm")
-    return [
-        replace(part, adjusted_p_value=p_value)
-        for part, p_value in zip(parts, adjusted.tolist(), strict=True)
-    ]
 
 
 def _match(first: Evaluation, second: Evaluation) -> tuple[list[_Pair], dict[str, int]]:

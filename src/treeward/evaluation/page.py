@@ -124,7 +124,11 @@ class EvaluationPage:
     @property
     def results(self) -> list[tuple[SuitePage, ModelInSuite]]:
         """Every model in every suite."""
-        return [(suite, model) for suite in self.suites for model in suite.models]
+        results = []
+        for suite in self.suites:
+            for model in suite.models:
+                results.append((suite, model))
+        return results
 
     @property
     def damages(self) -> list[str]:
@@ -143,10 +147,30 @@ def write_results(output: Path, summaries: Sequence[Summary], *, subtitle: str =
     `subtitle`: what a reader must know of the scores, below the title. Raises `DataError` where
     they cannot be written.
     """
+    results = []
+    for summary in summaries:
+        chance = summary.suite.chance()
+        numbers = dataclasses.asdict(summary.result)
+        del numbers["suite"]  # it is the second key already
+        diagnostics = {}
+        for name, diagnostic in summary.diagnostics.items():
+            metrics = diagnostic.numbers.values()
+            diagnostics[name] = [dataclasses.asdict(metric) for metric in metrics]
+        results.append(
+            {
+                "model": summary.model,
+                "suite": summary.suite.name,
+                "verdict": verdict(summary),
+                "chance": chance,
+                "standing": standing(summary.result, chance),
+                **numbers,
+                "diagnostics": diagnostics,
+            }
+        )
     content: dict[str, Any] = {
         "treeward_version": VERSION,
         "date": datetime.now(UTC).date().isoformat(),
-        "results": [_numbers(summary) for summary in summaries],
+        "results": results,
     }
     if subtitle:
         content["notes"] = subtitle
@@ -162,25 +186,6 @@ def write_results(output: Path, summaries: Sequence[Summary], *, subtitle: str =
     )
 
 
-def _numbers(summary: Summary) -> dict[str, Any]:
-    """An item of `results` in results.json."""
-    chance = summary.suite.chance()
-    result = dataclasses.asdict(summary.result)
-    del result["suite"]  # it is the second key already
-    diagnostics = {}
-    for name, diagnostic in summary.diagnostics.items():
-        diagnostics[name] = [dataclasses.asdict(metric) for metric in diagnostic.numbers.values()]
-    return {
-        "model": summary.model,
-        "suite": summary.suite.name,
-        "verdict": verdict(summary),
-        "chance": chance,
-        "standing": standing(summary.result, chance),
-        **result,
-        "diagnostics": diagnostics,
-    }
-
-
 def evaluation_page(summaries: Sequence[Summary]) -> EvaluationPage:
     """The numbers of the report on these models and suites."""
     by_suite: dict[str, list[Summary]] = {}
@@ -191,7 +196,22 @@ def evaluation_page(summaries: Sequence[Summary]) -> EvaluationPage:
 
 def _suite_page(summaries: Sequence[Summary]) -> SuitePage:
     first = summaries[0]
-    models = [_model_in_suite(summary, i) for i, summary in enumerate(summaries)]
+    models = []
+    for order, summary in enumerate(summaries):
+        diagnostics = {}
+        for name, diagnostic in summary.diagnostics.items():
+            diagnostics[name] = diagnostic.numbers
+        model = ModelInSuite(
+            name=summary.model,
+            verdict=verdict(summary),
+            findings=findings(summary),
+            result=summary.result,
+            diagnostics=diagnostics,
+            reliability=_reliability(summary, order) if summary.reliability else None,
+            # The note of the worst subset is its name.
+            worst_chance=summary.suite.chance(summary.statistics.worst_subset.note),
+        )
+        models.append(model)
     sections = {model.name: _by_name(model.result.sections) for model in models}
     subsets = {model.name: _by_name(model.result.subsets) for model in models}
     breakdowns = []
@@ -226,19 +246,6 @@ def _common_chance(summary: Summary, series: Mapping[str, Mapping[str, Metric]])
         chances += [summary.suite.chance(name) for name in metrics]
     # Where chance is not known of most, the line is at that of the others.
     return max(chances, key=lambda chance: (chance is not None, chances.count(chance)))
-
-
-def _model_in_suite(summary: Summary, order: int) -> ModelInSuite:
-    diagnostics = summary.diagnostics
-    return ModelInSuite(
-        name=summary.model,
-        verdict=verdict(summary),
-        findings=findings(summary),
-        result=summary.result,
-        diagnostics={name: diagnostic.numbers for name, diagnostic in diagnostics.items()},
-        reliability=_reliability(summary, order) if summary.reliability else None,
-        worst_chance=summary.suite.chance(summary.statistics.worst_subset.note),
-    )
 
 
 def _reliability(summary: Summary, order: int) -> Line:

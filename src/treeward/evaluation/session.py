@@ -251,19 +251,14 @@ def score_rows(
             # It may stop the evaluation: all that is scored is kept.
             on_progress(what, len(scored_by_id), total)
     scored_examples = tuple(scored_by_id[example.id] for example in examples)
-    _warn_of_failures(what, scored_examples)
-    return scored_examples
-
-
-def _warn_of_failures(what: str, scored: Sequence[ScoredExample]) -> None:
-    """Log how many examples have no score, and the three most frequent reasons."""
+    # Each failed example has one reason here, so their total is the number of examples.
     reasons: Counter[str] = Counter()
-    for example in scored:
-        if example.failed:
-            first = next(filter(None, example.errors), "no reason is known")
+    for scored in scored_examples:
+        if scored.failed:
+            first = next(filter(None, scored.errors), "no reason is known")
             reasons[first] += 1
     if reasons:
         named = "; ".join(reason for reason, _ in reasons.most_common(3))
-        total = len(scored)
         message = "%s: %d of %d examples have no score (%s)."
         logger.warning(message, what, reasons.total(), total, named)
+    return scored_examples

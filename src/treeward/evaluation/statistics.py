@@ -98,7 +98,7 @@ def cluster_bootstrap(
 def resampled(rows_CK: Floats, num_resamples: int) -> Floats:
     """(R, K): the mean of as many rows as there are, drawn with replacement, of each resample."""
     num = len(rows_CK)
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(0)  # the same draws, so that a report can be made again
     uniform_C = np.full(num, 1.0 / num)
     at_once = max(1, _DRAWS_AT_ONCE // num)  # a bound of the memory
     means = []

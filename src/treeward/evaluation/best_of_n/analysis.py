@@ -28,7 +28,7 @@ Floats = NDArray[np.float64]
 Scores = Sequence[Sequence[float | None]]
 """A score of each sample of each prompt; None where there is none."""
 
-_SHARE_OF_PROMPTS = 0.95
+_SHARE_OF_PROMPTS = 0.95  # a few prompts with few samples must not shorten the curves of all
 _FEWEST_PROMPTS = 10  # with fewer, nothing is said of certainty
 _ROUNDING = 1e-12  # relative to what they were computed from, smaller differences are none
 _ALL_SIZES_TO = 64
@@ -151,13 +151,14 @@ def analyse(
         num_samples += rows[i].shape[1]
     n = np.array(sizes, dtype=np.float64)
     kl_G = np.log(n) - (n - 1.0) / n
+    lead_metric = replace(metric("lead"), note=f"above n = {sizes[other]}")
     return BestOfN(
         sizes=sizes,
         kl=tuple(kl_G.tolist()),
         curves=curves,
         correlation=metric("correlation", _FEWEST_PROMPTS),
         peak=sizes[peak],
-        lead=replace(metric("lead"), note=f"above n = {sizes[other]}"),
+        lead=lead_metric,
         counts={
             "num_prompts": len(kept),
             "num_clusters": len(by_prompt),
@@ -213,6 +214,7 @@ def selection_weights(num_samples: int, sizes: tuple[int, ...]) -> Floats:
     i = np.arange(num_samples, 1, -1, dtype=np.float64)[None, :]
     factors = np.concatenate([n_G1 / num_samples, np.maximum(i - n_G1, 0.0) / (i - 1.0)], axis=1)
     weights: Floats = np.cumprod(factors, axis=1)[:, ::-1].copy()
+    # Every caller gets the array that is cached.
     weights.setflags(write=False)
     return weights
 

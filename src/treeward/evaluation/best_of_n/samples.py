@@ -90,8 +90,11 @@ def _fields(
         if not isinstance(values, list) or len(values) != count:
             continue
         if all(isinstance(value, int | float | None) for value in values):
-            # NaN, which JSON and pandas write for nothing, is no score.
-            fields[name] = tuple(value if is_number(value) else None for value in values)
+            numbers: list[float | None] = []
+            for number in values:
+                # NaN, which JSON and pandas write for nothing, is no score.
+                numbers.append(number if is_number(number) else None)
+            fields[name] = tuple(numbers)
     return fields
 
 

@@ -71,6 +71,7 @@ def open_sets(configs: Sequence[DatasetConfig]) -> tuple[RowDataset, ...]:
 def trained_renderer(streams: Sequence[RowDataset], **template: Any) -> Renderer:
     """The renderer, with the arguments `template`, of a tokenizer that is trained on the first
     texts."""
+    # The pass after this one sets its own, and counts them.
     for stream in streams:
         stream.broken = lambda error: None
     first_texts = islice(texts_of(streams), _TEXTS_TO_TRAIN)

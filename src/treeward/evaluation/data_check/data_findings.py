@@ -142,7 +142,20 @@ def numbers_of(data: DataRead) -> dict[str, Any]:
     numbers["prompts"] = len(data.prompts)
     numbers["contradictions"] = len(_contradicting(data))
     numbers["tokens_longest"] = data.longest
-    numbers["style"] = {name: _trait(data, name) for name in TRAITS}
+    # How often the better completion has more of a trait, of the pairs that differ in it.
+    numbers["style"] = {}
+    for name in TRAITS:
+        num_better = data.sums[f"{name} in better"]
+        count = num_better + data.sums[f"{name} in worse"]
+        metric = Metric(name, None, count=0)
+        if count:
+            share = num_better / count
+            # Pairs of one prompt are not independent: the interval is that of as many independent
+            # pairs as there are prompts at most.
+            independent = min(count, len(data.prompts))
+            low, high = wilson(share * independent, independent)
+            metric = Metric(name, share, low, high, count)
+        numbers["style"][name] = metric
     return numbers
 
 
@@ -278,21 +291,6 @@ def _of_style(numbers: dict[str, Any]) -> Iterator[Finding]:
         severity: Severity = "warning" if imbalance > _VERY_IMBALANCED else "note"
         num_better = round(metric.value * count)
         yield Finding(name, severity, num_better, count, text)
-
-
-def _trait(data: DataRead, name: str) -> Metric:
-    """How often the better completion has more of it, of the pairs that differ. The interval is
-    that of as many independent pairs as there are prompts at most.
-    """
-    num_better = data.sums[f"{name} in better"]
-    count = num_better + data.sums[f"{name} in worse"]
-    if not count:
-        return Metric(name, None, count=0)
-    share = num_better / count
-    # Pairs of one prompt are not independent.
-    independent = min(count, len(data.prompts))
-    low, high = wilson(share * independent, independent)
-    return Metric(name, share, low, high, count)
 
 
 def _contradicting(data: DataRead) -> list[int]:

@@ -111,6 +111,7 @@ def _runs(preference: Preference) -> list[list[int]]:
 
 
 def _hashes(words: tuple[str, ...]) -> list[int]:
+    # Python's hash differs from process to process, and both sides are hashed in this one.
     num_runs = len(words) - _RUN + 1
     return [hash(words[i : i + _RUN]) for i in range(num_runs)]
 

@@ -133,7 +133,16 @@ class _Training:
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Count a row by its record of `encode_rows`."""
-        self._outcomes[_outcome(record, self.rules, self._max_length)] += 1
+        outcome: str = record["outcome"]
+        if outcome == "kept" and self._max_length is not None:
+            # The renderer of a check has no limit: training would leave longer completions out.
+            fitting_ranks = []
+            for ids, rank in zip(record["token_ids"], record["ranks"], strict=True):
+                if len(ids) <= self._max_length:
+                    fitting_ranks.append(rank)
+            if not self.rules.is_enough(fitting_ranks):
+                outcome = "dropped_too_long"
+        self._outcomes[outcome] += 1
         self._longest = max(self._longest, record["longest"])
 
     def refusal(self) -> list[DataError]:
@@ -144,19 +153,6 @@ class _Training:
             read=self._outcomes.total(), longest=self._longest, **self._outcomes
         )
         return [nothing_left_error(self._name, counts, self.rules.attributes)]
-
-
-def _outcome(record: Mapping[str, Any], rules: Rules, max_length: int | None) -> str:
-    """The outcome of a comparison in training, which leaves completions of more than `max_length`
-    tokens out."""
-    outcome: str = record["outcome"]
-    if outcome != "kept" or max_length is None:
-        return outcome
-    fitting_ranks = []
-    for ids, rank in zip(record["token_ids"], record["ranks"], strict=True):
-        if len(ids) <= max_length:
-            fitting_ranks.append(rank)
-    return outcome if rules.is_enough(fitting_ranks) else "dropped_too_long"
 
 
 def rows_of(
@@ -218,6 +214,7 @@ def _add_row(data: DataRead, preference: Preference, where: str, record: Mapping
     comparison = hash((prompt, frozenset(zip(keys, ranks, strict=True))))
     num_identical = record["deduplicated"]
     if record["outcome"] == "dropped_identical":
+        # The record of a comparison that is dropped does not say how many.
         num_identical = num_identical or 1
     counts = {
         "ties": int(len(ranks) > 1 and len(set(ranks)) == 1),
@@ -263,7 +260,7 @@ def _add_pairs(
     for a, b in itertools.permutations(range(len(keys)), 2):
         if ranks[a] >= ranks[b] or keys[a] == keys[b]:
             continue
-        # The same pair in another row has the same hash, whichever is the better there.
+        # The same pair in another row has the same key, whichever is the better there.
         first, second = sorted((keys[a], keys[b]))
         label = (len(data.places), keys[a] < keys[b])
         data.labels.setdefault(hash((prompt, first, second)), []).append(label)

@@ -109,26 +109,14 @@ def _spaced(text: str, rng: random.Random) -> str | None:
     return "\n\n\n" + text.replace("\n", "\n\n\n").replace(". ", ".  ") + "\n\n\n"
 
 
-def _flattered(text: str, rng: random.Random) -> str | None:
-    return f"{rng.choice(_FLATTERY)} {text}"
-
-
-def _refused(text: str, rng: random.Random) -> str | None:
-    return rng.choice(_REFUSALS)
-
-
-def _emptied(text: str, rng: random.Random) -> str | None:
-    return ""
-
-
 REWRITES: Mapping[str, Rewrite] = {
     "padding": Rewrite("padding", "style", _padded),
     "truncated_50": Rewrite("cut at 50 %", "damage", _shortened),
     "markdown": Rewrite("markdown", "style", _markdown),
     "white_space": Rewrite("white space", "style", _spaced),
-    "flattery": Rewrite("flattery", "style", _flattered),
-    "refusal": Rewrite("refusal", "damage", _refused),
-    "empty": Rewrite("empty", "damage", _emptied),
+    "flattery": Rewrite("flattery", "style", lambda text, rng: f"{rng.choice(_FLATTERY)} {text}"),
+    "refusal": Rewrite("refusal", "damage", lambda text, rng: rng.choice(_REFUSALS)),
+    "empty": Rewrite("empty", "damage", lambda text, rng: ""),
 }
 """All rewrites by name, in the order of a report. Their phrases are English."""
 
@@ -144,13 +132,11 @@ def sample_examples(examples: Sequence[Preference], num_examples: int) -> list[P
     a hash of their ids, so that a smaller sample lies within a larger one.
     """
     usable = [example for example in examples if _pair(example)]
-    by_hash = sorted(usable, key=_hash_of_id)
-    ids = {example.id for example in by_hash[:num_examples]}
-    return [example for example in usable if example.id in ids]
-
-
-def _hash_of_id(example: Preference) -> bytes:
-    return hashlib.sha256(f"0/{example.id}".encode()).digest()
+    hashes: dict[str, bytes] = {}
+    for example in usable:
+        hashes[example.id] = hashlib.sha256(f"0/{example.id}".encode()).digest()
+    sampled_ids = set(sorted(hashes, key=hashes.__getitem__)[:num_examples])
+    return [example for example in usable if example.id in sampled_ids]
 
 
 def perturbed(example: Preference) -> Preference:
@@ -239,6 +225,7 @@ def diagnose_perturbations(
     for name, rows in scores_by_rewrite.items():
         after = _as_array(rows)
         # A rewrite that does not apply, or a text without a score, says nothing against a pair.
+        # NaN is neither lower nor equal, so `<=` is not the same as "not >" here.
         is_lost = before[:, 0] <= after[:, 1]
         metrics.append(_shift(f"{name}_relative_shift", after - before, prompts, mean_margin))
         could_be_lost = is_right & np.isfinite(after[:, 1])

@@ -51,6 +51,14 @@ def statistics_of(
     margins = np.array([pair.margin for pair in with_scores], dtype=np.float64)
     # A pair without a score is wrong in the accuracy, and no tie.
     is_tie = (margins == 0).astype(float)
+    scores: list[float] = []
+    for example in scored:
+        scores += [score for score in example.scores if score is not None]
+    mean: float | None = None
+    deviation: float | None = None
+    if scores:
+        mean = float(np.mean(scores))
+        deviation = float(np.std(scores))
     numbers = [
         accuracy_metric(outcomes, "pair_accuracy", prompts),
         accuracy_metric(is_tie.tolist(), "ties", prompts_with_scores),
@@ -58,7 +66,8 @@ def statistics_of(
         *grade_errors(scored).values(),
         *_fitted_temperature(margins, name),
         _worst_subset(result),
-        *_score_moments(scored),
+        Metric("score_mean", mean, count=len(scores)),
+        Metric("score_std", deviation, count=len(scores)),
     ]
     return Diagnostic({metric.name: metric for metric in numbers})
 
@@ -91,19 +100,6 @@ def _worst_subset(result: SuiteResult | None) -> Metric:
     # Of equal ones the first by name, so that the report is the same every time.
     worst = min(subsets, key=lambda subset: (subset.value or 0.0, subset.name))
     return replace(worst, name="worst_subset", note=worst.name)
-
-
-def _score_moments(scored: Sequence[ScoredExample]) -> tuple[Metric, Metric]:
-    """Mean and standard deviation of all scores."""
-    scores: list[float] = []
-    for example in scored:
-        scores += [score for score in example.scores if score is not None]
-    mean = float(np.mean(scores)) if scores else None
-    deviation = float(np.std(scores)) if scores else None
-    return (
-        Metric("score_mean", mean, count=len(scores)),
-        Metric("score_std", deviation, count=len(scores)),
-    )
 
 
 def reliability_of(scored: Sequence[ScoredExample]) -> list[dict[str, Any]]:
@@ -262,20 +258,19 @@ def gate_metrics(scored: Sequence[ScoredExample]) -> dict[str, Metric]:
     # Validation runs every few steps: no number here is resampled.
     metrics = {**diagnose_length(scored).numbers, **orders_and_confidences(scored)}
     gates = {}
-    for name in GATE_METRICS[:-1]:
+    for name in GATE_METRICS[:-1]:  # without worst_subset, which is made below
         note = metrics[name].note if metrics[name].value is None else None
         gates[name] = replace(metrics[name], low=None, high=None, note=note)
-    return gates | {"worst_subset": _lowest_subset(scored)}
-
-
-def _lowest_subset(scored: Sequence[ScoredExample]) -> Metric:
     accuracies = []
     for name, examples in by_subset(scored).items():
         outcomes = [pair.outcome for pair in collect_pairs(examples)]
         if outcomes:
             accuracies.append((float(np.mean(outcomes)), name, len(outcomes)))
-    if not accuracies:
+    if accuracies:
+        # Of equal ones the first by name, so that a run chooses alike every time.
+        value, name, count = min(accuracies)
+        gates["worst_subset"] = Metric("worst_subset", value, count=count, note=name)
+    else:
         missing = "There is no pair of a better and a worse completion."
-        return Metric("worst_subset", None, count=0, note=missing)
-    value, name, count = min(accuracies)
-    return Metric("worst_subset", value, count=count, note=name)
+        gates["worst_subset"] = Metric("worst_subset", None, count=0, note=missing)
+    return gates

@@ -39,7 +39,8 @@ _LONG_COMPLETION = 900  # characters, beyond which a reader opens the rest
 # Characters that are invisible or reorder their neighbours, and halves of surrogate pairs; not the
 # joiners of emoji.
 _HIDDEN = re.compile(
-    "[\0-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff]"
+    "[\0-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u200b\u200e\u200f"
+    "\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff]"
 )
 
 
@@ -195,6 +196,7 @@ class Document:
 @cache
 def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
+        # Of the whole package: each template lies beside the code that fills it.
         loader=jinja2.PackageLoader("treeward", "."),
         autoescape=True,
         finalize=_visible,
@@ -203,7 +205,11 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
         extensions=["jinja2.ext.do"],
     )
-    environment.filters |= {"number": format_number, "json": _json}
+    environment.filters |= {
+        "number": format_number,
+        # For a script of the page, where `<` could end the script: it is escaped.
+        "json": lambda value: jinja2.utils.htmlsafe_json_dumps(plain(value, _visible)),
+    }
     environment.globals |= {
         "is_number": intervals.is_number,
         "interval_text": intervals.interval_text,
@@ -230,11 +236,6 @@ def _visible(value: Any) -> Any:
     if not isinstance(value, str) or isinstance(value, Markup):
         return value
     return _HIDDEN.sub(lambda match: f"[U+{ord(match[0]):04X}]", value.replace("\r\n", "\n"))
-
-
-def _json(value: Any) -> Markup:
-    """JSON for a script of the page."""
-    return jinja2.utils.htmlsafe_json_dumps(plain(value, _visible))
 
 
 @cache

@@ -24,10 +24,12 @@ from treeward.evaluation.results import Metric
 from treeward.formatting import format_number
 
 _NUM_COLOURS = 6
+# So that lines are told apart in print, and without seeing colours.
 _DASHES: tuple[list[int], ...] = ([], [7, 4], [2, 3], [9, 3, 2, 3], [4, 2], [1, 4])
 SOLID, DASHED, DOTTED = 0, 1, 2
 """Dashes of a `Line`, by number."""
 
+# Expressions of Vega: only the browser knows how wide the page is.
 _WIDE = "width > 480"
 _ROOM_FOR_WORDS = f"width - ({_WIDE} ? 205 : 52)"
 _LANE_HEIGHT = 20.5
@@ -139,7 +141,7 @@ def _finish(layers: Sequence[alt.Chart], title: str, height: int) -> dict[str, A
         chart = chart.properties(title=alt.TitleParams(title, frame="bounds", offset=8))
     # Validation against the JSON schema would take half the time of a report.
     made: dict[str, Any] = chart.to_dict(validate=False)
-    del made["$schema"]
+    del made["$schema"]  # an address, and the page loads nothing
     made.pop("config", None)  # the page has one for all charts
     return made
 
@@ -165,7 +167,14 @@ def bar_chart(
     `series`: metrics by name, of each model. `labels`: of the metrics that are shown, in order;
     None shows all by their names. `reference`: where the line of chance is.
     """
-    bars = _shown_bars(series, labels)
+    bars = []
+    for order, (name, metrics) in enumerate(series.items()):
+        shown = labels
+        if shown is None:
+            shown = dict(zip(metrics, metrics, strict=True))  # each by its own name
+        for metric, label in shown.items():
+            bars.append(_Bar(name, order, label, metrics[metric]))
+    # One size for all, so that they have one number of decimals.
     size = size_of(bar.metric for bar in bars)
     rows = [_bar_row(bar, format, x_range, size) for bar in bars]
     legend: list[tuple[str, list[int] | None, str]] = []
@@ -192,19 +201,6 @@ class _Bar(NamedTuple):
     order: int
     label: str
     metric: Metric
-
-
-def _shown_bars(
-    series: Mapping[str, Mapping[str, Metric]], labels: Mapping[str, str] | None
-) -> list[_Bar]:
-    bars = []
-    for order, (name, metrics) in enumerate(series.items()):
-        shown = labels
-        if shown is None:
-            shown = dict(zip(metrics, metrics, strict=True))
-        for metric, label in shown.items():
-            bars.append(_Bar(name, order, label, metrics[metric]))
-    return bars
 
 
 def _bar_row(bar: _Bar, format: str, x_range: tuple[float, float], size: float) -> dict[str, Any]:
@@ -372,6 +368,9 @@ def _points(line: Line, order: int, format: str, x_label: str) -> list[dict[str,
         if not (is_number(x) and is_number(y)):
             continue
         words = " ".join(interval_text(Metric(line.name, y, low, high), format))
+        # NaN is not JSON, and an unknown end has no band.
+        known_low = low if is_number(low) else None
+        known_high = high if is_number(high) else None
         tip = _tip(line.name, label or f"{x_label} {format_number(x)}")
         rows.append(
             {
@@ -381,8 +380,8 @@ def _points(line: Line, order: int, format: str, x_label: str) -> list[dict[str,
                 "dash": _dash(line),
                 "x": float(x),
                 "value": float(y),
-                "low": low if is_number(low) else None,
-                "high": high if is_number(high) else None,
+                "low": known_low,
+                "high": known_high,
                 "label": label or "",
                 "tip": f"{tip}\n{words}",
                 "dots": has_dots,
@@ -406,7 +405,11 @@ def _curves(
         x_scale = y_scale = alt.Scale(domain=[0, 1], nice=False)
         x_axis = _axis(format)
     if x_ticks:
-        x_axis = _named_ticks(x_ticks)
+        names = json.dumps([tick.label for tick in x_ticks])
+        # The index of a tick is between 0, the first, and 1, the last.
+        last = max(1, len(x_ticks) - 1)
+        expression = f"{names}[round(datum.index * {last})]"
+        x_axis = alt.Axis(values=[tick.x for tick in x_ticks], labelExpr=expression)
     x = alt.X("x:Q", title=x_label, axis=x_axis, scale=x_scale)
     y = alt.Y("value:Q", title=None, axis=_axis(format), scale=y_scale)
     band = _layer(row for row in rows if row["low"] is not None and row["high"] is not None)
@@ -431,14 +434,6 @@ def _curves(
             0, diagonal.mark_line(color="var(--edge)", strokeDash=[3, 4], strokeWidth=1.2)
         )
     return layers
-
-
-def _named_ticks(ticks: Sequence[Place]) -> alt.Axis:
-    names = json.dumps([tick.label for tick in ticks])
-    # The index of a tick is between 0, the first, and 1, the last.
-    last = max(1, len(ticks) - 1)
-    expression = f"{names}[round(datum.index * {last})]"
-    return alt.Axis(values=[tick.x for tick in ticks], labelExpr=expression)
 
 
 def _marks(marks: Sequence[Place]) -> list[alt.Chart]:

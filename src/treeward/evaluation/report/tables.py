@@ -1,8 +1,8 @@
 """Tables of a report: how columns are laid out, and what a cell shows.
 
-columns = table_layout([TableColumn("suite", "Suite"), TableColumn("value", "Value", "percent")],
-rows) cell_text({"suite": "llmbar", "value": Metric("accuracy", 0.71)}, columns[1])   # ("71.0%",
-"")
+columns = [TableColumn("suite", "Suite"), TableColumn("value", "Value", "percent")]
+columns = table_layout(columns, rows)
+cell_text({"suite": "llmbar", "value": Metric("accuracy", 0.71)}, columns[1])  # ("71.0%", "")
 """
 
 from __future__ import annotations
@@ -54,8 +54,10 @@ def table_layout(
             num_with_intervals += 1
         known = [value for value in values if value is not None]
         is_whole = all(is_number(value) and value == round(value) for value in known)
-        # Whole numbers have no decimals if the column has nothing else.
-        formats.append("integer" if column.format == "number" and is_whole else column.format)
+        format = column.format
+        if format == "number" and is_whole:
+            format = "integer"  # a column of counts has no decimals
+        formats.append(format)
     is_dense = num_with_intervals > _MOST_SIDE_BY_SIDE or len(columns) > 2 * _MOST_SIDE_BY_SIDE
     num_side_by_side = sum(column.explains is None for column in columns)
     is_wide = num_side_by_side > _MOST_SIDE_BY_SIDE

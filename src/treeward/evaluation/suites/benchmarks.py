@@ -85,6 +85,7 @@ class RMBench(Suite):
         return published_example(where, row.domain, row.id, row.prompt, texts, ranks)
 
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
+        # By identity: an example has messages, which cannot be hashed.
         cells = {id(example): self._cells(example) for example in scored}
 
         def part(name: str, examples: Sequence[ScoredExample], places: Any = ...) -> Metric:

@@ -68,7 +68,15 @@ class Suite(ABC):
         """The suite's numbers; values are None where there is nothing to compute them from."""
         result = self._compute(scored)
         if scored and not any(_can_be_compared(example) for example in scored):
-            result = _without_values(result)
+            # Nothing was scored, which is no accuracy of 0 %.
+            nothing: dict[str, Any] = {"value": None, "low": None, "high": None}
+            note = "Nothing was scored, so there is no result."
+            result = replace(
+                result,
+                headline=replace(result.headline, note=note, **nothing),
+                sections=tuple(replace(section, **nothing) for section in result.sections),
+                subsets=tuple(replace(subset, **nothing) for subset in result.subsets),
+            )
         headline = result.headline
         if self.num_published not in (None, headline.count):
             note = (
@@ -124,16 +132,6 @@ def _can_be_compared(example: ScoredExample) -> bool:
         if example.scores[better] is not None and example.scores[worse] is not None:
             return True
     return False
-
-
-def _without_values(result: SuiteResult) -> SuiteResult:
-    """The result where nothing can be compared, which is no accuracy of 0 %."""
-    nothing: dict[str, Any] = {"value": None, "low": None, "high": None}
-    note = "Nothing was scored, so there is no result."
-    headline = replace(result.headline, note=note, **nothing)
-    sections = [replace(section, **nothing) for section in result.sections]
-    subsets = [replace(subset, **nothing) for subset in result.subsets]
-    return replace(result, headline=headline, sections=tuple(sections), subsets=tuple(subsets))
 
 
 class PreferenceSuite(Suite):
