@@ -53,6 +53,7 @@ class AskedJudge:
             answers = self._judge.ask(questions[:_FIRST_QUESTIONS])
             self._check(answers)
         answers += self._judge.ask(questions[len(answers) :])
+        # A call without questions has not shown that the judge can answer.
         self._has_begun = self._has_begun or bool(answers)
         self._judge.cost += Cost(seconds=time.perf_counter() - before)
         return answers

@@ -185,7 +185,8 @@ class CustomEnvironment(ConfiguredEnvironment[CustomEnvironmentConfig]):
             columns[name] = [values.get(name) for values in arguments]
         [value] = self._called([columns])
         if isinstance(value, Reward) and value.value is None:
-            return [value] * len(samples)
+            return [value] * len(samples)  # the call of all of them has raised
+        # A tensor or an array is a list of numbers too.
         rewards = value.tolist() if hasattr(value, "tolist") else value
         is_list = isinstance(rewards, Sequence) and not isinstance(rewards, str | bytes)
         if not is_list or len(rewards) != len(samples):
@@ -305,7 +306,7 @@ def _sum_of_parts(values: Mapping[Any, Any]) -> Reward:
 def _number(value: Any) -> float | None:
     if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:  # a scalar of numpy or torch
         value = value.item()
-    if not isinstance(value, int | float):
+    if not isinstance(value, int | float):  # True and False are numbers: right and wrong
         return None
     try:
         number = float(value)

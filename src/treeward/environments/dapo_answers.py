@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 
+# As verl's math_dapo has it.
 _LAST_CHARACTERS = 300
 """An answer before these is not looked for."""
 

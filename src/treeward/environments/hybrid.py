@@ -45,6 +45,7 @@ class HybridEnvironment(ConfiguredEnvironment[HybridEnvironmentConfig]):
                 where = f"{WHERE}.members.{name}"
                 self.members[name] = make_environment(name, member.section, where=where)
         except BaseException:
+            # The members before it may have started processes.
             self.shutdown()
             raise
 
@@ -63,6 +64,7 @@ class HybridEnvironment(ConfiguredEnvironment[HybridEnvironmentConfig]):
         def ask(member: Environment) -> list[Reward]:
             return member.rewards(conversations, env_infos)
 
+        # Side by side, because most of them wait: for a judge, a server or processes.
         with ThreadPoolExecutor(len(self.members)) as threads:
             rewards = dict(zip(self.members, threads.map(ask, self.members.values()), strict=True))
         weights = {name: member.weight for name, member in self.config.members.items()}
@@ -114,6 +116,7 @@ def _weighted_sum(parts: Mapping[str, Reward], weights: Mapping[str, float]) -> 
     error = _errors(parts)
     if error is not None:
         return Reward(None, Score(None, judgement=judgement), components=components, error=error)
+    # No value is None here: `_errors` would have named it.
     total = sum(weights[name] * (part.value or 0.0) for name, part in parts.items())
     if not math.isfinite(total):
         return Reward(None, components=components, error="the weighted sum is not finite")

@@ -207,6 +207,7 @@ class Environment(RayActor, abc.ABC):
         rewards = torch.as_tensor(values, dtype=torch.float32).flatten()
         failed = ~torch.isfinite(rewards)
         if "loss_multiplier" in batch and bool(failed.any()):
+            # A copy: the caller's tensor may be a view of the data.
             multiplier = torch.as_tensor(batch["loss_multiplier"]).clone()
             multiplier[failed.to(multiplier.device)] = 0
             batch["loss_multiplier"] = multiplier
@@ -249,6 +250,7 @@ def conversation_of_log(log: Any, where: str | None = None) -> Conversation:
         for key, value in message.items():
             if isinstance(value, np.ndarray) and value.dtype == object:
                 value = value.tolist()  # a list from parquet
+            # A loop keeps tensors in messages, and Arrow a null for each key that a row lacks.
             if value is None or isinstance(value, Tensor | np.ndarray):
                 continue
             if key not in _KEYS_OF_LOOPS:

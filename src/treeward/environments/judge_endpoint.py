@@ -10,7 +10,7 @@ With `use_logprobs` verdicts count by their expected value, if the endpoint send
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from treeward.config.reward_environments import JudgeModelConfig
@@ -84,6 +84,7 @@ class EndpointJudge:
                     got=f"{error.summary}: {error.got}",
                     need="a valid key, and one of its models (and /v1 in base_url)",
                 ) from error
+            # These statuses are of the request itself, which would be refused again.
             is_temporary = error.status not in (400, 413, 422)
             return NoVerdict(f"judge: {error.summary}: {error.got}", is_temporary=is_temporary)
         return read_answer(answer, self.config)
@@ -109,7 +110,13 @@ class EndpointJudge:
             text = choice["message"]["content"]
             usage = content.get("usage") or {}
             logprobs = choice.get("logprobs") or {}
-            tokens = [_token(entry) for entry in logprobs.get("content") or ()]
+            tokens = []
+            for token in logprobs.get("content") or ():
+                # The token that was sampled may not be among the likeliest.
+                log_probs = {token["token"]: float(token["logprob"])}
+                for entry in token.get("top_logprobs") or ():
+                    log_probs[entry["token"]] = float(entry["logprob"])
+                tokens.append(TokenChoice(token["token"], log_probs))
         except (LookupError, TypeError, AttributeError) as error:
             summary = "the server sends no chat completion"
             raise ServerError(summary, status=200, where=self.url, got=content) from error
@@ -118,11 +125,3 @@ class EndpointJudge:
         if not isinstance(text, str):
             return Answer("", is_cut)
         return Answer(text, is_cut, tokens)
-
-
-def _token(content: Mapping[str, Any]) -> TokenChoice:
-    # The token that was sampled may not be among the likeliest.
-    log_probs = {content["token"]: float(content["logprob"])}
-    for entry in content.get("top_logprobs") or ():
-        log_probs[entry["token"]] = float(entry["logprob"])
-    return TokenChoice(content["token"], log_probs)

@@ -163,4 +163,5 @@ def register(name: str = "reward_model") -> None:
         ) from error
     path = f"{NemoRLEnvironment.__module__}.{NemoRLEnvironment.__qualname__}"
     ENV_REGISTRY[name] = {**ENV_REGISTRY.get(name, {}), "actor_class_fqn": path}
+    # The Python of Ray's workers, where treeward is; NeMo RL has others, one for each extra.
     ACTOR_ENVIRONMENT_REGISTRY[path] = PY_EXECUTABLES.SYSTEM

@@ -24,7 +24,6 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
@@ -56,7 +55,8 @@ def open_questions(config: PromptSetConfig, section: JudgePromptConfig) -> Promp
     """
     dataset = open_dataset(config.comparisons)
     questions: list[Prompt] = []
-    num_tied = num_strong = 0
+    num_tied = 0
+    num_strong = 0
     for number, (preference, where) in enumerate(itertools.islice(dataset, config.max_samples)):
         num_strong += preference.strength is not None
         for pair in itertools.combinations(preference.completions, 2):
@@ -129,8 +129,17 @@ class PreferenceVerdictEnvironment(ConfiguredEnvironment[PreferenceVerdictConfig
             verdict = verdicts[i]
             others = answers[family, _OTHER[label]]
             if self.config.mode == "rating":
-                other_ratings = [verdicts[j].value for j in others if j in verdicts]
-                right = _share_on_the_right_side(verdict.value, label, other_ratings)
+                # The share of the other completion's ratings that this one is above, or for the
+                # worse completion below; 0 where the other one has no rating.
+                right_sides: list[float] = []
+                for j in others:
+                    if j not in verdicts:
+                        continue
+                    lead = verdict.value - verdicts[j].value
+                    if label == "worse":
+                        lead = -lead
+                    right_sides.append(float(lead > 0))
+                right = fmean(right_sides) if right_sides else 0.0
                 parts = {"accuracy": right, "no_verdict": 0.0, "rating": verdict.value}
             else:
                 right = float(verdict.label == label)
@@ -144,16 +153,6 @@ class PreferenceVerdictEnvironment(ConfiguredEnvironment[PreferenceVerdictConfig
                     parts["consistent"] = float(verdict.value == 1.0 - swapped.value)
             rewards.append(Reward(right, components=parts))
         return rewards
-
-
-def _share_on_the_right_side(rating: float, label: str, others: Sequence[float]) -> float:
-    """The share of the other completion's ratings that this one is above, or for the worse
-    completion below."""
-    if not others:
-        return 0.0
-    if label == "better":
-        return fmean(float(rating > other) for other in others)
-    return fmean(float(rating < other) for other in others)
 
 
 _OTHER = {"A": "B", "B": "A", "better": "worse", "worse": "better"}

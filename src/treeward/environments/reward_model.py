@@ -97,6 +97,7 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
                 raise DataError(summary, where=item.name, got=item.error)
             rows.append(item.ids)
         lengths_B = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+        # Which token pads is of no matter: `input_lengths` says where a row ends.
         pad_id = scorer.renderer.tokenizer.pad_token_id or 0
         ids_BL = torch.full((len(rows), max(map(len, rows), default=0)), pad_id)
         for i, row in enumerate(rows):

@@ -154,6 +154,7 @@ class ModelInReplicas:
             ray_actor_options={"num_cpus": 1, "num_gpus": place.get("GPU", 0.0) / size},
             batch_tokens=config.batch_tokens or DEFAULT_BATCH_TOKENS,
             batch_size=config.batch_size,
+            # A step is as large as the loop makes it: nothing of it is refused.
             max_queued=2**62,
             deadline_seconds=_NEVER_SECONDS,
         )
@@ -182,6 +183,7 @@ class ModelInReplicas:
         self._open.close()
 
     async def _scores(self, conversations: Sequence[AnyConversation]) -> list[Score]:
+        # Neighbours alone: a loop gives the completions of a prompt one after another.
         groups = groupby(conversations, key=lambda conversation: list(conversation[:-1]))
         parts = [self._scores_of_prompt(list(group)) for _, group in groups]
         return list(chain.from_iterable(await asyncio.gather(*parts)))

@@ -2,8 +2,8 @@
 
 judge = make_environment("judge", {"base_url": url, "model": "m", "mode": "pairwise"})
 scorer = EnvironmentScorer(judge)
-scorer.score_groups([[conversation, other], ...], [info, ...])      # its rewards, as scores
-scorer.usage()      # of a judge: {"num_requests": 120, ..., "seconds": 31.0}
+scorer.score_groups([[conversation, other], ...], [info, ...])  # its rewards, as scores
+scorer.usage()  # of a judge: {"num_requests": 120, ..., "seconds": 31.0}
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class EnvironmentScorer:
         cost: Cost | None = getattr(self.environment, "cost", None)
         if cost is None:
             return {}
+        # The environment counts from its beginning, and each suite's own share is asked for.
         before = self._cost
         self._cost = asdict(cost)
         return {name: value - before.get(name, 0) for name, value in self._cost.items()}

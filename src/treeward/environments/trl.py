@@ -86,7 +86,7 @@ def as_trl(
                 log_metric(f"{name}/raw_mean", sum(raw) / len(raw))
         return values
 
-    rewards_of.__name__ = name
+    rewards_of.__name__ = name  # TRL names the function's metrics by it
     return rewards_of
 
 

@@ -112,7 +112,7 @@ def _prompt(extra_info: Mapping[str, Any], data_source: str) -> list[Mapping[str
         if isinstance(prompt, str):
             return [{"role": "user", "content": prompt}]
         if prompt is not None:
-            # from parquet it is a list or an array
+            # From parquet it is a list, or an array.
             return [without_nulls(message) for message in prompt]
     raise DataError(
         "a reward model reads the prompt too, and verl does not pass it on",
