@@ -1,12 +1,12 @@
 """Files and folders that survive a crash, and belong to one process at a time.
 
-write_text(Path("run.json"), text)                  # the old file or the new one, never a part
-with atomic_file(Path("rows.jsonl")) as stream:     # the same, written piece by piece
+write_text(Path("run.json"), text)               # the old file or the new one, never a part
+with atomic_file(Path("rows.jsonl")) as stream:  # the same, written piece by piece
     stream.write(line)
-is_stream(Path("/dev/stdout"))          # a device or a FIFO, which is written, never replaced
-with folder_lock(Path("results/rm")) as locked:     # released however the process ends
-    if not locked: ...                              # another process has it
-remove_leftovers(Path("results/rm"))                # the parts of writes that were killed
+is_stream(Path("/dev/stdout"))       # a device or a FIFO, which is written, never replaced
+with folder_lock(Path("results/rm")) as locked:  # released however the process ends
+    if not locked: ...                           # another process has it
+remove_leftovers(Path("results/rm"))             # the parts of writes that were killed
 """
 
 from __future__ import annotations

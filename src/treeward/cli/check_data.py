@@ -121,11 +121,15 @@ def run(
     training = [configured(path) for path in paths]
     held_out = [configured(path) for path in validation or ()]
     ties: Literal["drop", "half"] = "drop"
+    max_length: int | None = None
     if loaded is not None:
         # Data that is named goes before the run's; validation data is added to it.
         training = training or list(loaded.training_sets)
         held_out += loaded.validation_sets
         ties = loaded.data.ties
+        # A run that cuts long completions, or refuses them, leaves none out.
+        if loaded.data.truncation == "drop":
+            max_length = loaded.max_sequence_length
     with choosing_split(choose_split), ShownProgress(unit="rows") as progress:
         streams = open_sets(training)
         name, renderer = _renderer(tokenizer, loaded, streams)
@@ -136,7 +140,7 @@ def run(
             validation=open_sets(held_out),
             benchmarks=benchmarks,
             ties=ties,
-            max_length=_max_length(loaded),
+            max_length=max_length,
             on_progress=lambda what, done: progress.show(what, done, 0),
         )
     # Without a row there is nothing to report on.
@@ -147,16 +151,6 @@ def run(
     if folder is not None:
         sys.stdout.write(f"\nEvery number is in {write_check(folder, checked)}\n")
     return 1 if checked.errors or checked.refused else 0
-
-
-def _max_length(loaded: RewardModelRunConfig | None) -> int | None:
-    """The tokens beyond which the run leaves a completion out; None without a run, and for one that
-    cuts or refuses.
-    """
-    # Completions that are cut are not left out.
-    if loaded is None or loaded.data.truncation != "drop":
-        return None
-    return loaded.max_sequence_length
 
 
 def _renderer(

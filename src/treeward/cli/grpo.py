@@ -32,7 +32,7 @@ def run(config: ConfigFile, overrides: Overrides = None) -> int:
 
     with choosing_split(split_key(loaded.data)):
         outcome = launch(grpo, loaded)
-    # Of several processes the main one tells.
+    # The main process of several has it, and writes.
     if outcome is None:
         return 0
     lines = []

@@ -153,7 +153,7 @@ def _reporting(verb: str, run: Callable[..., int]) -> Callable[..., None]:
             # As in `treeward score ... | head`: the reader has enough, which is no failure.
             if isinstance(error, BrokenPipeError) and _stdout_closed():
                 raise typer.Exit(0) from None
-            # Of the processes of torchrun the first on each node tells.
+            # Only the first process of torchrun on each node writes the error.
             if os.environ.get("LOCAL_RANK", "0") != "0":
                 raise typer.Exit(2) from None
             if logging.getLogger("treeward").isEnabledFor(logging.DEBUG):

@@ -1,7 +1,7 @@
-"""The options of open-instruct's `reward_modeling.py` as overrides of `treeward train`.
+r"""The options of open-instruct's `reward_modeling.py` as overrides of `treeward train`.
 
-    python -m treeward.cli.open_instruct --config quickstart --learning_rate 3e-6
-    --model_name_or_path me/sft
+    python -m treeward.cli.open_instruct --config quickstart --learning_rate 3e-6 \
+        --model_name_or_path me/sft
 
 `scripts/train/` pass their arguments on to it. An option that has no counterpart is refused with
 what to do, and one that open-instruct itself does not read is ignored with a line. Further words

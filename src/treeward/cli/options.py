@@ -1,6 +1,6 @@
 """Options that several verbs have, and the reward models that they name.
 
-@with_model_options                                   # adds --device, --dtype, --max-length, ...
+@with_model_options  # adds --device, --dtype, --max-length, ...
 def run(model: Model, *, options: ModelOptions) -> int:
     section = checked_model(model_section(model), "MODEL", options)
     scorer, shaper, identity = load(section, options.batch_tokens)
@@ -280,7 +280,10 @@ def candidate(section: dict[str, Any], where: str, options: ModelOptions) -> Can
         name = section.pop("name", None)
         check_environments({where: section})
         if name is None:
-            name = _environment_name(section)
+            # As judge-pairwise-qwen, which becomes the name of a folder.
+            model_name = Path(str(section.get("model", ""))).name
+            parts = [section["type"], section.get("mode"), model_name]
+            name = "-".join(re.sub(r"[^\w.]+", "-", str(part)) for part in parts if part)
         load_environment = partial(_environment, section, where)
         return Candidate(name, load_environment, note=f"rewards of {section}")
     model = checked_model(section, where, options)
@@ -292,16 +295,6 @@ def candidate(section: dict[str, Any], where: str, options: ModelOptions) -> Can
     # The name becomes that of a folder.
     name = model.served_name.replace("/", "-")
     return Candidate(name, partial(_rewards, model, options.batch_tokens), note)
-
-
-def _environment_name(section: dict[str, Any]) -> str:
-    """What an environment is called by its section, as judge-pairwise-qwen."""
-    model = Path(str(section.get("model", ""))).name
-    words = []
-    for part in (section["type"], section.get("mode"), model):
-        if part:
-            words.append(re.sub(r"[^\w.]+", "-", str(part)))
-    return "-".join(words)
 
 
 def _environment(section: dict[str, Any], where: str) -> tuple[GroupScorer, Mapping[str, Any]]:
@@ -342,7 +335,7 @@ def parse_head_weights(text: str) -> dict[str, float] | list[float]:
         except ValueError:
             values.append(math.nan)
     are_named = any(names)
-    # A head without a name beside others that have one counts as a wrong name.
+    # Beside heads that have a name one without is a mistake, and no head of the name "".
     have_names = "" not in names and len(set(names)) == len(names)
     if not all(map(math.isfinite, values)) or (are_named and not have_names):
         raise ConfigError(

@@ -29,7 +29,7 @@ import typer
 from treeward.cli.comparisons import choosing_split, split_key
 from treeward.cli.options import OptionalConfigFile, Overrides
 from treeward.config.checkpointing import CheckpointingConfig
-from treeward.config.first_run import Choice, choose, named_values, values_of
+from treeward.config.first_run import choose, named_values, values_of
 from treeward.config.load import load_file
 from treeward.config.preflight import check_inputs
 from treeward.config.run import RewardModelRunConfig
@@ -96,7 +96,7 @@ def run(
 
     with choosing_split(split_key(loaded.data)):
         outcome = launch(train, loaded)
-    # Of several processes the main one tells.
+    # The main process of several has it, and writes.
     if outcome is None:
         return 0
     # A table of an unfinished run would look like a result.
@@ -173,23 +173,20 @@ def _with_choices(
     values = values_of(choices, named_values(model, data, validation))
     # Once more, because the user's overrides go before what was chosen.
     chosen = load_file(RewardModelRunConfig, config, overrides, values=values)
+    # Only the first process of torchrun writes what was chosen.
+    if os.environ.get("RANK", "0") != "0":
+        return chosen
     # What the user says was not chosen here.
     overridden = {text.lstrip("+~").partition("=")[0] for text in overrides}
-    _tell_choices([choice for choice in choices if choice.key not in overridden])
-    return chosen
-
-
-def _tell_choices(choices: Sequence[Choice]) -> None:
-    """Write what was chosen, as overrides that may be changed."""
-    # Of the processes of torchrun the first tells.
-    if os.environ.get("RANK", "0") != "0":
-        return
-    width = max((len(choice.text) for choice in choices), default=0)
+    shown = [choice for choice in choices if choice.key not in overridden]
+    width = max((len(choice.text) for choice in shown), default=0)
     sys.stdout.write("Chosen; the same command takes other values of these keys:\n")
-    for choice in choices:
+    for choice in shown:
+        # An override, which can be copied into the command and changed.
         sys.stdout.write(f"  {choice.text:{width}}  # {choice.why}\n")
     # Before what the processes of the run write.
     sys.stdout.flush()
+    return chosen
 
 
 def _tell_dry_run(loaded: RewardModelRunConfig) -> int:

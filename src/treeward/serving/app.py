@@ -6,7 +6,6 @@ unreadable bodies.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -149,21 +148,11 @@ async def _invalid(request: Request, error: Exception) -> Response:
     if first["type"] == "json_invalid":
         message = f"the body is no JSON: {first['ctx']['error']}"
         return await _api_error(request, APIError(422, "invalid_json", message))
-    field = _field_path(first["loc"])
+    field = ""
+    # The first part says where the value came, as "body" or "query".
+    for part in first["loc"][1:]:
+        field += f"[{part}]" if isinstance(part, int) else f".{part}"
+    # A key that a client made up may be of any length.
+    field = field.lstrip(".")[:100]
     message = f"{field or 'the body'}: {first['msg']}; got {shown(first['input'])}"
     return await _api_error(request, APIError(422, "invalid_request", message, param=field or None))
-
-
-def _field_path(location: Sequence[str | int]) -> str:
-    """Pydantic's location of a value, as `messages[0].role`; empty for the whole body.
-
-    Of a key that a client made up it has 100 characters.
-    """
-    path = ""
-    # The first part says where the value came, as "body" or "query".
-    for part in location[1:]:
-        if isinstance(part, int):
-            path += f"[{part}]"
-        else:
-            path += f".{part}"
-    return path.lstrip(".")[:100]

@@ -98,7 +98,8 @@ class Ending:
     def begun(self, text: str) -> str:
         """A whole conversation with the BOS that all of the model's begin with.
 
-        verl removes it, because most tokenizers add it again. SmolLM2's does not: its template writes it.
+        verl removes it, because most tokenizers add it again. SmolLM2's does not: its template
+        writes it.
         """
         if not self.first or not self.text or text.startswith(self.first) or not self.is_in(text):
             return text

@@ -1,7 +1,6 @@
 """`serve`: load and verify the models, then listen until a signal.
 
-    serve(ServerConfig(models=[{"model": "results/rm/final"}], port=8000))      # until SIGTERM or
-    SIGINT
+    serve(ServerConfig(models=[{"models": "results/rm/final"}], port=8000))  # until a signal
 
 The server listens only when every model is loaded and keeps its scoring contract. On a signal
 uvicorn accepts nothing new and responds to accepted requests.
@@ -92,7 +91,9 @@ def make_server(service: Service, *, token: str | None = None) -> uvicorn.Server
             # The log is configured by the command; uvicorn's own would replace it.
             log_config=None,
             access_log=service.config.access_log,
+            # The version of uvicorn is nobody's business.
             server_header=False,
+            # A client could otherwise name its own address, in the log.
             proxy_headers=False,
             ws="none",
             lifespan="off",

@@ -1,8 +1,9 @@
 """NeMo Gym's dialect for resources servers: `POST /verify` and its companions.
 
-{"responses_create_params": {"input": "2 + 2?"}, "response": {"output": [{"type": "message", ...}]},
-"any": "thing"} -> the same body, with "reward": 1.5, "reward_num_tokens": 21, "reward_truncated":
-false at its end
+    {"responses_create_params": {"input": "2 + 2?"},
+     "response": {"output": [{"type": "message", ...}]},
+     "any": "thing"}
+    -> the same body, with "reward": 1.5, "reward_num_tokens": 21, "reward_truncated": false
 
 Further keys: with shaping `reward_score` (the model's score); `reward_components` (that score, and
 the values of members and heads, each at the top level too); for a row with a `reward_threshold`

@@ -1,7 +1,7 @@
 """OpenRLHF's dialect, `POST /get_reward`: what `--reward.remote_url` calls.
 
-{"query": ["prompt and response as text"], "prompts": ["prompt"], "labels": ["4"]}
--> {"rewards": [1.5], "scores": [1.5]}
+    {"query": ["prompt and response as text"], "prompts": ["prompt"], "labels": ["4"]}
+    -> {"rewards": [1.5], "scores": [1.5]}
 
 A policy generated the query, so padding around it is removed, and the white space of the model's
 template after the end of turn is added, as OpenRLHF's server makes every query end with EOS. The

@@ -1,11 +1,11 @@
 """Our own dialect: `POST /v1/rewards` takes messages and gives scores, rewards and their
 components.
 
-{"context": [{"role": "user", "content": "2 + 2?"}], "completions": ["4", "5"]}
--> {"object": "list", "model": "rm", "contract": "3f...",
-    "data": [{"index": 0, "reward": 1.5, "score": 1.5, "num_tokens": 21, "truncated": false,
-              "error": null}, ...],
-    "usage": {"total_tokens": 42}}
+    {"context": [{"role": "user", "content": "2 + 2?"}], "completions": ["4", "5"]}
+    -> {"object": "list", "model": "rm", "contract": "3f...",
+        "data": [{"index": 0, "reward": 1.5, "score": 1.5, "num_tokens": 21, "truncated": false,
+                  "error": null}, ...],
+        "usage": {"total_tokens": 42}}
 """
 
 from __future__ import annotations
@@ -113,7 +113,17 @@ def parse(body: RewardsBody) -> list[Any]:
     if body.conversations is not None:
         if context is not None or body.completions is not None:
             raise problem
-        return [_conversation(item, body) for item in body.conversations]
+        # The body's template variables are of each conversation that has none of its own.
+        shared = Conversation(tools=body.tools, chat_template_kwargs=body.chat_template_kwargs)
+        conversations = []
+        for item in body.conversations:
+            messages: Any = item
+            conversation = Conversation(messages)
+            if isinstance(item, ChatBody):
+                conversation = item.conversation()
+            variables = {**shared.template_kwargs, **conversation.template_kwargs}
+            conversations.append(Conversation(conversation, chat_template_kwargs=variables))
+        return conversations
     has_two_contexts = body.context is not None and body.prompt is not None
     if context is None or body.completions is None or has_two_contexts:
         raise problem
@@ -132,17 +142,6 @@ def parse(body: RewardsBody) -> list[Any]:
         # The field of the body, of a path such as completions[1].
         param = (error.field or "context").split("[")[0]
         raise APIError(422, "invalid_request", error.in_one_line, param=param) from error
-
-
-def _conversation(item: Any, body: RewardsBody) -> Conversation:
-    """One of the conversations, with the body's template variables where it has none of its own."""
-    if isinstance(item, ChatBody):
-        conversation = item.conversation()
-    else:
-        conversation = Conversation(item)
-    shared = Conversation(tools=body.tools, chat_template_kwargs=body.chat_template_kwargs)
-    variables = {**shared.template_kwargs, **conversation.template_kwargs}
-    return Conversation(conversation, chat_template_kwargs=variables)
 
 
 def to_json(model: ServedModel, rewarded: Sequence[Reward]) -> RewardsResponse:

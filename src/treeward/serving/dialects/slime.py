@@ -1,7 +1,7 @@
 """slime's dialect, `POST /slime`: what `--rm-type remote_rm --rm-url http://host:8000/slime` calls
 for each sample.
 
-{"prompt": "prompt as text", "response": "4.<|im_end|>", "label": "4"}      -> 1.5
+    {"prompt": "prompt as text", "response": "4.<|im_end|>", "label": "4"}      -> 1.5
 
 The HTTP response is a bare number. `response` continues a prompt that is text, or is the
 assistant's next message after a prompt of messages. As a policy stops at its end of turn, the

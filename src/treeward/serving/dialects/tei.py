@@ -1,8 +1,7 @@
 """Text Embeddings Inference's dialect, `POST /predict` of its sequence classifiers.
 
-{"inputs": "rendered text"}                          -> [{"score": 1.5, "label": "LABEL_0"}]
-{"inputs": [["one text"], ["another"]]}              -> [[{"score": 1.5, ...}], [{"score": 0.5,
-...}]]
+    {"inputs": "rendered text"}              -> [{"score": 1.5, "label": "LABEL_0"}]
+    {"inputs": [["one text"], ["another"]]}  -> [[{"score": 1.5, ...}], [{"score": 0.5, ...}]]
 
 Scores are raw unless the request asks for sigmoids: `raw_scores: false`, the default of TEI itself,
 or `parameters: {function_to_apply: "sigmoid"}`, which the hub's client sends. A softmax is an

@@ -1,12 +1,13 @@
 """vLLM's and SGLang's dialects, which verl and others call: `POST /classify` of both, vLLM's
 `/pooling`, and SGLang's `/v1/embeddings`.
 
-{"model": "rm", "input": "rendered text"}                                   -> /classify, vLLM
--> {"id": "classify-3f...", "object": "list", "created": 1, "model": "rm",
-    "data": [{"index": 0, "label": "LABEL_0", "probs": [1.5], "num_classes": 1}],
-    "usage": {"prompt_tokens": 21, ...}}
-{"text": ["rendered text"]}                                                 -> /classify, SGLang
--> [{"embedding": [1.5], "meta_info": {"id": "3f...", "prompt_tokens": 21}}]
+    {"model": "rm", "input": "rendered text"}        to vLLM's /classify
+    -> {"id": "classify-3f...", "object": "list", "created": 1, "model": "rm",
+        "data": [{"index": 0, "label": "LABEL_0", "probs": [1.5], "num_classes": 1}],
+        "usage": {"prompt_tokens": 21, ...}}
+
+    {"text": ["rendered text"]}                      to SGLang's /classify
+    -> [{"embedding": [1.5], "meta_info": {"id": "3f...", "prompt_tokens": 21}}]
 
 Bodies of vLLM have `input` or `messages`, SGLang's `text` or `input_ids`. Scores are raw whatever
 `use_activation` says, as in vLLM for an export, whose `problem_type` is regression. Nothing is cut,
