@@ -23,7 +23,8 @@ import xxhash
 from treeward.storage import write_text
 
 SEAL_FILE = "training_state.json"
-_FILES, _SEAL = "files", "digest"
+_FILES = "files"
+_SEAL = "digest"
 
 
 def file_digest(path: Path) -> str:

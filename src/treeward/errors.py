@@ -78,6 +78,7 @@ class TreewardError(ValueError):
     def but(self, **changes: Any) -> Self:
         """The same error with other arguments, as `where`."""
         arguments = {}
+        # Not `self.args`, which has the text that was made of them.
         for name in ("summary", "where", "field", "got", "need", "fix"):
             value = getattr(self, name)
             if value is not None:
@@ -160,7 +161,14 @@ def nearest_path(path: str | os.PathLike[str]) -> str | None:
         names = [entry.name for entry in missing.parent.iterdir() if entry.exists()]
     except OSError:  # as for a name that is too long, or a folder that may not be read
         return None
-    near = _nearest_file(missing.name, names)
+    # Only names that are near without their suffixes: .jsonl alone is no likeness.
+    stem = missing.stem.lower()
+    alike = []
+    for name in names:
+        matcher = difflib.SequenceMatcher(None, stem, Path(name).stem.lower())
+        if matcher.ratio() >= _LIKENESS:
+            alike.append(name)
+    near = nearest_name(missing.name, alike)
     if near is None:
         return None
     meant = missing.parent / near / target.relative_to(missing)
@@ -168,18 +176,6 @@ def nearest_path(path: str | os.PathLike[str]) -> str | None:
         return str(meant)
     # This part is corrected; another one further on is missing too.
     return nearest_path(meant)
-
-
-def _nearest_file(name: str, names: Iterable[str]) -> str | None:
-    """`nearest_name` among those whose names are near without their suffixes: .jsonl alone is no
-    likeness."""
-    stem = Path(name).stem.lower()
-    alike = []
-    for candidate in names:
-        matcher = difflib.SequenceMatcher(None, stem, Path(candidate).stem.lower())
-        if matcher.ratio() >= _LIKENESS:
-            alike.append(candidate)
-    return nearest_name(name, alike)
 
 
 def pip_install(*extras: str) -> str:
@@ -198,6 +194,7 @@ def pip_install(*extras: str) -> str:
 def _rebuild(
     cls: type[TreewardError], state: dict[str, Any], args: tuple[Any, ...]
 ) -> TreewardError:
+    # Without the constructor: a subclass may have another one, as `ServerError`.
     error = cls.__new__(cls)
     error.__dict__.update(state)
     error.args = args

@@ -84,7 +84,7 @@ class Connection:
     def __init__(self, url: str, *, token: str | None = None, max_retries: int = 5) -> None:
         self._headers = {"User-Agent": f"treeward/{VERSION}", "Content-Type": "application/json"}
         if token is not None:
-            # it is a secret, so the error does not show it
+            # It is a secret, so the error does not show it.
             if not re.fullmatch(r"[\x21-\x7e]+", token):
                 raise ConfigError(
                     "the token cannot be sent in a header", field="token", need="visible ASCII"

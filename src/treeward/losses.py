@@ -2,7 +2,7 @@
 metrics.
 
     pairs = ranked_pairs([(0, 1), (0, 1, 1)], ties="drop")
-    loss_sum = bradley_terry(scores_S, pairs)        # divide once, by the `num_units` of the whole step
+    loss_sum = bradley_terry(scores_S, pairs)        # divide once, by `num_units` of the whole step
     heads = heads_of(section, loss, grades_NH, ...)  # all that a training step knows of its loss
     sums = RewardSums()
     for scores_S, pairs, loss_sum in ...:
@@ -203,7 +203,7 @@ def plackett_luce(scores_S: Tensor, pairs: Pairs) -> Tensor:
     scores_S = scores_S.float()
     excess_P = scores_S[pairs.worse_P] - scores_S[pairs.better_P]
     none_S = torch.zeros_like(scores_S)
-    # the largest of 0 and the excesses, taken out of the exponentials so that none overflows
+    # The largest of 0 and the excesses, taken out of the exponentials so that none overflows.
     largest_S = none_S.scatter_reduce(0, pairs.better_P, excess_P.detach(), "amax")
     rest_S = none_S.index_add(0, pairs.better_P, (excess_P - largest_S[pairs.better_P]).exp())
     loss_S = largest_S + (torch.exp(-largest_S) + rest_S).log()
@@ -364,9 +364,10 @@ def heads_of(
         if not isinstance(weight_of, dict):
             weight_of = dict.fromkeys(names, 1 / len(names))
         weights = tuple(weight_of.get(name, 0.0) / num_estimates for name in names)
+        # A grade that is the same everywhere has no deviation to be measured in.
         stds_H = np.nanstd(grades_NH, axis=0)
         stds = tuple(np.where(stds_H > 0, stds_H, 1.0).tolist())
-        # every estimate has a head for each label
+        # Every estimate has a head for each label.
         weights *= num_estimates
         stds *= num_estimates
     else:
@@ -430,7 +431,8 @@ class RewardSums:
     `read`."""
 
     def __init__(self) -> None:
-        self._num_units = self._num_pairs = 0
+        self._num_units = 0
+        self._num_pairs = 0
         self._sums_4: Tensor | None = None  # loss, correct, chosen, rejected; float64
 
     @torch.no_grad()
@@ -439,6 +441,7 @@ class RewardSums:
     ) -> None:
         """Add one batch. `pairs`: on the device of the scores. `loss_sum`: as a loss gives it, over
         `num_units` (None: those of the pairs)."""
+        # Sums of many batches: float32 would stop counting single pairs at 2^24.
         scores_S = scores_S.double()
         better_P = scores_S[pairs.better_P]
         worse_P = scores_S[pairs.worse_P]

@@ -1,6 +1,6 @@
 """OpenAI-compatible servers, asked through the `openai` client, which repeats requests itself.
 
-    async with openai_client("http://localhost:8000/v1", timeout_seconds=60, max_retries=5) as client:
+    async with openai_client("http://localhost:8000/v1", timeout_seconds=60) as client:
         reply = await post(client, "/chat/completions", {"model": "policy", "messages": messages})
         reply["choices"][0]["message"]["content"]
 

@@ -34,6 +34,7 @@ SILENT_SECONDS = 10.0
 """How long a process waits for the others before it says so."""
 _UNSET = "For a run of one process: unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT"
 
+# A global, because the error of a process that hangs is made far from where it works.
 work = "the set-up"
 """The work of this process, as `doing` has it."""
 

@@ -48,11 +48,17 @@ class ShownProgress:
     def __init__(
         self, *, unit: str = "examples", enabled: bool = True, line_seconds: float = 10.0
     ) -> None:
-        self._unit, self._enabled, self._line_seconds = unit, enabled, line_seconds
+        self._unit = unit
+        self._enabled = enabled
+        self._line_seconds = line_seconds
         self._what: str | None = None
         self._bar: Progress | None = None
-        self._started = self._last_line = self._paused_seconds = 0.0
-        self._first = self._tokens = 0
+        # Of the current task; `_begin` sets them.
+        self._started = 0.0
+        self._last_line = 0.0
+        self._paused_seconds = 0.0
+        self._first = 0
+        self._tokens = 0
 
     def __enter__(self) -> ShownProgress:
         return self
@@ -93,22 +99,17 @@ class ShownProgress:
             is_first_or_last = done in (self._first + 1, total)
             if is_due or (numbers and is_first_or_last):
                 self._last_line = now
-                self._log_line(what, done, total, texts, has_numbers=bool(numbers))
+                count = f"{done:,}"
+                if total:
+                    count += f" of {total:,}"
+                if numbers and total:
+                    # Validations count here: the user wants to know when the run is over.
+                    seconds_for_each = (now - self._started) / max(done - self._first, 1)
+                    seconds_left = round(seconds_for_each * (total - done))
+                    texts.append(f"{timedelta(seconds=seconds_left)} left")
+                logger.info("%s", "  ".join([f"{what}: {count} {self._unit}", *texts]))
         if total and done == total:
             self.__exit__()
-
-    def _log_line(
-        self, what: str, done: int, total: int, texts: list[str], *, has_numbers: bool
-    ) -> None:
-        count = f"{done:,}"
-        if total:
-            count += f" of {total:,}"
-        if has_numbers and total:
-            # Validations count here: the user wants to know when the run is over.
-            seconds_for_each = (self._last_line - self._started) / max(done - self._first, 1)
-            seconds_left = round(seconds_for_each * (total - done))
-            texts = [*texts, f"{timedelta(seconds=seconds_left)} left"]
-        logger.info("%s", "  ".join([f"{what}: {count} {self._unit}", *texts]))
 
     def message(self, text: str) -> None:
         """Print `text` above the bar, or log it line by line."""
@@ -148,7 +149,8 @@ class ShownProgress:
         self._first = done
         self._tokens = 0
         self._paused_seconds = 0.0
-        self._started = self._last_line = time.monotonic()
+        self._started = time.monotonic()
+        self._last_line = self._started
         if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
             # The import takes a tenth of a second, which `treeward --help` would take too.
             from rich.console import Console

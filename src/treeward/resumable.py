@@ -3,10 +3,10 @@ goes on.
 
     identity = {"model": "sha of the weights", "data": "sha of the file", "truncation": "drop"}
     with resumable_rows(Path("out/rows.jsonl"), identity, parse) as rows:
-        done = {row.id for row in rows.kept}             # rows of an earlier run with the same identity
+        done = {row.id for row in rows.kept}  # rows of an earlier run with the same identity
         for item in items:
             if item.id not in done:
-                rows.add(score(item))                    # in the file when it returns
+                rows.add(score(item))  # in the file when it returns
 
 The identity is everything that a row depends on besides its item. It lies beside the rows
 (`rows.identity.json`), and rows of another identity are refused, so that no file mixes two models.
@@ -111,7 +111,7 @@ def resumable_rows(
         try:
             _check_identity(path, identity_path or _identity_path(path), identity)
             kept = list(_read(path, parse))
-            # a lone surrogate, as JSON has it
+            # A lone surrogate is written as JSON has it.
             stream = path.open("a", encoding="utf-8", errors="backslashreplace")
         except OSError as error:
             raise _unwritable(path, error) from error
@@ -147,18 +147,17 @@ def _check_identity(path: Path, file: Path, identity: Mapping[str, Any]) -> None
         raise _of_another(path, f"{file.name} is missing or damaged: {error}") from error
     changes = []
     for key, (old, new) in values_of.items():
-        if old != new:
-            changes.append(_change(key, old, new))
+        if old == new:
+            continue
+        old_text = old if isinstance(old, str) else json.dumps(old)
+        new_text = new if isinstance(new, str) else json.dumps(new)
+        # Of long values, as digests, only that they differ.
+        change = f"another {key}"
+        if max(len(old_text), len(new_text)) <= _LONGEST_VALUE:
+            change = f"{key} {old_text} -> {new_text}"
+        changes.append(change)
     if changes:
         raise _of_another(path, ", ".join(changes))
-
-
-def _change(key: str, before: object, now: object) -> str:
-    """`truncation drop -> truncate_left`; of long values only that they differ."""
-    texts = [value if isinstance(value, str) else json.dumps(value) for value in (before, now)]
-    if max(map(len, texts)) > _LONGEST_VALUE:
-        return f"another {key}"
-    return f"{key} {texts[0]} -> {texts[1]}"
 
 
 def _read(path: Path, parse: Callable[[Any, str], Row | None]) -> Iterator[Row]:
@@ -180,6 +179,7 @@ def _read(path: Path, parse: Callable[[Any, str], Row | None]) -> Iterator[Row]:
                 break
             num_whole_bytes += len(line)
             yield parsed
+    # When the caller has taken every row, which `list` does before the file is opened to append.
     if num_whole_bytes < path.stat().st_size:
         os.truncate(path, num_whole_bytes)
 

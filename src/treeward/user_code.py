@@ -89,6 +89,7 @@ def source_digest(code: Any) -> str:
         if any(Path(file).is_relative_to(folder) for folder in installed):
             continue
         sources[file] = Path(file).read_bytes()
+        # A list, because importing in another thread may add names meanwhile.
         for value in list(vars(module).values()):
             if isinstance(value, ModuleType):
                 waiting.append(value)

@@ -1,8 +1,9 @@
 """`RewardClient`: scores and rewards from a server that `treeward serve` runs.
 
-    client = RewardClient("http://localhost:8000", timeout_seconds=30) client.score([[{"role":
-    "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]])[0].score
-    client.score_completions([{"role": "user", "content": "2 + 2?"}], ["4", "5"])
+    client = RewardClient("http://localhost:8000", timeout_seconds=30)
+    question = {"role": "user", "content": "2 + 2?"}
+    client.score([[question, {"role": "assistant", "content": "4"}]])[0].score
+    client.score_completions([question], ["4", "5"])
 
 A call waits for the server no longer than `timeout_seconds`, and ends with a score for each
 conversation or with an error. Needs neither torch nor the server's packages.

@@ -2,8 +2,8 @@
 training?
 
     result = verify_server("results/rm/final", "http://localhost:8000", dialect="vllm")
-    result.equal, result.first_difference       # False, and the part that explains the scores, with
-    the remedy
+    result.equal             # False
+    result.first_difference  # the part that explains the scores, with the remedy
 
 Only the model's contract and tokenizer are read. The golden conversations are sent as clients of
 the dialect send them, each alone and then all in one request, and the scores are compared with the
@@ -304,6 +304,7 @@ class _Replay:
             "the server's model has another scoring contract",
             "name another of its models (--model), or verify against the folder that it serves",
         )
+        # Only `treeward serve` reports a contract.
         finding = f"version {self.contract.version}, sha256 {expected[:_SHOWN]}"
         if reported:
             finding += ", as the server says"

@@ -95,6 +95,7 @@ class BaseVerifyRequest(_Open):
     @model_validator(mode="before")
     @classmethod
     def _without_verdict(cls, raw: Any) -> Any:
+        # A response has a verdict of its own.
         if "reward" in cls.model_fields or not isinstance(raw, Mapping):
             return raw
         return {key: value for key, value in raw.items() if key not in VERDICT_KEYS}
@@ -157,7 +158,7 @@ class SimpleResourcesServer(_Open):
             return JSONResponse(next(bodies).model_dump(mode="json") | failure(reason))
 
         app = FastAPI(title=self.config.name)
-        app.router.route_class = JSONRoute
+        app.router.route_class = JSONRoute  # before routes are added, which take it
         for prefix in ("", ROLLOUT_PREFIX):
             app.post(f"{prefix}/verify", response_model=None)(masking)
         app.include_router(sessions)

@@ -333,6 +333,7 @@ class _PreferenceSets:
         # The names of the newer classes.
         older = {"data_path": "train_data_path", "split": "train_split"}
         for key, value in keys.items():
+            # A key that nobody knows is refused by the section, with the nearest name.
             section[older.get(key, key)] = value
         data = load_section(_DataSection, section, where=type(self).__name__)
         # Both are opened before a row is read: a mistake in either is told at once.

@@ -57,7 +57,8 @@ class TreeForward:
 
     def __init__(self, hf: PreTrainedModel) -> None:
         self.hf = hf
-        self.num_computed_tokens = self.num_row_tokens = 0
+        self.num_computed_tokens = 0
+        self.num_row_tokens = 0
         self.is_exact: bool | None = None
         """Whether trees are exact for this model: tried at the first call, where sharded weights
         are whole."""
@@ -70,12 +71,13 @@ class TreeForward:
         def forward(called: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
             if called is hf:
                 return self(*args, **kwargs)
-            # a copy has its own weights
+            # A copy has its own weights.
             return getattr(self._plain, "__func__", type(hf).forward)(called, *args, **kwargs)
 
         hf.forward = MethodType(forward, hf)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # The call before this one may have kept trees on for a backward pass.
         self.restore()
         output = None
         if not args and self._is_of_loss(kwargs):
@@ -102,7 +104,8 @@ class TreeForward:
         for name, value in kwargs.items():
             if value is not None and value is not False and name not in _HARMLESS:
                 passed.add(name)
-        if self.arguments - passed or "use_cache" in passed:  # of generation, or of the user
+        # Such calls are those of generation, or of the user.
+        if self.arguments - passed or "use_cache" in passed:
             return False
         surplus = passed - self.arguments - {"input_ids", "attention_mask"}
         if surplus:
@@ -143,7 +146,7 @@ class TreeForward:
                 continue
             options = function.keywords
             if options.get("context_fn") is current_row.checkpointing:
-                continue
+                continue  # set by an earlier call
             if options.get("use_reentrant", True) or "context_fn" in options:
                 return False
             layer._gradient_checkpointing_func = functools.partial(
@@ -174,12 +177,14 @@ class TreeForward:
         batch = TreeBatch.from_groups(tree_groups)
         self.num_computed_tokens += batch.num_computed_tokens
         self.num_row_tokens += batch.num_row_tokens
+        # In the order of the rows again: the planner puts those together that begin alike.
         ends_B = np.empty(len(rows), dtype=np.int64)
         ends_B[order] = batch.ends_S.numpy()
         return batch, ends_B
 
     def _hidden(self, batch: TreeBatch, places_N: np.ndarray, device: torch.device) -> Tensor:
         """The last hidden states at these places of the trees, (N, D)."""
+        # Each place once, though several rows may end at it.
         at, index_N = np.unique(places_N, return_inverse=True)
         hidden = self._model.tree_hidden(batch.to(device), torch.from_numpy(at).to(device))
         return hidden.index_select(0, torch.from_numpy(index_N).to(device))
@@ -197,6 +202,7 @@ class ScoresForward(TreeForward):
         places_L = np.arange(ids_BL.shape[1])
         # As transformers reads: the last token that is not padding, whatever the mask says.
         last_B = (places_L * (ids_BL != pad)).argmax(axis=1)
+        # A score that is read at a token the mask hides has no place in a tree.
         if pad is None or not kept_BL[np.arange(len(ids_BL)), last_B].all():
             return None
         batch, reads_B = self._pack(ids_BL, kept_BL & (places_L <= last_B[:, None]))
@@ -241,6 +247,8 @@ class LogProbsForward(TreeForward):
         # How many tokens of its row are before each: its position without the padding.
         position_BL = np.cumsum(kept_BL, axis=1) - kept_BL
         can_predict_BL = kept_BL & (position_BL > 0)
+        # The first token of a row, and one that the mask hides, is predicted from padding: only
+        # TRL's own forward gives that number.
         if not predicted_BL.any() or (predicted_BL & ~can_predict_BL).any():
             return None
         batch, ends_B = self._pack(ids_BL, kept_BL)

@@ -1,8 +1,8 @@
 """Tables: CSV, Arrow's files, and those of the library `datasets`, saved or from the hub.
 
-    csv_rows(iter(["prompt;chosen\\n", "Hi;Hello\\n"]), "pairs.csv", ",", raised)
-    # ({"prompt": "Hi", "chosen": "Hello"}, "pairs.csv:2")
-    arrow_rows("pairs.parquet", is_parquet=True)
+csv_rows(iter(["prompt;chosen\\n", "Hi;Hello\\n"]), "pairs.csv", ",", raised)
+# ({"prompt": "Hi", "chosen": "Hello"}, "pairs.csv:2")
+arrow_rows("pairs.parquet", is_parquet=True)
 """
 
 from __future__ import annotations

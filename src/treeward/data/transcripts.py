@@ -1,7 +1,7 @@
 r"""Transcripts of Human and Assistant, as Anthropic's hh-rlhf has them.
 
-    parse_transcript("\n\nHuman: 2 + 2?\n\nAssistant: 4")
-    # a message of the user, and one of the assistant
+parse_transcript("\n\nHuman: 2 + 2?\n\nAssistant: 4")
+# a message of the user, and one of the assistant
 """
 
 from __future__ import annotations

@@ -26,14 +26,17 @@ from treeward.formatting import format_number
 _NUM_COLOURS = 6
 # So that lines are told apart in print, and without seeing colours.
 _DASHES: tuple[list[int], ...] = ([], [7, 4], [2, 3], [9, 3, 2, 3], [4, 2], [1, 4])
-SOLID, DASHED, DOTTED = 0, 1, 2
+SOLID = 0
+DASHED = 1
+DOTTED = 2
 """Dashes of a `Line`, by number."""
 
 # Expressions of Vega: only the browser knows how wide the page is.
 _WIDE = "width > 480"
 _ROOM_FOR_WORDS = f"width - ({_WIDE} ? 205 : 52)"
 _LANE_HEIGHT = 20.5
-_HEIGHT, _SQUARE_HEIGHT = 340, 240
+_HEIGHT = 340
+_SQUARE_HEIGHT = 240
 _MOST_DOTS = 40
 _FONT = (
     '"Inter", "Segoe UI", -apple-system, "Roboto", "Noto Sans", "Liberation Sans", Arial, '
