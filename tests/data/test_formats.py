@@ -11,8 +11,9 @@ import pytest
 from messages import assistant, user
 
 from treeward.config.data import DatasetConfig
-from treeward.data.datasets import open_dataset
-from treeward.data.formats import conversations_of
+from treeward.config.dataset_table import COMPARISONS, Form, KnownDataset
+from treeward.data.datasets import KnownRows, open_dataset
+from treeward.data.formats import conversations_of, recognise, scored_columns
 from treeward.data.preference import Preference
 from treeward.data.sources import read_rows
 from treeward.errors import DataError
@@ -146,6 +147,40 @@ def test_a_file_is_taken_for_its_format(
             scored += conversations_of(row, "x:1")
     completions = sorted(auto.completions, key=lambda c: c.messages[0]["content"])
     assert [[*auto.context, *c.messages] for c in completions] == scored[: len(completions)]
+
+
+@pytest.mark.parametrize(
+    ("row", "parser"),
+    [
+        ({"chosen": "4", "rejected": "5"}, "pairs.from_binary_row"),
+        ({"completions": ["4", "5"], "scores": [2, 1]}, "preference.preference_from_dict"),
+    ],
+)
+def test_a_format_may_have_a_prompt_column_of_its_own(
+    row: dict[str, Any],
+    parser: str,
+    write_rows: Write,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    row = {**row, "ask": "2 + 2?"}
+    keys = tuple(key for key in row if key not in ("ask", "scores"))
+    known = KnownDataset(
+        name="Asked", rows=(), parser=parser, forms=(Form(keys, ("ask",)),), prompt="ask"
+    )
+    monkeypatch.setattr("treeward.data.formats.COMPARISONS", (known, *COMPARISONS))
+    assert recognise(row, "x:1") == "Asked"
+    rows = KnownRows(DatasetConfig(data_path=str(write_rows("rows.jsonl", [row]))), known)
+    rows.name_unread_columns()
+    ((trained, _),) = rows
+    assert list(trained.context) == [ASK] and "'ask'" not in caplog.text
+    assert conversations_of(row, "x:1") == trained.conversations
+    assert "ask" in scored_columns(row, "x:1")
+    # The column that a configuration names goes first.
+    path = str(write_rows("named.jsonl", [{**row, "other": "1 + 1?"}]))
+    ((named, _),) = KnownRows(DatasetConfig(data_path=path, prompt_key="other"), known)
+    assert list(named.context) == [user("1 + 1?")]
 
 
 def key_of(row: dict[str, Any]) -> str:

@@ -30,7 +30,8 @@ class Form:
     `completions`: the column of its completions, or those of its two sides. `others`: what it must
     have beside them. A form without `others` is told by the completions alone, so `score` reads
     them beside any other column. Except for `chosen` with `rejected`, `score` does not call the
-    parser: it finds the prompt of a row by the names in `data/columns.py`.
+    parser: it finds the prompt of a row by the names in `data/columns.py`, or by the entry's
+    `prompt`.
     """
 
     completions: tuple[str, ...]
@@ -73,6 +74,9 @@ class KnownDataset:
     condition: str | None = None
     """A function that says whether a row with these keys is of this format, where the keys do not
     tell."""
+    prompt: str | None = None
+    """Of comparisons: the column of the prompt, where its name is none of those in
+    `data/columns.py`. The parser finds it under `prompt`."""
     columns: tuple[str, ...] = ()
     """Columns that are read beside the completions, the prompt and those of every conversation. All
     others are named in the log."""

@@ -110,6 +110,22 @@ def with_named_prompt(
     return row  # perhaps whole conversations
 
 
+def with_own_prompt(
+    values: Mapping[str, Any], column: str | None, where: str | None
+) -> Mapping[str, Any]:
+    """The row with the prompt of its format's own `column` as `prompt`, where it has none under a
+    usual name.
+
+    Raises `DataError` as `prompt_column` does.
+    """
+    if column is None or values.get(column) is None:
+        return values
+    # One that the configuration names has become `prompt` before, and goes first.
+    if prompt_column(values, where) is not None:
+        return values
+    return {**values, "prompt": values[column]}
+
+
 def named_columns(values: Mapping[str, Any], config: DatasetConfig, where: str) -> dict[str, Any]:
     """The row as one of `prompt`, `chosen` and `rejected`, where the configuration names columns
     for them.

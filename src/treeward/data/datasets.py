@@ -29,6 +29,7 @@ from treeward.data.columns import (
     prompt_column,
     unread_columns,
     with_named_prompt,
+    with_own_prompt,
 )
 from treeward.data.formats import recognise
 from treeward.data.preference import (
@@ -266,6 +267,8 @@ class KnownRows(RowDataset):
         self.known: KnownDataset = known
         self.needs_prompt_key = known.needs_prompt_key
         columns = list(known.columns)
+        if known.prompt is not None:
+            columns.append(known.prompt)
         for form in known.forms:
             for column in form.completions:
                 # The configuration may name it anew.
@@ -281,10 +284,19 @@ class KnownRows(RowDataset):
 
     def rows(self) -> Iterator[Row]:
         """The rows for the parser."""
-        rows = super().rows()
+        rows = self._prompted_rows()
         if self.known.prepare is not None:
             rows = function_of(self.known.prepare)(rows, self)
         return rows
+
+    def _prompted_rows(self) -> Iterator[Row]:
+        for row in super().rows():
+            try:
+                values = with_own_prompt(row.values, self.known.prompt, row.where)
+            except DataError as error:
+                self.broken(error)
+                continue
+            yield Row(dict(values), row.where)
 
     def to_preference(self, row: Row) -> Preference | None:
         # The parser is of any type, because it is named by text.

@@ -14,12 +14,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from treeward.config.dataset_table import COMPARISONS
+from treeward.config.dataset_table import COMPARISONS, KnownDataset
 from treeward.data.columns import (
     EVERY_CONVERSATION,
     context_of,
     prompt_column,
     shown_keys,
+    with_own_prompt,
     with_system,
 )
 from treeward.data.conversation import (
@@ -74,12 +75,10 @@ for _known in COMPARISONS:
 def recognise(values: Mapping[str, Any], where: str) -> str:
     """The name of the dataset that reads a comparison. Raises `DataError` for keys of no known
     format."""
+    known = _entry_of(values)
+    if known is not None:
+        return known.name
     keys = _keys_with_value(values)
-    for known in COMPARISONS:
-        if not any(keys.issuperset(form.keys) for form in known.forms):
-            continue
-        if known.condition is None or function_of(known.condition)(values):
-            return known.name
     # The remedy names the columns of such a row.
     fix = (
         "name the keys, as data.prompt_key=question data.chosen_key=good data.rejected_key=bad (in "
@@ -98,6 +97,17 @@ def recognise(values: Mapping[str, Any], where: str) -> str:
         need=_NEED_FORMAT,
         fix=fix,
     )
+
+
+def _entry_of(values: Mapping[str, Any]) -> KnownDataset | None:
+    """The first entry of the table that reads a row with these keys."""
+    keys = _keys_with_value(values)
+    for known in COMPARISONS:
+        if not any(keys.issuperset(form.keys) for form in known.forms):
+            continue
+        if known.condition is None or function_of(known.condition)(values):
+            return known
+    return None
 
 
 def _keys_with_value(values: Mapping[str, Any]) -> set[str]:
@@ -128,6 +138,9 @@ def scored_columns(values: Mapping[str, Any], where: str) -> set[str]:
     """The columns by which the row is scored: its completions, its prompt, and what belongs to
     every conversation."""
     prompt = prompt_column(values, where)
+    if prompt is None:
+        known = _entry_of(values)
+        prompt = None if known is None else known.prompt
     columns = {*scored_keys(values, where), *EVERY_CONVERSATION}
     if prompt is not None:
         columns.add(prompt)
@@ -151,7 +164,10 @@ def conversations_of(values: Mapping[str, Any], where: str) -> list[Conversation
     """The conversations of one row, in the order of their scores. Lists may be JSON text, and keys
     without a value count as absent. Raises `DataError` for a row of no known format, or of two."""
     keys = scored_keys(values, where)
-    row = {key: value for key, value in values.items() if value is not None}
+    row: Mapping[str, Any] = {key: value for key, value in values.items() if value is not None}
+    known = _entry_of(row)
+    if known is not None:
+        row = with_own_prompt(row, known.prompt, where)
     if keys == ("chosen", "rejected"):
         parser = from_transcripts if are_transcripts(row) else from_binary_row
         return parser(row, where).conversations
