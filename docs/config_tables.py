@@ -55,9 +55,17 @@ def _tables(section: type[Strict], path: str) -> Iterator[tuple[str, type[Strict
     """A section and those inside it, each with its path."""
     yield path, section
     for name, field in section.model_fields.items():
-        suffix = "[]" if get_origin(field.annotation) is tuple else ""
-        # the same as train
-        for child in sections(field.annotation) if (path, name) != ("data", "validation") else ():
+        if (path, name) == ("data", "validation"):
+            continue  # the same as train
+        annotation = field.annotation
+        suffix = ""
+        if get_origin(annotation) is tuple:
+            suffix = "[]"
+        elif get_origin(annotation) is dict:
+            # A mapping whose keys the user names, as the members of a hybrid.
+            _, annotation = get_args(annotation)
+            suffix = ".NAME"
+        for child in sections(annotation):
             yield from _tables(child, f"{path}.{field.alias or name}".lstrip(".") + suffix)
 
 
