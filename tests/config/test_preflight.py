@@ -79,6 +79,17 @@ def test_what_is_missing_is_named(
     assert caught.value.field == field and caught.value.need
 
 
+def test_the_way_out_of_an_environment_of_the_file_is_named(load, monkeypatch, tmp_path):
+    """An override of `env` adds to the environments of the file."""
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "pairs.jsonl", {"prompt": "p", "chosen": "c", "rejected": "r"})
+    text = GRPO.replace("org/rm", "results/nowhere/final")
+    own = "env={length: {type: custom, function: 'rewards.py:brevity'}}"
+    with pytest.raises(ConfigError, match="leave the environment out: ~env.reward_model"):
+        check_inputs(load(text, own))
+    check_inputs(load(text, own, "~env.reward_model", "data.env_name=length"))
+
+
 @pytest.mark.parametrize("name", ["quickstart", "rm", "rm_tulu3_8b", "grpo_math_1B", "grpo_rm_1B"])
 def test_shipped_configs_run_on_what_make_env_installs(name, plain_environment, monkeypatch):
     monkeypatch.chdir(ROOT)

@@ -280,7 +280,7 @@ class GRPORunConfig(Strict):
         for field, name in named.items():
             if name is None or name in self.environments:
                 continue
-            fix = f"add or enable the section env.{name}"
+            fix = f"add or enable the section env.{name}, or name another environment here"
             if name in self.env:
                 need = f"one of {', '.join(self.environments)}"
                 raise ConfigError(

@@ -37,23 +37,19 @@ def check_inputs(config: RewardModelRunConfig | GRPORunConfig) -> None:
             if not glob.has_magic(path) and not _HUB_NAME.fullmatch(path):
                 field = f"data.{kind}[{i}].data_path"
                 _check_path(path, field, "a file, a folder or a hub name, as org/name")
-    names: list[tuple[str, str | None]] = []
     # A run that may resume needs no folder of its first weights.
     if not Path(config.checkpointing.checkpoint_dir).exists():
-        names += [("policy.model_name", config.policy.model_name)]
-        names += [("policy.tokenizer.name", config.policy.tokenizer.name)]
+        _check_model(config.policy.model_name, "policy.model_name")
+        _check_model(config.policy.tokenizer.name, "policy.tokenizer.name")
     if isinstance(config, GRPORunConfig):
         for name, section in config.reward_models.items():
-            if section.url is None:
-                names += [(f"env.{name}.model_name", model) for model in section.models]
-    for field, model in names:
-        if model is None:
-            continue
-        # A hub name has one slash, and begins with a letter or a digit.
-        is_path = model.startswith((".", "/", "~")) or model.count("/") > 1
-        if is_path:
-            need = "the folder of a model, or a hub name, as org/name"
-            _check_path(os.path.expanduser(model), field, need)
+            if section.url is not None:
+                continue
+            # An override of `env` adds to the environments of the file, which the user may not
+            # have thought of.
+            alternative = f"leave the environment out: ~env.{name}"
+            for model in section.models:
+                _check_model(model, f"env.{name}.model_name", alternative)
 
 
 def check_packages(config: RewardModelRunConfig | GRPORunConfig) -> None:
@@ -114,13 +110,27 @@ def _packages(config: RewardModelRunConfig | GRPORunConfig) -> Iterator[tuple[st
             )
 
 
-def _check_path(path: str, field: str, need: str) -> None:
+def _check_model(name: str | None, field: str, alternative: str | None = None) -> None:
+    """Raise `ConfigError` for the path of a model that does not exist; hub names are not looked
+    up."""
+    if name is None:
+        return
+    # A hub name has one slash, and begins with a letter or a digit.
+    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if is_path:
+        need = "the folder of a model, or a hub name, as org/name"
+        _check_path(os.path.expanduser(name), field, need, alternative)
+
+
+def _check_path(path: str, field: str, need: str, alternative: str | None = None) -> None:
     """Raise `ConfigError`, with the nearest name in the folder, for a file or folder that does not
-    exist."""
+    exist. `alternative`: another fix than a path."""
     if Path(path).exists():
         return
     near = nearest_path(path)
     fix = f"correct the path; relative paths begin at {os.getcwd()}"
     if near:
         fix = f"did you mean {near}?"
+    if alternative is not None:
+        fix += f"; or {alternative}"
     raise ConfigError("there is no such file or folder", field=field, got=path, need=need, fix=fix)
