@@ -42,6 +42,7 @@ begin with. `model/published.py` writes it, and `Renderer` reads it."""
 SETTING = "policy.tokenizer.chat_template"
 """The key of a configuration that errors name."""
 
+# A format of the template may ask for hours and minutes too.
 _MIDNIGHT = datetime.strptime(FIXED_DATE, "%d %b %Y")
 _CLOCK = "{% macro strftime_now(format) %}"
 
@@ -66,6 +67,7 @@ def find_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None)
             raise ConfigError(str(error), field=SETTING, need=need) from error
     if isinstance(tokenizer_template, dict) and chat_template in tokenizer_template:
         return tokenizer_template[chat_template], f"the tokenizer's chat template {chat_template!r}"
+    # No path holds these marks.
     if any(mark in chat_template for mark in ("{{", "{%", "\n")):
         return chat_template, SETTING
     path = Path(chat_template).expanduser()
@@ -78,6 +80,7 @@ def find_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None)
 
 def without_clock(template: str, variables: Mapping[str, Any]) -> str:
     """The template with `strftime_now` fixed. `variables`: of the rendering."""
+    # A template that was saved with the macro comes back with it.
     if "strftime_now" not in template or template.startswith(_CLOCK):
         return template
     if not {"date_string", "current_date"} & variables.keys():

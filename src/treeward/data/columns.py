@@ -65,6 +65,7 @@ def prompt_column(values: Mapping[str, Any], where: str | None) -> str | None:
             fix=_NAME_IT,
         )
     name = names[0] if names else None
+    # Read, refused or named: what would be read by nobody is an error here.
     lost = [*_MEDIA]
     if name in PROMPT_COLUMNS:
         lost += _MORE_PROMPT
@@ -153,6 +154,7 @@ def context_of(values: Mapping[str, Any], where: str | None) -> Messages | None:
     if name is None:
         return None
     value = values[name]
+    # A prompt that says that it is empty.
     if value in ([], (), "[]"):
         return ()
     return as_messages(value, name, "user", where)
@@ -188,6 +190,7 @@ def with_system(
             own_texts.append(last_text(messages[:1]))
     if not own_texts:
         return ({"role": "system", "content": text}, *context)
+    # Every conversation has the column's text already: it would be there twice.
     if set(own_texts) == {text} and len(own_texts) == num_conversations:
         return context
     raise DataError(
@@ -231,6 +234,7 @@ def _holds_prompt(name: str, value: Any) -> bool:
         messages = as_messages(value, name, "user", None)
     except DataError:
         return False
+    # Plain text. `input` is LLMBar's name of a prompt; under the other names text is anything.
     if isinstance(value, str) and messages == ({"role": "user", "content": value},):
         return name == "input"
     ends_with_completion = messages[-1]["role"] == "assistant"

@@ -213,6 +213,7 @@ def canonical_message(message: Mapping[str, Any]) -> Message:
     if "role" not in canonical and "from" in canonical and "value" in canonical:
         canonical = {"role": canonical.pop("from"), "content": canonical.pop("value")} | canonical
     role = canonical.get("role")
+    # A message of ShareGPT whose whole text is the call.
     if role == "function_call" and "tool_calls" not in canonical:
         call = _parsed_json(canonical.get("content"))
         if isinstance(call, Mapping) and "name" in call:
@@ -220,6 +221,7 @@ def canonical_message(message: Mapping[str, Any]) -> Message:
             canonical = {"role": "assistant", "tool_calls": [tool_call]}
     elif isinstance(role, str) and role in _ROLES:
         canonical["role"] = _ROLES[role]
+    # OpenAI's API has the arguments as JSON text, which a template would quote once more.
     calls = canonical.get("tool_calls")
     if is_list(calls):
         canonical["tool_calls"] = [canonical_call(call) for call in calls or ()]
@@ -262,6 +264,7 @@ def as_messages(value: Any, key: str, role: str, where: str | None) -> Messages:
         parsed = value
         if value.lstrip().startswith(("[", "{")):
             parsed = _parsed_json(value)
+        # JSON that is no messages is a text that a person wrote.
         if not _looks_like_messages(_listed(parsed)):
             return ({"role": role, "content": value},)  # also "[1, 2]"
         value = parsed

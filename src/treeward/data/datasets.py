@@ -49,7 +49,8 @@ logger = logging.getLogger(__name__)
 _DATASETS = Registry("datasets", COMPARISON_SETS, example="my_module.MyDataset")
 _Class = TypeVar("_Class", bound=type[Any])
 
-_ROWS_LOOKED_AT = 20  # for columns that are not read
+# For columns that are not read: the first row of a file may lack some of them.
+_ROWS_LOOKED_AT = 20
 
 
 def register_dataset(name: str, *aliases: str) -> Callable[[_Class], _Class]:
@@ -73,6 +74,7 @@ def open_dataset(config: DatasetConfig) -> RowDataset:
         dataset = found(config)
     else:
         dataset = _ObjectDataset(config, found)
+    # Before a row is read, so that the log has it before the tokenizing begins.
     dataset.name_unread_columns()
     if config.part is not None:
         dataset.name += ", held out" if config.part == "validation" else ", not held out"
@@ -163,6 +165,7 @@ class RowDataset(RowSource):
             cls.__qualname__,
             self.task_name,
             repr(self.files),
+            # Keys that choose what of a row is read give other tokens of the same file.
             config.prompt_key,
             config.chosen_key,
             config.rejected_key,

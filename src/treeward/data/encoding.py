@@ -187,7 +187,8 @@ class EncodedDataset(Sequence[Comparison]):
         self.path = path
         self.name = name
         self._limit = limit
-        self.fingerprint = path.stem  # the digest of data, renderer and rules
+        # The digest of data, renderer and rules: a run that resumes asks whether it is the same.
+        self.fingerprint = path.stem
         try:
             reader = pa.ipc.open_file(pa.memory_map(str(path)))
             self._batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
@@ -344,6 +345,7 @@ def encode_dataset(
     parts = [_FORMAT_VERSION, stream.fingerprint, renderer.fingerprint, ties, *attributes]
     digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
     path = Path(cache_dir) / f"{digest[:32]}.arrow"
+    # Arrow has no checksums: a flipped bit in the file would be other training data without a word.
     if has_its_digest(path):
         logger.info("%s: tokenized before, reusing %s", stream.name, path)
     else:
@@ -433,6 +435,7 @@ def _write(
                 for record in encode_rows(rows, renderer, rules):
                     records.append(record)
                     tokens += record["tokens"]
+                    # A batch is the least that Arrow writes, and so what is held in memory.
                     if len(records) == _ROWS_IN_BATCH or tokens > _TOKENS_IN_BATCH:
                         writer.write_batch(pa.RecordBatch.from_pylist(records, schema=_SCHEMA))
                         records = []
@@ -474,6 +477,7 @@ def encode_rows(
     rules: Rules,
 ) -> Iterator[dict[str, Any]]:
     """The rows of the file, from one call of the tokenizer."""
+    # What cannot be learnt from is not tokenized.
     conversations: list[Conversation] = []
     places: list[str] = []
     for preference, where in rows:
@@ -482,25 +486,19 @@ def encode_rows(
             places += [where] * len(preference.completions)
     fitted = iter(renderer.fit_many(conversations, where=places))
     for preference, where in rows:
-        # A kept comparison replaces every column but `where`; one that `_encode_row` drops only its
-        # outcome and `longest`.
-        record = _dropped_record(where, rules)
+        # The row of a comparison without anything to learn from. A kept comparison replaces every
+        # column but `where`; one that `_encode_row` drops only its outcome and `longest`.
+        record: dict[str, Any] = dict.fromkeys(_SCHEMA.names, 0)
+        for name in ("token_ids", "ranks", "lengths", "scores", "grades"):
+            record[name] = []
+        record["where"] = where
+        record["subset"] = ""
+        record["strength"] = None
+        record["outcome"] = "dropped_ungraded" if rules.attributes else "dropped_ties"
         if _is_trainable(preference, rules):
             own = [next(fitted) for _ in preference.completions]
             record |= _encode_row(preference, own, rules)
         yield record
-
-
-def _dropped_record(where: str, rules: Rules) -> dict[str, Any]:
-    """The row of the file for a comparison without anything to learn from."""
-    record: dict[str, Any] = dict.fromkeys(_SCHEMA.names, 0)
-    for name in ("token_ids", "ranks", "lengths", "scores", "grades"):
-        record[name] = []
-    record["where"] = where
-    record["subset"] = ""
-    record["strength"] = None
-    record["outcome"] = "dropped_ungraded" if rules.attributes else "dropped_ties"
-    return record
 
 
 def _encode_row(
@@ -536,6 +534,7 @@ def _encode_row(
         grades.append([known.get(name, math.nan) for name in rules.attributes])
     # Sorted, so that a comparison whose completions come in another order has the same digest.
     ranked_tokens = sorted(zip(best, ranks, strict=True))
+    lengths = [len(last_text(completion.messages)) for completion in completions]
     is_truncated = any(sequence.truncated for sequence, _ in kept)
     num_tied = sum(a == b for a, b in itertools.combinations(ranks, 2))
     return {
@@ -553,7 +552,7 @@ def _encode_row(
         "unanswered": num_unanswered(completions),
         "token_ids": [np.array(ids, dtype=np.int32) for ids in best],
         "ranks": ranks,
-        "lengths": [len(last_text(completion.messages)) for completion in completions],
+        "lengths": lengths,
         "scores": [completion.score for completion in completions],
         "grades": grades,
         "tokens": sum(map(len, best)),

@@ -169,6 +169,7 @@ def conversations_of(values: Mapping[str, Any], where: str) -> list[Conversation
     if known is not None:
         row = with_own_prompt(row, known.prompt, where)
     if keys == ("chosen", "rejected"):
+        # By the parsers of training: which part of a pair is its prompt is not told by keys alone.
         parser = from_transcripts if are_transcripts(row) else from_binary_row
         return parser(row, where).conversations
     context, ends = _parts(row, keys, where)
@@ -208,6 +209,7 @@ def _parts(
     ends = list(sides.values())
     name = prompt_column(row, where)
     if name is None:
+        # Completions alone: their score would be that of an answer to nothing.
         if any(side[0]["role"] == "assistant" for side in ends):
             got = shown_keys(row)
             raise DataError("the row has no prompt", where=where, field="prompt", got=got)

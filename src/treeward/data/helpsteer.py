@@ -51,6 +51,7 @@ def from_helpsteer3_row(
     first = as_messages(first_text, first_key, "assistant", where)
     second = as_messages(second_text, second_key, "assistant", where)
     grade = number_of(raw_grade, grade_key, where)
+    # 0.5 is in no range, so only whole numbers pass.
     if grade is None or grade not in range(-3, 4):
         need = f"a whole number from -3 ({first_key} is much better) to 3 ({second_key} is)"
         raise DataError(

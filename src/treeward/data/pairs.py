@@ -49,6 +49,7 @@ def from_binary_row(
     rejected_value = required(values, rejected_key, where, _NEED_COMPLETION)
     rejected = as_messages(rejected_value, rejected_key, "assistant", where)
     context = context_of(values, where)
+    # Both are whole conversations, and a column with their prompt only repeats it.
     if holds_prompt(chosen, context) and holds_prompt(rejected, context):
         context, (chosen, rejected) = split_common_prefix([chosen, rejected])
     elif context is None:

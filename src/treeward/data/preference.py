@@ -281,7 +281,11 @@ def _ranks(
     values = list(scores)
     if attributes and not _has_any(scores):
         values = [graded.get(attributes[0]) for graded in grades]
-    ranks = _by_value(values)
+    # 0 for the highest value; equal ones are a tie, and a completion without one has no rank.
+    best_first = sorted({value for value in values if value is not None}, reverse=True)
+    ranks: list[int | None] = []
+    for value in values:
+        ranks.append(None if value is None else best_first.index(value))
     # One gap leaves no order: where grades are learnt, the ranks are only for reports.
     if attributes and None in ranks:
         return [0] * len(items)
@@ -294,19 +298,6 @@ def _has_ranks(items: Sequence[Mapping[str, Any]]) -> bool:
 
 def _has_any(values: Sequence[float | None]) -> bool:
     return any(value is not None for value in values)
-
-
-def _by_value(values: Sequence[float | None]) -> list[int | None]:
-    """The rank of each value, 0 for the highest; equal values have one rank, and None has none."""
-    distinct = {value for value in values if value is not None}
-    best_first = sorted(distinct, reverse=True)
-    ranks: list[int | None] = []
-    for value in values:
-        if value is None:
-            ranks.append(None)
-        else:
-            ranks.append(best_first.index(value))
-    return ranks
 
 
 def preference_to_dict(preference: Preference) -> dict[str, Any]:
@@ -333,6 +324,7 @@ def preference_to_dict(preference: Preference) -> dict[str, Any]:
 
 
 def _checked_rank(rank: Any, field: str, where: str | None) -> int:
+    # A column of numbers with a gap holds 1 as 1.0.
     is_number = isinstance(rank, int | float) and not isinstance(rank, bool)
     if is_number and 0 <= rank <= _HIGHEST_RANK and rank == int(rank):
         return int(rank)
@@ -485,6 +477,7 @@ def split_common_prefix(conversations: Sequence[Messages]) -> tuple[Messages, li
     longest = min(len(conversation) for conversation in conversations) - 1
     shared = 0
     while shared < longest:
+        # Compared as whole messages: tool calls and names are of the prompt too.
         if any(conversation[shared] != first[shared] for conversation in conversations):
             break
         shared += 1

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Enough for a fast tokenizer to use all cores.
 _PROMPTS_AT_ONCE = 512
 
 

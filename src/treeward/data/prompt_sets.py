@@ -317,6 +317,7 @@ def from_response_row(
     """A row of a question (text or messages) and its answer, the `ground_truth` and, if it is text,
     the reference answer; as NeMo RL's `ResponseDataset`. A row without the key but with `messages`
     is read by `from_prompt_row`. `keeps_columns`: False keeps the ground truth alone."""
+    # A row with neither gets the error of the missing key.
     has_input = values.get(input_key) is not None or values.get("messages") is None
     if has_input:
         read = from_prompt_row(values, where, input_key=input_key, output_key=output_key)
@@ -421,6 +422,7 @@ def _columns(values: Mapping[str, Any], prompt_key: str) -> dict[str, Any]:
     """The row's columns with a value, without its prompt; verl's `extra_info` is columns too."""
     row_values = {key: value for key, value in values.items() if value is not None}
     extra = row_values.pop("extra_info", {})
+    # Only verl's is a mapping; another file may call a column of text so.
     if not isinstance(extra, Mapping):
         extra = {"extra_info": extra}
     columns = {key: value for key, value in extra.items() if value is not None}

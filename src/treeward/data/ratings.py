@@ -113,6 +113,7 @@ def _rated_completions(
         except DataError as error:
             dataset.broken(error)
             continue
+        # The whole row, because a grade of any name may be asked for.
         completion = {**values, **grades, "response": response, "score": values.get(rating_key)}
         yield prompt, completion, where
 

@@ -102,6 +102,7 @@ class ObjectRows(RowSource):
         self.dataset = _construct(cls, config)
         self._rows, self.name = _rows_of(self.dataset, config)
         self.spec = getattr(self.dataset, "task_spec", None)
+        # The configuration goes first; NeMo RL's classes name files in their `task_spec` too.
         paths = []
         for field in PROMPT_FILES:
             paths.append(getattr(config, field) or getattr(self.spec, field, None))
@@ -161,6 +162,7 @@ def _construct(cls: Any, config: SetConfig) -> Any:
         need = f"{cls.__name__}{signature}"
         raise ConfigError(summary, field="kwargs", got=arguments, need=need) from error
     made = cls(**arguments)
+    # NeMo RL calls it after the constructor, and its own base class makes `task_spec` there.
     if hasattr(made, "set_task_spec"):
         made.set_task_spec(dict(config.section))
     return made

@@ -118,6 +118,7 @@ class Renderer:
             need = "variables of the template"
             raise ConfigError(_NO_VARIABLE, field=field, got=", ".join(wrong), need=need)
         source, name = find_template(tokenizer, chat_template)
+        # Today's date would give other scores tomorrow.
         self.chat_template = without_clock(source, self.chat_template_kwargs)
         # Of a message's content: as text, and as a list of parts.
         self.reads_text, self._reads_parts = probe_content(self._apply, name)
@@ -233,6 +234,7 @@ class Renderer:
         The text of an assistant's turn is this and what is sampled after it. Empty where the
         generation prompt is the header of a turn and no more. Raises `DataError` as `render` does.
         """
+        # What the generation prompt adds to the conversation as it stands.
         prompt = self.render(messages, where=where, generation_prompt=True)
         plain = self.render(messages, where=where)
         first = len(os.path.commonprefix([plain, prompt]))
@@ -288,6 +290,7 @@ class Renderer:
         """`fit` for many conversations with one call of the tokenizer; with each, its number of
         tokens when uncut, as `encode_short` counts them."""
         places = where if where is not None else [None] * len(conversations)
+        # One call for all: a fast tokenizer works on several texts at once.
         texts = self._render_many(conversations, places)
         encoded = self.encode_short(texts, self.max_length, where=places)
         fitted = []

@@ -87,6 +87,7 @@ def _messages(items: Sequence[Any], field: str, developer: str) -> list[Message]
             case "message":
                 messages.append(_message(item, where, developer))
             case "function_call":
+                # A call is an item of its own here, and a part of a message in a chat.
                 if not messages or messages[-1]["role"] != "assistant":
                     messages.append({"role": "assistant", "content": ""})
                 call = _call(item, where)

@@ -242,6 +242,7 @@ def _files_of_splits(folder: str, subset: str | None) -> dict[str, list[str]]:
     # A dataset's card may say which files are data.
     card = os.path.join(folder, "README.md")
     has_configs = os.path.exists(card) and "configs:" in "".join(_texts(card))
+    # Rows that nobody reads would be lost without a word.
     if unread and not has_configs:
         raise DataError(
             "files of the folder are in no split",
@@ -364,7 +365,8 @@ def _json_rows(path: str, broken: Broken) -> Iterator[Row]:
     except (ValueError, RecursionError) as error:
         where = path
         if isinstance(error, json.JSONDecodeError):
-            if error.msg == "Extra data":  # an object per line
+            # Many .json files of the hub have an object per line.
+            if error.msg == "Extra data":
                 yield from read_jsonl_stream(_lines(path), path, broken)
                 return
             where = f"{path}:{error.lineno}"
@@ -412,7 +414,14 @@ class PromptFiles:
         exactly one `{}`."""
         template = _text_of(prompt_file, "prompt_file")
         system = _text_of(system_prompt_file, "system_prompt_file")
-        if template is not None and not _is_template(template):
+        num_places = 1
+        if template is not None:
+            # Filled with a mark, because only `format` knows which braces are places.
+            try:
+                num_places = template.format("\0").count("\0")
+            except (ValueError, LookupError, AttributeError):  # braces of another kind
+                num_places = 0
+        if num_places != 1:
             summary = "prompt_file is not a template"
             raise ConfigError(summary, where=prompt_file, field="prompt_file", need=_NEED_PLACE)
         return cls(template, system)
@@ -476,6 +485,7 @@ class RowSource:
             summary = f"{config.dataset_name} needs a path"
             need = "a file, a folder or a hub name"
             raise ConfigError(summary, field="data_path", need=need)
+        # A named set is for validation: without its split it would be the training data once more.
         if config.data_path is None:
             if config.name is not None and config.split is None and config.part is None:
                 summary = f"a named set of {config.dataset_name} does not say its split"
@@ -532,15 +542,6 @@ def _text_of(path: str | None, field: str) -> str | None:
         summary = f"{field} cannot be read"
         got = f"{path}: {error}"
         raise ConfigError(summary, field=field, got=got, need="a text in UTF-8") from error
-
-
-def _is_template(text: str) -> bool:
-    """Whether it has exactly one place for a text."""
-    # By filling it with a mark, because only `format` knows which braces are places.
-    try:
-        return text.format("\0").count("\0") == 1
-    except (ValueError, LookupError, AttributeError):  # braces of another kind
-        return False
 
 
 def _filled(content: Any, template: str) -> Any:

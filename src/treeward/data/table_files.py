@@ -49,6 +49,7 @@ def csv_rows(
         for cells in reader:
             where = f"{path}:{end + 1}"
             end = reader.line_num
+            # An empty line before the header is none.
             if not header:
                 header = cells
                 if len(set(header)) < len(header):

@@ -54,6 +54,7 @@ def reads_arguments_as_text(apply: Apply) -> bool:
     """Whether the template wants the arguments of tool calls as JSON text, as DeepSeek-V3's: it
     fails for an object, or writes it as Python would. Others write JSON themselves, and would quote
     a text again."""
+    # A mark within the arguments: a template that fails, or drops the call, writes none.
     as_object = _try_call(apply, _PROBE_CALL)
     as_text = _try_call(apply, with_text_arguments(_PROBE_CALL))
     return "Roma" in as_text and ("Roma" not in as_object or _AS_PYTHON in as_object)

@@ -48,6 +48,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedToken
         pad_token=_PAD,
         padding_side="right",
     )
+    # Each role of its headers is one token of this vocabulary.
     wrapped.chat_template = DEFAULT_CHAT_TEMPLATE
     return wrapped
 

@@ -73,7 +73,7 @@ def _ranks(verdict: Any, form: Form, values: Mapping[str, Any], where: str) -> t
     first, second = form.completions
     (winner,) = form.others
     if isinstance(verdict, float) and verdict.is_integer():
-        verdict = int(verdict)  # a column of numbers with a gap
+        verdict = int(verdict)  # 1.0 of a column of numbers with a gap
     text = str(verdict).strip().lower().replace(" ", "_")
     if text in _TIES:
         return 0, 0
