@@ -67,7 +67,11 @@ _HOMES = {
     "scoring.verification": ("verify",),
     "training.train": ("train",),
 }
-_HOME_OF = {name: f"treeward.{home}" for home, names in _HOMES.items() for name in names}
+# Beside the imports above, which only type checkers read.
+_HOME_OF: dict[str, str] = {}
+for _home, _names in _HOMES.items():
+    for _name in _names:
+        _HOME_OF[_name] = f"treeward.{_home}"
 
 __all__ = sorted(_HOME_OF)
 

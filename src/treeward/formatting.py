@@ -44,7 +44,7 @@ def format_number(value: float | None, format: str = "number", size: float | Non
         num_decimals = next(decimals for least, decimals in _DECIMALS if size >= least)
         text = f"{amount:,.{num_decimals}f}"
     text = text.replace("e-", "e\N{MINUS SIGN}")
-    # Of what is written, not of the value: -0.0001 in per cent is 0.0%, which has no sign.
+    # What is written decides, not the value: -0.0001 in per cent is 0.0%, which has no sign.
     is_zero = not any(digit in "123456789" for digit in text)
     if is_zero:
         return text

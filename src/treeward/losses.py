@@ -477,7 +477,7 @@ class GradeSums:
 
     def __init__(self) -> None:
         self.sums_6H: Tensor | None = None
-        """Of this process: count, and of values x and grades y the sums of x, y, x^2, y^2, x y;
+        """This process's count, and for values x and grades y the sums of x, y, x^2, y^2 and x y;
         float64."""
 
     @torch.no_grad()

@@ -53,7 +53,7 @@ class ShownProgress:
         self._line_seconds = line_seconds
         self._what: str | None = None
         self._bar: Progress | None = None
-        # Of the current task; `_begin` sets them.
+        # These are the current task's; `_begin` sets them.
         self._started = 0.0
         self._last_line = 0.0
         self._paused_seconds = 0.0

@@ -151,7 +151,7 @@ def _check_identity(path: Path, file: Path, identity: Mapping[str, Any]) -> None
             continue
         old_text = old if isinstance(old, str) else json.dumps(old)
         new_text = new if isinstance(new, str) else json.dumps(new)
-        # Of long values, as digests, only that they differ.
+        # Long values, as digests, would tell nobody anything.
         change = f"another {key}"
         if max(len(old_text), len(new_text)) <= _LONGEST_VALUE:
             change = f"{key} {old_text} -> {new_text}"

@@ -63,7 +63,9 @@ def results_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str | Col
 def markdown_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str | Column]) -> str:
     """The same table in GitHub's Markdown, with bars inside cells escaped."""
     titles, cells, right = _layout(rows, columns)
-    rule = ["---:" if at_right else ":---" for at_right in right]
+    rule = []
+    for at_right in right:
+        rule.append("---:" if at_right else ":---")
     lines = []
     for line in (titles, rule, *cells):
         # A bar would begin another cell, and a backslash before it would undo the escape.

@@ -45,12 +45,12 @@ ChooseSplit = Callable[["UnchosenSplitError"], str]
 
 
 def split_option(error: UnchosenSplitError) -> str:
-    """Of verbs with the option `Split`."""
+    """The words of verbs with the option `Split`."""
     return f"--split {error.choice}"
 
 
 def split_data_option(error: UnchosenSplitError) -> str:
-    """Of verbs with `DataOptions` and without `Split`."""
+    """The words of verbs with `DataOptions` and without `Split`."""
     return f"--data-option split={error.choice}"
 
 
@@ -67,7 +67,7 @@ def choosing_split(choose: ChooseSplit) -> Iterator[None]:
 
 
 def split_key(data: DataConfig | PromptDataConfig) -> ChooseSplit:
-    """Of verbs that run a configuration with this section: an override."""
+    """The words of verbs that run a configuration with this section: an override."""
 
     def choose(error: UnchosenSplitError) -> str:
         for i, dataset in enumerate(data.train):

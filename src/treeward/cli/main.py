@@ -90,7 +90,7 @@ def keep_freed_memory() -> None:
     # There is none on a Mac.
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        # Of malloc.h. The threshold is the most that it takes.
+        # The numbers are those of malloc.h. The threshold is the most that it takes.
         trim_threshold = -1
         mmap_threshold = -3
         mallopt(mmap_threshold, 32 << 20)

@@ -161,7 +161,7 @@ def _with_choices(
     # It imports torch, which takes seconds.
     from treeward.planning.facts import facts_of
 
-    # Of the model and the data, from which the choices follow.
+    # The choices follow from facts of the model and the data.
     facts = facts_of(loaded)
     choices = choose(
         loaded,

@@ -102,7 +102,7 @@ def verify_server(
     replay = _Replay(
         name=str(name),
         contract=contract,
-        # Of the whole contract: conversations that cannot be sent are left out of `contract`.
+        # The whole contract's hash: conversations that cannot be sent are left out of `contract`.
         contract_sha256=contract.scores_sha256,
         connection=connection,
         dialect=dialect,

@@ -191,7 +191,7 @@ class TreeForward:
 
 
 class ScoresForward(TreeForward):
-    """Of a sequence classifier: logits, read where transformers reads them."""
+    """The forward of a sequence classifier: logits, read where transformers reads them."""
 
     def _compute(
         self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None
@@ -212,8 +212,8 @@ class ScoresForward(TreeForward):
 
 
 class LogProbsForward(TreeForward):
-    """Of a causal language model with TRL's fused head: log-probabilities and entropies of the
-    labels.
+    """The forward of a causal language model with TRL's fused head: log-probabilities and entropies
+    of the labels.
 
     The head is TRL's own, with its temperature, gradients and sharded weights: it is given the
     hidden states of a single row, one for each token of the trees that is predicted.

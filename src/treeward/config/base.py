@@ -188,7 +188,7 @@ def problems_of(
             continue  # its elements are wrong, and are reported themselves
         # Tags of a union, in angle brackets, are not part of the key.
         location = tuple(str(part) for part in details["loc"] if not str(part).startswith("<"))
-        # A `ConfigError` of a section's own check: pydantic wraps any ValueError, and keeps it here.
+        # pydantic wraps the `ConfigError` of a section's own check, and keeps it here.
         problem = details.get("ctx", {}).get("error")
         if not isinstance(problem, ConfigError):
             problem = _problem(details, location, root, further_keys)
@@ -233,7 +233,7 @@ def _problem(
     need = _WORDS_OF_PYDANTIC.sub("", details["msg"])
     if first_sentence:
         need = f"{need} ({first_sentence})"
-    # Of a Literal, whose options are in the context.
+    # A Literal's options are in the context.
     options = _QUOTED.findall(str(details.get("ctx", {}).get("expected", "")))
     near: str | None = None
     if isinstance(got, str):

@@ -81,6 +81,7 @@ def as_blocks(
     if not _are_comparisons(block_keys):
         known_sets |= PROMPT_SETS  # a judge's prompts are comparisons
     other_keys = form_keys(block_keys)
+    # null says nothing, as NeMo RL's files have it for keys that they leave open.
     flat = {key: value for key, value in raw.items() if key in other_keys and value is not None}
     shared = _shared_values(flat, block_keys)
     train = _training_blocks(raw.get("train"), flat, shared)
@@ -89,6 +90,7 @@ def as_blocks(
     name = str(shared.get("dataset_name", ""))
     brings_data = name in known_sets and known_sets[name].brings_data
     is_a_class = "." in name
+    # The set is named beside the blocks alone, as by dataset_name: HelpSteer3.
     if not train and (brings_data or is_a_class):
         train = [dict(shared)]
     is_flat = raw.get("train") is None
@@ -219,7 +221,7 @@ def _with_own_split(
             field="validation",
             need="a split, or another set to validate on",
         )
-    # The name of a validation set may be that of a split, as `length_controlled` of the bundled data.
+    # A validation set may have the name of a split, as `length_controlled` of the bundled data.
     first_split = next(iter(splits.values()))
     return {**block, "split": splits.get(str(block.get("name")), first_split)}
 
@@ -275,8 +277,10 @@ def _add_held_out(
     for block in validation:
         if block.get("split_validation_size"):
             block.setdefault("part", "validation")
+    # A run's only set of comparisons is called default, whatever its rows come from.
     name = "default" if are_comparisons and not validation else "held_out"
     for i, block in enumerate(train):
+        # A block with its `part` is written out already, as in the resolved file of a run.
         if not block.get("split_validation_size") or block.get("part") is not None:
             continue
         if not is_valid(block):

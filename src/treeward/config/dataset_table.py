@@ -64,8 +64,8 @@ class KnownDataset:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the parser, where the configuration does not give them."""
     rating: str | None = None
-    """Of a set with one completion in each row: the column of its rating, unless `rating_key` names
-    another. None: a row is a comparison."""
+    """For a set with one completion in each row: the column of its rating, unless `rating_key`
+    names another. None: a row is a comparison."""
     prepare: str | None = None
     """A function of the file's rows and the open data set that gives the rows for the parser, where
     these are others: it joins rows, or leaves completions out."""
@@ -75,7 +75,7 @@ class KnownDataset:
     """A function that says whether a row with these keys is of this format, where the keys do not
     tell."""
     prompt: str | None = None
-    """Of comparisons: the column of the prompt, where its name is none of those in
+    """For comparisons: the column of the prompt, where its name is none of those in
     `data/columns.py`. The parser finds it under `prompt`."""
     columns: tuple[str, ...] = ()
     """Columns that are read beside the completions, the prompt and those of every conversation. All
@@ -198,6 +198,7 @@ COMPARISONS: tuple[KnownDataset, ...] = (
         rows=("`instruction`, `completions` with an `overall_score` each, which ranks them",),
         parser="ratings.from_ratings",
         options=("attributes", "rating_key"),
+        # About 2,000 of its grades are mistyped: the function has the source.
         prepare="ratings.without_mistyped",
         forms=(Form(("completions",), ("instruction",)),),
         columns=("responses", "scores"),

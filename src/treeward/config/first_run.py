@@ -57,7 +57,7 @@ _STEPS_WANTED = 50  # of an epoch; fewer leave a warm-up and nothing else
 _MOST_HELD_OUT = 1000  # comparisons: their accuracy is known to 3 %
 _FEW_COMPARISONS = 200
 _FEWEST_TO_HOLD_OUT = 20
-"""Of fewer prompts a share of 0.2 holds out none with a probability above one in a hundred."""
+"""With fewer prompts the chance that a share of 0.2 holds out none is above one in a hundred."""
 _WARMUP_RATIO = 0.1
 
 

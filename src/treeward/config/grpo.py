@@ -104,6 +104,7 @@ class PolicyLossConfig(Strict):
         high = self.truncated_importance_sampling_ratio
         low = self.truncated_importance_sampling_ratio_min
         is_given = kind is not None or high is not None or low is not None
+        # Without the correction there is no weight to truncate.
         if is_given and not self.use_importance_sampling_correction:
             first = "truncated_importance_sampling_type"
             if high is not None:
@@ -113,6 +114,7 @@ class PolicyLossConfig(Strict):
         if is_given and high is None:
             keys = "truncated_importance_sampling_ratio truncated_importance_sampling_type"
             raise self.error(keys, "the largest weight, as 2.0")
+        # These drop what is outside of the limits, and not only what is above.
         if kind in ("icepop", "seq-mask-tis") and low is None:
             keys = "truncated_importance_sampling_ratio_min truncated_importance_sampling_type"
             raise self.error(keys, "the least weight, as 0.5")

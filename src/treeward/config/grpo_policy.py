@@ -97,6 +97,7 @@ class GenerationConfig(Strict):
     @property
     def starts_engines(self) -> bool:
         """Whether the run starts engines of vLLM; colocated ones only where vLLM is installed."""
+        # NeMo RL's files ask for colocated engines, and run here without vLLM too.
         is_installed = importlib.util.find_spec("vllm") is not None
         return (
             self.backend == "vllm"
@@ -168,7 +169,7 @@ class GRPOPolicyConfig(TrainedModelConfig):
             need = "at most policy.max_total_sequence_length"
             fix = "set policy.generation.max_new_tokens=null"
             raise self.error("generation.max_new_tokens max_total_sequence_length", need, fix)
-        # Of a model by name nothing is known here: its file says how many positions it has.
+        # A model by name says in its own file how many positions it has.
         model_keys = {**(self.architecture or {}), **self.hf_config_overrides}
         positions = model_keys.get("max_position_embeddings")
         if isinstance(positions, int) and positions < self.max_total_sequence_length:

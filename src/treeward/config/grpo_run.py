@@ -98,7 +98,7 @@ class GRPORunConfig(Strict):
         name = dataset.env_name or self.default_environment
         if name not in self.env:
             return None
-        # Of a hybrid the members too.
+        # A hybrid's members count too.
         for _, kind, keys in environment_sections({name: self.env[name]}):
             if kind == "preference_verdict":
                 return PreferenceVerdictConfig.model_validate(keys)
@@ -273,6 +273,7 @@ class GRPORunConfig(Strict):
             first = next(iter(self.env))
             fix = f"set env.{first}.enabled=true"
             raise self.error("env", "an environment that is enabled", fix)
+        # Every key that names an environment -> the name. Rows may name more, which are read later.
         named = {"grpo.gold_environment": self.grpo.gold_environment}
         for kind, sets in (("train", self.data.train), ("validation", self.data.validation)):
             for i, dataset in enumerate(sets):
@@ -293,6 +294,7 @@ class GRPORunConfig(Strict):
         gold = self.grpo.gold_environment
         watch = self.grpo.watch
         metric = self.ranking_metric
+        # A policy that is trained on the gold reward learns to exploit that one too.
         if gold is not None and gold in self.used_environments:
             need = (
                 "a gold environment that is not trained on: no set of data names it as its env_name"

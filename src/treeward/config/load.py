@@ -170,9 +170,9 @@ def load_section(section: type[_Section], values: Mapping[str, Any], *, where: s
 def config_yaml(config: RewardModelRunConfig | GRPORunConfig) -> str:
     """Every key, defaults included, as YAML that the config's own loader reads back to an equal
     configuration."""
-    return OmegaConf.to_yaml(
-        OmegaConf.create(_escape(config.model_dump(mode="json", by_alias=True)))
-    )
+    # By alias, which is the name in a file: `architecture` is `model_config` there.
+    values = config.model_dump(mode="json", by_alias=True)
+    return OmegaConf.to_yaml(OmegaConf.create(_escape(values)))
 
 
 def save_config(config: RewardModelRunConfig | GRPORunConfig, path: str | PathLike[str]) -> None:
@@ -265,7 +265,7 @@ def _apply_override(config: DictConfig, text: str) -> Location:
         ) from None
     except (OmegaConfBaseException, yaml.YAMLError, LookupError, TypeError, ValueError) as error:
         if isinstance(error, ConfigError):
-            raise
+            raise  # it is a ValueError too
         # An error of YAML has its words in `problem`.
         reason = str(getattr(error, "problem", None) or error).splitlines()[0]
         raise ConfigError(
@@ -288,7 +288,7 @@ def _remove(config: DictConfig, path: Location, text: str) -> None:
     if isinstance(parent, ListConfig):
         del parent[int(key)]
         return
-    # Of no mapping the `del` below raises, and the caller says so.
+    # What is no mapping makes the `del` below raise, and the caller says so.
     if isinstance(parent, DictConfig) and key not in parent:
         near = nearest_name(key, map(str, parent))
         fix = f"did you mean {near}?" if near else None
@@ -403,6 +403,7 @@ def _without_other_model(base: dict[str, Any], value_of: Callable[[str], Any]) -
                 _RATE,
                 rate,
             )
+        # The tokenizer was that of the other model: one of a pretrained model comes with it.
         return base | {"policy": kept | {"tokenizer": tokenizer}}
     return base
 

@@ -135,7 +135,19 @@ class _Translation:
             elif rule.remedy is None:
                 self.native.no_effect.append(key_path((*path, key)))
             elif not _is_off(value) and value not in rule.values:
-                self._add_mistake(_not_supported(key, value, rule), path)
+                need = "null, false or no such key"
+                if rule.values:
+                    need = f"{' or '.join(map(str, rule.values))}, or no such key"
+                place = key
+                got = as_yaml(value)
+                # What matters of a section is that it is on.
+                if isinstance(value, Mapping) and "enabled" in value:
+                    place = f"{key}.enabled"
+                    got = "true"
+                error = ConfigError(
+                    f"{key} is not supported", field=place, got=got, need=need, fix=rule.remedy
+                )
+                self._add_mistake(error, path)
         return kept
 
     def _renamed(
@@ -243,15 +255,3 @@ def _is_off(value: Any) -> bool:
         return all(_is_off(item) for item in value.values())
     # 0 equals False, and -1 is how other toolkits write none.
     return value in (None, False, 0, -1, "", [], ())
-
-
-def _not_supported(key: str, value: Any, rule: _Rule) -> ConfigError:
-    need = "null, false or no such key"
-    if rule.values:
-        need = f"{' or '.join(map(str, rule.values))}, or no such key"
-    place = key
-    got = as_yaml(value)
-    if isinstance(value, Mapping) and "enabled" in value:
-        place = f"{key}.enabled"
-        got = "true"
-    return ConfigError(f"{key} is not supported", field=place, got=got, need=need, fix=rule.remedy)

@@ -141,9 +141,9 @@ def _long_name(precision: Any) -> str:
 
 
 Precision = Annotated[Literal["float32", "bfloat16"], BeforeValidator(_long_name)]
-"""Of a model that is trained."""
+"""The precisions of a model that is trained."""
 ScoringDtype = Literal["float32", "bfloat16", "float16"]
-"""Of a reward model that only scores."""
+"""The precisions of a reward model that only scores."""
 ScoringPrecision = Annotated[ScoringDtype, BeforeValidator(_long_name)]
 
 
@@ -193,6 +193,7 @@ class LoraConfig(Strict):
     """Layers that are not adapted, in the same form."""
 
     def check(self) -> None:
+        # All layers or named ones; both at once, or neither, would be a guess.
         names_layers = self.target_modules or (self.exclude_modules and not self.match_all_linear)
         if self.enabled and self.match_all_linear == bool(names_layers):
             need = (
@@ -259,6 +260,7 @@ class TokenizerConfig(ScoringTokenizerConfig):
 class RewardModelConfig(Strict):
     """What kind of reward model it is."""
 
+    # NeMo RL's files make a model a reward model by it; here there is no other kind.
     enabled: Literal[True] = True
     """Must be true."""
     reward_model_type: RewardModelType = "bradley_terry"

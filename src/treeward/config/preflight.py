@@ -89,6 +89,7 @@ def _packages(config: RewardModelRunConfig | GRPORunConfig) -> Iterator[tuple[st
         yield "policy.dtensor_cfg.lora_cfg.enabled", "peft", "lora", "train the whole model"
     if config.policy.optimizer.name.startswith("torchao."):
         yield "policy.optimizer.name", "torchao", "lowbit", "take an optimiser of torch.optim"
+    # Environments and engines are of GRPO alone.
     if isinstance(config, RewardModelRunConfig):
         return
     for name, kind, keys in config.used_sections:

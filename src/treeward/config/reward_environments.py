@@ -116,6 +116,7 @@ class RewardModelEnvironmentConfig(ScoringConfig):
         if needs_server and (self.url is None or len(self.models) > 1):
             need = "the address of a server as the only model_name"
             raise self.error("models served_model token_env", need)
+        # A request cannot change the settings of a server.
         changes_score = self.has_other_score or self.shaping is not None
         if self.url is not None and (changes_score or self.tokenizer.rendering):
             keys = "models head_weights ensemble tokenizer shaping"
@@ -278,6 +279,7 @@ class JudgeModelConfig(JudgePromptConfig):
 
     def check(self) -> None:
         super().check()
+        # The probabilities are those of one token, and a tokenizer has one for each digit.
         has_digits = 0 <= self.lowest_rating < self.highest_rating <= 9
         if self.use_logprobs and self.is_rated and not has_digits:
             need = "ratings of one digit, as lowest_rating: 1 and highest_rating: 9: one token's "
@@ -309,7 +311,7 @@ class JudgeEnvironmentConfig(JudgeModelConfig):
             return raw
         trained = json.loads(contract.read_text("utf-8"))
         values: dict[str, Any] = dict(trained.get("prompt", {}))
-        # Of an earlier version, in which a question could be asked several times.
+        # An earlier version could ask a question several times, and its contracts have this key.
         values.pop("num_samples", None)
         values["chat_template_kwargs"] = trained.get("chat_template_kwargs", {})
         return {**values, **raw}

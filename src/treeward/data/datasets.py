@@ -218,7 +218,7 @@ class RowDataset(RowSource):
     def __iter__(self) -> Iterator[tuple[Preference, str]]:
         num_rows = 0
         num_alone = 0
-        # Of the first row. All rows must be alike: a score means another thing without a prompt.
+        # The first row's. All rows must be alike: a score means another thing without a prompt.
         is_prompted: bool | None = None
         self.left_out = []
         for row in self.rows():

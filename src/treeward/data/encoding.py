@@ -50,7 +50,7 @@ of another version are not read."""
 _ROWS_AT_ONCE = 128
 _CHARACTERS_AT_ONCE = 4_000_000
 
-# Of the file: each batch costs its readers memory.
+# Each batch of the file costs its readers memory.
 _ROWS_IN_BATCH = 4096
 _TOKENS_IN_BATCH = 4_000_000
 

@@ -120,7 +120,7 @@ class Renderer:
         source, name = find_template(tokenizer, chat_template)
         # Today's date would give other scores tomorrow.
         self.chat_template = without_clock(source, self.chat_template_kwargs)
-        # Of a message's content: as text, and as a list of parts.
+        # A message's content is text, or a list of parts.
         self.reads_text, self._reads_parts = probe_content(self._apply, name)
         probe: list[int] = tokenizer("a probe", add_special_tokens=True)["input_ids"]
         # The tokens that it adds show its kind: its class and its settings do not tell reliably.

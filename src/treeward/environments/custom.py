@@ -71,7 +71,7 @@ def _texts(sample: _Sample) -> dict[str, Any]:
 
 
 def _verl(sample: _Sample) -> dict[str, Any]:
-    """Of a `compute_score` for verl."""
+    """The arguments of a `compute_score` for verl."""
     return {
         "data_source": sample.info.get("data_source"),
         "solution_str": sample.completion,
@@ -81,7 +81,7 @@ def _verl(sample: _Sample) -> dict[str, Any]:
 
 
 def _trl(sample: _Sample) -> dict[str, Any]:
-    """Of a function for TRL's `reward_funcs`: the columns of the data set by their names."""
+    """The arguments of a function for TRL's `reward_funcs`: columns of the data set by name."""
     messages = sample.conversation
     return {**sample.info, "prompts": messages[:-1], "completions": messages[-1:]}
 

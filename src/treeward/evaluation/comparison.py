@@ -134,6 +134,7 @@ def read_evaluation(path: str | os.PathLike[str]) -> Evaluation:
                 )
             rows[key] = scored
         suites[file.parent.name] = list(rows.values())
+    # A file is OUTPUT/MODEL/SUITE/examples.jsonl.
     return Evaluation(files[0].parent.parent.name, str(path), suites)
 
 
@@ -270,7 +271,7 @@ def _result(name: str, pairs: Sequence[_Pair]) -> PairedResult:
     p_value = paired_test(first - second, prompts)
     low, high = paired_bootstrap(first, second, prompts)
     if p_value >= 0.05 and low is not None and high is not None:
-        # Of few differing examples (4 to 0) resampling excludes 0 where the exact test, which is
+        # Where few examples differ (4 to 0), resampling excludes 0, and the exact test, which is
         # stricter, does not.
         low = min(low, 0.0)
         high = max(high, 0.0)

@@ -80,7 +80,7 @@ def cluster_bootstrap(
     num = int(codes.max(initial=-1)) + 1
     if num < 2:
         return None, None
-    # Of each cluster the sums of the columns, and in the last column how many rows it has.
+    # Each cluster's sums of the columns, and in the last column how many rows it has.
     sums_CK = np.zeros((num, rows[0].size + 1))
     np.add.at(sums_CK, codes, np.column_stack([rows, np.ones(len(rows))]))
     drawn_RK = resampled(sums_CK, _NUM_RESAMPLES)

@@ -112,6 +112,7 @@ def analyse(
     for proxy_scores, gold_scores in zip(proxy, gold, strict=True):
         samples = zip(proxy_scores, gold_scores, strict=True)
         scored_by_both = [sample for sample in samples if None not in sample]
+        # (2, N), also for a row without samples, whose array would have one axis.
         rows.append(np.array(scored_by_both, dtype=np.float64).reshape(-1, 2).T)
     sizes = curve_sizes(_largest_size([row.shape[1] for row in rows], max_n))
     kept = [i for i, row in enumerate(rows) if row.shape[1] >= sizes[-1]]

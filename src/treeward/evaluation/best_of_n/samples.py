@@ -26,6 +26,7 @@ from treeward.data.sources import Row
 from treeward.errors import DataError
 from treeward.evaluation.report.intervals import is_number
 
+# Columns that make the conversations. Any other may hold a number for each completion.
 _CONVERSATION = (
     "responses",
     "completions",
@@ -66,9 +67,11 @@ def sampled_rows(rows: Iterable[Row], config: DatasetConfig | None = None) -> It
         conversations = conversations_of(keys, row.where)
         context, ends = split_common_prefix([tuple(messages) for messages in conversations])
         columns = {key: value for key, value in row.values.items() if key not in _CONVERSATION}
+        # All have one rank: which is the better is what the two rewards are asked.
+        completions = tuple(Completion(0, end) for end in ends)
         example = Preference(
             context,
-            tuple(Completion(0, end) for end in ends),
+            completions,
             id=str(number),
             info=columns,
             where=row.where,

@@ -99,7 +99,7 @@ _ADVICE = {
         "made of it (style_controlled_accuracy, --perturbations).",
     ),
 }
-"""Of each finding why it matters, and what to do."""
+"""Why each finding matters, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)

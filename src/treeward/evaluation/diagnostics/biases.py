@@ -172,6 +172,7 @@ def stratify(
         less,
         part(trait.similar, has_scores & is_similar),
     ]
+    # Either stratum alone says nothing of the difference.
     if more.count and less.count:
         # p - q is twice the mean of p and 1 - q, less 1.
         mistakes = part(trait.less, has_less, 1 - outcomes)

@@ -213,6 +213,7 @@ def diagnose_perturbations(
     is_right = before[:, 0] > before[:, 1]
     margins = np.abs(before[:, 0] - before[:, 1])
     margins = margins[np.isfinite(margins)]
+    # A model that scores all alike has no margin to tell a shift in.
     mean_margin = float(margins.mean()) if margins.any() else None
 
     def share(

@@ -97,7 +97,7 @@ def _worst_subset(result: SuiteResult | None) -> Metric:
         subsets = [subset for subset in result.subsets if subset.value is not None]
     if not subsets:
         return Metric("worst_subset", None)
-    # Of equal ones the first by name, so that the report is the same every time.
+    # The first by name of equal ones, so that the report is the same every time.
     worst = min(subsets, key=lambda subset: (subset.value or 0.0, subset.name))
     return replace(worst, name="worst_subset", note=worst.name)
 
@@ -205,7 +205,7 @@ def _kendall_tau(example: ScoredExample) -> float | None:
             scores.append(score)
             goodness.append(-rank)
     if len(scores) <= 2:
-        return None
+        return None  # for two scores it is the pair accuracy once more
     tau = float(stats.kendalltau(scores, goodness, variant="b").statistic)
     return tau if math.isfinite(tau) else None
 
@@ -267,7 +267,7 @@ def gate_metrics(scored: Sequence[ScoredExample]) -> dict[str, Metric]:
         if outcomes:
             accuracies.append((float(np.mean(outcomes)), name, len(outcomes)))
     if accuracies:
-        # Of equal ones the first by name, so that a run chooses alike every time.
+        # The first by name of equal ones, so that a run chooses alike every time.
         value, name, count = min(accuracies)
         gates["worst_subset"] = Metric("worst_subset", value, count=count, note=name)
     else:

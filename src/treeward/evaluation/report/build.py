@@ -196,13 +196,14 @@ class Document:
 @cache
 def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
-        # Of the whole package: each template lies beside the code that fills it.
+        # The whole package, because each template lies beside the code that fills it.
         loader=jinja2.PackageLoader("treeward", "."),
         autoescape=True,
         finalize=_visible,
         undefined=jinja2.StrictUndefined,  # a misspelt number is an error, and not an empty cell
         trim_blocks=True,
         lstrip_blocks=True,
+        # `{% do %}` calls a method of `document` without writing its value.
         extensions=["jinja2.ext.do"],
     )
     environment.filters |= {

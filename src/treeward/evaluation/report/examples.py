@@ -77,6 +77,7 @@ def _completions(row: Mapping[str, Any]) -> list[dict[str, Any]]:
         row.get(name) or () for name in ("completions", "scores", "lengths", "num_tokens", "errors")
     ]
     shown = []
+    # `zip_longest`, because a row may lack a column.
     for i, (completion, score, length, num_tokens, error) in enumerate(zip_longest(*columns)):
         place = 0
         is_better = False

@@ -45,9 +45,9 @@ class Suite(ABC):
     split: ClassVar[str | None] = None
     """Its split."""
     schema: ClassVar[type[BaseModel]]
-    """Of its rows."""
+    """The schema of its rows."""
     num_published: ClassVar[int | None] = None
-    """Of how many examples the published headline is."""
+    """How many examples the published headline counts."""
 
     def load(self, source: str | None = None) -> list[Preference]:
         """The examples in the order of the data; `run_evaluation` makes ids that come twice
@@ -71,11 +71,11 @@ class Suite(ABC):
             # Nothing was scored, which is no accuracy of 0 %.
             nothing: dict[str, Any] = {"value": None, "low": None, "high": None}
             note = "Nothing was scored, so there is no result."
+            headline = replace(result.headline, note=note, **nothing)
+            sections = [replace(section, **nothing) for section in result.sections]
+            subsets = [replace(subset, **nothing) for subset in result.subsets]
             result = replace(
-                result,
-                headline=replace(result.headline, note=note, **nothing),
-                sections=tuple(replace(section, **nothing) for section in result.sections),
-                subsets=tuple(replace(subset, **nothing) for subset in result.subsets),
+                result, headline=headline, sections=tuple(sections), subsets=tuple(subsets)
             )
         headline = result.headline
         if self.num_published not in (None, headline.count):
