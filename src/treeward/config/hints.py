@@ -46,7 +46,7 @@ KEYS_ELSEWHERE: Mapping[str, Sequence[str]] = {
 }
 """A key of TRL or verl -> its full names here; those whose section a run has count."""
 
-# Both toolkits count what one device takes; ours are of a whole step, whatever the devices.
+# TRL counts what one device takes; ours are of a whole step, whatever the devices.
 _ON_ONE_DEVICE = "It counts on each device"
 KEY_NOTES: Mapping[str, str] = {
     "per_device_train_batch_size": (

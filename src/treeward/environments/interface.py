@@ -207,7 +207,7 @@ class Environment(RayActor, abc.ABC):
         rewards = torch.as_tensor(values, dtype=torch.float32).flatten()
         failed = ~torch.isfinite(rewards)
         if "loss_multiplier" in batch and bool(failed.any()):
-            # A copy: the caller's tensor may be a view of the data.
+            # A copy: the caller keeps its tensor.
             multiplier = torch.as_tensor(batch["loss_multiplier"]).clone()
             multiplier[failed.to(multiplier.device)] = 0
             batch["loss_multiplier"] = multiplier
