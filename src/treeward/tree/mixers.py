@@ -32,6 +32,7 @@ from transformers.activations import ACT2FN
 from transformers.utils.import_utils import is_flash_linear_attention_available
 
 from treeward.tree import decoding
+from treeward.tree.convolution import shifted_sums
 from treeward.tree.current_row import Row, current
 from treeward.tree.gated_delta import gated_delta_rule
 from treeward.tree.prefix import Exchange
@@ -169,8 +170,7 @@ class _Convolution(_Mixer):
             # PyTorch's convolution of single channels is slow on a CPU: sums of shifted rows take
             # its place.
             wide = torch.promote_types(dtype, torch.float32)
-            apply: Any = _ShiftedSums.apply  # which torch has no types for
-            sums_ED: Tensor = apply(inputs_ED.to(wide), weight.to(wide))
+            sums_ED = shifted_sums(inputs_ED.to(wide), weight.to(wide))
             sums_TD = sums_ED.index_select(0, plan.place_T)
             return _activated(sums_TD, bias, activation).to(dtype).T[None]
         out: Tensor = original(inputs_ED.T[None], weight, bias, activation=activation, **options)
@@ -201,32 +201,6 @@ def _activated(values: Tensor, bias: Tensor | None, activation: str | None) -> T
     if activation is not None:
         values = ACT2FN[activation](values)
     return values
-
-
-class _ShiftedSums(torch.autograd.Function):
-    """out[e] = sum_k taps[k] inputs[e + k], (E - K + 1, D), without a tensor for each tap."""
-
-    @staticmethod
-    def forward(ctx: Any, inputs_ED: Tensor, taps_DK: Tensor) -> Tensor:
-        ctx.save_for_backward(inputs_ED, taps_DK)
-        taps = taps_DK.shape[1]
-        length = len(inputs_ED) - taps + 1
-        out_ED = inputs_ED[:length] * taps_DK[:, 0]
-        for k in range(1, taps):
-            out_ED.addcmul_(inputs_ED[k : k + length], taps_DK[:, k])
-        return out_ED
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        inputs_ED, taps_DK = ctx.saved_tensors
-        (grad_ED,) = grads
-        length = len(grad_ED)
-        grad_inputs = torch.zeros_like(inputs_ED)
-        grad_taps = torch.empty_like(taps_DK)
-        for k in range(taps_DK.shape[1]):
-            grad_inputs[k : k + length].addcmul_(grad_ED, taps_DK[:, k])
-            grad_taps[:, k] = torch.linalg.vecdot(grad_ED, inputs_ED[k : k + length], dim=0)
-        return grad_inputs, grad_taps
 
 
 class _GatedDeltaRule(_Mixer):
