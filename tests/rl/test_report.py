@@ -256,3 +256,41 @@ def test_runs_with_hardly_anything_are_shown(runs: list[RLRun], tmp_path: Path) 
     for wrong in ([], [named[0], named[0]]):
         with pytest.raises(ConfigError):
             write_rl_report(wrong, page, title="t")
+
+
+def with_components(folder: Path) -> RLRun:
+    """The proxy and one component rise, and another component falls, over 40 prompts."""
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    watch = OverOptimisationWatch()
+    lines = []
+    for step in (0, 10):
+        moved = step / 10
+        form = 0.2 + 0.6 * moved + rng.normal(0, 0.05, 40)
+        truth = 0.8 - 0.3 * moved + rng.normal(0, 0.05, 40)
+        components = {"form": form, "truth": truth, "judge/label_mass": np.ones(40)}
+        watch.observe(step, proxy_by_prompt=form + truth, components_by_prompt=components)
+        line = {"step": step, "time": 1.7e9, "validation/reward": float((form + truth).mean())}
+        for name, values in components.items():
+            line[f"validation/mixed_env/component/{name}"] = float(values.mean())
+        lines.append(line | watch.metrics())
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return RLRun.read("mixed", folder)
+
+
+def test_components_that_fall_while_the_proxy_rises_are_named(tmp_path: Path) -> None:
+    run = with_components(tmp_path / "run")
+    assert {name: change.verb for name, change in run.components.items()} == {
+        "mixed/form": "rose",
+        "mixed/truth": "fell",
+    }
+    [summary] = rl_page([run]).runs
+    assert summary.sacrificed == ["mixed/truth"]
+    text = text_of(run)
+    assert "While the proxy rose, mixed/truth fell." in text
+    assert "mixed/form rose from 0.19" in text
+    assert "label_mass" not in text.partition("Over the steps")[0]
+
+
+def test_a_run_without_components_has_no_place_for_them(runs: list[RLRun]) -> None:
+    assert "Components of the proxy" not in text_of(*runs)

@@ -48,6 +48,7 @@ CHOICE = "environment"
 
 _GOLD = "grpo.gold_environment"
 _LARGEST = torch.finfo(torch.float32).max
+_MOST_COMPONENTS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +256,7 @@ def _check_infos(
 
 def environment_metrics(draws: Sequence[GroupRewards]) -> dict[str, float]:
     """`reward_metrics` of each environment over all draws, and the means
-    `<name>/component/<component>`."""
+    `<name>/component/<component>` of the most frequent components."""
     by_environment: dict[str, list[Reward]] = defaultdict(list)
     for draw in draws:
         for label, rewards in draw.by_environment.items():
@@ -269,9 +270,17 @@ def environment_metrics(draws: Sequence[GroupRewards]) -> dict[str, float]:
             for name, value in reward.components.items():
                 if math.isfinite(value):
                     components[name].append(value)
-        for name, values in components.items():
-            metrics[f"{label}/component/{name}"] = sum(values) / len(values)
+        num_known = {name: len(values) for name, values in components.items()}
+        for name in most_frequent(num_known):
+            metrics[f"{label}/component/{name}"] = sum(components[name]) / num_known[name]
     return metrics
+
+
+def most_frequent(num_known: Mapping[str, int]) -> list[str]:
+    """The components that are measured, of those with so many values: rubrics may have other
+    criteria for each prompt, and a tracker of metrics has no place for thousands."""
+    kept = sorted(num_known, key=lambda name: num_known[name], reverse=True)[:_MOST_COMPONENTS]
+    return [name for name in num_known if name in set(kept)]
 
 
 def failure_summary(failures: Sequence[tuple[str, str]]) -> str:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -62,6 +63,7 @@ _OVER_STEPS = (
     "num_failed",
 )
 """The metrics that are shown over the steps, by their names after `train/` and `validation/`."""
+_COMPONENT = re.compile(r"validation/([^/]+)/component/([^/]+)")
 _ERRORS = {"gold_reward": "watch/gold_error", "reward": "watch/proxy_error"}
 """The standard errors of validations, of the metrics that have one."""
 
@@ -171,6 +173,22 @@ class RLRun:
         """The same of the gold reward."""
         return self._change("gold_reward", "gold")
 
+    @cached_property
+    def components(self) -> dict[str, Change]:
+        """The change of each component of the proxy, by `environment/component`. Details, whose
+        names have a slash, are left out."""
+        found = {}
+        names = dict.fromkeys(name for row in self.steps.values() for name in row)
+        for name in names:
+            match = _COMPONENT.fullmatch(name)
+            if match is None:
+                continue
+            environment, component = match.groups()
+            change = self._change(f"{environment}/component/{component}", f"component/{component}")
+            if change is not None:
+                found[f"{environment.removesuffix('_env')}/{component}"] = change
+        return found
+
     @property
     def best_step(self) -> int | None:
         """The validation whose gold reward is highest."""
@@ -248,6 +266,14 @@ class RunSummary:
     best_gold: float | None
     lengths: tuple[float, float] | None
     alarms: tuple[Alarm, ...]
+    components: Mapping[str, Change]
+
+    @property
+    def sacrificed(self) -> list[str]:
+        """The components that fell while the proxy rose."""
+        if self.proxy is None or self.proxy.verb != "rose":
+            return []
+        return [name for name, change in self.components.items() if change.verb == "fell"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,6 +401,7 @@ def _summary(run: RLRun) -> RunSummary:
         best_gold=best_gold,
         lengths=lengths,
         alarms=run.alarms,
+        components=run.components,
     )
 
 

@@ -42,7 +42,12 @@ from treeward.rl.advantages import (
     shaped_rewards,
     used_completions,
 )
-from treeward.rl.environment_runner import GroupRewards, environment_metrics, failure_summary
+from treeward.rl.environment_runner import (
+    GroupRewards,
+    environment_metrics,
+    failure_summary,
+    most_frequent,
+)
 from treeward.rl.generation import CompletionGroup, completion_lengths, truncated_completions
 
 if TYPE_CHECKING:
@@ -329,9 +334,14 @@ def _summary(
     gold_by_prompt = None
     if "gold_reward" in values:
         gold_by_prompt = values["gold_reward"].nanmean(dim=1).numpy()
+    num_known = {name: int(value.isfinite().sum()) for name, value in components.items()}
+    components_by_prompt = {}
+    for name in most_frequent(num_known):
+        components_by_prompt[name] = components[name].nanmean(dim=1).numpy()
     watched = {
         "proxy_by_prompt": values["reward"].nanmean(dim=1).numpy(),
         "gold_by_prompt": gold_by_prompt,
+        "components_by_prompt": components_by_prompt,
         "length": means["mean_gen_tokens_per_sample"],
         "length_correlation": length_correlation(values["reward"], lengths_PG),
         "kl": means.get("kl"),
