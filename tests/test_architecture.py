@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
 from collections.abc import Collection, Iterator
@@ -15,6 +16,7 @@ from conftest import REPOSITORY
 import treeward
 
 PACKAGE = Path(treeward.__file__).parent
+PAGE = (REPOSITORY / "docs" / "architecture.md").read_text("utf-8")
 WALKS = REPOSITORY / "docs" / "walks.py"
 MOST_FILES = {
     "A row becomes a gradient": 18,
@@ -37,8 +39,7 @@ def test_walks_are_short() -> None:
     assert {
         title: max(count, MOST_FILES[title]) for title, count in counts.items()
     } == MOST_FILES, done.stdout
-    text = (REPOSITORY / "docs" / "architecture.md").read_text("utf-8")
-    assert all(f"## {title}" in text for title in counts)
+    assert all(f"## {title}" in PAGE for title in counts)
 
 
 def test_no_files_import_each_other() -> None:
@@ -72,3 +73,25 @@ def _imports(path: Path, modules: Collection[str]) -> Iterator[str]:
             yield from (name if name in modules else node.module for name in names)
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in modules)
+
+
+def test_the_map_names_files_that_exist() -> None:
+    """The first column of the table of a folder names files of that folder."""
+    num_found = 0
+    for folder in PACKAGE.iterdir():
+        _, _, section = PAGE.partition(f"\n### {folder.name}\n")
+        for line in section.partition("\n### ")[0].splitlines():
+            if not line.startswith("| `"):
+                continue
+            for name in re.findall(r"`([\w/]+(?:\.py|/))`", line.split(" | ")[0]):
+                num_found += 1
+                assert (folder / name).exists(), f"the map names {folder.name}/{name}"
+    assert num_found > 100
+
+
+def test_the_page_names_files_that_exist() -> None:
+    paths = set(re.findall(r"`(\w+/[\w/]+\.(?:py|html))`", PAGE))
+    assert len(paths) > 60
+    for path in paths:
+        places = (PACKAGE / path, REPOSITORY / path)
+        assert any(place.exists() for place in places), f"the page names {path}"
