@@ -423,6 +423,7 @@ def scoring(report: Report) -> None:
 def policy_updates(report: Report) -> None:
     """Whole updates with a KL penalty; in float32 all must have the same loss and gradients."""
     import policy_update as updates
+    from policy_variants import Setting, Work, make_work
     from scoring import load_prompts
 
     _, prompts = load_prompts()
@@ -453,10 +454,10 @@ def policy_updates(report: Report) -> None:
             report.plan(settings[kind], list(variants.values()))
         with report.attempt(settings["float32"], TREE):
             if shared_data():
-                shape = updates.Setting(8, length, 128)
-                work = updates.make_work(prompts, tokenizer, shape, num_prompts)
+                shape = Setting(8, length, 128)
+                work = make_work(prompts, tokenizer, shape, num_prompts)
             else:
-                work = _drawn_work(updates.Work, length, num_prompts)
+                work = _drawn_work(Work, length, num_prompts)
             limit = updates.EXACT if report.device.type == "cpu" else 1e-4
             row = updates.measure(size, tokenizer, work, rounds, device=report.device, exact=limit)
             for kind, variants in names.items():

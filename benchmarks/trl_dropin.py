@@ -3,9 +3,10 @@
     python benchmarks/trl_dropin.py [--size xs|s|m|l] [--pairs 8] [--completions 8] [--prompt-tokens 128 512]
                                      [--prompts 4] [--rounds 7] [--device cuda] [--profile]
 
-Steps of the two are those of `training_step.py` (RewardTrainer, real comparisons) and `policy_update.py` (GRPOTrainer,
-its update with a reference, real completions), each in float32 and as TRL's defaults have it (bfloat16, checkpointing).
-Both have equal losses in the first step, or the run stops.
+Steps of the two are those of `training_step.py` (RewardTrainer, real comparisons) and of
+`policy_variants.py` (GRPOTrainer, its update with a reference, real completions), each in float32
+and as TRL's defaults have it (bfloat16, checkpointing). Both have equal losses in the first step, or
+the run stops.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from common import (
     print_profile,
     use_device,
 )
-from policy_update import Setting, make_work, moved, trl_update
+from policy_variants import Setting, make_work, moved, trl_update
 from scoring import load_prompts
 from training_step import trl_variant
 from trl.trainer.grpo_trainer import GRPOTrainer
