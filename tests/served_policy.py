@@ -1,4 +1,5 @@
-"""`ServedPolicy`: a server of completions as vLLM, SGLang or OpenAI has it, which samples from a real small model.
+"""`ServedPolicy`: a server of completions as vLLM, SGLang or OpenAI has it, which samples from a
+real small model.
 
 served = ServedPolicy(policy, tokenizer)
 with Loopback(served) as loopback:
@@ -27,25 +28,36 @@ __all__ = ["ServedPolicy"]
 class ServedPolicy:
     """`change(reply)` alters its responses.
 
-    As vLLM 0.32 was seen to do: with `keeps_head` (on a CPU, with tied embeddings) the output head stays as it is when
-    weights are loaded; a folder that is not there, or for `sees_folders` False any, is a status 500; while blocks are
-    held (`holds_blocks`) the prefix cache is not reset, and the status is 200.
+    As vLLM 0.32 was seen to do:
+
+    - with `keeps_head` (on a CPU, with tied embeddings) the output head stays as it is when weights
+      are loaded;
+    - a folder that is not there, or for `sees_folders` False any, is a status 500;
+    - while blocks are held (`holds_blocks`) the prefix cache is not reset, and the status is 200;
+    - without `is_for_developers` (VLLM_SERVER_DEV_MODE) it has no path for weights.
+
+    A server that `ignores_weights` says that it has loaded them, and has not.
     """
 
     def __init__(self, policy: PolicyModel | None, tokenizer: Any, *, raw: bool = False) -> None:
-        self.policy, self.tokenizer, self.raw = copy.deepcopy(policy), tokenizer, raw
+        self.policy = copy.deepcopy(policy)
+        self.tokenizer = tokenizer
+        self.raw = raw
         self.change: Callable[[Any], Any] = lambda reply: reply
         self.version: str | None = None
-        self.keeps_head = self.holds_blocks = False
+        self.keeps_head = False
+        self.holds_blocks = False
+        self.ignores_weights = False
+        self.is_for_developers = True
         self.sees_folders = True
         self.loaded: list[dict[str, torch.Tensor]] = []
         self.lock = threading.Lock()
 
     def __call__(self, asked: Asked) -> Any:
         with self.lock:
-            return self._completion(asked)
+            return self._reply(asked)
 
-    def _completion(self, asked: Asked) -> Any:
+    def _reply(self, asked: Asked) -> Any:
         body = asked.json
         if asked.path == "/v1/completions":
             return 200, self.change(self.completions(body))
@@ -54,36 +66,39 @@ class ServedPolicy:
         if asked.path == "/update_weights_from_disk":
             self._load(body["model_path"])
             self.version = body["weight_version"]
-            return 200, self.change(
-                {"success": True, "message": "Succeeded to update model weights."}
-            )
-        if asked.path == "/collective_rpc":
+            reply = {"success": True, "message": "Succeeded to update model weights."}
+            return 200, self.change(reply)
+        if self.is_for_developers and asked.path == "/collective_rpc":
             assert body["method"] == "reload_weights"
-            folder = body["kwargs"]["weights_path"]
-            if not self.sees_folders or not Path(folder).is_dir():
-                self.policy = None  # its weights are gone, and the next completion ends the engine
-                message = f"Worker failed with error 'Repo id must be in the form 'repo_name' or ...: '{folder}'."
-                error = {"type": "InternalServerError", "param": None, "code": 500}
-                return 500, {
-                    "error": {
-                        "message": f"Call to collective_rpc method failed: {message}",
-                        **error,
-                    }
-                }
-            self._load(folder)
-            return 200, {"results": [None]}
+            return self._reload(body["kwargs"]["weights_path"])
         if asked.path.partition("?")[0] == "/reset_prefix_cache":
             return 200, {"success": not self.holds_blocks}
         return 404, {"detail": "Not Found"}
 
-    def _load(self, folder: str) -> None:
-        assert [
-            path.name for path in Path(folder).parent.iterdir() if path.suffix == ".partial"
-        ] == []
-        before = self.policy
-        self.policy = PolicyModel(
-            AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    def _reload(self, folder: str) -> Any:
+        if self.sees_folders and Path(folder).is_dir():
+            self._load(folder)
+            return 200, {"results": [None]}
+        self.policy = None  # its weights are gone, and the next completion ends the engine
+        cause = (
+            f"Worker failed with error 'Repo id must be in the form 'repo_name' or ...: '{folder}'."
         )
+        error = {
+            "message": f"Call to collective_rpc method failed: {cause}",
+            "type": "InternalServerError",
+            "param": None,
+            "code": 500,
+        }
+        return 500, {"error": error}
+
+    def _load(self, folder: str) -> None:
+        unfinished = [path for path in Path(folder).parent.iterdir() if path.suffix == ".partial"]
+        assert unfinished == []
+        if self.ignores_weights:
+            return
+        before = self.policy
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.policy = PolicyModel(model)
         if self.keeps_head and before is not None:
             self.policy.hf.lm_head = before.hf.lm_head
         self.loaded.append(self.policy.hf.state_dict())
@@ -91,12 +106,12 @@ class ServedPolicy:
     def _sampled(
         self, ids: list[int], most: int, seed: int, sampling: dict[str, Any]
     ) -> tuple[SampledRow, str, str]:
-        ends, stops = set(sampling.get("stop_token_ids", [])) | {0}, sampling.get("stop", [])
+        ends = {0, *sampling.get("stop_token_ids", [])}
+        stops = sampling.get("stop", [])
 
         def ended(tokens: list[int]) -> bool:
-            return tokens[-1] in ends or any(
-                stop in self.tokenizer.decode(tokens) for stop in stops
-            )
+            text = self.tokenizer.decode(tokens)
+            return tokens[-1] in ends or any(stop in text for stop in stops)
 
         assert self.policy is not None, "asked before it had weights"
         found = SampledRow(tuple(ids), most, uniforms(seed, 0, 0, most))
@@ -109,12 +124,8 @@ class ServedPolicy:
         )
         if self.raw:
             with torch.no_grad():
-                said = (
-                    self.policy.log_probs([[ids + found.token_ids]], [[len(ids)]])
-                    .values_SL[0]
-                    .tolist()
-                )
-            found.log_probs = said
+                log_probs = self.policy.log_probs([[ids + found.token_ids]], [[len(ids)]])
+            found.log_probs = log_probs.values_SL[0].tolist()
         text = self.tokenizer.decode(found.token_ids, skip_special_tokens=True)
         return found, text, "stop" if ended(found.token_ids) else "length"
 

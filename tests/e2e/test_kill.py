@@ -1,4 +1,5 @@
-"""A user's `treeward train` or `treeward grpo` in a process of its own, killed at many moments, and started again."""
+"""A user's `treeward train` or `treeward grpo` in a process of its own, killed at many moments, and
+started again."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ moments = {
     ),
     "before the rename of a save": (os, "rename", lambda source, target: Path(target).name == "step_4"),
     "before old ones are removed": (checkpoints.CheckpointStore, "prune", lambda store: store.latest().step == 6),
-    "in the middle of a step": (RewardModelRun, "_update_weights", lambda run, number, total: number == 7),
+    "in the middle of a step": (train_module, "advance", lambda scheduler: scheduler.last_epoch == 6),
     "in the export": (train_module, "model_card"),
 }
 """
@@ -42,7 +43,9 @@ moments = {
     "policy saved, optimiser not": (state, "write_tensors", lambda folder, *_: folder.parent.name == ".saving_step_2"),
     "rename": (os, "rename", lambda source, target: Path(target).name == "step_4"),
     "validated, not saved": (loop.Loop, "save", lambda session: session.state.step == 6),
-    "updating": (PolicyUpdater, "_step", lambda updater, *_: updater.on_step.args[0].last_epoch == 29),
+    "updating": (
+        PolicyUpdater, "micro_batch_loss", lambda updater, *_: updater.on_step.args[0].last_epoch == 29
+    ),
     "saved, not pruned": (CheckpointStore, "prune", lambda store: (store.folder / "step_10").exists()),
     "export": (loop.shutil, "copytree"),
     "report": (os, "replace", lambda source, target: Path(target).name == "report.html"),
@@ -50,7 +53,10 @@ moments = {
 """
 REWARDS = "model_name: {model}, precision: float32, resources: {{gpus_per_node: 0, num_nodes: 1}}"
 ALL_OF_GRPO = (
-    "grpo={max_num_steps: 10, val_period: 3, val_at_start: true, updates_per_batch: 2, gold_environment: gold}",
+    (
+        "grpo={max_num_steps: 10, val_period: 3, val_at_start: true, updates_per_batch: 2, "
+        "gold_environment: gold}"
+    ),
     "grpo={use_dynamic_sampling: true, batch_multiplier: 1.5}",
     "loss_fn={reference_policy_kl_penalty: 0.05, kl_in_reward: true, reference_policy_kl_type: k1}",
     "policy={train_global_batch_size: 8, scheduler: {name: linear, warmup_steps: 3}}",
@@ -63,7 +69,8 @@ ALL_OF_GRPO = (
 def user(
     request: Any, tiny_run: Any, tiny_grpo: Any, signed_model: Any, tmp_path: Path
 ) -> Iterator[User]:
-    """A user of the tiny configuration of `train`, made eight steps long, or with the parameter "grpo" of that verb."""
+    """A user of the tiny configuration of `train`, made eight steps long, or with the parameter
+    "grpo" of that verb."""
     verb = getattr(request, "param", "train")
     words = ["rm.max_num_steps=8"]
     if verb == "grpo":

@@ -1,4 +1,5 @@
-"""Generators behind HTTP, whose servers sample from a real small model, and whether a sampler has all weights."""
+"""Generators behind HTTP, whose servers sample from a real small model, and whether a sampler has
+all weights."""
 
 from __future__ import annotations
 
@@ -108,7 +109,8 @@ def test_what_a_server_has_defaults_of_its_own_for_is_said(
     with serving(policy, tiny_tokenizer, stop_strings=("x y",)) as (generator, _, loopback):
         generator.generate(PROMPTS[:1], IDS[:1], num_completions=2, seed=1)
         assert loopback.requests[0].json.items() >= {
-            "prompt": IDS[0], "n": 2, "max_tokens": 12, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0,
+            "prompt": IDS[0], "n": 2, "max_tokens": 12, "temperature": 1.0, "top_p": 1.0,
+            "top_k": -1, "min_p": 0.0,
             "repetition_penalty": 1.0, "stop": ["x y"], "stop_token_ids": ENDS, "logprobs": 1,
             "return_token_ids": True, "model": "m",
         }.items()  # fmt: skip
@@ -188,7 +190,8 @@ def test_a_trimmed_stop_token_was_sampled_nevertheless(
 def test_weights_by_a_folder(
     policy: PolicyModel, tiny_tokenizer: Any, backend: str, tmp_path: Path, folder: dict[str, Any]
 ) -> None:
-    """Its folder keeps the version that the server has, nothing of a run that was killed, and what is not ours."""
+    """Its folder keeps the version that the server has, nothing of a run that was killed, and what
+    is not ours."""
     for name in ("version-of-mine", "version-1", "version-12"):
         (tmp_path / "weights" / name / "model").mkdir(parents=True)
     strict: dict[str, Any] = folder | {"probe_tolerance": 1e-3}
@@ -213,33 +216,51 @@ def test_weights_by_a_folder(
     assert [path.name for path in (tmp_path / "weights").iterdir()] == ["version-of-mine"]
 
 
-def test_weights_that_did_not_arrive_stop_the_run(
-    policy: PolicyModel,
-    tiny_tokenizer: Any,
-    folder: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
+def test_weights_that_the_server_ignored_stop_the_run(
+    policy: PolicyModel, tiny_tokenizer: Any, folder: dict[str, Any]
 ) -> None:
     with serving(policy, tiny_tokenizer, backend="sglang", **folder) as (generator, served, _):
-        monkeypatch.setattr(ServedPolicy, "_load", lambda self, folder: None)
+        served.ignores_weights = True
         with pytest.raises(GenerationError, match=r"(?s)not those of the policy.*version 4"):
             generator.load_weights(moved(policy, 0.3), 4)
+
+
+def test_weights_that_sglang_could_not_load_stop_the_run(
+    policy: PolicyModel, tiny_tokenizer: Any, folder: dict[str, Any]
+) -> None:
+    with serving(policy, tiny_tokenizer, backend="sglang", **folder) as (generator, served, _):
         served.change = lambda reply: {"success": False, "message": "no such folder"}
         with pytest.raises(GenerationError, match="no such folder"):
             generator.load_weights(policy, 5)
+
+
+def test_vllm_without_a_path_for_weights_stops_the_run(
+    policy: PolicyModel, tiny_tokenizer: Any, folder: dict[str, Any]
+) -> None:
     with serving(policy, tiny_tokenizer, **folder) as (generator, served, _):
-        monkeypatch.setattr(served, "_completion", lambda asked: (404, {"detail": "Not Found"}))
+        served.is_for_developers = False
         with pytest.raises(GenerationError, match="VLLM_SERVER_DEV_MODE"):
             generator.load_weights(policy, 1)
+
+
+def test_vllm_that_does_not_see_the_folder_stops_the_run_at_once(
+    policy: PolicyModel, tiny_tokenizer: Any, folder: dict[str, Any]
+) -> None:
+    message = r"(?s)500: .*Repo id must be.*does not see the folder"
     with serving(policy, tiny_tokenizer, **folder) as (generator, served, loopback):
         served.sees_folders = False
-        with pytest.raises(
-            GenerationError, match=r"(?s)500: .*Repo id must be.*does not see the folder"
-        ) as raised:
+        with pytest.raises(GenerationError, match=message) as raised:
             generator.load_weights(policy, 1)
         assert "VLLM_SERVER_DEV_MODE" not in str(raised.value)
         # it is asked once
         assert [asked.path for asked in loopback.requests] == ["/collective_rpc"]
-        served.sees_folders, served.holds_blocks = True, True
+
+
+def test_a_prefix_cache_that_vllm_kept_stops_the_run(
+    policy: PolicyModel, tiny_tokenizer: Any, folder: dict[str, Any]
+) -> None:
+    with serving(policy, tiny_tokenizer, **folder) as (generator, served, _):
+        served.holds_blocks = True
         with pytest.raises(GenerationError, match=r"(?s)reset_prefix_cache.*'success': False"):
             generator.load_weights(policy, 1)
 
@@ -247,7 +268,8 @@ def test_weights_that_did_not_arrive_stop_the_run(
 def test_weights_that_arrived_in_part_stop_the_run(
     policy: PolicyModel, tiny_tokenizer: Any, folder: dict[str, Any]
 ) -> None:
-    """As vLLM on a CPU keeps the output head of a model with tied embeddings; after each change, on other prompts."""
+    """As vLLM on a CPU keeps the output head of a model with tied embeddings; after each change, on
+    other prompts."""
     with serving(policy, tiny_tokenizer, **folder) as (generator, served, loopback):
         generator.load_weights(moved(policy, 0.002), 1)
         served.keeps_head = True
