@@ -2,9 +2,10 @@
 
     python benchmarks/check_data.py [--rows 10_000 100_000 1_000_000]
 
-The rows are those of the bundled data, over and over with a number in each prompt, so that no two are the same: 2.4
-completions of 43 tokens on average. Each file is checked by a process of its own, whose peak memory is
-read when it has ended; it holds Python with its libraries too, which is what the smallest file shows.
+The rows are those of the bundled data, over and over with a number in each prompt, so that no two
+are the same: 2.4 completions of 43 tokens on average. Each file is checked by a process of its own,
+whose peak memory is read when it has ended; it holds Python with its libraries too, which is what
+the smallest file shows.
 """
 
 from __future__ import annotations

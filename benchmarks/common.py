@@ -1,8 +1,10 @@
-"""What the benchmarks share: models, real comparisons, timing in turns, operations and memory, a profile.
+"""What the benchmarks share: models, real comparisons, timing in turns, operations and memory, a
+profile.
 
-Variants are timed in turns within one process, so that whatever else the machine does falls on all of them alike, and
-only ratios are compared between runs. On a GPU the time is that between two CUDA events around the call, which begins
-when the device is idle, so that a step that the host cannot feed fast enough is as slow as it is.
+Variants are timed in turns within one process, so that whatever else the machine does falls on all
+of them alike, and only ratios are compared between runs. On a GPU the time is that between two CUDA
+events around the call, which begins when the device is idle, so that a step that the host cannot
+feed fast enough is as slow as it is.
 """
 
 from __future__ import annotations
@@ -46,17 +48,21 @@ SIZES: dict[str, dict[str, Any]] = {
     "m": {"hidden_size": 512, "num_hidden_layers": 8},
     "l": {"hidden_size": 768, "num_hidden_layers": 8},
     "0.5b": {  # the config.json of Qwen2.5-0.5B
-        "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
-        "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
+        "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936,
+        "tie_word_embeddings": True,
         "max_position_embeddings": 32768,
     },
     "1b": {  # of Llama-3.2-1B, without the scaling of its rotary encoding
-        "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+        "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192,
+        "num_hidden_layers": 16,
         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256,
         "tie_word_embeddings": True, "max_position_embeddings": 131072,
     },
     "8b": {  # of Llama-3.1-8B, likewise
-        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32,
         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
         "max_position_embeddings": 131072,
     },
@@ -113,7 +119,8 @@ TRL_PENALTY: dict[str, Any] = {
     "kl_input_clamp_value": None,
     "kl_output_clamp_value": None,
 }
-"""Keys of `loss_fn` that make the penalty that of TRL. By default it is NeMo RL's, with another gradient."""
+"""Keys of `loss_fn` that make the penalty that of TRL. By default it is NeMo RL's, with another
+gradient."""
 
 PEAK_FLOPS = {
     "H100 PCIe": 756e12,
@@ -126,15 +133,17 @@ PEAK_FLOPS = {
     "L4": 121e12,
     "RTX 4090": 165e12,
 }
-"""Operations a second on dense bfloat16 matrices with sums in float32, by a part of the device's name, the first that
-fits. From NVIDIA's data sheets, and for the RTX 4090 its Ada white paper; half of what is given "with sparsity".
+"""Operations a second on dense bfloat16 matrices with sums in float32, by a part of the device's
+name, the first that fits. From NVIDIA's data sheets, and for the RTX 4090 its Ada white paper; half
+of what is given "with sparsity".
 """
 
 Ids = list[int]
 
 
 def shared_data() -> Path | None:
-    """The folder of real data, if it is here: TREEWARD_SHARED_DATA, or shared/data beside the repository."""
+    """The folder of real data, if it is here: TREEWARD_SHARED_DATA, or shared/data beside the
+    repository."""
     folder = Path(
         os.environ.get(
             "TREEWARD_SHARED_DATA", Path(__file__).parent.parent.parent / "shared" / "data"
@@ -144,15 +153,18 @@ def shared_data() -> Path | None:
 
 
 def real_data(size: str) -> Path | None:
-    """The folder of real data for random weights of a size, which do without, or for a model in a folder.
+    """The folder of real data for random weights of a size, which do without, or for a model in a
+    folder.
 
-    A pretrained model is not measured on the bundled data: its figures would pass for those of real comparisons.
+    A pretrained model is not measured on the bundled data: its figures would pass for those of real
+    comparisons.
     """
     folder = shared_data()
     if folder is None and size not in SIZES:
         raise SystemExit(
             "--model is measured on real data, which is not here\n"
-            f"  got:   --model {size}, and no folder {os.environ.get('TREEWARD_SHARED_DATA', 'shared/data')}\n"
+            f"  got:   --model {size}, and no folder "
+            f"{os.environ.get('TREEWARD_SHARED_DATA', 'shared/data')}\n"
             "  need:  a folder with hh_harmless/train.jsonl.gz and alpaca_eval/train.jsonl.gz\n"
             "  fix:   name it as TREEWARD_SHARED_DATA, or take random weights with --size"
         )
@@ -162,7 +174,8 @@ def real_data(size: str) -> Path | None:
 def load_pairs(
     longest: int, size: str = "xs"
 ) -> tuple[str, PreTrainedTokenizerBase, list[tuple[Ids, Ids]]]:
-    """(name of the data, tokenizer, (chosen, rejected) token ids) of HH harmless, or of the bundled data without it."""
+    """(name of the data, tokenizer, (chosen, rejected) token ids) of HH harmless, or of the bundled
+    data without it."""
     folder = real_data(size)
     if folder is None:
         config = DatasetConfig(dataset_name="Bundled")
@@ -245,8 +258,8 @@ def build(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
 ) -> RewardModel:
-    """A sequence classifier with random weights, the same for the same size and device, or those of a folder; and a
-    float32 head."""
+    """A sequence classifier with random weights, the same for the same size and device, or those of
+    a folder; and a float32 head."""
     config = _config(size, tokenizer, num_labels=1)
     hf = _model(classifier_class(config, False), size, config, device, dtype)
     initialise_head(hf, seed=0)
@@ -353,7 +366,8 @@ def interleave(
 
 
 def median_ratio(base: Sequence[float], other: Sequence[float]) -> float:
-    """How many times faster `other` is than `base`: the median over rounds of the ratio within a round."""
+    """How many times faster `other` is than `base`: the median over rounds of the ratio within a
+    round."""
     return statistics.median(b / o for b, o in zip(base, other, strict=True))
 
 
@@ -366,7 +380,8 @@ def flops(
 ) -> float:
     """Of so many tokens, pairs of a query and a key that it sees, and predicted tokens.
 
-    `passes`: how often a forward pass' worth of backbone, attention and head is computed; a backward pass is two.
+    `passes`: how often a forward pass' worth of backbone, attention and head is computed; a
+    backward pass is two.
     """
     layers, config = model.base_model.get_submodule("layers"), model.config
     backbone = sum(parameter.numel() for parameter in layers.parameters())
@@ -390,8 +405,8 @@ def utilisation(
 ) -> float | None:
     """Model FLOP utilisation: of the operations that the device can do, those that the tokens need.
 
-    Padding does not count, and neither does what is computed again. None on a CPU, for other numbers than bfloat16, and
-    for a GPU that is not in `PEAK_FLOPS`.
+    Padding does not count, and neither does what is computed again. None on a CPU, for other
+    numbers than bfloat16, and for a GPU that is not in `PEAK_FLOPS`.
     """
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
@@ -401,7 +416,8 @@ def utilisation(
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
-    """Most memory of the GPU that was allocated at once during the call, what was there before included.
+    """Most memory of the GPU that was allocated at once during the call, what was there before
+    included.
 
     None on a CPU.
     """
@@ -418,7 +434,8 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
 def print_profile(
     what: str, call: Callable[[], object], device: torch.device, shown: int = 15
 ) -> None:
-    """Where the time of a call goes: the operations that take longest, without those that they call."""
+    """Where the time of a call goes: the operations that take longest, without those that they
+    call."""
     on_gpu = device.type == "cuda"
     activities = [
         torch.profiler.ProfilerActivity.CPU,
@@ -442,13 +459,15 @@ def print_profile(
     ]
     where = "the GPU" if on_gpu else "the CPU"
     print(
-        f"\nWhere the {sum(took):.0f} ms on {where} of {what} go\n\n{results_table(rows, columns)}\n"
+        f"\nWhere the {sum(took):.0f} ms on {where} of {what} "
+        f"go\n\n{results_table(rows, columns)}\n"
     )
 
 
 @contextmanager
 def activation_bytes(model: nn.Module) -> Iterator[Callable[[], int]]:
-    """Counts what is kept for the backward pass, each storage once and the model's parameters not at all."""
+    """Counts what is kept for the backward pass, each storage once and the model's parameters not
+    at all."""
     storages: dict[int, int] = {}
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
 

@@ -1,10 +1,11 @@
-"""`FlashRows`: a reward model on packed rows with FlashAttention, as training without padding runs it everywhere; and
-with the first level of each group's prefix shared, as flash-pref does it.
+"""`FlashRows`: a reward model on packed rows with FlashAttention, as training without padding runs
+it everywhere; and with the first level of each group's prefix shared, as flash-pref does it.
 
-flash-pref (https://github.com/li-plus/flash-preference, 0.1.1) replaces functions of transformers < 4.52 that are gone,
-so here is its scheme in transformers' attention interface: a group is its first sequence and, behind it, what the
-others do not have in common with all of it; their keys are the gathered prefix and their own. FlashAttention is
-PyTorch's `varlen_attn`. On a CPU, where it does not exist, each sequence is a call of its own.
+flash-pref (https://github.com/li-plus/flash-preference, 0.1.1) replaces functions of transformers <
+4.52 that are gone, so here is its scheme in transformers' attention interface: a group is its first
+sequence and, behind it, what the others do not have in common with all of it; their keys are the
+gathered prefix and their own. FlashAttention is PyTorch's `varlen_attn`. On a CPU, where it does
+not exist, each sequence is a call of its own.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ GROUPED: dict[str, Any] = (
 class FlashBatch:
     """S sequences in T tokens.
 
-    `keys_K`: places in the row of the keys of one sequence after another; None where they are the row. `query_starts`,
-    `key_starts`: where those of each sequence begin, and the end, (S + 1,).
+    `keys_K`: places in the row of the keys of one sequence after another; None where they are the
+    row. `query_starts`, `key_starts`: where those of each sequence begin, and the end, (S + 1,).
     """
 
     tokens_T: Tensor
@@ -82,13 +83,15 @@ class FlashBatch:
 
 
 def _shared(group: Sequence[Sequence[int]]) -> int:
-    """Leading tokens that all have in common; the last one of each, where its score is read, is its own."""
+    """Leading tokens that all have in common; the last one of each, where its score is read, is its
+    own."""
     most = min(map(len, group)) - 1
     return next((i for i in range(most) if len({ids[i] for ids in group}) > 1), most)
 
 
 class FlashRows(nn.Module):
-    """A reward model called this way. `share`: the first level of each group's prefix is computed once."""
+    """A reward model called this way. `share`: the first level of each group's prefix is computed
+    once."""
 
     def __init__(self, model: RewardModel, *, share: bool) -> None:
         super().__init__()

@@ -1,23 +1,26 @@
-"""What a GPU is for, in under nine minutes: exactness, training, scoring, policy updates, a step of 8B.
+"""What a GPU is for, in under nine minutes: exactness, training, scoring, policy updates, a step of
+8B.
 
     make benchmark-gpu                          # = python benchmarks/gpu.py, writes results/benchmark-gpu.md
     python benchmarks/gpu.py --only training "8B with LoRA"
     python benchmarks/gpu.py --tiny             # toy shapes, on a CPU too: whether it runs
 
-Each part is a process of its own with a box of seconds. What fails, or is not done in time, is said in the table, and
-the others go on. One Markdown table is printed and written, with date, hardware and versions.
+Each part is a process of its own with a box of seconds. What fails, or is not done in time, is said
+in the table, and the others go on. One Markdown table is printed and written, with date, hardware
+and versions.
 
 From a bare machine with an NVIDIA driver, a C compiler (for Triton) and Python 3.11 or newer:
 
     pip install -c constraints.txt -e '.[lora]' trl prefix-grouper   # torch of PyPI is built with CUDA and has Triton
     pip install flash-attn                      # if there is one for this torch: TRL then trains with it
 
-Models are configurations with random weights; nothing is downloaded. Comparisons are those of HH harmless where
-TREEWARD_SHARED_DATA has them, or random tokens with its lengths; the table says which.
+Models are configurations with random weights; nothing is downloaded. Comparisons are those of HH
+harmless where TREEWARD_SHARED_DATA has them, or random tokens with its lengths; the table says
+which.
 
-Tokens a second are tokens of the plain rows, the same for every variant of a setting. Model FLOP utilisation counts the
-operations that a variant's own tokens need: without padding, without what is computed again, and on a tree each shared
-token once.
+Tokens a second are tokens of the plain rows, the same for every variant of a setting. Model FLOP
+utilisation counts the operations that a variant's own tokens need: without padding, without what is
+computed again, and on a tree each shared token once.
 """
 
 from __future__ import annotations
@@ -80,7 +83,8 @@ def main() -> None:
 
 
 def _run(part: str, arguments: argparse.Namespace, rows: Path, box: float) -> str | None:
-    """Run a part in a process group of its own, which ends with its box; returns what went wrong."""
+    """Run a part in a process group of its own, which ends with its box; returns what went
+    wrong."""
     options = [
         *(["--tiny"] if arguments.tiny else []),
         *(["--profile"] if arguments.profile else []),
@@ -196,7 +200,10 @@ def _heading(arguments: argparse.Namespace) -> list[str]:
         else ""
     )
     return [
-        f"{datetime.now(UTC):%Y-%m-%d}. {hardware}. Python {platform.python_version()}, {versions}.{tiny}"
+        (
+            f"{datetime.now(UTC):%Y-%m-%d}. {hardware}. Python {platform.python_version()}, "
+            f"{versions}.{tiny}"
+        )
     ]
 
 

@@ -1,7 +1,8 @@
 """The parts of `gpu.py`: each is a function that adds rows to a report as it measures them.
 
-The shapes are those of real models with random weights, in bfloat16 where nothing else is said: Qwen2.5-0.5B,
-Llama-3.2-1B, Llama-3.1-8B (`common.SIZES`). Comparisons are those of HH harmless, or drawn with its lengths.
+The shapes are those of real models with random weights, in bfloat16 where nothing else is said:
+Qwen2.5-0.5B, Llama-3.2-1B, Llama-3.1-8B (`common.SIZES`). Comparisons are those of HH harmless, or
+drawn with its lengths.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ PREFIX_TOKENS, OWN_TOKENS = (
     (9, 13, 15, 30, 95, 169, 269, 352, 520),
     (1, 7, 10, 17, 32, 61, 102, 130, 230),
 )
-"""Of HH harmless with a vocabulary of 8192: what the two completions of a comparison share, and what each adds."""
+"""Of HH harmless with a vocabulary of 8192: what the two completions of a comparison share, and
+what each adds."""
 
 Errors = dict[str, tuple[float, float]]
 Made = tuple[PreTrainedModel, Callable[[list[Pair]], Tensor]]
@@ -73,7 +75,8 @@ SLACK = 1.5
 
 # What tests/families.py changes where a kernel for GPUs would refuse its tiny heads.
 _REAL_HEADS = {
-    "qwen2": {"hidden_size": 256}, "qwen2_window": {"hidden_size": 256}, "phi3": {"hidden_size": 256},
+    "qwen2": {"hidden_size": 256}, "qwen2_window": {"hidden_size": 256},
+    "phi3": {"hidden_size": 256},
     "gpt_neox": {"hidden_size": 256}, "gpt2": {"n_embd": 256},
     "deepseek_v3": {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
 }  # fmt: skip
@@ -98,7 +101,8 @@ class Report:
             self._write({"setting": setting, "variant": variant})
 
     def add(self, setting: str, variant: str, **cells: Any) -> None:
-        """`seconds`, `row_tokens` (of the plain rows), `utilisation`, `peak`, `note`; all may be left out."""
+        """`seconds`, `row_tokens` (of the plain rows), `utilisation`, `peak`, `note`; all may be
+        left out."""
         self._write({"setting": setting, "variant": variant, **cells})
 
     def _write(self, row: dict[str, Any]) -> None:
@@ -127,7 +131,8 @@ def _line(error: BaseException) -> str:
 
 
 class _Doubles(TorchFunctionMode):
-    """Whatever a model computes in float32 in any case (norms, softmax, rotary encoding) is computed in float64."""
+    """Whatever a model computes in float32 in any case (norms, softmax, rotary encoding) is
+    computed in float64."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -176,9 +181,11 @@ def _tests() -> Any:
 
 
 def _errors(family: str, dtype: str, device: str) -> Errors:
-    """The largest errors of scores and of gradients, of plain rows and of trees: medians over several models.
+    """The largest errors of scores and of gradients, of plain rows and of trees: medians over
+    several models.
 
-    In bfloat16 a token may go to another expert of a mixture, here or there: one model shows nothing.
+    In bfloat16 a token may go to another expert of a mixture, here or there: one model shows
+    nothing.
     """
     drawn = [_errors_of(family, dtype, use_device(device), seed) for seed in range(NUM_SEEDS)]
     return {
@@ -255,7 +262,8 @@ def _verdict(
 
 
 def training(report: Report) -> None:
-    """Steps of a reward model: forward, backward, clipping, AdamW; first ours, then what it is compared with."""
+    """Steps of a reward model: forward, backward, clipping, AdamW; first ours, then what it is
+    compared with."""
     from training_step import our_variant, trl_variant
     from trl.trainer.reward_config import RewardConfig
 
@@ -388,7 +396,8 @@ def _why_no_flash_pref() -> str:
 
 
 def scoring(report: Report) -> None:
-    """K completions of a prompt: trees, and plain transformers one by one and in padded batches of 8."""
+    """K completions of a prompt: trees, and plain transformers one by one and in padded batches of
+    8."""
     from scoring import load_prompts, make_groups, measure
 
     _, prompts = load_prompts()
@@ -526,7 +535,8 @@ def comparisons(tiny: bool) -> tuple[str, PreTrainedTokenizerBase, list[Pair]]:
 
 
 def draw_groups(count: int, size: int, prompt: int | None) -> list[list[list[int]]]:
-    """Random tokens: groups of completions with the lengths of HH's, to prompts of its lengths or of one."""
+    """Random tokens: groups of completions with the lengths of HH's, to prompts of its lengths or
+    of one."""
     generator = np.random.default_rng(0)
 
     def length(quantiles: Sequence[int]) -> int:

@@ -1,10 +1,11 @@
 """`GroupedPolicy`: the log-probabilities of completions with PrefixGrouper, on SDPA.
 
-PrefixGrouper (https://github.com/johncaged/PrefixGrouper, verl's `use_prefix_grouper`) puts a prompt and its
-completions into one padded row. Attention is two calls: prompts alone, and completions, as rows, over their prompt
-repeated and themselves. It is given what costs it least here: masks that are made once a batch and then shared by
-reference and policy, and on a CPU keys that are not repeated for grouped queries. Its README and verl compute the
-logits of all tokens, prompts and padding too (`all_logits`); without, the head computes real completion tokens alone.
+PrefixGrouper (https://github.com/johncaged/PrefixGrouper, verl's `use_prefix_grouper`) puts a
+prompt and its completions into one padded row. Attention is two calls: prompts alone, and
+completions, as rows, over their prompt repeated and themselves. It is given what costs it least
+here: masks that are made once a batch and then shared by reference and policy, and on a CPU keys
+that are not repeated for grouped queries. Its README and verl compute the logits of all tokens,
+prompts and padding too (`all_logits`); without, the head computes real completion tokens alone.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ class GroupedBatch:
         return made
 
     def _set_masks(self, dtype: torch.dtype) -> None:
-        """Of the two calls; the prompts' is empty, for plain causal attention, where they are equally long.
+        """Of the two calls; the prompts' is empty, for plain causal attention, where they are
+        equally long.
 
         Padding at the end of a completion is hidden by causality from all that is read.
         """

@@ -4,11 +4,12 @@
                                     [--prompt-tokens 90] [--new-tokens 64] [--rounds 3] [--float32] [--json FILE]
                                     [--device cuda] [--profile]
 
-A step draws the prompts, samples the completions, rewards them (a count of letters, which costs nothing), computes the
-reference's log-probabilities, and updates: forward, backward, clipping, AdamW. Both sides start from the same weights
-and have the same prompts, token by token, and as many new tokens for each: no completion ends early. Treeward's side is
-`treeward.rl.grpo`'s own step with what it logs; TRL's is its `training_step` as often as it accumulates gradients,
-without its data loader and logging, with a KL penalty as ours and otherwise its defaults: its batches of 8, and in
+A step draws the prompts, samples the completions, rewards them (a count of letters, which costs
+nothing), computes the reference's log-probabilities, and updates: forward, backward, clipping,
+AdamW. Both sides start from the same weights and have the same prompts, token by token, and as many
+new tokens for each: no completion ends early. Treeward's side is `treeward.rl.grpo`'s own step with
+what it logs; TRL's is its `training_step` as often as it accumulates gradients, without its data
+loader and logging, with a KL penalty as ours and otherwise its defaults: its batches of 8, and in
 "TRL, default" bfloat16 with activation checkpointing.
 """
 
@@ -108,7 +109,8 @@ def main() -> None:
             calls[TRL_DEFAULT] = lambda _: trainers[TRL_DEFAULT][1]()
         print(
             f"{data}, {model_name(arguments.size)}, {len(tokenizer)} tokens, {describe(device)}; "
-            f"{arguments.prompts} prompts of {arguments.prompt_tokens} tokens, {arguments.completions} completions of "
+            f"{arguments.prompts} prompts of {arguments.prompt_tokens} tokens, "
+            f"{arguments.completions} completions of "
             f"{arguments.new_tokens}"
         )
         seconds = interleave(calls, arguments.rounds, device=device)
@@ -152,7 +154,8 @@ def _write_prompts(
 
 
 def _ours(folder: Path, arguments: argparse.Namespace, precision: str) -> GRPORun:
-    """A run that is set up as `treeward grpo` does, its prompts cut, its completions without an end."""
+    """A run that is set up as `treeward grpo` does, its prompts cut, its completions without an
+    end."""
     file = folder / f"{precision}.yaml"
     longest = max(
         len(line) for line in (folder / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
@@ -255,7 +258,8 @@ def _parts_of_trl(trainer: GRPOTrainer) -> list[tuple[str, object, str]]:
 
 @contextmanager
 def measured(parts: Sequence[tuple[str, object, str]], device: torch.device) -> Iterator[Timed]:
-    """Seconds that methods take, by name, and what is left of the whole; the device is idle before and after each."""
+    """Seconds that methods take, by name, and what is left of the whole; the device is idle before
+    and after each."""
     took: Timed = {name: 0.0 for name, _, _ in parts}
     wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
@@ -303,7 +307,10 @@ def print_ratios(seconds: dict[str, list[float]]) -> None:
     rounds = [b / o for b, o in zip(seconds[TRL], seconds[TREE], strict=True)]
     times = statistics.median(rounds)
     print(
-        f"\n{'passed' if times >= GOAL else 'MISSED'}  {times:.2f} x a step of TRL in float32; goal {GOAL:.0f} x",
+        (
+            f"\n{'passed' if times >= GOAL else 'MISSED'}  {times:.2f} x a step of TRL in "
+            f"float32; goal {GOAL:.0f} x"
+        ),
         flush=True,
     )
 

@@ -1,15 +1,18 @@
-"""Models with recurrent layers on trees against rows, as padded batch, one by one, and packed, in one interleaved run.
+"""Models with recurrent layers on trees against rows, as padded batch, one by one, and packed, in
+one interleaved run.
 
     python benchmarks/hybrids.py [qwen3_5 nemotron_h lfm2] [--prompts 256 1024] [--completions 2 8] [--rounds 5]
                                  [--device cuda]
 
-K completions of 70 to 130 tokens follow one prompt. A step is what training computes of them, the scores and their
-gradients; scoring is the forward pass alone. Rows are those of plain transformers; packed rows are treeward's row of
-trees in which nothing is shared. The models have the layers of the families in the size of a laptop: 4 of 256 channels,
-three recurrent and one of attention. Weights and tokens are random, which changes no time.
+K completions of 70 to 130 tokens follow one prompt. A step is what training computes of them, the
+scores and their gradients; scoring is the forward pass alone. Rows are those of plain transformers;
+packed rows are treeward's row of trees in which nothing is shared. The models have the layers of
+the families in the size of a laptop: 4 of 256 channels, three recurrent and one of attention.
+Weights and tokens are random, which changes no time.
 
-Seconds are wall clock. A column `x rows` says how many times faster a tree is, the median of the ratios within each
-round; `tokens` says the same of the tokens that are computed, the limit of what sharing alone can give.
+Seconds are wall clock. A column `x rows` says how many times faster a tree is, the median of the
+ratios within each round; `tokens` says the same of the tokens that are computed, the limit of what
+sharing alone can give.
 """
 
 from __future__ import annotations

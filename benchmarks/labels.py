@@ -2,9 +2,10 @@
 
     python benchmarks/labels.py [--steps 60] [--seeds 3] [--rounds 6]
 
-1. A small reward model from scratch on alpaca_eval (a judge's graded preference ranks the completions of a prompt), by
-   Plackett-Luce and Bradley-Terry over whole groups, and by Bradley-Terry over the same completions in disjoint pairs,
-   as toolkits of pairs have them. Held-out Kendall's tau, the mean over the seeds with a 95 % interval (Student's t).
+1. A small reward model from scratch on alpaca_eval (a judge's graded preference ranks the
+   completions of a prompt), by Plackett-Luce and Bradley-Terry over whole groups, and by
+   Bradley-Terry over the same completions in disjoint pairs, as toolkits of pairs have them.
+   Held-out Kendall's tau, the mean over the seeds with a 95 % interval (Student's t).
 2. A training step on groups of K = 2, 4 and 8 of the same prompts, on trees and as padded rows.
 
 Without the shared data it says so and ends.
@@ -119,7 +120,8 @@ def _tau(folder: Path, name: str, form: str, steps: int, seed: int) -> float:
     own = folder / f"{name}_{seed}"
     sets = [
         f"data={{train: [{{data_path: {folder}/train_{form}.jsonl}}], "
-        f"validation: [{{data_path: {folder}/validation_groups.jsonl, name: held_out}}], cache_dir: {folder}/cache}}"
+        f"validation: [{{data_path: {folder}/validation_groups.jsonl, name: held_out}}], "
+        f"cache_dir: {folder}/cache}}"
     ]
     size = _PROMPTS * (_GROUP // 2 if form == "pairs" else 1)
     settings = [

@@ -2,12 +2,14 @@
 
     python benchmarks/planning.py [--comparisons 1_000_000] [--batch 1024] [--tokens 8192] [--ranks 1 8 64]
 
-Every step of one epoch is planned from the sizes of its comparisons alone, as each process of a run plans it: the order
-of the epoch, the sizes, the micro-batches of all ranks. The sizes are drawn: log-normal, median 400 tokens, a tenth
-above 1100, as chats of a few turns are. Nothing is read or computed.
+Every step of one epoch is planned from the sizes of its comparisons alone, as each process of a run
+plans it: the order of the epoch, the sizes, the micro-batches of all ranks. The sizes are drawn:
+log-normal, median 400 tokens, a tenth above 1100, as chats of a few turns are. Nothing is read or
+computed.
 
-`fill`: tokens of a micro-batch against the budget. `wait`: the time in which ranks wait for the one with most tokens,
-by tokens, against a division into equal parts. `memory`: what the process holds more than before, at its peak.
+`fill`: tokens of a micro-batch against the budget. `wait`: the time in which ranks wait for the one
+with most tokens, by tokens, against a division into equal parts. `memory`: what the process holds
+more than before, at its peak.
 """
 
 from __future__ import annotations
@@ -55,12 +57,14 @@ def main() -> None:
         Column("worst", title="wait, worst step", format=".1%"),
     ]
     print(
-        f"{arguments.comparisons:,} comparisons, {arguments.batch} a step, at most {arguments.tokens} tokens"
+        f"{arguments.comparisons:,} comparisons, {arguments.batch} a step, at most "
+        f"{arguments.tokens} tokens"
     )
     print(results_table(rows, columns))
     memory = (peak_memory() - before) / 2**20
     print(
-        f"order of the epoch: {drawing:.2f} s; memory: {memory:.0f} MiB, {memory * 2**20 / len(sizes):.0f} bytes each"
+        f"order of the epoch: {drawing:.2f} s; memory: {memory:.0f} MiB, "
+        f"{memory * 2**20 / len(sizes):.0f} bytes each"
     )
 
 

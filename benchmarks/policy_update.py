@@ -1,20 +1,24 @@
-"""A policy update on prefix trees against treeward's own packed rows, TRL's GRPOTrainer and PrefixGrouper.
+"""A policy update on prefix trees against treeward's own packed rows, TRL's GRPOTrainer and
+PrefixGrouper.
 
     python benchmarks/policy_update.py [--size xs|s|m|l | --model FOLDER] [--float32] [--completions 4 8 16]
                                         [--prompt-tokens 128 512] [--prompts 4] [--rounds 5] [--json FILE]
                                         [--device cuda] [--profile]
 
-Real completions of many models to real prompts (alpaca_eval), prompts as long as the completions and four times as
-long. Two things are timed: log-probabilities without gradients, and a whole update with a KL penalty: the reference,
-forward, backward, clipping and fused AdamW. "Packed rows" is the same code with every completion a tree of its own, in
-micro-batches of as many tokens. For TRL it is the peer's own padding, reference pass, shuffling, `training_step` and
-loss (`dapo`, its default: the mean over all tokens, as ours; without its correction of the penalty's gradient, which
-costs nothing), without its data loader, generation and logging. `grouper.py` says how PrefixGrouper is called: as its
-README does, and with our head, loss and micro-batches, which leaves its attention and its padding to compare.
+Real completions of many models to real prompts (alpaca_eval), prompts as long as the completions
+and four times as long. Two things are timed: log-probabilities without gradients, and a whole
+update with a KL penalty: the reference, forward, backward, clipping and fused AdamW. "Packed rows"
+is the same code with every completion a tree of its own, in micro-batches of as many tokens. For
+TRL it is the peer's own padding, reference pass, shuffling, `training_step` and loss (`dapo`, its
+default: the mean over all tokens, as ours; without its correction of the penalty's gradient, which
+costs nothing), without its data loader, generation and logging. `grouper.py` says how PrefixGrouper
+is called: as its README does, and with our head, loss and micro-batches, which leaves its attention
+and its padding to compare.
 
-Before anything is timed, loss and gradients of the float32 variants must be equal to 1e-5 (of a pretrained model 1e-4).
-"By FLOPs" is what the operations of backbone, attention and head come to: the head computes every completion token
-either way, so less can be saved than the ratio of row tokens to tree tokens.
+Before anything is timed, loss and gradients of the float32 variants must be equal to 1e-5 (of a
+pretrained model 1e-4). "By FLOPs" is what the operations of backbone, attention and head come to:
+the head computes every completion token either way, so less can be saved than the ratio of row
+tokens to tree tokens.
 """
 
 from __future__ import annotations
@@ -92,14 +96,17 @@ def main() -> None:
     tokenizer = tokenizer_of(arguments.size, texts, arguments.vocabulary)
     print(f"{data}, {model_name(arguments.size)}, {len(tokenizer)} tokens, {describe(device)}")
     print(
-        f"{arguments.prompts} prompts an update, micro-batches of {MICRO_BATCH_TOKENS} computed tokens"
+        f"{arguments.prompts} prompts an update, micro-batches of {MICRO_BATCH_TOKENS} "
+        "computed tokens"
     )
     rows = []
     for prompt, completions in product(arguments.prompt_tokens, arguments.completions):
         work = make_work(prompts, tokenizer, Setting(completions, prompt, 128), arguments.prompts)
         rows.append(
-            measure(arguments.size, tokenizer, work, arguments.rounds, device=device, profile=arguments.profile,
-                    few=arguments.float32, exact=EXACT if arguments.size in SIZES else EXACT_PRETRAINED)
+            measure(arguments.size, tokenizer, work, arguments.rounds, device=device,
+                    profile=arguments.profile,
+                    few=arguments.float32,
+                    exact=EXACT if arguments.size in SIZES else EXACT_PRETRAINED)
         )  # fmt: skip
         if arguments.json is not None:  # after each: a run takes long
             arguments.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
@@ -118,8 +125,8 @@ def measure(
     exact: float = EXACT,
     few: bool = False,
 ) -> dict[str, Any]:
-    """Everything about one setting; `few`: without PrefixGrouper and bfloat16. Raises `RuntimeError` where variants do
-    not compute the same."""
+    """Everything about one setting; `few`: without PrefixGrouper and bfloat16. Raises
+    `RuntimeError` where variants do not compute the same."""
     reference = build_causal(size, tokenizer, device)
     policy = moved(reference)
     with tempfile.TemporaryDirectory() as folder:
@@ -177,7 +184,8 @@ def _ignore_round(call: Callable[[], object], number: int) -> object:
 
 
 def check_exact(variants: dict[str, Variant], limit: float = EXACT) -> dict[str, float]:
-    """How far each is off from the tree: the larger of the relative differences of loss and gradient.
+    """How far each is off from the tree: the larger of the relative differences of loss and
+    gradient.
 
     Raises `RuntimeError` where a float32 variant is off by more than `limit`.
     """
@@ -204,7 +212,8 @@ def check_exact(variants: dict[str, Variant], limit: float = EXACT) -> dict[str,
 
 
 def count_tokens(work: Work, policy: PreTrainedModel) -> dict[str, float]:
-    """Tokens of the backbone and of the head, and the saving that they, and all operations, allow."""
+    """Tokens of the backbone and of the head, and the saving that they, and all operations,
+    allow."""
     rows = sum(group.num_row_tokens for group in work.groups)
     trees = sum(map(tree_tokens, work.groups))
     lengths = [len(sequence) for group in work.groups for sequence in sequences_of(group)]
@@ -225,8 +234,8 @@ def count_tokens(work: Work, policy: PreTrainedModel) -> dict[str, float]:
         "tree head tokens": heads,
         "tokens": rows / trees,
     }
-    # An update has two forward passes (the reference's too) and a backward of two; in it attention is computed 2.5
-    # times and the head's logits once more.
+    # An update has two forward passes (the reference's too) and a backward of two; in it attention
+    # is computed 2.5 times and the head's logits once more.
     for what, passes in [("log_probs", (1.0, 1.0, 1.0)), ("update", (4.0, 4.5, 5.0))]:
         by_rows = flops(policy, rows, row_pairs, work.num_tokens, passes)
         found[f"{what} by FLOPs"] = by_rows / flops(policy, trees, tree_pairs, heads, passes)
@@ -275,7 +284,8 @@ def print_tables(rows: Sequence[dict[str, Any]]) -> None:
         )
     )
     print(
-        "\nAgainst the update of PrefixGrouper and of GRPOTrainer, whose default is bfloat16 with checkpointing\n"
+        "\nAgainst the update of PrefixGrouper and of GRPOTrainer, whose default is bfloat16 "
+        "with checkpointing\n"
     )
     columns = [
         Column(f"ms update {TREE}", title="ms, float32", format=".0f"),

@@ -5,8 +5,8 @@
     variant.update()                  # what `policy_update.py` times
     loss, gradients = variant.gradients()
 
-`our_variant` is treeward on trees or on packed rows. `grouper_variant` and `trl_update` call PrefixGrouper and
-GRPOTrainer as their own code does.
+`our_variant` is treeward on trees or on packed rows. `grouper_variant` and `trl_update` call
+PrefixGrouper and GRPOTrainer as their own code does.
 
 Shapes: P prompts, G completions to each, S completions of a micro-batch.
 """
@@ -93,7 +93,8 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """`log_probs`: of all completions without gradients (ours): the tokens computed. `update`: one step.
+    """`log_probs`: of all completions without gradients (ours): the tokens computed. `update`: one
+    step.
 
     `gradients`: of the policy as it is, before clipping, without a step; with the loss.
     """
@@ -118,7 +119,8 @@ def make_work(
     setting: Setting,
     num_prompts: int,
 ) -> Work:
-    """Completions cut where generation would have stopped; prompts with as many earlier turns as their length takes."""
+    """Completions cut where generation would have stopped; prompts with as many earlier turns as
+    their length takes."""
     renderer = Renderer(tokenizer)
     groups: list[CompletionGroup] = []
     for n, (prompt, texts) in enumerate(prompts):
@@ -162,8 +164,8 @@ def _ids(tokens: Iterable[Any]) -> list[int]:
 
 
 def moved(reference: PreTrainedModel) -> PreTrainedModel:
-    """A policy whose matrices have left their reference a little, for a penalty with a gradient. With noise in gains
-    Gemma's tokens are 50 nats off, where it overflows."""
+    """A policy whose matrices have left their reference a little, for a penalty with a gradient.
+    With noise in gains Gemma's tokens are 50 nats off, where it overflows."""
     policy = deepcopy(reference)
     generator = torch.Generator(policy.device).manual_seed(1)
     with torch.no_grad():
@@ -296,7 +298,8 @@ def trl_update(
         report_to=[],
         use_cpu=policy.device.type == "cpu",
         beta=BETA,
-        use_bias_correction_kl=False,  # a differentiable weight on the penalty: another objective, at the same cost
+        # a differentiable weight on the penalty: another objective, at the same cost
+        use_bias_correction_kl=False,
         num_generations=num_completions,
         per_device_train_batch_size=batch_size,
         gradient_accumulation_steps=len(rows) // batch_size,
@@ -349,7 +352,8 @@ def _trl_batch(
     advantages_S: Tensor,
     _: object,
 ) -> dict[str, Tensor]:
-    """What GRPOTrainer makes of generated tokens, in its own way: its padding, its reference's log-probabilities."""
+    """What GRPOTrainer makes of generated tokens, in its own way: its padding, its reference's
+    log-probabilities."""
     padding, device = trainer._tokenizer.pad_token_id, trainer.accelerator.device
     prompts = [torch.tensor(group.prompt_ids, device=device) for group, _ in rows]
     completions = [torch.tensor(completion.token_ids, device=device) for _, completion in rows]

@@ -1,12 +1,14 @@
-"""Scoring K answers to one prompt: trees against Hugging Face rows, one by one and in padded batches.
+"""Scoring K answers to one prompt: trees against Hugging Face rows, one by one and in padded
+batches.
 
     python benchmarks/scoring.py [--size xs|s|m|l | --model FOLDER] [--prompts 6] [--rounds 5]
                                   [--device cuda] [--profile]
 
-Real answers of many models to real prompts (alpaca_eval), as they are and behind about 1000 tokens of earlier turns.
-The rows are plain transformers: one sequence a forward without padding, and right-padded batches of 8. Every variant
-gives the same scores; the largest difference is printed. Float32 on a CPU, bfloat16 on a GPU. A completion's tokens see
-the whole prompt either way: "by FLOPs" is how many times fewer operations a tree needs, attention included.
+Real answers of many models to real prompts (alpaca_eval), as they are and behind about 1000 tokens
+of earlier turns. The rows are plain transformers: one sequence a forward without padding, and
+right-padded batches of 8. Every variant gives the same scores; the largest difference is printed.
+Float32 on a CPU, bfloat16 on a GPU. A completion's tokens see the whole prompt either way: "by
+FLOPs" is how many times fewer operations a tree needs, attention included.
 """
 
 from __future__ import annotations
@@ -202,7 +204,8 @@ def make_groups(
 
 
 def load_prompts(size: str = "xs") -> tuple[str, list[Prompt]]:
-    """(name of the data, prompts) of alpaca_eval, or of the bundled data without it; `size` as for `real_data`."""
+    """(name of the data, prompts) of alpaca_eval, or of the bundled data without it; `size` as for
+    `real_data`."""
     folder = real_data(size)
     if folder is not None:
         with gzip.open(folder / "alpaca_eval" / "train.jsonl.gz", "rt", encoding="utf-8") as lines:

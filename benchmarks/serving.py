@@ -1,13 +1,15 @@
-"""The reward server under load, against scoring in the process (its limit) and a server that takes one at a time.
+"""The reward server under load, against scoring in the process (its limit) and a server that takes
+one at a time.
 
     python benchmarks/serving.py [--size xs|s|m|l] [--requests 192] [--rounds 3] [--connections 1 8 32 128]
     python benchmarks/serving.py --model results/real_demo/model/final --vllm .venv-vllm/bin
 
-Each request holds one conversation, over loopback, as rollouts are scored while they finish. Two kinds of traffic of
-real answers (alpaca_eval): every conversation with a prompt of its own, and eight answers to each prompt. The limit is
-`Scorer.score` on the same conversations in one call. The peer is what people write by hand: FastAPI, transformers, one
-forward pass a request, under a lock. `--replicas N` adds our server with N replicas, and `--vllm` a vLLM whose binaries
-lie in that folder, with `/classify`, in float32 and for 2,048 tokens. In every round each variant has the same
+Each request holds one conversation, over loopback, as rollouts are scored while they finish. Two
+kinds of traffic of real answers (alpaca_eval): every conversation with a prompt of its own, and
+eight answers to each prompt. The limit is `Scorer.score` on the same conversations in one call. The
+peer is what people write by hand: FastAPI, transformers, one forward pass a request, under a lock.
+`--replicas N` adds our server with N replicas, and `--vllm` a vLLM whose binaries lie in that
+folder, with `/classify`, in float32 and for 2,048 tokens. In every round each variant has the same
 conversations, new to that round.
 """
 

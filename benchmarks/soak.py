@@ -1,13 +1,15 @@
-"""The reward server for ten minutes under valid and hostile traffic: flat memory, and no request lost or wrong.
+"""The reward server for ten minutes under valid and hostile traffic: flat memory, and no request
+lost or wrong.
 
     python benchmarks/soak.py [--minutes 10] [--clients 24]
 
-Half of the clients send valid conversations and compare each score with that of the Scorer; the others send what a
-server sees on a bad day: cut and malformed JSON, wrong types, NaN, unknown models, conversations without an answer or
-far too long, bodies above the limit, bodies that arrive byte by byte, clients that leave while they wait, deadlines of
-a millisecond, wrong methods. Every request must get the status that is documented for it. It prints a line every
-fifteen seconds, and exits with 1 if a valid request failed or was wrong, a hostile one got another status, or the
-memory of the second half rose by more than 5 %.
+Half of the clients send valid conversations and compare each score with that of the Scorer; the
+others send what a server sees on a bad day: cut and malformed JSON, wrong types, NaN, unknown
+models, conversations without an answer or far too long, bodies above the limit, bodies that arrive
+byte by byte, clients that leave while they wait, deadlines of a millisecond, wrong methods. Every
+request must get the status that is documented for it. It prints a line every fifteen seconds, and
+exits with 1 if a valid request failed or was wrong, a hostile one got another status, or the memory
+of the second half rose by more than 5 %.
 """
 
 from __future__ import annotations
@@ -172,7 +174,8 @@ async def _soak(
             await asyncio.sleep(min(15.0, max(end - time.monotonic(), 0.1)))
             memory.append((time.monotonic(), process.memory_info().rss / 2**20))
             print(
-                f"{memory[-1][1]:7.0f} MiB  {tally.valid} valid  {sum(tally.statuses.values())} hostile  "
+                f"{memory[-1][1]:7.0f} MiB  {tally.valid} valid  "
+                f"{sum(tally.statuses.values())} hostile  "
                 f"{tally.refused_for_now} refused for now  {len(tally.problems)} problems",
                 flush=True,
             )

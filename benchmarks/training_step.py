@@ -1,12 +1,14 @@
-"""A training step on prefix trees against TRL's RewardTrainer, on the same comparisons in one interleaved run.
+"""A training step on prefix trees against TRL's RewardTrainer, on the same comparisons in one
+interleaved run.
 
     python benchmarks/training_step.py [--size xs|s|m|l | --model FOLDER] [--float32 | --default] [--pairs 8]
                                        [--rounds 12] [--longest 1024] [--device cuda] [--profile]
 
-A step is forward, backward, clipping and fused AdamW on the same real comparisons. For TRL it is the peer's own
-collator and `training_step`, without its data loader and logging. Rows are padded as each does it; "packed" is
-treeward's own packing without sharing. Every variant begins with the same weights. Tokens a second are those of the
-plain rows without padding, the same for all variants. `benchmarks/gpu.py` has the models that a GPU is for.
+A step is forward, backward, clipping and fused AdamW on the same real comparisons. For TRL it is
+the peer's own collator and `training_step`, without its data loader and logging. Rows are padded as
+each does it; "packed" is treeward's own packing without sharing. Every variant begins with the same
+weights. Tokens a second are those of the plain rows without padding, the same for all variants.
+`benchmarks/gpu.py` has the models that a GPU is for.
 """
 
 from __future__ import annotations
@@ -155,7 +157,8 @@ def _ours(
 def our_variant(
     model: nn.Module, score: Callable[[Batch], torch.Tensor], *, matmul: str = "highest"
 ) -> Variant:
-    """`score`: the scores of all sequences of a batch, (2 * pairs,), chosen and rejected in turns."""
+    """`score`: the scores of all sequences of a batch, (2 * pairs,), chosen and rejected in
+    turns."""
     optimizer = build_optimizer(model, OptimizerConfig(kwargs={"lr": LEARNING_RATE}))
 
     def loss_of(batch: Batch) -> torch.Tensor:

@@ -1,12 +1,13 @@
-"""TRL's trainers against the same trainers on trees (`treeward.compat.trl`), in one interleaved run.
+"""TRL's trainers against the same trainers on trees (`treeward.compat.trl`), in one interleaved
+run.
 
     python benchmarks/trl_dropin.py [--size xs|s|m|l] [--pairs 8] [--completions 8] [--prompt-tokens 128 512]
                                      [--prompts 4] [--rounds 7] [--device cuda] [--profile]
 
 Steps of the two are those of `training_step.py` (RewardTrainer, real comparisons) and of
 `policy_variants.py` (GRPOTrainer, its update with a reference, real completions), each in float32
-and as TRL's defaults have it (bfloat16, checkpointing). Both have equal losses in the first step, or
-the run stops.
+and as TRL's defaults have it (bfloat16, checkpointing). Both have equal losses in the first step,
+or the run stops.
 """
 
 from __future__ import annotations

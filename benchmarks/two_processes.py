@@ -1,10 +1,12 @@
-"""Two processes against one: the same run of the quickstart, with a larger model, by torchrun in turns.
+"""Two processes against one: the same run of the quickstart, with a larger model, by torchrun in
+turns.
 
     python benchmarks/two_processes.py [--rounds 3] [--steps 8]
 
-Each process has one thread on a CPU, or one GPU. Both runs see the same data and are to have the same losses; a step's
-tokens are those of plain rows. Two processes send over gloo, on a CPU, what a fast network would carry between GPUs, so
-this shows that nothing is computed twice and what the exchange costs, not how GPUs scale.
+Each process has one thread on a CPU, or one GPU. Both runs see the same data and are to have the
+same losses; a step's tokens are those of plain rows. Two processes send over gloo, on a CPU, what a
+fast network would carry between GPUs, so this shows that nothing is computed twice and what the
+exchange costs, not how GPUs scale.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ def main() -> None:
     ratios = [two / one for one, two in zip(rates[1], rates[2], strict=True)]
     off = max(abs(one - two) for one, two in zip(losses[1], losses[2], strict=True))
     print(
-        f"two processes against one: {statistics.median(ratios):.2f}x ({min(ratios):.2f} to {max(ratios):.2f})"
+        f"two processes against one: {statistics.median(ratios):.2f}x ({min(ratios):.2f} to "
+        f"{max(ratios):.2f})"
     )
     print(f"largest difference of a step's loss: {off:.1e}")
 

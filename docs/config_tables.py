@@ -23,7 +23,8 @@ from treeward.config.spellings import SAMPLED_ALIKE, spellings
 
 
 def config_reference(page: str) -> str:
-    """The page with its tables, between `<!-- begin NAME -->` and `<!-- end NAME -->`, generated anew."""
+    """The page with its tables, between `<!-- begin NAME -->` and `<!-- end NAME -->`, generated
+    anew."""
     train, grpo = list(_tables(RewardModelRunConfig, "")), list(_tables(GRPORunConfig, ""))
     kinds = [
         table
@@ -88,7 +89,8 @@ def _section(path: str, of: str, section: type[Strict]) -> str:
 
 
 def _other_keys(section: type[Strict]) -> Iterator[str]:
-    """Paragraphs on the keys that a file may have in a section and that the section does not read."""
+    """Paragraphs on the keys that a file may have in a section and that the section does not
+    read."""
     unread = list[str]()
     off = dict[str, str]()
     fixed = dict[str, tuple[Sequence[Any], str]]()

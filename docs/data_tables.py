@@ -1,4 +1,5 @@
-"""The tables of data sets in `docs/data.md`, from `config/dataset_table.py`; a test holds the page to it.
+"""The tables of data sets in `docs/data.md`, from `config/dataset_table.py`; a test holds the page
+to it.
 
 python docs/data_tables.py    # writes docs/data.md
 """
@@ -14,7 +15,8 @@ PAGE = Path(__file__).parent / "data.md"
 
 
 def data_tables(page: str) -> str:
-    """The page with its tables, between `<!-- begin NAME -->` and `<!-- end NAME -->`, generated anew."""
+    """The page with its tables, between `<!-- begin NAME -->` and `<!-- end NAME -->`, generated
+    anew."""
     formats = ["| Keys of a row | Read by `dataset_name` | `score` adds |", "|---|---|---|"]
     # Forms of one's own files first; within them the order in which a row is compared with them.
     for known in sorted(COMPARISONS, key=lambda known: known.brings_data):

@@ -1,4 +1,5 @@
-"""The tables of `treeward plan` in `docs/scaling.md`: planned anew, of the configurations that the page shows.
+"""The tables of `treeward plan` in `docs/scaling.md`: planned anew, of the configurations that the
+page shows.
 
 CUDA_VISIBLE_DEVICES= python docs/scaling_tables.py       # writes docs/scaling.md
 """
@@ -46,7 +47,8 @@ LAYOUTS = {
 
 
 def planned(page: str) -> str:
-    """The page with its tables, between `<!-- begin NAME -->` and `<!-- end NAME -->`, planned anew."""
+    """The page with its tables, between `<!-- begin NAME -->` and `<!-- end NAME -->`, planned
+    anew."""
     for name, layouts in LAYOUTS.items():
         block = re.search(rf"```yaml\n(# {name}\.yaml\n.*?)```", page, re.DOTALL)
         assert block is not None, name

@@ -1,8 +1,10 @@
-"""The three walks of docs/architecture.md, traced live: every file of the package in which a function runs.
+"""The three walks of docs/architecture.md, traced live: every file of the package in which a
+function runs.
 
     python docs/walks.py            # prints the files of each walk
 
-Models are small and random, and what a walk needs is made before it is traced: models, files, threads.
+Models are small and random, and what a walk needs is made before it is traced: models, files,
+threads.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ _ROW = """{{"context": [{{"role": "user", "content": "What is {0} + {0}?"}}], "c
 
 
 class Walk:
-    """Records, while `is_on`, the files of the package in which a function is called, in any thread."""
+    """Records, while `is_on`, the files of the package in which a function is called, in any
+    thread."""
 
     def __init__(self) -> None:
         self.is_on = False

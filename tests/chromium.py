@@ -34,7 +34,8 @@ _FLAGS = [
 
 @contextmanager
 def chromium() -> Iterator[Any]:
-    """A browser of playwright's; skips where there is none. While it lives, its event loop runs in this thread."""
+    """A browser of playwright's; skips where there is none. While it lives, its event loop runs in
+    this thread."""
     sync_api = pytest.importorskip(
         "playwright.sync_api", reason="playwright is not installed (the dev extra has it)"
     )
@@ -49,7 +50,8 @@ def chromium() -> Iterator[Any]:
 
 
 class Pages:
-    """Pages of one test. `said`: what their console had; `asked`: the addresses of all their requests."""
+    """Pages of one test. `said`: what their console had; `asked`: the addresses of all their
+    requests."""
 
     def __init__(self, browser: Any) -> None:
         self.browser, self.contexts = browser, list[Any]()
@@ -72,8 +74,8 @@ class Pages:
 
 @contextmanager
 def visiting(browser: Any, page_file: Path) -> Iterator[Visit]:
-    """Opens reports, `page_file` if no other is named; at the end the browser must have had nothing to say and nothing
-    to load."""
+    """Opens reports, `page_file` if no other is named; at the end the browser must have had nothing
+    to say and nothing to load."""
     pages = Pages(browser)
 
     def visit(file: Path = page_file, **options: Any) -> Any:

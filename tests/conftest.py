@@ -53,13 +53,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.hookimpl
 def pytest_runtest_call() -> None:
-    """pytest listens to all loggers that do not propagate; where someone listens, torch records each compilation."""
+    """pytest listens to all loggers that do not propagate; where someone listens, torch records
+    each compilation."""
     logging.getLogger("torch.__trace").handlers.clear()
 
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """Real comparisons, which are never part of the repository; the test is skipped where they are not."""
+    """Real comparisons, which are never part of the repository; the test is skipped where they are
+    not."""
     folder = Path(os.environ.get("TREEWARD_SHARED_DATA", REPOSITORY.parent / "shared" / "data"))
     if not folder.is_dir():
         pytest.skip("the shared data folder is not here (TREEWARD_SHARED_DATA names it)")
@@ -74,7 +76,8 @@ def ray() -> Iterator[Any]:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("TOKENIZERS_PARALLELISM", "false")
         with pytest.MonkeyPatch.context() as at_start:
-            # For Ray's workers alone: a program that a later test starts must not find the stand-in for vLLM.
+            # For Ray's workers alone: a program that a later test starts must not find the stand-in
+            # for vLLM.
             at_start.setenv("PYTHONPATH", f"{STAND_INS}:{os.environ.get('PYTHONPATH', '')}")
             ray.init(
                 num_cpus=2,
@@ -103,7 +106,8 @@ def vllm(ray: Any, vllm_package: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def tiny_tokenizer() -> Any:
-    """A byte-level BPE of 600 tokens trained on the bundled data, with the default chat template."""
+    """A byte-level BPE of 600 tokens trained on the bundled data, with the default chat
+    template."""
     from treeward.config.data import DatasetConfig
     from treeward.data.datasets import open_dataset
     from treeward.data.tokenizers import texts_of, train_tokenizer
@@ -116,10 +120,12 @@ def tiny_tokenizer() -> Any:
 def signed_model(
     tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., Path]:
-    """`signed_model(seed=3, max_length=96)`: the folder of a small exported reward model with its scoring contract.
+    """`signed_model(seed=3, max_length=96)`: the folder of a small exported reward model with its
+    scoring contract.
 
-    Each is made once in a session (a second or two) and shared: read it, score with it, serve it, and copy it with
-    `shutil.copytree` before a change. It is a llama with random weights and `tiny_tokenizer`.
+    Each is made once in a session (a second or two) and shared: read it, score with it, serve it,
+    and copy it with `shutil.copytree` before a change. It is a llama with random weights and
+    `tiny_tokenizer`.
     """
     from functools import cache
 
@@ -135,13 +141,15 @@ def signed_model(
 
 @pytest.fixture(scope="session")
 def model_folder(signed_model: Callable[..., Path]) -> Path:
-    """The folder of an exported reward model that reads 96 tokens, shared: copy it before a change."""
+    """The folder of an exported reward model that reads 96 tokens, shared: copy it before a
+    change."""
     return signed_model()
 
 
 @pytest.fixture(scope="session")
 def policy_folder(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a small causal language model (a llama of 256 positions), shared: copy it before a change."""
+    """The folder of a small causal language model (a llama of 256 positions), shared: copy it
+    before a change."""
     from families import causal_model
 
     folder = tmp_path_factory.mktemp("policy")
@@ -161,7 +169,8 @@ def own_policy_folder(policy_folder: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def real_chats() -> list[Any]:
-    """Preferences of short real conversations: some of the bundled data and, where they are, some of HH harmless."""
+    """Preferences of short real conversations: some of the bundled data and, where they are, some
+    of HH harmless."""
     from itertools import islice
 
     from treeward.config.data import DatasetConfig
@@ -186,7 +195,8 @@ def real_chats() -> list[Any]:
 
 @pytest.fixture(scope="session")
 def tiny_runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Callable[..., Any]]:
-    """Gives, for a folder, a function that makes the configuration of a run of seconds in it, with overrides.
+    """Gives, for a folder, a function that makes the configuration of a run of seconds in it, with
+    overrides.
 
     All of them share the folder of encoded data.
     """
@@ -207,13 +217,15 @@ def tiny_runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Call
 
 @pytest.fixture
 def tiny_run(tiny_runs: Callable[[Path], Callable[..., Any]], tmp_path: Path) -> Callable[..., Any]:
-    """A function that makes the configuration of a run of seconds in `tmp_path`; overrides as on the command line."""
+    """A function that makes the configuration of a run of seconds in `tmp_path`; overrides as on
+    the command line."""
     return tiny_runs(tmp_path)
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Headless Chromium; of a module, not of the session: while it lives, its event loop runs in this thread."""
+    """Headless Chromium; of a module, not of the session: while it lives, its event loop runs in
+    this thread."""
     from chromium import chromium
 
     with chromium() as running:
@@ -251,7 +263,8 @@ def write_prompts(tmp_path: Path) -> Callable[[str, Iterable[Any]], str]:
 def tiny_grpo(
     tmp_path: Path, write_prompts: Callable[[str, Iterable[Any]], str]
 ) -> Callable[..., Any]:
-    """A function that makes the configuration of a run of seconds in `tmp_path`; overrides as on the command line."""
+    """A function that makes the configuration of a run of seconds in `tmp_path`; overrides as on
+    the command line."""
     from treeward.config.load import load_grpo_config
 
     write_prompts(

@@ -1,4 +1,5 @@
-"""`preference(...)`, `rated(...)` and `RuleScorer`: what a suite gives and a model scores, made of texts."""
+"""`preference(...)`, `rated(...)` and `RuleScorer`: what a suite gives and a model scores, made of
+texts."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ def preference(
     texts: Sequence[str],
     ranks: Sequence[int] | None = None,
 ) -> Preference:
-    """The prompt is a user message, or messages; the best completion comes first unless `ranks` says otherwise."""
+    """The prompt is a user message, or messages; the best completion comes first unless `ranks`
+    says otherwise."""
     context = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     completions = [
         Completion(rank, ({"role": "assistant", "content": text},))
@@ -37,7 +39,8 @@ def rated(example: Preference, scores: Sequence[float | None]) -> ScoredExample:
 
 
 class RuleScorer:
-    """Scores by a rule of the context and the last text, by default its length; None has the `error`.
+    """Scores by a rule of the context and the last text, by default its length; None has the
+    `error`.
 
     It dies when it has scored `most` conversations.
     """

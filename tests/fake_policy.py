@@ -1,4 +1,5 @@
-"""A policy behind an OpenAI-compatible address on loopback, as NeMo Gym asks it: `FakePolicy().url`."""
+"""A policy behind an OpenAI-compatible address on loopback, as NeMo Gym asks it:
+`FakePolicy().url`."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from loopback import Asked, Loopback
 
 
 class FakePolicy:
-    """Responds `Answer NUMBER to PROMPT.`, so that completions of a prompt differ, or as `replies` say by prompt."""
+    """Responds `Answer NUMBER to PROMPT.`, so that completions of a prompt differ, or as `replies`
+    say by prompt."""
 
     def __init__(self) -> None:
         self.replies: dict[str, str] = {}

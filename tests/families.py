@@ -1,8 +1,8 @@
 """Tiny models of many families, and plain Hugging Face rows to compare treeward with.
 
-The weights are drawn so that everything matters: matrices keep the size of what they multiply, norms are not all one,
-biases and sinks are not zero. (With transformers' initialisation a tiny model hardly attends at all, and a wrong mask
-would change its scores by less than any tolerance.)
+The weights are drawn so that everything matters: matrices keep the size of what they multiply,
+norms are not all one, biases and sinks are not zero. (With transformers' initialisation a tiny
+model hardly attends at all, and a wrong mask would change its scores by less than any tolerance.)
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _GQA = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 _MOE = {"num_experts_per_tok": 2}
 _WINDOW = {"sliding_window": WINDOW}
 
-# model_type and what differs from COMMON; the sliding windows are short enough to cut every sequence of these tests
+# model_type and what differs from COMMON; the sliding windows are short enough to cut every
+# sequence of these tests
 DECODERS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **_GQA},
     "qwen2": {"model_type": "qwen2", "num_attention_heads": 4, "num_key_value_heads": 2},
@@ -42,16 +43,20 @@ DECODERS: dict[str, dict[str, Any]] = {
     },
     "qwen3": {"model_type": "qwen3", **_GQA},
     "mistral": {"model_type": "mistral", **_GQA, **_WINDOW},
-    "mixtral": {"model_type": "mixtral", **_GQA, **_MOE, "num_local_experts": 4, "sliding_window": None},
+    "mixtral": {"model_type": "mixtral", **_GQA, **_MOE, "num_local_experts": 4,
+                "sliding_window": None},
     "gemma2": {
-        "model_type": "gemma2", **_GQA, **_WINDOW, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 5,
+        "model_type": "gemma2", **_GQA, **_WINDOW, "attn_logit_softcapping": 2.0,
+        "query_pre_attn_scalar": 5,
     },
     "gemma3": {
-        "model_type": "gemma3_text", **_GQA, **_WINDOW, "layer_types": ["sliding_attention", "full_attention"],
+        "model_type": "gemma3_text", **_GQA, **_WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"],
         "query_pre_attn_scalar": 5,
     },
     "phi3": {"model_type": "phi3", "num_attention_heads": 4, "num_key_value_heads": 2, **_WINDOW},
-    "stablelm": {"model_type": "stablelm", "num_attention_heads": 4, "num_key_value_heads": 2},  # without **kwargs
+    # without **kwargs
+    "stablelm": {"model_type": "stablelm", "num_attention_heads": 4, "num_key_value_heads": 2},
     "nemotron": {"model_type": "nemotron", **_GQA},
     "gpt_neox": {"model_type": "gpt_neox", "num_attention_heads": 4},
     "gpt2": {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 1024},
@@ -60,20 +65,26 @@ DECODERS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
     },
     "deepseek_v3": {  # latent attention: its values have another dimension than its keys
-        "model_type": "deepseek_v3", "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 16,
-        "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "n_routed_experts": 4,
-        "n_shared_experts": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+        "model_type": "deepseek_v3", "num_attention_heads": 4, "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+        "n_group": 1, "topk_group": 1,
         "num_experts_per_tok": 2,
         "rope_parameters": {  # which scale its attention too
-            "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 256,
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
+            "original_max_position_embeddings": 256,
             "mscale": 1.0, "mscale_all_dim": 1.0,
         },
     },
 }  # fmt: skip
 CAUSAL_ONLY: dict[str, dict[str, Any]] = {  # transformers has no classifier for them
     "gemma3n": {  # its hidden states have one more dimension
-        "model_type": "gemma3n_text", **_GQA, **_WINDOW, "layer_types": ["sliding_attention", "full_attention"],
-        "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0,
+        "model_type": "gemma3n_text", **_GQA, **_WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8,
+        "num_kv_shared_layers": 0,
         "laurel_rank": 4, "activation_sparsity_pattern": [0.0, 0.0],
     },
     "llama4": {
@@ -87,24 +98,31 @@ _GATED_DELTA = {
     "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
 }  # fmt: skip
 _MAMBA2 = {
-    "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 12, "mamba_expand": 2,
+    "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 12,
+    "mamba_expand": 2,
     "mamba_chunk_size": 32,
 }  # fmt: skip
 _EXPERTS = {
-    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
 }  # fmt: skip
 _KIMI = {
-    "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "linear_head_dim": 8, "linear_num_heads": 4,
-    "layer_types": ["linear_attention", "full_attention"], "num_experts": 4, "num_experts_per_token": 2,
-    "moe_intermediate_size": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "linear_head_dim": 8,
+    "linear_num_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"], "num_experts": 4,
+    "num_experts_per_token": 2,
+    "moe_intermediate_size": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
     "model_max_length": 1024,
 }  # fmt: skip
 # Recurrent layers, of each kind first one family.
 HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_5": {"model_type": "qwen3_5_text", **_GATED_DELTA},
     "nemotron_h": {
-        "model_type": "nemotron_h", **_GQA, "layers_block_type": ["mamba", "attention", "mamba", "moe"],
-        "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 12, "chunk_size": 32,
+        "model_type": "nemotron_h", **_GQA,
+        "layers_block_type": ["mamba", "attention", "mamba", "moe"],
+        "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 12,
+        "chunk_size": 32,
         "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
         "moe_shared_expert_intermediate_size": 16,
     },
@@ -117,7 +135,8 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": {"model_type": "qwen3_5_moe_text", **_GATED_DELTA, **_EXPERTS},
     "olmo_hybrid": {"model_type": "olmo_hybrid", **_GATED_DELTA},
     "mamba2": {
-        "model_type": "mamba2", "num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 12, "expand": 2,
+        "model_type": "mamba2", "num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 12,
+        "expand": 2,
         "chunk_size": 32,
     },
     "bamba": {"model_type": "bamba", **_GQA, **_MAMBA2, "attn_layer_indices": [1]},
@@ -128,32 +147,42 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "position_embedding_type": "rope",
     },
     "zamba2": {
-        "model_type": "zamba2", **_GQA, "num_hidden_layers": 4, "mamba_d_state": 12, "n_mamba_heads": 8,
-        "mamba_headdim": 8, "mamba_ngroups": 2, "chunk_size": 32, "num_mem_blocks": 1, "attention_head_dim": 16,
-        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "attention_hidden_size": 64, "use_mem_rope": True,
+        "model_type": "zamba2", **_GQA, "num_hidden_layers": 4, "mamba_d_state": 12,
+        "n_mamba_heads": 8,
+        "mamba_headdim": 8, "mamba_ngroups": 2, "chunk_size": 32, "num_mem_blocks": 1,
+        "attention_head_dim": 16,
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "attention_hidden_size": 64,
+        "use_mem_rope": True,
     },
     "falcon_mamba": {"model_type": "falcon_mamba", "state_size": 4, "expand": 2},
     "jamba": {
-        "model_type": "jamba", **_GQA, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4,
+        "model_type": "jamba", **_GQA, "attn_layer_period": 2, "attn_layer_offset": 1,
+        "num_experts": 4,
         "num_experts_per_tok": 2, "mamba_d_state": 4, "use_mamba_kernels": False,
     },
     "lfm2_moe": {
-        "model_type": "lfm2_moe", **_GQA, "layer_types": ["conv", "full_attention"], "num_experts": 4,
+        "model_type": "lfm2_moe", **_GQA, "layer_types": ["conv", "full_attention"],
+        "num_experts": 4,
         "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_dense_layers": 1,
     },
-    "lfm3": {"model_type": "lfm3", **_GQA, "layer_types": ["conv", "full_attention"], "sliding_window": 16},
+    "lfm3": {"model_type": "lfm3", **_GQA, "layer_types": ["conv", "full_attention"],
+             "sliding_window": 16},
     "zamba": {
-        "model_type": "zamba", **_GQA, "num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2,
-        "mamba_d_state": 4, "n_mamba_heads": 2, "attention_hidden_size": 64, "attention_head_dim": 16,
+        "model_type": "zamba", **_GQA, "num_hidden_layers": 4,
+        "layers_block_type": ["mamba", "hybrid"] * 2,
+        "mamba_d_state": 4, "n_mamba_heads": 2, "attention_hidden_size": 64,
+        "attention_head_dim": 16,
         "use_mamba_kernels": False,
     },
     "kimi_linear": {"model_type": "kimi_linear", **_KIMI, "mlp_layer_types": ["dense", "sparse"]},
     "bailing_hybrid": {
-        "model_type": "bailing_hybrid", **_KIMI, "first_k_dense_replace": 1, "num_expert_group": 1, "topk_group": 1,
+        "model_type": "bailing_hybrid", **_KIMI, "first_k_dense_replace": 1, "num_expert_group": 1,
+        "topk_group": 1,
     },
 }  # fmt: skip
 ROW_FAMILIES: dict[str, dict[str, Any]] = {
-    "gptj": {"model_type": "gptj", "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_positions": 128},
+    "gptj": {"model_type": "gptj", "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4,
+             "n_positions": 128},
     "bloom": {"model_type": "bloom", "n_layer": 2, "n_head": 4},
     "minimax": {
         "model_type": "minimax", **_GQA, **_MOE, "num_local_experts": 4, "block_size": 8,
@@ -163,13 +192,16 @@ ROW_FAMILIES: dict[str, dict[str, Any]] = {
 ENCODERS: dict[str, dict[str, Any]] = {
     "bert": {"model_type": "bert", "num_attention_heads": 4},
     "roberta": {"model_type": "roberta", "num_attention_heads": 4, "pad_token_id": 1},
-    "distilbert": {"model_type": "distilbert", "dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 4},
+    "distilbert": {"model_type": "distilbert", "dim": 32, "hidden_dim": 64, "n_layers": 2,
+                   "n_heads": 4},
 }  # fmt: skip
 ENCODER_RUN = (
     "policy.model_config=null",
-    "policy.model_config={model_type: bert, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, "
+    "policy.model_config={model_type: bert, hidden_size: 32, intermediate_size: 64, "
+    "num_hidden_layers: 2, "
     "num_attention_heads: 4, max_position_embeddings: 512}",
-    "rm.loss.center_rewards_coefficient=0.01",  # else the bias has no gradient but rounding, which Adam makes large
+    # else the bias has no gradient but rounding, which Adam makes large
+    "rm.loss.center_rewards_coefficient=0.01",
 )
 """Overrides of a tiny run, which make its model an encoder."""
 _COMMON = {
@@ -215,7 +247,8 @@ def causal_model(family: str, *, seed: int = 0, **changes: Any) -> PreTrainedMod
 
 
 class InFloat64(TorchFunctionMode):
-    """What a model computes in float32 whatever its weights are (norms, softmax, the head) is computed in float64."""
+    """What a model computes in float32 whatever its weights are (norms, softmax, the head) is
+    computed in float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         wide = {torch.float32: torch.float64}
@@ -228,7 +261,8 @@ class InFloat64(TorchFunctionMode):
 
 
 def model_of(family: str, *, seed: int = 0, **changes: Any) -> Any:
-    """A tiny model of any family, with a classifier made by treeward where transformers has none."""
+    """A tiny model of any family, with a classifier made by treeward where transformers has
+    none."""
     config = config_of(family, **changes)
     if type(config) in AutoModelForSequenceClassification._model_mapping:
         return tiny_model(family, seed=seed, **changes)
@@ -241,7 +275,8 @@ def model_of(family: str, *, seed: int = 0, **changes: Any) -> Any:
 
 
 def rows_alone(hf: Any, sequences: Sequence[Sequence[int]]) -> Tensor:
-    """The last hidden state of one row at a time through the head: what plain transformers would do."""
+    """The last hidden state of one row at a time through the head: what plain transformers would
+    do."""
     base, head = hf.base_model, hf.score
     states = [
         base(input_ids=torch.tensor([list(s)]), use_cache=False).last_hidden_state[:, -1]
@@ -259,7 +294,8 @@ def randomise(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
                 # Slow decays: with transformers' a state would not live to be inherited.
                 weight.copy_(drawn.uniform_(0.02, 0.5, generator=generator).log())
             elif weight.dim() > 1:
-                # in transposed layouts (GPT-2, experts) and square ones alike, about the size of what is multiplied
+                # in transposed layouts (GPT-2, experts) and square ones alike, about the size of
+                # what is multiplied
                 fan_in = (
                     1.0
                     if "emb" in name or "wte" in name or "wpe" in name
@@ -280,7 +316,8 @@ def randomise(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
 
 
 def plain_scores(model: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> Tensor:
-    """The scores of plain Hugging Face, one unpadded row at a time, eager attention, the last token read."""
+    """The scores of plain Hugging Face, one unpadded row at a time, eager attention, the last token
+    read."""
     config = model.config.get_text_config()
     pad = config.pad_token_id
     encoder = hasattr(model, "classifier")
@@ -299,7 +336,8 @@ def plain_scores(model: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> 
 def plain_log_probs(
     model: PreTrainedModel, sequence: Sequence[int], start: int, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the tokens from `start` on, and entropies, by the model's own forward of one row."""
+    """Log-probabilities of the tokens from `start` on, and entropies, by the model's own forward of
+    one row."""
     if model._can_set_attn_implementation():
         model.set_attn_implementation("eager")  # a `PolicyModel` of it leaves its own
     logits = (
@@ -312,7 +350,8 @@ def plain_log_probs(
 
 
 def gradients(model: torch.nn.Module, scores: Tensor) -> dict[str, Tensor]:
-    """Gradients of a weighted sum of the scores, by parameter name; parameters without one are left out."""
+    """Gradients of a weighted sum of the scores, by parameter name; parameters without one are left
+    out."""
     weights = torch.linspace(-1.0, 1.0, len(scores), device=scores.device) + 0.1
     model.zero_grad(set_to_none=True)
     (scores * weights).sum().backward()
@@ -328,8 +367,8 @@ def score_error(got: Tensor, want: Tensor) -> float:
 def gradient_error(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
     """Largest difference over all tensors, each relative to its largest element.
 
-    A gradient that is zero but for rounding (a bias on keys shifts every logit alike) is measured against a hundredth
-    of the largest gradient of all.
+    A gradient that is zero but for rounding (a bias on keys shifts every logit alike) is measured
+    against a hundredth of the largest gradient of all.
     """
     assert got.keys() == want.keys()
     floor = 1e-2 * max(float(w.abs().max()) for w in want.values())
@@ -346,7 +385,8 @@ def assert_close(value: float, tolerance: float, what: str) -> None:
 def assert_tree_equals_rows(
     model: RewardModel, groups: Sequence[Sequence[Sequence[int]]], *, grads: float | None = 1e-5
 ) -> tuple[float, float]:
-    """Scores (and gradients) of a batch equal those of plain rows; returns the two largest errors."""
+    """Scores (and gradients) of a batch equal those of plain rows; returns the two largest
+    errors."""
     sequences = [sequence for group in groups for sequence in group]
     got = model(model.make_batch(groups))
     got_grads = gradients(model.hf, got) if grads is not None else {}
@@ -360,10 +400,11 @@ def assert_tree_equals_rows(
 
 
 def forest(seed: int = 0) -> list[list[list[int]]]:
-    """Comparison groups with everything that a forest can hold; tokens from 3 up, so no padding, BOS or EOS.
+    """Comparison groups with everything that a forest can hold; tokens from 3 up, so no padding,
+    BOS or EOS.
 
-    A prompt with four completions; several turns deep (a tree in a tree); identical completions; one that begins
-    another; completions of one token; nothing shared at all; a single sequence.
+    A prompt with four completions; several turns deep (a tree in a tree); identical completions;
+    one that begins another; completions of one token; nothing shared at all; a single sequence.
     """
     generator = torch.Generator().manual_seed(seed)
 

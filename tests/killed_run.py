@@ -1,4 +1,5 @@
-"""A user's run in a process of its own, which tests kill with kill -9 and start again with the same command."""
+"""A user's run in a process of its own, which tests kill with kill -9 and start again with the same
+command."""
 
 from __future__ import annotations
 
@@ -25,8 +26,9 @@ from treeward.training.state import read_state
 from treeward.training.train import RewardModelRun
 
 PATIENCE_SECONDS = 180
-# Started in place of `treeward`, it stands still at one moment, so that the test can kill it just there. What it stands
-# still in is the real thing: the wrapped function does all of its work before or after.
+# Started in place of `treeward`, it stands still at one moment, so that the test can kill it just
+# there. What it stands still in is the real thing: the wrapped function does all of its work before
+# or after.
 _SCRIPT = """
 import os, sys, time
 from pathlib import Path
@@ -51,7 +53,8 @@ sys.exit(main(sys.argv[3:]))
 
 
 class Killed(BaseException):
-    """As near as a test in one process comes to kill -9: nothing that handles exceptions handles it."""
+    """As near as a test in one process comes to kill -9: nothing that handles exceptions handles
+    it."""
 
 
 @contextlib.contextmanager
@@ -71,7 +74,8 @@ def killed_before_step(step: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def dying(owner: Any, name: str, when: Callable[..., bool] = lambda *_: True) -> Iterator[None]:
-    """Within it a run is killed as soon as this function is called, and `when` says so of its arguments."""
+    """Within it a run is killed as soon as this function is called, and `when` says so of its
+    arguments."""
     function = getattr(owner, name)
 
     def replaced(*arguments: Any, **options: Any) -> Any:
@@ -85,8 +89,9 @@ def dying(owner: Any, name: str, when: Callable[..., bool] = lambda *_: True) ->
 
 
 class User:
-    """Someone who runs `command` in a folder. `moments`: code that makes a dictionary, from a moment's name to the
-    arguments of `before`: an owner, the name of its function, and when to stand still."""
+    """Someone who runs `command` in a folder. `moments`: code that makes a dictionary, from a
+    moment's name to the arguments of `before`: an owner, the name of its function, and when to
+    stand still."""
 
     def __init__(self, folder: Path, command: list[str], moments: str = "moments = {}") -> None:
         self.folder, self.command = folder, command
@@ -148,7 +153,8 @@ class User:
 
 
 def assert_same_run(got: Path, want: Path) -> None:
-    """Logs (but for times), exported weights, and the weights and states of checkpoints are the same."""
+    """Logs (but for times), exported weights, and the weights and states of checkpoints are the
+    same."""
     for file in sorted((want / "logs").glob("*.json*")):
         assert _lines(got / "logs" / file.name) == _lines(file), file.name
     names = [

@@ -1,4 +1,5 @@
-"""Servers on loopback: one that answers as a test says, and remembers what it was asked; and our own.
+"""Servers on loopback: one that answers as a test says, and remembers what it was asked; and our
+own.
 
 with Loopback(lambda request: (200, {"data": []})) as server:
     client = RewardClient(server.url)
@@ -48,8 +49,8 @@ class Asked:
 
 
 class Loopback:
-    """`answer` gives the status, the body (JSON unless it is bytes) and, if it likes, headers; None: no answer at all,
-    the connection is closed.
+    """`answer` gives the status, the body (JSON unless it is bytes) and, if it likes, headers;
+    None: no answer at all, the connection is closed.
     """
 
     def __init__(self, answer: Callable[[Asked], Any]) -> None:
@@ -112,7 +113,8 @@ class Loopback:
 
 @contextmanager
 def serving_on_loopback(service: Any, *, token: str | None = None) -> Iterator[str]:
-    """A service of ours at a real address, whose URL it gives; in a thread and event loop of its own."""
+    """A service of ours at a real address, whose URL it gives; in a thread and event loop of its
+    own."""
     from treeward.serving.run import make_server
 
     listener = socket.create_server(("127.0.0.1", 0), backlog=2048)

@@ -3,16 +3,17 @@
     with NoSyncs():
         run.backward(micro_batch, num_units, sums)
 
-On CUDA `torch.cuda.set_sync_debug_mode("error")` does the same; without it, this sees what would wait there:
+On CUDA `torch.cuda.set_sync_debug_mode("error")` does the same; without it, this sees what would
+wait there:
 
-- values that are read: `float(x)`, `x.item()`, `x.tolist()`, `x.cpu()`, `x.numpy()`, `if x:`, also within transformers
-  and in a backward pass;
+- values that are read: `float(x)`, `x.item()`, `x.tolist()`, `x.cpu()`, `x.numpy()`, `if x:`, also
+  within transformers and in a backward pass;
 - results whose size depends on values: `nonzero`, `x[mask]`, `masked_select`, `unique`;
-- memory of the host that is copied to the device: tensors made of Python's numbers, an index that is a list, and, in
-  our own files, `x.to(device)` without `non_blocking=True`.
+- memory of the host that is copied to the device: tensors made of Python's numbers, an index that
+  is a list, and, in our own files, `x.to(device)` without `non_blocking=True`.
 
-`excused`: files whose calls are not looked at. Attention on a CPU (`ATTENTION`) reads its plan, which a
-GPU has as block masks: it is excused, unless FlexAttention computes the trees.
+`excused`: files whose calls are not looked at. Attention on a CPU (`ATTENTION`) reads its plan,
+which a GPU has as block masks: it is excused, unless FlexAttention computes the trees.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import treeward
 
-OURS = f"{Path(treeward.__file__).parent}/"  # not any path with our name in it: a clone has it, and its .venv too
+# not any path with our name in it: a clone has it, and its .venv too
+OURS = f"{Path(treeward.__file__).parent}/"
 ATTENTION = ("treeward/tree/attention.py", "treeward/tree/position_mask.py")
 
 _READS = {

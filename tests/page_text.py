@@ -1,4 +1,5 @@
-"""A report's page as a reader's program sees it: `Page(html).tags`, `.raw`, `.texts`, `.text`, `.rows`."""
+"""A report's page as a reader's program sees it: `Page(html).tags`, `.raw`, `.texts`, `.text`,
+`.rows`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Rewards that a small policy can learn in seconds, and environments that fail as tests tell them to.
+"""Rewards that a small policy can learn in seconds, and environments that fail as tests tell them
+to.
 
-`env: {planted: {type: custom, function: planted.vowels}}`: the folder of this file is on Python's path.
+`env: {planted: {type: custom, function: planted.vowels}}`: the folder of this file is on Python's
+path.
 """
 
 from __future__ import annotations
@@ -76,8 +78,8 @@ class Scaled(Environment):
 class Troubled(Scaled):
     """`Scaled` that does what the JSON file `orders` says, read at every step.
 
-    {"fail": share of the samples} raises for the whole step at 1, else gives no reward; {"after": n} obeys only when
-    this object has rewarded n samples.
+    {"fail": share of the samples} raises for the whole step at 1, else gives no reward; {"after":
+    n} obeys only when this object has rewarded n samples.
     """
 
     name = "troubled_env"

@@ -64,7 +64,8 @@ class Visits(Pages):
 
 @contextmanager
 def visiting(browser: Any, url: str) -> Iterator[Visits]:
-    """Opens the page; at the end the browser must have had nothing to say, nor asked anyone else."""
+    """Opens the page; at the end the browser must have had nothing to say, nor asked anyone
+    else."""
     visits = Visits(browser, url)
     yield visits
     visits.close()

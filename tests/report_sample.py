@@ -1,7 +1,9 @@
-"""Reports of seeded random numbers, as an evaluation and runs of RL make them: `sample_report()`, `sample_rl_report()`.
+"""Reports of seeded random numbers, as an evaluation and runs of RL make them: `sample_report()`,
+`sample_rl_report()`.
 
-Two models on LLMBar-like subsets; the first has a length bias. Some completions hold what must not act in a page.
-`summary(score)` is a real summary of 80 comparisons by a rule; `EMPTY` are those with hardly anything to sum up.
+Two models on LLMBar-like subsets; the first has a length bias. Some completions hold what must not
+act in a page. `summary(score)` is a real summary of 80 comparisons by a rule; `EMPTY` are those
+with hardly anything to sum up.
 """
 
 from __future__ import annotations
@@ -35,7 +37,10 @@ NUM_EXAMPLES = 300
 HOSTILE = (
     "</script><script>window.injected = 1</script>",
     "<img src=x onerror='window.injected = 1'>\"quotes\" and 'more' & &amp; <!-- <script>",
-    "line\u2028separator\u2029paragraph, a bell \x07, null \x00, \u202eoverride\u202c and half \ud83d a pair",
+    (
+        "line\u2028separator\u2029paragraph, a bell \x07, null \x00, \u202eoverride\u202c and "
+        "half \ud83d a pair"
+    ),
     "مرحبا بالعالم. هذا نص من اليمين إلى اليسار with English inside.",
     "{{data}} {{script}} ${window.injected = 1} `code` **bold**",
 )
@@ -48,14 +53,17 @@ _TOPICS = (
     "the moon",
 )
 _WORDS = (
-    "the answer is that you should keep it simple and check every step before going on to the next because small "
-    "mistakes grow however many readers prefer a longer explanation with an example which is not always more correct"
+    "the answer is that you should keep it simple and check every step before going on to the "
+    "next because small "
+    "mistakes grow however many readers prefer a longer explanation with an example which is "
+    "not always more correct"
 )
 
 
 @functools.cache
 def sample_report() -> dict[str, Any]:
-    """Keyword arguments of `build_report` for a report of both models; shared, so not to be changed."""
+    """Keyword arguments of `build_report` for a report of both models; shared, so not to be
+    changed."""
     summaries = [
         summarize(LLMBarLike(), tuple(examples), model)
         for model, examples in sample_examples().items()

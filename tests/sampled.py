@@ -1,4 +1,5 @@
-"""What tests of policies share: prompts, a small policy, whether completions are sampled from it, its gradients."""
+"""What tests of policies share: prompts, a small policy, whether completions are sampled from it,
+its gradients."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ ENDS = list(range(3, 120))  # so many that completions end soon
 
 
 def policy_of(family: str) -> PolicyModel:
-    # Gemma scales its embeddings: behind a tied head it would repeat the last token, whatever attention does.
+    # Gemma scales its embeddings: behind a tied head it would repeat the last token, whatever
+    # attention does.
     hf = causal_model(family, **({"tie_word_embeddings": False} if family == "gemma2" else {}))
     return PolicyModel(hf, layout="rows" if family in ROW_FAMILIES else "tree")
 
@@ -60,7 +62,8 @@ def assert_sampled_from(
     temperature: float = 1.0,
     atol: float = 1e-4,
 ) -> None:
-    """Their prompts are `PROMPTS`, their log-probabilities the policy's, and they end where one of `ENDS` comes."""
+    """Their prompts are `PROMPTS`, their log-probabilities the policy's, and they end where one of
+    `ENDS` comes."""
     assert [group.prompt for group in groups] == PROMPTS
     assert [group.prompt_ids for group in groups] == [tuple(ids) for ids in IDS]
     found = policy.log_probs(

@@ -23,7 +23,8 @@ def contract_of(folder: Path) -> ScoringContract:
 
 
 def write_signed_model(folder: Path, tokenizer: Any, *, seed: int, max_length: int) -> Path:
-    """A decoder with random weights that has so many positions and was trained with as many, with its contract."""
+    """A decoder with random weights that has so many positions and was trained with as many, with
+    its contract."""
     from treeward.data.rendering import Renderer
     from treeward.model.export import export_model
     from treeward.model.loading import build_reward_model
@@ -40,9 +41,11 @@ def write_signed_model(folder: Path, tokenizer: Any, *, seed: int, max_length: i
 def signed(
     folder: Path, tokenizer: Any, hf: Any, *, dtype: Any = None, heads: Any = None, **rendering: Any
 ) -> Any:
-    """Export a Hugging Face classifier and sign the folder: the `RewardModel`, its `Renderer` and the contract.
+    """Export a Hugging Face classifier and sign the folder: the `RewardModel`, its `Renderer` and
+    the contract.
 
-    `rendering`: of the renderer, which has a copy of the tokenizer with a padding token that ends nothing.
+    `rendering`: of the renderer, which has a copy of the tokenizer with a padding token that ends
+    nothing.
     """
     import torch
 

@@ -1,6 +1,8 @@
-"""The chat templates of real families (trl carries them), each over a tokenizer trained on the spot.
+"""The chat templates of real families (trl carries them), each over a tokenizer trained on the
+spot.
 
-The tokenizers have the special tokens that the template writes, and add BOS by themselves where the family's does.
+The tokenizers have the special tokens that the template writes, and add BOS by themselves where the
+family's does.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ TEMPLATES = (
            if p.name.endswith(".jinja"))
     if importlib.util.find_spec("trl") else []
 )  # fmt: skip
-# One of each structure: a preamble, BOS and turns, channels, headers, role tags, ChatML that drops earlier thoughts.
+# One of each structure: a preamble, BOS and turns, channels, headers, role tags, ChatML that drops
+# earlier thoughts.
 STRUCTURES = ("cohere", "gemma3", "gptoss", "llama3", "phi3", "qwen3")
 CASES = [
     pytest.param(name, marks=[] if name in STRUCTURES else pytest.mark.slow) for name in TEMPLATES

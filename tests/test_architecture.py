@@ -1,4 +1,5 @@
-"""The house: how many files a walk enters, and no two files that import each other, inside functions included."""
+"""The house: how many files a walk enters, and no two files that import each other, inside
+functions included."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ MOST_FILES = {
     "A request becomes a score": 17,
     "A prompt becomes an update": 25,
 }
-"""Each walk in docs/architecture.md is to be followed file by file; lower a number when a walk becomes shorter."""
+"""Each walk in docs/architecture.md is to be followed file by file; lower a number when a walk
+becomes shorter."""
 
 
 @pytest.mark.slow

@@ -1,10 +1,12 @@
-"""Every code block of README.md, AGENTS.md and docs/ is executed, in a folder laid out as a reader's would be.
+"""Every code block of README.md, AGENTS.md and docs/ is executed, in a folder laid out as a
+reader's would be.
 
-Python blocks run as they are; those of one file share their names. Commands run through the same entry point as on a
-terminal; a server that is started in the background (`treeward serve ... &`) is a process of its own, on a free port in
-the place of 8000, and serves the rest of its file. What needs a hub (the recipe `rm`, a model by its hub name) is
-checked as far as the configuration. A YAML block whose first line is `# NAME.yaml` lies in the folder under that name.
-The quickstart's configuration is the shipped one with fewer steps; a run of GRPO that a guide writes has fewer steps
+Python blocks run as they are; those of one file share their names. Commands run through the same
+entry point as on a terminal; a server that is started in the background (`treeward serve ... &`) is
+a process of its own, on a free port in the place of 8000, and serves the rest of its file. What
+needs a hub (the recipe `rm`, a model by its hub name) is checked as far as the configuration. A
+YAML block whose first line is `# NAME.yaml` lies in the folder under that name. The quickstart's
+configuration is the shipped one with fewer steps; a run of GRPO that a guide writes has fewer steps
 too.
 """
 
@@ -128,7 +130,8 @@ def reader(folder: Path) -> Path:
 
 
 class Servers:
-    """The servers that guides start, by their commands: two guides that start the same one share it."""
+    """The servers that guides start, by their commands: two guides that start the same one share
+    it."""
 
     def __init__(self) -> None:
         self.running: dict[str, tuple[subprocess.Popen[bytes], int]] = {}
@@ -147,7 +150,8 @@ class Servers:
         self.port_of[file] = self.running[command][1]
 
     def on_its_port(self, code: str, file: str) -> str:
-        """The code with the port of this file's server, and with a free one for the guides' own servers."""
+        """The code with the port of this file's server, and with a free one for the guides' own
+        servers."""
         code = code.replace("localhost:8000", f"localhost:{self.port_of.get(file, 8000)}")
         return code.replace("8351", str(self.own_port))
 

@@ -1,4 +1,5 @@
-"""Each loss against a plain loop in float64, forward and backward; metrics, which are sums and counts."""
+"""Each loss against a plain loop in float64, forward and backward; metrics, which are sums and
+counts."""
 
 from __future__ import annotations
 
@@ -129,7 +130,8 @@ def test_bfloat16_scores_are_compared_in_float32() -> None:
 
 
 def test_strengths() -> None:
-    """HelpSteer's grade, or scores, as margin, soft label or weight; none, or scores against ranks, say nothing."""
+    """HelpSteer's grade, or scores, as margin, soft label or weight; none, or scores against ranks,
+    say nothing."""
     scores = torch.tensor([1.0, 0.0, 0.5, 0.0, -0.5])
     ranks, strengths = [(0, 1), (0, 1, 2)], [2.0, (3.0, 1.0, None)]
     win, scale = (lambda d: math.log1p(math.exp(-d))), 0.5
@@ -165,7 +167,8 @@ def test_strengths() -> None:
 @given(GROUPS, st.sampled_from(["group", "pair"]), st.integers(0, 9))
 @example(MANY, "group", 0)
 def test_plackett_luce_equals_a_plain_loop(ranks: list[list[int]], weight: str, seed: int) -> None:
-    """Full and partial rankings: the best of what is left is chosen, and tied completions are never compared."""
+    """Full and partial rankings: the best of what is left is chosen, and tied completions are never
+    compared."""
     scores = (
         torch.randn(sum(map(len, ranks)), generator=torch.Generator().manual_seed(seed)) * 3
     ).requires_grad_()

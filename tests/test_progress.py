@@ -16,7 +16,8 @@ from treeward.progress import ShownProgress
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time that `progress` reads, to be moved by a test; event loops of other threads keep the real one."""
+    """The time that `progress` reads, to be moved by a test; event loops of other threads keep the
+    real one."""
     seconds = [1000.0]
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: seconds[0]))
     return seconds
@@ -32,14 +33,16 @@ def test_lines_without_a_terminal(now: list[float], caplog: pytest.LogCaptureFix
         now[0] += 10.0
         shown.show("second", 1234, 0)
     assert caplog.messages == [
-        "first: 900 of 3,000 rows", "first: 1,800 of 3,000 rows", "first: 2,700 of 3,000 rows", "second: 1,234 rows",
+        "first: 900 of 3,000 rows", "first: 1,800 of 3,000 rows", "first: 2,700 of 3,000 rows",
+        "second: 1,234 rows",
     ]  # fmt: skip
 
 
 def test_a_line_of_training_has_numbers_rate_and_time_left_of_this_session(
     now: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The first step and the last always have a line; a pause lowers the time left and not the rate."""
+    """The first step and the last always have a line; a pause lowers the time left and not the
+    rate."""
     caplog.set_level("INFO", "treeward")
     with ShownProgress(unit="steps") as shown:
         shown.show("training", 900, 904)
@@ -81,7 +84,8 @@ def test_long_work_without_steps_has_its_line(caplog: pytest.LogCaptureFixture) 
 
 @pytest.mark.parametrize("logger", ["huggingface_hub.utils._http", "treeward.config.base"])
 def test_what_others_repeat_is_shown_once(logger: str) -> None:
-    """Five attempts of the hub's client, and a section that is validated wherever it is passed on."""
+    """Five attempts of the hub's client, and a section that is validated wherever it is passed
+    on."""
     script = f"""
 import logging
 import subprocess

@@ -31,10 +31,12 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_a_script_beside_the_clone_imports_the_package(tmp_path: Path) -> None:
-    """A folder `treeward` beside a script is a namespace package that wins over an editable install's import hook. The
-    install must therefore be a path (`src/`), and the clone itself must not look like the package."""
+    """A folder `treeward` beside a script is a namespace package that wins over an editable
+    install's import hook. The install must therefore be a path (`src/`), and the clone itself must
+    not look like the package."""
     (tmp_path / "treeward").symlink_to(REPOSITORY, target_is_directory=True)
-    code = "from treeward import RewardClient\nprint(RewardClient.__module__)\n"  # a name that imports nothing heavy
+    # a name that imports nothing heavy
+    code = "from treeward import RewardClient\nprint(RewardClient.__module__)\n"
     (tmp_path / "script.py").write_text(code, encoding="utf-8")
     for command in (["script.py"], ["-c", code]):
         ended = subprocess.run(
@@ -68,7 +70,8 @@ assert logging.get_verbosity() == logging.WARNING and logging.is_progress_bar_en
 def test_a_script_that_loads_a_model_has_no_log_of_others_and_keeps_its_own(
     script: str, model_folder: Path
 ) -> None:
-    """A report of missing weights, warnings of torchao's kernels and bars are of treeward's calls, not the script's."""
+    """A report of missing weights, warnings of torchao's kernels and bars are of treeward's calls,
+    not the script's."""
     # a command of an earlier test made it quieter
     environment = {
         **os.environ,

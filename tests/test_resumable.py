@@ -1,4 +1,5 @@
-"""Rows that survive a kill: each is made once, whatever moment a run ended at, and rows of two runs never mix."""
+"""Rows that survive a kill: each is made once, whatever moment a run ended at, and rows of two runs
+never mix."""
 
 from __future__ import annotations
 

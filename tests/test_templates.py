@@ -1,4 +1,5 @@
-"""Every real chat template: real conversations, rendered by it and tokenized, score the same as a tree and as rows."""
+"""Every real chat template: real conversations, rendered by it and tokenized, score the same as a
+tree and as rows."""
 
 from __future__ import annotations
 
@@ -35,5 +36,6 @@ def test_trees_equal_rows_under_every_template(
     assert max(max(row) for group in groups for row in group) < model.num_embeddings
     batch = TreeBatch.from_groups(groups)
     assert batch.num_computed_tokens < 0.9 * batch.num_row_tokens  # the prompts are shared
-    # Over Cohere's 1400 tokens plain rows are off by 5e-6 themselves (against float64), and so are trees.
+    # Over Cohere's 1400 tokens plain rows are off by 5e-6 themselves (against float64), and so are
+    # trees.
     assert_tree_equals_rows(model, groups, grads=2e-5)

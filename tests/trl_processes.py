@@ -1,4 +1,5 @@
-"""What each process of `accelerate launch` does in tests/compat/test_trl.py: `trl_processes.py HOW FOLDER`."""
+"""What each process of `accelerate launch` does in tests/compat/test_trl.py: `trl_processes.py HOW
+FOLDER`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the command line says: `treeward("score", folder, "--data", file)`, a fixture of tests/cli, gives an `Ended`."""
+"""What the command line says: `treeward("score", folder, "--data", file)`, a fixture of tests/cli,
+gives an `Ended`."""
 
 from __future__ import annotations
 

@@ -26,7 +26,8 @@ def test_a_pretrained_model_is_not_measured_on_bundled_data(benchmark: ModuleTyp
 def test_a_command_of_the_page_is_understood(
     name: str, options: str, benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The table's training steps are of 384 tokens: those of 1,024 do not fit into the memory of its machine."""
+    """The table's training steps are of 384 tokens: those of 1,024 do not fit into the memory of
+    its machine."""
     pytest.importorskip("trl")
     monkeypatch.setattr(sys, "argv", [name, *options.split()])
     arguments = importlib.import_module(name).parse()

@@ -1,4 +1,5 @@
-"""What `benchmarks/gpu.py` compares with computes the same; a part that is ended is in its table."""
+"""What `benchmarks/gpu.py` compares with computes the same; a part that is ended is in its
+table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The benchmark of the policy update at toy size: it runs, counts tokens exactly, and stops where variants differ."""
+"""The benchmark of the policy update at toy size: it runs, counts tokens exactly, and stops where
+variants differ."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ pytest.importorskip("trl")
 
 
 def work_of(benchmark: ModuleType) -> Any:
-    """Two prompts of 6 tokens with 4 completions each: those of the first share 2 tokens, those of the second none."""
+    """Two prompts of 6 tokens with 4 completions each: those of the first share 2 tokens, those of
+    the second none."""
     prompts = [tuple(range(10, 16)), tuple(range(20, 26))]
     completions = [
         [(1, 2, 3), (1, 2, 4, 5), (1, 2, 6), (1, 2, 7)],

@@ -1,6 +1,8 @@
-"""Each benchmark runs from its command line, as `make benchmark` and `make soak` call it; here for a few seconds.
+"""Each benchmark runs from its command line, as `make benchmark` and `make soak` call it; here for
+a few seconds.
 
-Some read real data, where they are; the others the bundled ones, whose tokenizer is trained in a second.
+Some read real data, where they are; the others the bundled ones, whose tokenizer is trained in a
+second.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""NeMo RL's own tests of its preference sets, in our words: the assertions of `test_preference_dataset.py`."""
+"""NeMo RL's own tests of its preference sets, in our words: the assertions of
+`test_preference_dataset.py`."""
 
 from __future__ import annotations
 

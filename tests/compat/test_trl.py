@@ -1,4 +1,5 @@
-"""TRL's trainers on trees give the losses, metrics and models of TRL's own, and compute fewer tokens."""
+"""TRL's trainers on trees give the losses, metrics and models of TRL's own, and compute fewer
+tokens."""
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ def train_rewards(
 
 
 def assert_same_history(ours: Any, theirs: Any, tolerance: float = 1e-4) -> None:
-    """Everything that is logged but times: losses, gradient norms, and the metrics of training and evaluation."""
+    """Everything that is logged but times: losses, gradient norms, and the metrics of training and
+    evaluation."""
     assert len(ours.state.log_history) == len(theirs.state.log_history)
     for mine, other in zip(ours.state.log_history, theirs.state.log_history, strict=True):
         assert mine.keys() == other.keys()
@@ -214,20 +216,23 @@ def train_policy(
     rewards: Any = letters,
     **options: Any,
 ) -> Any:
-    """`reference` is where the untrained policy lies; without it this saves one, which two processes cannot do."""
+    """`reference` is where the untrained policy lies; without it this saves one, which two
+    processes cannot do."""
     model = policy(family, tokenizer)
     model.set_attn_implementation("sdpa")
     if reference is None:
         model.save_pretrained(reference := folder)
     model.config._name_or_path = str(reference)  # where TRL reads its reference
     args = trl.GRPOConfig(
-        output_dir=str(folder), learning_rate=1e-3, per_device_train_batch_size=8, num_generations=4,
+        output_dir=str(folder), learning_rate=1e-3, per_device_train_batch_size=8,
+        num_generations=4,
         **{"max_steps": 5, "max_completion_length": 16, **QUIET, **FLOAT32, **options},
     )  # fmt: skip
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.padding_side = "left"
     trainer = kind(
-        model=model, args=args, reward_funcs=rewards, processing_class=tokenizer, peft_config=adapters,
+        model=model, args=args, reward_funcs=rewards, processing_class=tokenizer,
+        peft_config=adapters,
         train_dataset=pairs().select_columns("prompt").select(range(12)),
     )  # fmt: skip
     generate: Callable[..., Any] = trainer._generate_single_turn
@@ -248,13 +253,15 @@ def train_policy(
     [
         ({"beta": 0.05, "temperature": 0.7, "loss_type": "grpo", "entropy_coef": 0.01}, None),
         (
-            {"num_iterations": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4, "max_steps": 6,
+            {"num_iterations": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4,
+             "max_steps": 6,
              "gradient_checkpointing": True, "top_entropy_quantile": 0.5, "beta": 0.05},
             None,
         ),
         ({"beta": 0.05, "gradient_checkpointing": True}, "lora"),
         (
-            {"family": "mixtral", "gradient_accumulation_steps": 3, "num_iterations": 2, "max_steps": 4, "beta": 0.05,
+            {"family": "mixtral", "gradient_accumulation_steps": 3, "num_iterations": 2,
+             "max_steps": 4, "beta": 0.05,
              "max_completion_length": 4, "router_aux_loss_coef": 1.0},
             None,
         ),
@@ -307,7 +314,8 @@ def test_an_environment_rewards_what_trls_own_trainer_generates(
 def test_completions_of_a_prompt_share_a_micro_batch_where_the_loss_allows(
     tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
-    """TRL shuffles those of 12 prompts over 6 micro-batches; losses of an optimiser's step do not depend on its 3."""
+    """TRL shuffles those of 12 prompts over 6 micro-batches; losses of an optimiser's step do not
+    depend on its 3."""
     options = {
         "gradient_accumulation_steps": 3,
         "steps_per_generation": 6,
@@ -338,7 +346,8 @@ def test_completions_of_a_prompt_share_a_micro_batch_where_the_loss_allows(
 
 
 def test_a_completion_that_is_masked_trains_nothing(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    """All are cut off at two tokens: no token is predicted, and the loss is TRL's differentiable zero."""
+    """All are cut off at two tokens: no token is predicted, and the loss is TRL's differentiable
+    zero."""
     trainer = train_policy(
         compat.GRPOTrainer,
         tiny_tokenizer,
@@ -373,7 +382,8 @@ def test_positions_that_count_the_padding_are_not_shared(
 @pytest.mark.e2e
 @pytest.mark.parametrize("how", ["ddp", "fsdp1", "fsdp2"])
 def test_two_processes(how: str, tiny_tokenizer: Any, tmp_path: Path) -> None:
-    """`accelerate launch` with gloo; accelerate has no FSDP on a CPU, so there the forward runs in PyTorch's own."""
+    """`accelerate launch` with gloo; accelerate has no FSDP on a CPU, so there the forward runs in
+    PyTorch's own."""
     tiny_tokenizer.save_pretrained(tmp_path / "tokenizer")
     policy("qwen3", tiny_tokenizer).save_pretrained(tmp_path / "reference")
     tests = Path(__file__).parents[1]

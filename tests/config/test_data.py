@@ -1,4 +1,5 @@
-"""The `data` section of both kinds of run: its forms, and the sets that bring their own validation."""
+"""The `data` section of both kinds of run: its forms, and the sets that bring their own
+validation."""
 
 import pytest
 
@@ -25,15 +26,18 @@ def comparisons(**raw):
 @pytest.mark.parametrize(
     "form",
     [
-        BINARY | {"train_data_path": "t", "train_split": "s", "val_data_paths": {"A": "a", "B": "b"}, "val_split": "v"},
+        BINARY | {"train_data_path": "t", "train_split": "s",
+                  "val_data_paths": {"A": "a", "B": "b"}, "val_split": "v"},
         {
             "train": [{"data_path": "t", "split": "s"}],
             "validation": [{"data_path": "a", "name": "A"}, {"data_path": "b", "name": "B"}],
-            "default": BINARY | {"split": "v", "prompt_file": None, "processor": "preference_preprocessor"},
+            "default": BINARY | {"split": "v", "prompt_file": None,
+                                 "processor": "preference_preprocessor"},
         },
         {
             "train": {"data_path": "t", "split": "s", "env_name": "x"},
-            "validation": {"A": {"data_path": "a", "split": "v"}, "B": {"data_path": "b", "split": "v"}},
+            "validation": {"A": {"data_path": "a", "split": "v"},
+                           "B": {"data_path": "b", "split": "v"}},
             "default": BINARY,
         },
         BINARY | {
@@ -41,7 +45,8 @@ def comparisons(**raw):
             "validation": [{"data_path": "a", "name": "A"}, {"data_path": "b", "name": "B"}],
         },
         BINARY | {
-            "train": {"data_path": "t", "split": "s"}, "validation": VALIDATION[0], "val_data_paths": {"B": "b"},
+            "train": {"data_path": "t", "split": "s"}, "validation": VALIDATION[0],
+            "val_data_paths": {"B": "b"},
             "val_split": "v",
         },
     ],

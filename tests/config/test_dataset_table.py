@@ -34,7 +34,8 @@ def test_its_functions_exist_and_take_its_arguments(known: KnownDataset, section
 
 @pytest.mark.parametrize("known", COMPARISONS, ids=lambda known: known.name)
 def test_no_entry_hides_another(known: KnownDataset) -> None:
-    """A row with the keys of a form alone is told as its set: those before it need keys that it has not."""
+    """A row with the keys of a form alone is told as its set: those before it need keys that it has
+    not."""
     if known.condition is not None:
         return
     for form in known.forms:

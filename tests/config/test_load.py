@@ -1,4 +1,5 @@
-"""Reading, overriding, resolving, checking and saving a configuration; the errors that a user sees."""
+"""Reading, overriding, resolving, checking and saving a configuration; the errors that a user
+sees."""
 
 import re
 from pathlib import Path
@@ -232,7 +233,10 @@ def test_every_mistake_is_listed_with_its_place(mistake, tmp_path):
 
 def test_an_unknown_key_names_the_file_that_has_it(write, tmp_path):
     write(
-        "policy: {model_name: m, zigzag: 1, nought: 2}\ncluster: {fabric: 1}\ndata: {train: t.jsonl}\n",
+        (
+            "policy: {model_name: m, zigzag: 1, nought: 2}\ncluster: {fabric: 1}\ndata: {train: "
+            "t.jsonl}\n"
+        ),
         "base.yaml",
     )
     with pytest.raises(ConfigError) as caught:

@@ -40,7 +40,10 @@ def test_the_keys_of_its_files_of_august_2026_are_known(name):
         "++policy.dtensor_cfg.expert_parallel_size=8",
         "++policy.dtensor_cfg.moe_parallelizer={ignore_router_for_ac: true}",
         "++policy.generation.vllm_cfg.enable_expert_parallel=true",
-        "policy.dtensor_cfg.lora_cfg={enabled: true, match_all_linear: false, exclude_modules: ['*out_proj*']}",
+        (
+            "policy.dtensor_cfg.lora_cfg={enabled: true, match_all_linear: false, "
+            "exclude_modules: ['*out_proj*']}"
+        ),
     ],
 )
 def test_what_its_recipes_change_is_known(override):

@@ -1,4 +1,5 @@
-"""Recipes: the configurations of the package, by their names, and the files beside a configuration."""
+"""Recipes: the configurations of the package, by their names, and the files beside a
+configuration."""
 
 import os
 import tomllib

@@ -1,4 +1,5 @@
-"""What sections make of the keys that they are given: other forms, other names, and what follows from several keys."""
+"""What sections make of the keys that they are given: other forms, other names, and what follows
+from several keys."""
 
 import pytest
 from hypothesis import given
@@ -85,9 +86,11 @@ def test_a_deadline_in_days_hours_minutes_seconds(days, hours, minutes, seconds)
         ({}, ("grpo", False, True)),
         ({"adv_estimator": {"name": "leave_one_out"}}, ("leave_one_out", False, False)),
         ({"adv_estimator": {"use_leave_one_out_baseline": True}}, ("grpo", True, True)),
-        ({"use_leave_one_out_baseline": True, "adv_estimator": {"use_leave_one_out_baseline": False}},
+        ({"use_leave_one_out_baseline": True,
+          "adv_estimator": {"use_leave_one_out_baseline": False}},
          ("grpo", False, True)),
-        ({"normalize_rewards": True, "adv_estimator": {"normalize_rewards": False}}, ("grpo", False, False)),
+        ({"normalize_rewards": True, "adv_estimator": {"normalize_rewards": False}},
+         ("grpo", False, False)),
     ],
 )  # fmt: skip
 def test_keys_of_the_estimator_stand_in_either_place(keys, want):
@@ -123,10 +126,12 @@ def test_environments_of_a_run(load):
     [
         (["cluster.gpus_per_node=8"], (1, 8)),
         (["cluster.gpus_per_node=8", "env.reward_model.resources={gpus_per_node: 3}"], (1, 5)),
-        (["cluster.gpus_per_node=8", "env.reward_model.resources={gpus_per_node: 4, num_nodes: 1}"], (1, 4)),
+        (["cluster.gpus_per_node=8", "env.reward_model.resources={gpus_per_node: 4, num_nodes: 1}"],
+         (1, 4)),
         (["cluster.gpus_per_node=8", "env.reward_model={model_name: m, type: reward_model, "
           "resources: {gpus_per_node: 0, num_nodes: 2}}"], (1, 8)),
-        (["cluster={num_nodes: 3, gpus_per_node: 0}", "env.reward_model.resources={gpus_per_node: 2}"], (1, 1)),
+        (["cluster={num_nodes: 3, gpus_per_node: 0}",
+          "env.reward_model.resources={gpus_per_node: 2}"], (1, 1)),
     ],
 )  # fmt: skip
 def test_replicas_of_a_reward_model_leave_the_other_gpus_to_train(load, overrides, left):

@@ -15,7 +15,8 @@ from treeward.data.preference import Preference
 
 @pytest.fixture
 def parse(write_rows: Callable[..., Path]) -> Callable[..., Preference]:
-    """`parse("HelpSteer3", row, **keys)`: what a dataset of this name makes of a file with one row."""
+    """`parse("HelpSteer3", row, **keys)`: what a dataset of this name makes of a file with one
+    row."""
 
     def parse(dataset_name: str, row: Any, **keys: Any) -> Preference:
         path = str(write_rows("rows.jsonl", [row]))

@@ -251,7 +251,8 @@ def test_prompt_files(parse: Parse, tmp_path: Path) -> None:
 
 
 def test_a_share_of_the_prompts_is_held_out(tmp_path: Path) -> None:
-    """All rows of a prompt are in one part, which depends on the prompt and the seed, and not on the other rows."""
+    """All rows of a prompt are in one part, which depends on the prompt and the seed, and not on
+    the other rows."""
     rows = [
         {"prompt": f"{i % 60} + 2?", "chosen": "Yes.", "rejected": f"No {i}."} for i in range(180)
     ]
@@ -420,7 +421,8 @@ def test_custom_classes(custom: str) -> None:
 
 
 def test_a_class_gets_its_whole_section_as_in_nemo_rl(custom: str, tmp_path: Path) -> None:
-    """Keys of its own come from the set and from `default`, to the constructor and to `set_task_spec`."""
+    """Keys of its own come from the set and from `default`, to the constructor and to
+    `set_task_spec`."""
     (tmp_path / f"{custom}.py").open("a").write("""
 from treeward.compat.nemo_rl.data.datasets.raw_dataset import RawDataset
 

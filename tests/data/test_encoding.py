@@ -1,4 +1,5 @@
-"""Encoding: every row kept or counted, one file per content, the same from one process or several."""
+"""Encoding: every row kept or counted, one file per content, the same from one process or
+several."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ class Rows:
 
 
 def varied(number: int) -> list[Preference]:
-    """Rows with two to four completions, some ties, some duplicates, some long, some with a margin."""
+    """Rows with two to four completions, some ties, some duplicates, some long, some with a
+    margin."""
     rows = []
     for i in range(number):
         is_tied = i % 5 == 0

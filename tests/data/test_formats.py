@@ -1,4 +1,5 @@
-"""Every format of rows is told by its keys, and read the same by training, by scoring and by a server."""
+"""Every format of rows is told by its keys, and read the same by training, by scoring and by a
+server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a policy is asked: the generation prompts of real templates, one BOS, and prompts that are too long."""
+"""What a policy is asked: the generation prompts of real templates, one BOS, and prompts that are
+too long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Prompts for RL: every published schema, in small local files; what is kept, held out and refused."""
+"""Prompts for RL: every published schema, in small local files; what is kept, held out and
+refused."""
 
 from __future__ import annotations
 

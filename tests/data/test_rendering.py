@@ -1,4 +1,5 @@
-"""Rendering: real chat templates over locally trained tokenizers, one BOS, and truncation that spares the answers."""
+"""Rendering: real chat templates over locally trained tokenizers, one BOS, and truncation that
+spares the answers."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ LAST_OTHER = {"llava_next", "llava_next_training", "glm4moe", "glm4moe_training"
 NEWLINE_LAST = ("gemma", "diffusion_gemma", "qwen", "nemotron", "lfm2", "smolvlm", "idefics3")
 LLAMA2_TEMPLATE = (
     "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('roles must alternate user/assistant') }}{% endif %}{{ m['content'] }}{% endfor %}"
+    "{{ raise_exception('roles must alternate user/assistant') }}{% endif %}{{ m['content'] "
+    "}}{% endfor %}"
 )
 
 
@@ -71,7 +73,8 @@ def bert_tokenizer() -> PreTrainedTokenizerFast:
 @pytest.mark.skipif(not TEMPLATES, reason="trl, which carries the templates, is not installed")
 @pytest.mark.parametrize("name", CASES)
 def test_real_templates(name: str) -> None:
-    """One BOS, shared prefixes, the end of turn that is known; and the ids are those of plain transformers."""
+    """One BOS, shared prefixes, the end of turn that is known; and the ids are those of plain
+    transformers."""
     renderer = family_renderer(name)
     tokenizer = renderer.tokenizer
     bos = tokenizer.bos_token_id
@@ -134,7 +137,8 @@ def test_what_a_generation_prompt_writes_of_the_completion(
     variables: Any,
     opening: str,
 ) -> None:
-    """A model of the same family reads a completion with its opening as the policy's context had it, once."""
+    """A model of the same family reads a completion with its opening as the policy's context had
+    it, once."""
     renderer = family_renderer(name)
     renderer.chat_template_kwargs = variables
     assert renderer.opening(CHAT[:3]) == renderer.opening([user("<think> is a tag.")]) == opening
@@ -292,7 +296,8 @@ def test_content_parts() -> None:
     assert vision.render(parts) == vision.render(plain) == "What now?|Wait.|"
     trimming = "{% for p in m['content'] %}{{ p['text'] | trim }}{% endfor %}"
     both = f"{{% for m in messages %}}{{% if m['content'] is string %}}{{{{ m['content'] }}}}{{% else %}}{trimming}"
-    both += "{% endif %}{% endfor %}"  # as Gemma 3: its own way with parts is that of plain transformers
+    # as Gemma 3: its own way with parts is that of plain transformers
+    both += "{% endif %}{% endfor %}"
     assert Renderer(byte_bpe(), chat_template=both).render(parts) == "Whatnow?Wait."
     with pytest.raises(DataError, match=r"reads text only(?s:.*)image"):
         text_only.encode([user([{"type": "image", "url": "a.png"}])], where="a.jsonl:1")

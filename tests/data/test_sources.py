@@ -28,7 +28,8 @@ KINDS = ["jsonl", "ndjson", "json", "csv", "tsv", "parquet", "arrow", "feather"]
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    """Write rows as the suffix says; `.arrow` is the IPC stream format, `.feather` the file format."""
+    """Write rows as the suffix says; `.arrow` is the IPC stream format, `.feather` the file
+    format."""
     kind = path.name.removesuffix(".gz").rpartition(".")[2]
     table = pa.Table.from_pylist(rows)
     binary = io.BytesIO()
@@ -171,7 +172,8 @@ def test_folders_and_patterns(tmp_path: Path) -> None:
 
 
 def test_the_split_of_a_file_may_say_what_it_is_for(tmp_path: Path) -> None:
-    """As in NeMo RL's rm.yaml, whose paths alone are replaced; the training data is no validation set."""
+    """As in NeMo RL's rm.yaml, whose paths alone are replaced; the training data is no validation
+    set."""
     for name in ("mine.jsonl", "train.jsonl"):
         write(tmp_path / name, ROWS)
     assert (
@@ -201,7 +203,8 @@ def test_saved_dataset_dict(tmp_path: Path) -> None:
 
 @pytest.fixture
 def hub_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder laid out like a dataset on the hub, with a card that maps subsets and splits to files."""
+    """A folder laid out like a dataset on the hub, with a card that maps subsets and splits to
+    files."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     folder = tmp_path / "copy"
     (folder / "data").mkdir(parents=True)

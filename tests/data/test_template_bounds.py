@@ -1,4 +1,5 @@
-"""Templates that do not end or fill the memory, and those of real families, which the bounds leave as they are."""
+"""Templates that do not end or fill the memory, and those of real families, which the bounds leave
+as they are."""
 
 from __future__ import annotations
 
@@ -137,13 +138,18 @@ def test_rendering_outside_of_treeward_has_no_bounds(tiny_tokenizer: Any, low_bo
 def test_operations_make_what_jinja_makes(tiny_tokenizer: Any) -> None:
     source = (
         "{% set ns = namespace(n=0) %}{% macro twice(text) %}{{ text }}{{ text }}{% endmacro %}"
-        "{% for m in messages if m.role %}{% set ns.n = ns.n + loop.index %}{{ loop.last ~ ns.n ~ none ~ [1, 'a'] }}"
-        "{{ m['content'][1:] + 'x' * 3 }}{{ twice(m.content) | trim | upper }}{{ m | tojson(indent=2) }}{% endfor %}"
-        "{{ '%05.2f|%s' % (1.5, 'a%') }}{{ '%(a)3s' | format(a=1700000000000) }}{{ '{:>8} {}'.format(1, 10**12) }}"
+        "{% for m in messages if m.role %}{% set ns.n = ns.n + loop.index %}{{ loop.last ~ "
+        "ns.n ~ none ~ [1, 'a'] }}"
+        "{{ m['content'][1:] + 'x' * 3 }}{{ twice(m.content) | trim | upper }}{{ m | "
+        "tojson(indent=2) }}{% endfor %}"
+        "{{ '%05.2f|%s' % (1.5, 'a%') }}{{ '%(a)3s' | format(a=1700000000000) }}{{ '{:>8} "
+        "{}'.format(1, 10**12) }}"
         "{{ 2**10 }}{{ 7 % 3 }}{{ [1] + [2] }}{{ ['a', 'b'] | join(', ') }}"
         "{{ messages | map(attribute='role') | join }}"
-        "{{ 'a-b'.split('-') | reverse | list }}{{ ' ab ' | replace('a', 'c') | center(9) }}{{ {'a': (1, 2)} }}"
-        "{% set text %}{{ 1 }}{% endset %}{{ text }}{% filter upper %}abc{% endfilter %}{{ 10**12 * 10**9 }}"
+        "{{ 'a-b'.split('-') | reverse | list }}{{ ' ab ' | replace('a', 'c') | center(9) "
+        "}}{{ {'a': (1, 2)} }}"
+        "{% set text %}{{ 1 }}{% endset %}{{ text }}{% filter upper %}abc{% endfilter %}{{ "
+        "10**12 * 10**9 }}"
     )
     expected = tiny_tokenizer.apply_chat_template(CHAT, chat_template=source, tokenize=False)
     assert Renderer(tiny_tokenizer, chat_template=source).render(CHAT) == expected

@@ -14,7 +14,8 @@ REPOSITORY = Path(__file__).parent.parent.parent
 
 @pytest.fixture
 def uv_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """`uv run SCRIPT WORDS...` in the repository, without uv and its environment; checkpoints go to `tmp_path`."""
+    """`uv run SCRIPT WORDS...` in the repository, without uv and its environment; checkpoints go to
+    `tmp_path`."""
 
     def run(script: str, *words: str) -> int:
         folders = [

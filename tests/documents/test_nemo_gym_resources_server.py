@@ -1,6 +1,8 @@
-"""The page "RLHF with Reward Models" of NeMo Gym (a resources server), walked through: what is quoted is run.
+"""The page "RLHF with Reward Models" of NeMo Gym (a resources server), walked through: what is
+quoted is run.
 
-Sections: scoring; the classes; reward model types; the folder and its commands; the configuration; normalisation.
+Sections: scoring; the classes; reward model types; the folder and its commands; the configuration;
+normalisation.
 """
 
 from __future__ import annotations
@@ -69,7 +71,8 @@ def verified(client: TestClient, response: str = RESPONSE, **more: Any) -> dict[
     return got
 
 
-# Scoring: `reward_model = load_reward_model(path)`, `.score(prompt=..., response=...)`, `.predict(prompt, response)`
+# Scoring: `reward_model = load_reward_model(path)`, `.score(prompt=..., response=...)`,
+# `.predict(prompt, response)`
 
 
 def test_a_loaded_model_scores_a_prompt_and_a_response(model_path: str) -> None:
@@ -397,7 +400,8 @@ def test_the_options_have_the_pages_defaults(
     assert config.batch_size == 8 and config.server_config.batch_tokens == 8 * 2048
     assert config.server_config.models[0].default_max_length == 2048
     assert config.server_config.models[0].shaping is None  # normalize_rewards: false
-    # The contract of a model says more than a default; a model that says nothing has the default, or its positions.
+    # The contract of a model says more than a default; a model that says nothing has the default,
+    # or its positions.
     for path, expected in ((model_path, 300), (five_attributes, 100)):
         client = make_client(model_path=path, default_max_length=100, head_weights="mean")
         assert client.get("/v1/models").json()["data"][0]["max_model_len"] == expected
@@ -418,7 +422,8 @@ def test_rewards_are_normalised_by_the_pages_defaults_and_by_the_contract(
 ) -> None:
     raw = verified(make_client(model_path=model_path))["reward"]
     for constants, expected in (
-        ({}, raw), ({"reward_mean": 0.5}, raw - 0.5), ({"reward_std": 0.5}, raw / 0.5), ({"reward_mean": 0.0}, raw)
+        ({}, raw), ({"reward_mean": 0.5}, raw - 0.5), ({"reward_std": 0.5}, raw / 0.5),
+        ({"reward_mean": 0.0}, raw)
     ):  # fmt: skip
         client = make_client(model_path=model_path, normalize_rewards=True, **constants)
         assert verified(client)["reward"] == pytest.approx(expected, abs=1e-5)

@@ -1,7 +1,7 @@
 """NeMo Gym's tutorial "RLHF with Reward Models", walked through: what is quoted is run.
 
-The tests in `resources_servers/math_with_judge/` run its hybrid, and the walks through NeMo RL's documents its training
-scripts; here those are read with the words of this page.
+The tests in `resources_servers/math_with_judge/` run its hybrid, and the walks through NeMo RL's
+documents its training scripts; here those are read with the words of this page.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ def expected(model_folder: Path) -> list[float | None]:
     return [score.score for score in Scorer.load(model_folder, device="cpu").score(LOGS)]
 
 
-# --- How It Works, Core Components -----------------------------------------------------------------------------------
+# --- How It Works, Core Components ----------------------------------------------------------------
 
 
 def test_the_parts_of_step(expected: list[float], model_folder: Path) -> None:
-    """`preprocess_data`, `reward_model_policy.score(reward_data)["scores"]`, and the fields of `EnvironmentReturn`."""
+    """`preprocess_data`, `reward_model_policy.score(reward_data)["scores"]`, and the fields of
+    `EnvironmentReturn`."""
     environment = RewardModelEnvironment({"model_name": str(model_folder), "precision": "float32"})
     scores = environment.reward_model_policy.score(environment.preprocess_data(LOGS))["scores"]
     result = environment.step(message_logs=LOGS, env_infos=[{}, {}])
@@ -57,11 +58,12 @@ def test_the_parts_of_step(expected: list[float], model_folder: Path) -> None:
     assert all(len(field) == 2 for field in result)
 
 
-# --- Quick Start -----------------------------------------------------------------------------------------------------
+# --- Quick Start ----------------------------------------------------------------------------------
 
 
 def test_the_configuration_of_the_first_step() -> None:
-    """`uv run examples/run_rm.py --config examples/configs/rm.yaml`; HelpSteer3, Tulu3Preference, custom JSONL."""
+    """`uv run examples/run_rm.py --config examples/configs/rm.yaml`; HelpSteer3, Tulu3Preference,
+    custom JSONL."""
     quoted = REPOSITORY / "examples/configs/rm.yaml"
     assert (REPOSITORY / "examples/run_rm.py").is_file()
     assert load_config(quoted).data.train[0].dataset_name == "HelpSteer3"
@@ -102,7 +104,8 @@ env:
 
 @pytest.fixture
 def section(tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """A function: the section `env.reward_model` of the page's configuration; overrides as on the command line."""
+    """A function: the section `env.reward_model` of the page's configuration; overrides as on the
+    command line."""
     file = tmp_path / "grpo_with_rm.yaml"
     file.write_text(
         f"defaults: {REPOSITORY}/examples/configs/grpo_rm_1B.yaml\n{GRPO_WITH_RM}", encoding="utf-8"
@@ -125,7 +128,7 @@ def test_the_configuration_of_the_environment(
     assert step.rewards.tolist() == pytest.approx(expected, abs=0.05)  # bfloat16
 
 
-# --- Configuration Reference -----------------------------------------------------------------------------------------
+# --- Configuration Reference ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

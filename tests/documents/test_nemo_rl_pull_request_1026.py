@@ -1,9 +1,10 @@
-"""NeMo RL's pull request 1026: reward models as environments of GRPO, its usage, its table and its training results.
+"""NeMo RL's pull request 1026: reward models as environments of GRPO, its usage, its table and its
+training results.
 
-The usage line, `uv run examples/run_grpo_rm.py --config examples/configs/grpo_rm_1B.yaml`, runs with small stand-ins,
-also by today's name, `run_grpo.py`.
-Policy and reward model are small ones in folders, vLLM is a package that makes the same calls, and OpenMathInstruct-2 a
-file of its schema; everything else is as it is shipped, down to the prompts, the math environment as gold, and the
+The usage line, `uv run examples/run_grpo_rm.py --config examples/configs/grpo_rm_1B.yaml`, runs
+with small stand-ins, also by today's name, `run_grpo.py`. Policy and reward model are small ones in
+folders, vLLM is a package that makes the same calls, and OpenMathInstruct-2 a file of its schema;
+everything else is as it is shipped, down to the prompts, the math environment as gold, and the
 weights after two steps.
 """
 
@@ -107,7 +108,7 @@ def test_nemo_rls_own_file(
     check_run(tmp_path, gold=False)
 
 
-# --- Reward Environment Correctness ----------------------------------------------------------------------------------
+# --- Reward Environment Correctness ---------------------------------------------------------------
 
 
 YES = {"chosen": "Yes.", "rejected": "No."}
@@ -134,7 +135,8 @@ OF_OPEN_INSTRUCT = [
 def test_published_numbers_beside_ours(
     suite: str, rows: list[Any], model_folder: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    """`examples/reproduce/compare.py`, for open-instruct's numbers too: a small model on a copy in the hub's schema."""
+    """`examples/reproduce/compare.py`, for open-instruct's numbers too: a small model on a copy in
+    the hub's schema."""
     monkeypatch.chdir(tmp_path)
     copy = write_jsonl(tmp_path / "copy.jsonl", *rows)
     script = runpy.run_path(str(REPOSITORY / "examples" / "reproduce" / "compare.py"))
@@ -172,18 +174,22 @@ def test_published_numbers_beside_ours(
     assert published["source"] not in capsys.readouterr().out, "no numbers of an earlier run"
 
 
-# --- Training Results ------------------------------------------------------------------------------------------------
+# --- Training Results -----------------------------------------------------------------------------
 
 COMMON = (
-    "policy.max_total_sequence_length=2048 cluster.gpus_per_node=8 data.default.dataset_name=OpenMathInstruct-2 "
-    "env.reward_model.model_name=Skywork/Skywork-Reward-V2-Qwen3-0.6B env.reward_model.precision=bfloat16 "
+    "policy.max_total_sequence_length=2048 cluster.gpus_per_node=8 "
+    "data.default.dataset_name=OpenMathInstruct-2 "
+    "env.reward_model.model_name=Skywork/Skywork-Reward-V2-Qwen3-0.6B "
+    "env.reward_model.precision=bfloat16 "
     "env.reward_model.batch_size=32 env.reward_model.dtensor_cfg.tensor_parallel_size=4 "
     "policy.dtensor_cfg.tensor_parallel_size=2 policy.precision=bfloat16 "
 )
 COLOCATED = COMMON + "env.reward_model.resources.gpus_per_node=4"
 APART = (
-    f"{COMMON} env.reward_model.resources.gpus_per_node=8 policy.generation.colocated.enabled=False "
-    "policy.generation.colocated.resources.gpus_per_node=4 policy.generation.colocated.resources.num_nodes=1"
+    f"{COMMON} env.reward_model.resources.gpus_per_node=8 "
+    "policy.generation.colocated.enabled=False "
+    "policy.generation.colocated.resources.gpus_per_node=4 "
+    "policy.generation.colocated.resources.num_nodes=1"
 )
 
 
@@ -215,7 +221,8 @@ HALF_OF_COLOCATED = (
     "env.reward_model.dtensor_cfg.tensor_parallel_size=2"
 )
 HALF_OF_APART = (
-    "env.reward_model.resources.gpus_per_node=4 env.reward_model.dtensor_cfg.tensor_parallel_size=2 "
+    "env.reward_model.resources.gpus_per_node=4 "
+    "env.reward_model.dtensor_cfg.tensor_parallel_size=2 "
     "policy.generation.colocated.resources.gpus_per_node=2"
 )
 """Of 8 processes, 4 are the two replicas, 2 are engines, and 2 train."""
@@ -223,7 +230,8 @@ HALF_OF_APART = (
 
 @pytest.fixture
 def words_of(stand_ins: list[str], tmp_path: Path) -> Callable[..., list[str]]:
-    """The usage line with these overrides and the stand-ins; each step is saved and validated on all prompts."""
+    """The usage line with these overrides and the stand-ins; each step is saved and validated on
+    all prompts."""
 
     def words(*overrides: str) -> list[str]:
         settings = (
@@ -259,7 +267,8 @@ def check_rewards(folder: Path, reward_model: str) -> None:
 
 
 def check_weights(folder: Path, policy: str, received: list[list[Mapping[str, Tensor]]]) -> None:
-    """`received`, by engine: the first policy, and what each checkpoint has, bit by bit in bfloat16."""
+    """`received`, by engine: the first policy, and what each checkpoint has, bit by bit in
+    bfloat16."""
     saved = [Path(policy), folder / "checkpoints/step_1/model", folder / "checkpoints/step_2/model"]
     versions = [load_file(one / "model.safetensors") for one in saved]
     assert not all(
@@ -313,8 +322,8 @@ def test_half_of_its_processes(
     words: str, half: str, num_replicas: int, engines: str,
     words_of: Callable[..., list[str]], stand_ins: list[str], tmp_path: Path,
 ) -> None:  # fmt: skip
-    """As written, but for half of its 8 and 16 GPUs, which are processes: Ray starts two that train, each replica of
-    the reward model on two, and two engines."""
+    """As written, but for half of its 8 and 16 GPUs, which are processes: Ray starts two that
+    train, each replica of the reward model on two, and two engines."""
     received = tmp_path / "received"
     received.mkdir()
     given = words_of(

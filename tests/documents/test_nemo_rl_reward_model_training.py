@@ -1,6 +1,8 @@
-"""NeMo RL's guide to reward-model training, section by section; each quoted line is tried on something small.
+"""NeMo RL's guide to reward-model training, section by section; each quoted line is tried on
+something small.
 
-`uv run` itself needs a network: here the scripts run in this process, and the versions that uv reads are compared.
+`uv run` itself needs a network: here the scripts run in this process, and the versions that uv
+reads are compared.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ def pairs(start: int = 0) -> list[dict[str, str]]:
     ]
 
 
-# --- Launch a Training Job -------------------------------------------------------------------------------------------
+# --- Launch a Training Job ------------------------------------------------------------------------
 
 SMALL = (
     "policy.max_total_sequence_length=128",
@@ -107,7 +109,8 @@ def test_the_script_runs(
 def test_overrides_on_the_command_line(
     uv_run: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`--config examples/configs/rm.yaml policy.model_name=Qwen/Qwen2.5-1.5B` is read; the hub is not asked here."""
+    """`--config examples/configs/rm.yaml policy.model_name=Qwen/Qwen2.5-1.5B` is read; the hub is
+    not asked here."""
     quoted = ["--config", "examples/configs/rm.yaml", "policy.model_name=Qwen/Qwen2.5-1.5B"]
     config = load_config(REPOSITORY / quoted[1], quoted[2:])
     assert config.policy.model_name == config.policy.tokenizer.name == "Qwen/Qwen2.5-1.5B"
@@ -127,7 +130,8 @@ def test_uv_reads_the_versions_of_constraints_txt() -> None:
 
 @pytest.mark.slow
 def test_uv_finds_versions_of_all_extras_together(tmp_path: Path) -> None:
-    """`uv run` resolves every extra with the pins before it runs anything; asks the package index."""
+    """`uv run` resolves every extra with the pins before it runs anything; asks the package
+    index."""
     for name in ("pyproject.toml", "README.md", "src/treeward/version.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPOSITORY / name, tmp_path / name)
@@ -136,11 +140,12 @@ def test_uv_finds_versions_of_all_extras_together(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
 
 
-# --- Datasets --------------------------------------------------------------------------------------------------------
+# --- Datasets -------------------------------------------------------------------------------------
 
 
 def test_the_attributes_of_a_dataset(write_rows: WriteRows) -> None:
-    """`formatted_ds` with `context` and ranked `completions`, and `task_spec`, with the constructors of NeMo RL."""
+    """`formatted_ds` with `context` and ranked `completions`, and `task_spec`, with the
+    constructors of NeMo RL."""
     written = json.loads(CAPITALS)
     file = write_rows("rows.jsonl", [written])
     ranked = PreferenceDataset(str(file), val_data_path=str(file))
@@ -163,7 +168,8 @@ def test_the_attributes_of_a_dataset(write_rows: WriteRows) -> None:
 def test_datasets_of_the_hub_need_no_path(
     write_rows: WriteRows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """HelpSteer3 and Tulu3Preference, here with rows in their schemas in the place of the downloads."""
+    """HelpSteer3 and Tulu3Preference, here with rows in their schemas in the place of the
+    downloads."""
     import datasets
 
     question, good, bad = user("2 + 2?"), assistant("4"), assistant("5")
@@ -233,7 +239,8 @@ def test_a_training_run_on_a_custom_dataset(
     policy_folder: Path,
     tmp_path: Path,
 ) -> None:
-    """The guide's blocks, a folder with splits in the place of a dataset of the hub; its names of metrics."""
+    """The guide's blocks, a folder with splits in the place of a dataset of the hub; its names of
+    metrics."""
     folder = tmp_path / "data"
     folder.mkdir()
     for split, start in (("train", 0), ("validation", 100)):

@@ -1,6 +1,8 @@
-"""open-instruct's guide to reward modelling, section by section, and the page for those who come from elsewhere.
+"""open-instruct's guide to reward modelling, section by section, and the page for those who come
+from elsewhere.
 
-The automatic upload to the hub is tried in tests/training/test_train.py, the published numbers beside those of PR 1026.
+The automatic upload to the hub is tried in tests/training/test_train.py, the published numbers
+beside those of PR 1026.
 """
 
 from __future__ import annotations
@@ -34,11 +36,12 @@ from treeward.training.train import train
 REPOSITORY = Path(__file__).parent.parent.parent
 METRICS = ("accuracy", "loss", "chosen_rewards", "rejected_rewards", "reward_margin")
 
-# --- Implementation details ------------------------------------------------------------------------------------------
+# --- Implementation details -----------------------------------------------------------------------
 
 
 def test_the_tokenizer_pads_from_the_right(model_folder: Path) -> None:
-    """Rows of two lengths, padded by the exported tokenizer, have the scores of plain transformers and of treeward."""
+    """Rows of two lengths, padded by the exported tokenizer, have the scores of plain transformers
+    and of treeward."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
@@ -69,11 +72,12 @@ def test_dropout_is_off_and_the_head_is_drawn_as_documented(tiny_tokenizer: Any)
     )
 
 
-# --- Training metrics ------------------------------------------------------------------------------------------------
+# --- Training metrics -----------------------------------------------------------------------------
 
 
 def test_the_documented_metrics(tiny_run: Callable[..., Any], tmp_path: Path) -> None:
-    """Each name is logged and means what the guide says; a step of one pair has the log sigmoid of its margin."""
+    """Each name is logged and means what the guide says; a step of one pair has the log sigmoid of
+    its margin."""
     one = [
         "policy.train_global_batch_size=1",
         "policy.train_micro_batch_tokens=null",
@@ -95,7 +99,7 @@ def test_the_documented_metrics(tiny_run: Callable[..., Any], tmp_path: Path) ->
     assert {f"eval/rm/{name}" for name in METRICS} <= set(validated)
 
 
-# --- Debug, and the run of Tulu 3 ------------------------------------------------------------------------------------
+# --- Debug, and the run of Tulu 3 -----------------------------------------------------------------
 
 
 def run_script(script: str, folder: Path, *overrides: str) -> list[dict[str, Any]]:
@@ -223,7 +227,7 @@ def test_the_script_of_tulu_3_on_something_small(policy_folder: Path, tmp_path: 
     assert "Needs one GPU of 80 GB" in text and "has not been run at this size" in text
 
 
-# --- The page for those who come from elsewhere ----------------------------------------------------------------------
+# --- The page for those who come from elsewhere ---------------------------------------------------
 
 PAGE = (REPOSITORY / "docs" / "coming_from.md").read_text(encoding="utf-8")
 BASE = f"""
@@ -287,7 +291,8 @@ def test_every_field_that_trl_adds_is_named() -> None:
 
 @pytest.mark.slow
 def test_the_options_of_openrlhf_are_those_of_its_parser(tmp_path: Path) -> None:
-    """The wheel is downloaded; its command line is read from the source, as the package needs DeepSpeed to be run."""
+    """The wheel is downloaded; its command line is read from the source, as the package needs
+    DeepSpeed to be run."""
     command = [
         sys.executable,
         "-m",

@@ -1,4 +1,5 @@
-"""The demos and the notebook of examples/ from nothing to their tables, with runs too short to learn anything."""
+"""The demos and the notebook of examples/ from nothing to their tables, with runs too short to
+learn anything."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ SHORTER_TRAINING = [
 
 @pytest.fixture
 def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
-    """A function: the names of a demo, some with other values; `["run"]()` runs it in an empty folder."""
+    """A function: the names of a demo, some with other values; `["run"]()` runs it in an empty
+    folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(EXAMPLES))
     (tmp_path / "examples").symlink_to(EXAMPLES)

@@ -1,4 +1,5 @@
-"""The two examples that show the whole from top to bottom are read first: they run, and learn what they say."""
+"""The two examples that show the whole from top to bottom are read first: they run, and learn what
+they say."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The real NeMo Gym starts the folders of `resources_servers/`, and its agent and its collector call them.
+"""The real NeMo Gym starts the folders of `resources_servers/`, and its agent and its collector
+call them.
 
-NeMo Gym lives in an environment of its own: `TREEWARD_GYM_VENV`, or one that is made here, which takes minutes and a
-package index. The policy is a small server on loopback.
+NeMo Gym lives in an environment of its own: `TREEWARD_GYM_VENV`, or one that is made here, which
+takes minutes and a package index. The policy is a small server on loopback.
 """
 
 from __future__ import annotations
@@ -113,7 +114,8 @@ def gym() -> Path:
 
 @pytest.fixture
 def workplace(gym: Path, tmp_path: Path) -> Path:
-    """A folder as a user of NeMo Gym has it: the resources server, `env.yaml`, and environments that are there."""
+    """A folder as a user of NeMo Gym has it: the resources server, `env.yaml`, and environments
+    that are there."""
     if not (Path(sys.prefix) / "bin" / "activate").exists():
         pytest.skip(
             "these tests do not run in a virtual environment, which gym needs for the server"
@@ -241,7 +243,8 @@ def served_model(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def _conversation(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """Read by hand, and not as the server does: what was asked, with `system` for `developer`, and the answer."""
+    """Read by hand, and not as the server does: what was asked, with `system` for `developer`, and
+    the answer."""
     asked = [
         {
             "role": {"developer": "system"}.get(item["role"], item["role"]),

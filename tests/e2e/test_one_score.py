@@ -1,5 +1,6 @@
-"""One path to a score: training's own validation, the command line, the Scorer, the environment in the process and
-through Ray, plain transformers; alone and in a crowd; whole and cut. All say the same number."""
+"""One path to a score: training's own validation, the command line, the Scorer, the environment in
+the process and through Ray, plain transformers; alone and in a crowd; whole and cut. All say the
+same number."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A row has one text: as JSON lines, CSV, parquet and a saved dataset; in training, scoring, evaluation, over HTTP, in
-Python and as TRL's reward. Scores of a model with random weights stand for texts: other text has another score."""
+"""A row has one text: as JSON lines, CSV, parquet and a saved dataset; in training, scoring,
+evaluation, over HTTP, in Python and as TRL's reward. Scores of a model with random weights stand
+for texts: other text has another score."""
 
 from __future__ import annotations
 
@@ -154,7 +155,8 @@ WRITERS: dict[str, Callable[[Path, list[Row]], str]] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose template is Qwen2.5's, which quotes arguments that are text, with a variable of ours."""
+    """A model whose template is Qwen2.5's, which quotes arguments that are text, with a variable of
+    ours."""
     from signed import SIZES
 
     from treeward.data.rendering import Renderer

@@ -71,7 +71,8 @@ def test_it_learns_the_data_and_its_bias_and_may_be_repeated(
 
 
 def check_report(folder: Path, accuracies: dict[str, float], shown: str) -> None:
-    """The report finds the bias that the generator has planted, says how large it is, and agrees with validation."""
+    """The report finds the bias that the generator has planted, says how large it is, and agrees
+    with validation."""
     results = {
         one["suite"]: one for one in json.loads((folder / "results.json").read_text())["results"]
     }

@@ -1,9 +1,11 @@
-"""The clients of verl and OpenRLHF, as published, get the scores of the scorer from a running `treeward serve`.
+"""The clients of verl and OpenRLHF, as published, get the scores of the scorer from a running
+`treeward serve`.
 
-Their packages lie in a folder of their own: `TREEWARD_TRAINER_CLIENTS`, or one that is made here, which takes half a
-minute and a package index. They are installed without what they depend on (vLLM, FlashAttention, DeepSpeed): their
-clients need none of it, and use this environment's PyTorch, transformers and Ray. `TREEWARD_MODELS` adds SmolLM2 with a
-head (`examples/real_models.py` makes it).
+Their packages lie in a folder of their own: `TREEWARD_TRAINER_CLIENTS`, or one that is made here,
+which takes half a minute and a package index. They are installed without what they depend on (vLLM,
+FlashAttention, DeepSpeed): their clients need none of it, and use this environment's PyTorch,
+transformers and Ray. `TREEWARD_MODELS` adds SmolLM2 with a head (`examples/real_models.py` makes
+it).
 """
 
 from __future__ import annotations
@@ -134,7 +136,8 @@ def served(model: Path, log: Path) -> Iterator[str]:
 def ask(
     packages: Path, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[str], Any]]:
-    """A function that runs the clients of a trainer against the server, and gives the rewards that they got."""
+    """A function that runs the clients of a trainer against the server, and gives the rewards that
+    they got."""
     folder = tmp_path_factory.mktemp("clients")
     with served(model, folder / "serve.log") as url:
         job = folder / "job.json"
@@ -161,7 +164,8 @@ def wanted(model: Path) -> Any:
     scorer = Scorer.load(model, device="cpu")
     scores = [score.score for score in scorer.score(CONVERSATIONS)]
     assert len(set(scores)) == len(CONVERSATIONS)
-    # The server batches in another way than this call. Over SmolLM2's 30 layers that is a rounding of up to 8e-6.
+    # The server batches in another way than this call. Over SmolLM2's 30 layers that is a rounding
+    # of up to 8e-6.
     num_layers = json.loads((model / "config.json").read_text(encoding="utf-8"))[
         "num_hidden_layers"
     ]
@@ -170,7 +174,8 @@ def wanted(model: Path) -> Any:
 
 
 def test_verl(ask: Callable[[str], Any], wanted: Any) -> None:
-    """Its reward loop at our server as vLLM and as SGLang, and our functions under its manager `naive`."""
+    """Its reward loop at our server as vLLM and as SGLang, and our functions under its manager
+    `naive`."""
     rewards = ask("verl")
     assert rewards.pop("known_managers") == ["naive"], "docs/verl.md says that `batch` is refused"
     assert set(rewards) == {"vllm", "sglang", "compute_score", "compute_score_async"}

@@ -2,8 +2,9 @@
 
     trainer_clients.py TRAINER JOB OUTPUT
 
-`JOB` is a JSON file with `url`, `model` and `conversations`, of which the last message is the completion. It writes
-another: for each of the trainer's ways to ask, the rewards in the order of the conversations.
+`JOB` is a JSON file with `url`, `model` and `conversations`, of which the last message is the
+completion. It writes another: for each of the trainer's ways to ask, the rewards in the order of
+the conversations.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ VERL_MANAGERS = ("naive", "batch", "prime")
 
 
 def verl_rewards(job: dict[str, Any]) -> dict[str, Any]:
-    """verl's `RewardLoopWorker`, with its own reward model at our server, and with our functions."""
+    """verl's `RewardLoopWorker`, with its own reward model at our server, and with our
+    functions."""
     address = job["url"].removeprefix("http://")
     rewards: dict[str, Any] = {}
     for engine in ("vllm", "sglang"):
@@ -66,7 +68,8 @@ def verl_config(model: str, overrides: list[str]) -> Any:
 
 
 def verl_batch(tokenizer: Any, conversations: list[Any]) -> Any:
-    """The rollouts as verl's agent loop gives them: completions that end with EOS, padded on the right."""
+    """The rollouts as verl's agent loop gives them: completions that end with EOS, padded on the
+    right."""
     from verl import DataProto
 
     completions = []
@@ -121,7 +124,8 @@ def openrlhf_rewards(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def openrlhf_module(name: str) -> Any:
-    """A module of `openrlhf.utils` without the folder's `__init__`, which imports DeepSpeed; the module is as it is."""
+    """A module of `openrlhf.utils` without the folder's `__init__`, which imports DeepSpeed; the
+    module is as it is."""
     import openrlhf
 
     package = types.ModuleType("openrlhf.utils")

@@ -1,4 +1,5 @@
-"""What tests of environments share: a small reward model, a server of one, and how samples are written and read."""
+"""What tests of environments share: a small reward model, a server of one, and how samples are
+written and read."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def chat(completion: Any, question: str = "2 + 2?") -> list[dict[str, Any]]:
 
 
 class Lengths(Environment):
-    """The length of the completion, less the sample's `minus`; a completion that says "fail" has no reward."""
+    """The length of the completion, less the sample's `minus`; a completion that says "fail" has no
+    reward."""
 
     name = "lengths"
 
@@ -90,7 +92,8 @@ def signed_folder(signed_model: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def served(signed_folder: Path) -> Iterator[str]:
-    """The address of a server of the signed model: as it is (`rm`), and shaped by constants (`shaped`)."""
+    """The address of a server of the signed model: as it is (`rm`), and shaped by constants
+    (`shaped`)."""
     from treeward.config.server import ServerConfig
     from treeward.serving.service import Service
 

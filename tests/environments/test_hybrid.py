@@ -1,4 +1,5 @@
-"""Members make one reward by weights or by fallback; what a member cannot say is never counted as a number."""
+"""Members make one reward by weights or by fallback; what a member cannot say is never counted as a
+number."""
 
 from __future__ import annotations
 

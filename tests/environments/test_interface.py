@@ -1,4 +1,5 @@
-"""A step is NeMo RL's, what has no reward is no number, and the metrics are those of the rewards that there are."""
+"""A step is NeMo RL's, what has no reward is no number, and the metrics are those of the rewards
+that there are."""
 
 from __future__ import annotations
 

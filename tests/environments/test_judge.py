@@ -238,7 +238,7 @@ def test_equivalence_is_asked_in_both_orders(endpoint: FakeJudge) -> None:
     ]
 
 
-# --- several completions ---------------------------------------------------------------------------------------------
+# --- several completions --------------------------------------------------------------------------
 
 
 def biased(qualities: dict[str, float], bias: float) -> Callable[[dict[str, Any]], str]:
@@ -296,11 +296,12 @@ def test_groups_are_of_one_prompt_or_as_the_loop_says(endpoint: FakeJudge) -> No
     assert mixed.rewards.tolist() == [1, 0.5, 0.5] and len(endpoint.requests) == 12
 
 
-# --- log-probabilities -----------------------------------------------------------------------------------------------
+# --- log-probabilities ----------------------------------------------------------------------------
 
 
 def tokens(*written: Any) -> list[dict[str, Any]]:
-    """Tokens as an endpoint sends them: a text, or the probabilities of those that could stand there, itself first."""
+    """Tokens as an endpoint sends them: a text, or the probabilities of those that could stand
+    there, itself first."""
     found = []
     for one in written:
         alternatives = {one: 1.0} if isinstance(one, str) else one
@@ -378,7 +379,7 @@ def test_what_judging_costs_is_counted(endpoint: FakeJudge) -> None:
     ) and cost.seconds > 0
 
 
-# --- in this process -------------------------------------------------------------------------------------------------
+# --- in this process ------------------------------------------------------------------------------
 
 
 # So that a question fits into the 256 tokens of the small policy.

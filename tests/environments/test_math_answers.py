@@ -1,4 +1,5 @@
-"""Answers that are the same mathematics are right, and no answer can hold up, fill or kill the comparison."""
+"""Answers that are the same mathematics are right, and no answer can hold up, fill or kill the
+comparison."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""NeMo RL makes and calls our environments as its own, and a sample without a reward does not spoil its update.
+"""NeMo RL makes and calls our environments as its own, and a sample without a reward does not spoil
+its update.
 
-NeMo RL is not installed with the tests. `create_env` and `rollout` below are written after its `create_env`, and
-`calculate_rewards` with `run_multi_turn_rollout`: what they pass, what they unpack, and where `total_reward` goes.
+NeMo RL is not installed with the tests. `create_env` and `rollout` below are written after its
+`create_env`, and `calculate_rewards` with `run_multi_turn_rollout`: what they pass, what they
+unpack, and where `total_reward` goes.
 """
 
 from __future__ import annotations
@@ -69,7 +71,8 @@ def create_env(nemo: SimpleNamespace, name: str, env_config: Mapping[str, Any]) 
 
 
 def rollout(ray: Any, batch: dict[str, Any], task_to_env: Mapping[str, Any]) -> dict[str, Any]:
-    """One turn, after which every sample has ended; the batch with `total_reward` and the observations appended."""
+    """One turn, after which every sample has ended; the batch with `total_reward` and the
+    observations appended."""
     by_task: dict[str, list[int]] = {}
     for i, task in enumerate(batch["task_name"]):
         by_task.setdefault(task, []).append(i)
@@ -109,7 +112,8 @@ def test_nemo_rl_makes_it_and_calls_it(ray: Any, nemo: SimpleNamespace) -> None:
         assert done["message_log"][0][-1] == {"role": "environment", "content": "\n"}
         _, metrics = ray.get(environment.global_post_process_and_metrics.remote(done))
         assert {key.split("/")[1]: value for key, value in metrics.items()} == {
-            "num_samples": 3.0, "num_failed": 0.0, "mean_reward": pytest.approx(2 / 3), "min_reward": 0.0,
+            "num_samples": 3.0, "num_failed": 0.0, "mean_reward": pytest.approx(2 / 3),
+            "min_reward": 0.0,
             "max_reward": 1.0, "std_reward": pytest.approx(math.sqrt(2) / 3),
         }  # fmt: skip
         with pytest.raises(ModelError, match="NeMo RL cannot leave one out(?s:.)*sample 1"):

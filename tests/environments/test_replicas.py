@@ -1,4 +1,5 @@
-"""Replicas of a reward model in Ray workers: the same rewards with any number of them, and after a death."""
+"""Replicas of a reward model in Ray workers: the same rewards with any number of them, and after a
+death."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def scores(folder: str) -> list[float]:
 
 
 def make(folder: str, **keys: Any) -> RewardModelEnvironment:
-    """Two replicas, on CPUs where there is no GPU; one conversation in a pass, so that steps take a while."""
+    """Two replicas, on CPUs where there is no GPU; one conversation in a pass, so that steps take a
+    while."""
     config = {"model_name": folder, "batch_size": 1, "resources": {"gpus_per_node": 2}}
     return RewardModelEnvironment(config | keys)
 

@@ -1,4 +1,5 @@
-"""A reward model as an environment in this process: rewards are the Scorer's, shaped; failures are never numbers."""
+"""A reward model as an environment in this process: rewards are the Scorer's, shaped; failures are
+never numbers."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def make(folder: str | list[str], **keys: Any) -> RewardModelEnvironment:
 
 
 def test_the_metrics_of_a_batch_and_the_precision_of_the_weights(folder: str) -> None:
-    """`tests/documents/test_nemo_gym_rlhf.py` has the section of the guide and the fields of a step."""
+    """`tests/documents/test_nemo_gym_rlhf.py` has the section of the guide and the fields of a
+    step."""
     environment = make(folder, precision="bfloat16", batch_size=32)
     rewards = environment.step(LOGS, INFOS).rewards
     want = Scorer.load(folder, device="cpu", dtype=torch.bfloat16).score(LOGS)

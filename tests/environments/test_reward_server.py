@@ -1,4 +1,5 @@
-"""A server in the place of a reward model: its scores through every face of the environment; failures have reasons."""
+"""A server in the place of a reward model: its scores through every face of the environment;
+failures have reasons."""
 
 from __future__ import annotations
 
@@ -99,7 +100,8 @@ def test_at_the_start_the_server_must_be_there_and_ours(
 
 
 class FakeServer(Loopback):
-    """Everyone's reward is 1; `status` and `model` are those of the next response, `later` is the model after it."""
+    """Everyone's reward is 1; `status` and `model` are those of the next response, `later` is the
+    model after it."""
 
     def __init__(self) -> None:
         super().__init__(self.respond)

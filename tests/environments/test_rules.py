@@ -1,4 +1,5 @@
-"""A rule says right or wrong; where it cannot say, there is no reward, and no pattern can hold up a step."""
+"""A rule says right or wrong; where it cannot say, there is no reward, and no pattern can hold up a
+step."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Rewards reach verl as it asks for them: by path, from threads, in a loop, in batches; a failure is never a number.
+"""Rewards reach verl as it asks for them: by path, from threads, in a loop, in batches; a failure
+is never a number.
 
-verl is not installed with the tests. `as_verl_loads` and the calls below do what its `load_module` and its naive reward
-manager (a sample in a thread of an executor), reward loop (a coroutine for each sample) and batch reward manager do.
+verl is not installed with the tests. `as_verl_loads` and the calls below do what its `load_module`
+and its naive reward manager (a sample in a thread of an executor), reward loop (a coroutine for
+each sample) and batch reward manager do.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ def want(folder: str) -> list[Any]:
 
 
 def as_verl_loads(path: Path, name: str, reward_kwargs: Mapping[str, Any]) -> Any:
-    """A module that nothing can import by its name, and its function with the configured arguments bound."""
+    """A module that nothing can import by its name, and its function with the configured arguments
+    bound."""
     spec = importlib.util.spec_from_file_location(f"custom_module_{hash(path)}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

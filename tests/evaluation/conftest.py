@@ -31,7 +31,8 @@ def bundled() -> Callable[[str], list[Preference]]:
 
 @pytest.fixture(scope="session")
 def score_with() -> Callable[..., list[ScoredExample]]:
-    """Examples scored by a function of the context's messages and the completion's text; None is a failure."""
+    """Examples scored by a function of the context's messages and the completion's text; None is a
+    failure."""
 
     def score(
         examples: Sequence[Preference], function: Callable[[Sequence[Any], str], float | None]

@@ -26,7 +26,8 @@ from treeward.evaluation.best_of_n.samples import Samples, sampled_rows
 
 
 def best_of_every_subset(proxy: Sequence[float], gold: Sequence[float], n: int) -> float:
-    """The mean gold of the choice, over all subsets of n; equal proxies are chosen from with equal chances."""
+    """The mean gold of the choice, over all subsets of n; equal proxies are chosen from with equal
+    chances."""
     chosen = []
     for subset in itertools.combinations(range(len(proxy)), n):
         top = max(proxy[i] for i in subset)

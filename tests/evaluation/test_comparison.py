@@ -25,7 +25,8 @@ def scored(
     ranks: tuple[int, int] = (0, 1),
     answer: str = "Good.",
 ) -> ScoredExample:
-    """An example whose better answer scores `margin` above the other; None: it could not be scored."""
+    """An example whose better answer scores `margin` above the other; None: it could not be
+    scored."""
     example = preference(
         str(key), subset, f"Question {key}?" if prompt is None else prompt, [answer, "Bad."], ranks
     )
@@ -74,7 +75,8 @@ def test_numbers_are_those_of_the_statistics() -> None:
 
 
 def test_the_interval_and_the_test_do_not_contradict_each_other() -> None:
-    """Four examples that one model alone has right are no evidence (p = 0.125), but hardly a resample has none."""
+    """Four examples that one model alone has right are no evidence (p = 0.125), but hardly a
+    resample has none."""
     metrics = of_margins([1.0] * 100, [-1.0] * 4 + [1.0] * 96)
     low, high = paired_bootstrap([1.0] * 100, [0.0] * 4 + [1.0] * 96, range(100))
     assert metrics.overall.p_value == 0.125 and low is not None and low > 0
@@ -109,7 +111,8 @@ def test_examples_of_one_prompt_are_one_draw() -> None:
     )
     differences = [1] * 30 + [-1] * 10
     assert metrics.overall.num_prompts == 4
-    # With four prompts no more than four signs speak; forty independent examples would say p = 0.002.
+    # With four prompts no more than four signs speak; forty independent examples would say p =
+    # 0.002.
     assert metrics.overall.p_value == paired_test(differences, prompts) == pytest.approx(10 / 16)
     assert metrics.overall.difference.low is None
     assert "4 prompts" in " ".join(metrics.notes)

@@ -29,7 +29,8 @@ def text(number: int, *, words: int = 24) -> str:
 
 
 def clean(count: int = 60) -> list[Row]:
-    """Comparisons without a fault: prompts of their own, and texts of which neither side is longer in most."""
+    """Comparisons without a fault: prompts of their own, and texts of which neither side is longer
+    in most."""
     rows = []
     for i in range(count):
         sides = sorted((text(3 * i + 1), text(3 * i + 2)), key=len, reverse=bool(i % 2))

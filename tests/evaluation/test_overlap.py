@@ -1,4 +1,5 @@
-"""What was trained on is flagged, and what was not is not: by the share of the words in common runs."""
+"""What was trained on is flagged, and what was not is not: by the share of the words in common
+runs."""
 
 from __future__ import annotations
 

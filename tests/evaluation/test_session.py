@@ -1,4 +1,5 @@
-"""A whole evaluation: read once, one model at a time, nothing scored twice or mixed, and everything in the files."""
+"""A whole evaluation: read once, one model at a time, nothing scored twice or mixed, and everything
+in the files."""
 
 from __future__ import annotations
 

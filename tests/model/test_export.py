@@ -1,4 +1,5 @@
-"""An exported folder, loaded by plain code that knows nothing of treeward, gives the same scores."""
+"""An exported folder, loaded by plain code that knows nothing of treeward, gives the same
+scores."""
 
 from __future__ import annotations
 
@@ -93,7 +94,8 @@ def test_plain_transformers_gives_the_same_scores(
 def test_the_frame_of_the_tokenizer_is_in_the_exported_template(
     family: str, template: str | None, conversations: Any, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
-    """A tokenizer that adds BOS (or CLS and SEP) by itself, and a template that does not write them."""
+    """A tokenizer that adds BOS (or CLS and SEP) by itself, and a template that does not write
+    them."""
     model, plain = trained(family, tiny_tokenizer)
     tokenizer = framing(plain, ("ÿ", None) if family == "llama" else ("ÿ", "þ"))  # in no chat
     tokenizer.chat_template = None
@@ -112,7 +114,8 @@ def test_the_frame_of_the_tokenizer_is_in_the_exported_template(
 
 
 def framing(tokenizer: Any, ends: tuple[str, str | None]) -> Any:
-    """The tokenizer with a post-processor that puts its first (and last) token around every text."""
+    """The tokenizer with a post-processor that puts its first (and last) token around every
+    text."""
     backend = copy.deepcopy(tokenizer.backend_tokenizer)
     first, last = ends
     special = [(token, backend.token_to_id(token)) for token in ends if token is not None]
@@ -150,7 +153,8 @@ def test_bfloat16_export(conversations: Any, tiny_tokenizer: Any, tmp_path: Path
         json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))["dtype"]
         == "bfloat16"
     )
-    # Rounding the weights is the only difference when the arithmetic is float32; bfloat16 arithmetic rounds more.
+    # Rounding the weights is the only difference when the arithmetic is float32; bfloat16
+    # arithmetic rounds more.
     assert (
         score_error(
             plain_code(tmp_path / "out", conversations, batch=True, dtype=torch.float32), want
@@ -165,7 +169,8 @@ def test_bfloat16_export(conversations: Any, tiny_tokenizer: Any, tmp_path: Path
 def test_pipelines_of_transformers_give_the_raw_score(
     conversations: Any, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
-    """They apply a sigmoid to a single label unless the configuration says that it is a regression."""
+    """They apply a sigmoid to a single label unless the configuration says that it is a
+    regression."""
     model, tokenizer = trained("llama", tiny_tokenizer)
     renderer, conversations = Renderer(tokenizer), conversations[:4]
     want = our_scores(model, renderer, conversations)

@@ -1,7 +1,7 @@
 """Models with recurrent layers on trees: exactly plain rows, whatever a state has to pass.
 
-Their decays are drawn slow (`families.randomise`): else a state would not live to be inherited, and a
-wrong one would not show.
+Their decays are drawn slow (`families.randomise`): else a state would not live to be inherited, and
+a wrong one would not show.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def drawn(generator: np.random.Generator, length: int) -> list[int]:
 
 
 def deep_forest() -> list[list[list[int]]]:
-    """Segments above one and two chunks of a kernel, four levels, several children, and short ones."""
+    """Segments above one and two chunks of a kernel, four levels, several children, and short
+    ones."""
     generator = np.random.default_rng(0)
     prompt, other = drawn(generator, 135), drawn(generator, 30)
     middle = prompt + drawn(generator, 70)
@@ -113,7 +114,8 @@ def as_rows(hf: Any, groups: list[list[list[int]]]) -> Values:
 
 
 def errors(got: Values, want: Values) -> list[float]:
-    """Of the scores and of each gradient, relative to its norm; a tiny gradient is mostly rounding."""
+    """Of the scores and of each gradient, relative to its norm; a tiny gradient is mostly
+    rounding."""
     least = max(float(gradient.norm()) for gradient in want[1].values()) / 1000
     found = [float((got[0] - want[0]).norm() / want[0].norm())]
     for name, gradient in want[1].items():
@@ -328,7 +330,7 @@ def test_a_kernel_that_takes_lengths_starts_from_cached_prompts(lengths_of_fla: 
     assert 4 in lengths_of_fla
 
 
-# --- The probe -------------------------------------------------------------------------------------
+# --- The probe ------------------------------------------------------------------------------------
 
 
 def from_grandparents(recurrence: Recurrence) -> Recurrence:
@@ -413,7 +415,7 @@ def test_without_a_row_of_trees_the_model_is_as_it_was() -> None:
     assert torch.allclose(after, before, atol=1e-6)
 
 
-# --- Policies --------------------------------------------------------------------------------------
+# --- Policies -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", KINDS)
@@ -431,7 +433,7 @@ def test_log_probabilities_of_a_policy_are_those_of_plain_rows(family: str) -> N
             assert torch.allclose(values[mask], want, atol=1e-4)
 
 
-# --- From a causal model to an export --------------------------------------------------------------
+# --- From a causal model to an export -------------------------------------------------------------
 
 
 @pytest.mark.slow

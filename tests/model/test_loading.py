@@ -1,4 +1,5 @@
-"""From folders and bare configurations to models: heads, padding tokens, number formats, and clear refusals."""
+"""From folders and bare configurations to models: heads, padding tokens, number formats, and clear
+refusals."""
 
 from __future__ import annotations
 
@@ -124,7 +125,8 @@ def test_padding_that_is_the_end_of_text_gets_a_token_of_its_own(
 def test_the_end_of_turn_is_trained_where_it_was_the_padding_token(
     save: Callable[..., Path], tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
-    """PyTorch gives an embedding's `padding_idx` no gradient; fresh and loaded again, the two models train alike."""
+    """PyTorch gives an embedding's `padding_idx` no gradient; fresh and loaded again, the two
+    models train alike."""
     tokenizer = tokenizer_with(tiny_tokenizer, pad_token="<|endoftext|>")
     end = tokenizer.eos_token_id
     fresh = load_classifier(
@@ -280,7 +282,8 @@ def difference(policy: PolicyModel, hf: Any) -> float:
 
 
 def test_a_policy_trains_the_token_that_pads(save: Callable[..., Path]) -> None:
-    """Most policies pad with their end of turn; PyTorch gives an embedding's `padding_idx` no gradient."""
+    """Most policies pad with their end of turn; PyTorch gives an embedding's `padding_idx` no
+    gradient."""
     policy = load_policy(save(causal_model("llama", pad_token_id=7))).model
     policy.log_probs(GROUPS, STARTS).values_SL.sum().backward()
     assert policy.hf.get_input_embeddings().weight.grad[7].abs().max() > 0

@@ -1,6 +1,8 @@
-"""Adapters compute on trees what peft computes on plain rows; the frozen model is the reference; nothing is lost.
+"""Adapters compute on trees what peft computes on plain rows; the frozen model is the reference;
+nothing is lost.
 
-Folders of PEFT's adapters are models: their base with the adapters merged, as reward model and as policy.
+Folders of PEFT's adapters are models: their base with the adapters merged, as reward model and as
+policy.
 """
 
 from __future__ import annotations
@@ -333,7 +335,8 @@ CONVERSATION = [
 
 @pytest.fixture
 def adapters(policy_folder: Path, tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
-    """Saves adapters of a kind on `policy_folder`, as TRL does; their folder, and the model that peft computes with."""
+    """Saves adapters of a kind on `policy_folder`, as TRL does; their folder, and the model that
+    peft computes with."""
 
     def make(task: str, base: Path = policy_folder, **settings: Any) -> tuple[Path, Any]:
         writes = task == "CAUSAL_LM"

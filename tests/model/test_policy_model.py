@@ -28,7 +28,8 @@ VALUES, GRADIENTS = 1e-5, 1e-5
 
 
 def groups_of_completions(seed: int = 0) -> tuple[list[list[list[int]]], list[list[int]]]:
-    """Two prompts: completions that begin alike, are equal, are the beginning of another, and an empty one."""
+    """Two prompts: completions that begin alike, are equal, are the beginning of another, and an
+    empty one."""
     generator = np.random.default_rng(seed)
     draw = lambda n: [int(i) for i in generator.integers(3, VOCABULARY, n)]  # noqa: E731
     first, second = draw(13), draw(5)
@@ -179,7 +180,8 @@ def test_in_bfloat16_the_softmax_is_float32_and_gradients_may_be() -> None:
 
 @pytest.mark.parametrize("entropies", [False, True])
 def test_a_vocabulary_that_two_processes_share_gives_the_same(entropies: bool) -> None:
-    """Threads stand for the processes: each has a process group of its own, and not as many tokens as the other."""
+    """Threads stand for the processes: each has a process group of its own, and not as many tokens
+    as the other."""
     *whole, targets, coefficients = tensors(bias=True)
     store, parts = distributed.HashStore(), (slice(0, 15), slice(15, V))
 

@@ -41,7 +41,8 @@ def test_rows_that_have_no_such_length(length: int, model: RewardModel) -> None:
 
 
 def test_a_broken_conversation_leaves_others_of_its_prompt_as_they_are(model: RewardModel) -> None:
-    """One completion holds a token whose embedding is not a number; in a shared tree it would spread."""
+    """One completion holds a token whose embedding is not a number; in a shared tree it would
+    spread."""
     backbone = tiny_model("llama")
     with torch.no_grad():
         backbone.get_input_embeddings().weight[99] = float("nan")

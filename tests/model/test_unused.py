@@ -1,4 +1,5 @@
-"""A tensor of a checkpoint that a model would leave unused is an error with its name; no head is drawn in its place."""
+"""A tensor of a checkpoint that a model would leave unused is an error with its name; no head is
+drawn in its place."""
 
 from __future__ import annotations
 

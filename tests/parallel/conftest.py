@@ -40,11 +40,12 @@ def forking() -> Any:
 def run_processes(
     tmp_path_factory: pytest.TempPathFactory, forking: Any
 ) -> Callable[..., list[Any]]:
-    """`run_processes("module:function", 2, *arguments)`: what the function returns in each process, by rank.
+    """`run_processes("module:function", 2, *arguments)`: what the function returns in each process,
+    by rank.
 
-    The module is a file of `tests` or `tests/parallel`. Arguments and results are JSON. The function runs within
-    `joined()`; with one process there is no process group. When one fails, the others are ended, and what it wrote is
-    shown. `timeout`: in seconds.
+    The module is a file of `tests` or `tests/parallel`. Arguments and results are JSON. The
+    function runs within `joined()`; with one process there is no process group. When one fails, the
+    others are ended, and what it wrote is shown. `timeout`: in seconds.
     """
 
     def run(
@@ -54,7 +55,8 @@ def run_processes(
         from torch.distributed import TCPStore
 
         folder = tmp_path_factory.mktemp("processes")
-        # As torchrun does: the launcher holds the store, so that no process has to find a free port.
+        # As torchrun does: the launcher holds the store, so that no process has to find a free
+        # port.
         store = TCPStore(
             "127.0.0.1",
             0,
@@ -108,7 +110,8 @@ def run_processes(
 
 @pytest.fixture(scope="session")
 def as_torchrun() -> Iterator[Callable[[list[str]], list[subprocess.Popen[str]]]]:
-    """Starts Python with these arguments in two processes that see what torchrun would say; pipes are text."""
+    """Starts Python with these arguments in two processes that see what torchrun would say; pipes
+    are text."""
     running: list[subprocess.Popen[str]] = []
 
     def start(arguments: list[str]) -> list[subprocess.Popen[str]]:

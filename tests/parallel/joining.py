@@ -1,4 +1,5 @@
-"""One process of a run that `run_processes` starts, forked from one that has imported what takes long."""
+"""One process of a run that `run_processes` starts, forked from one that has imported what takes
+long."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ PRELOADED = ["treeward.parallel.tensor", "treeward.training.train", "treeward.rl
 def join(
     function: str, arguments: tuple[Any, ...], folder: Path, environment: Mapping[str, str]
 ) -> None:
-    """Call the function in this environment; its result is in `RANK.json`, and what it prints in `RANK.log`."""
+    """Call the function in this environment; its result is in `RANK.json`, and what it prints in
+    `RANK.log`."""
     gc.freeze()  # what was imported is not looked at again and again
     os.environ.clear()
     os.environ.update(environment)

@@ -1,4 +1,5 @@
-"""Waits for the other processes of a run, again and again: `python launched.py CONFIG.yaml`, as torchrun starts it."""
+"""Waits for the other processes of a run, again and again: `python launched.py CONFIG.yaml`, as
+torchrun starts it."""
 
 from __future__ import annotations
 

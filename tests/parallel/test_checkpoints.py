@@ -1,4 +1,5 @@
-"""Checkpoints of several processes: any number goes on from what any other has saved; one that fails fails for all."""
+"""Checkpoints of several processes: any number goes on from what any other has saved; one that
+fails fails for all."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ KINDS = ("adamw", "rounded")
 
 
 class Session:
-    """A small model and its optimiser, sharded over the processes unless it is `alone`. Gradients follow from the step.
+    """A small model and its optimiser, sharded over the processes unless it is `alone`. Gradients
+    follow from the step.
 
     Rounded weights are bfloat16 with float32 masters in one process, and float32 in several.
     """
@@ -100,7 +102,8 @@ def reference(kind: str, last: int) -> list[torch.Tensor]:
 
 
 def resumed(folder: Path, kind: str, *, alone: bool) -> bool:
-    """Whether a session that goes on from there ends with the bits of one that was not stopped, in one process."""
+    """Whether a session that goes on from there ends with the bits of one that was not stopped, in
+    one process."""
     session = Session(kind, alone=alone)
     assert load_state(folder, session.optimizer, session.scheduler).step == SAVED
     session.train(range(SAVED, LAST))
@@ -116,7 +119,8 @@ def saved(folder: Path, kind: str, *, alone: bool) -> None:
 
 
 def go_on(folder: str, writers: list[int]) -> dict[str, Any]:
-    """In each process of a run of several: what it found in the states that other numbers of processes have saved."""
+    """In each process of a run of several: what it found in the states that other numbers of
+    processes have saved."""
     found: dict[str, Any] = {}
     for kind in KINDS:
         saved(Path(folder) / f"{kind}_{processes.size()}", kind, alone=False)
@@ -136,7 +140,8 @@ def go_on(folder: str, writers: list[int]) -> dict[str, Any]:
 
 
 def in_a_store(folder: Path) -> list[Any]:
-    """Which saves are found; that a disk that is full for one process fails for all, and so does a damaged file."""
+    """Which saves are found; that a disk that is full for one process fails for all, and so does a
+    damaged file."""
     session, found = Session("adamw", alone=False), []
     with open_store(CheckpointingConfig(checkpoint_dir=str(folder))) as store:
         assert store is not None

@@ -16,7 +16,8 @@ from treeward.model.loading import load_classifier
 def test_a_head_of_another_shape_is_refused_and_not_drawn_anew(
     labels: tuple[str, ...], tmp_path: Path, tiny_tokenizer: Any
 ) -> None:
-    """As one process refuses it; a head of one row less is no embedding without its row for padding."""
+    """As one process refuses it; a head of one row less is no embedding without its row for
+    padding."""
     tiny_model("llama", num_labels=3).save_pretrained(tmp_path)
     tiny_tokenizer.save_pretrained(tmp_path)
     for on_meta in (False, True):

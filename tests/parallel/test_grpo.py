@@ -1,4 +1,5 @@
-"""The same run of GRPO on one, two and four processes: samples, rewards, metrics, validation, files and weights."""
+"""The same run of GRPO on one, two and four processes: samples, rewards, metrics, validation, files
+and weights."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ from treeward.rl import grpo as grpo_module
 from treeward.rl.grpo import GRPOOutcome, grpo
 from treeward.training.tracking import read_metrics
 
-# Steps of 5 prompts of unequal length, of which some processes have more; Adam's epsilon keeps the rounding of a small
-# gradient small, as other weights sample other tokens in the end.
+# Steps of 5 prompts of unequal length, of which some processes have more; Adam's epsilon keeps the
+# rounding of a small gradient small, as other weights sample other tokens in the end.
 COMMON = [
     *(
         "grpo.num_prompts_per_step=5",
@@ -51,7 +52,10 @@ CASES: dict[str, list[str]] = {
     ],
     "loaded": [
         *LOADED,
-        "env={reward_model: {model_name: REWARDS, precision: float32, resources: {gpus_per_node: 0}}}",
+        (
+            "env={reward_model: {model_name: REWARDS, precision: float32, resources: "
+            "{gpus_per_node: 0}}}"
+        ),
     ],
     "one": ["grpo.num_prompts_per_step=1", "grpo.max_val_samples=1"],
     "rows": ["policy.attention=rows", "policy.generation.batch_size=3"],
@@ -70,7 +74,8 @@ def run_one(file: str, folder: Path | str, overrides: list[str]) -> GRPOOutcome:
 
 
 def run_all(file: str, folder: str, cases: dict[str, list[str]]) -> dict[str, Any]:
-    """Each case's run, in a folder of its own: its steps and the validation of the exported policy."""
+    """Each case's run, in a folder of its own: its steps and the validation of the exported
+    policy."""
     outcomes = {
         name: run_one(file, Path(folder) / name, overrides) for name, overrides in cases.items()
     }
@@ -83,7 +88,8 @@ def run_all(file: str, folder: str, cases: dict[str, list[str]]) -> dict[str, An
 def run_stopped_and_failing(
     file: str, folder: str, cases: dict[str, list[str]], stopped: str, failing: dict[str, list[str]]
 ) -> dict[str, Any]:
-    """`run_all`; also what failing runs say, and a run that the last process is asked to stop in its first step."""
+    """`run_all`; also what failing runs say, and a run that the last process is asked to stop in
+    its first step."""
     found = run_all(file, folder, cases)
     collect = grpo_module.collect
 
@@ -207,7 +213,8 @@ def test_two_processes_hand_over_their_weights_as_one_does(
     tmp_path: Path,
     vllm: None,
 ) -> None:
-    """To an engine of vLLM beside each process, to an engine of its own for both, and to a server; all stand-ins."""
+    """To an engine of vLLM beside each process, to an engine of its own for both, and to a server;
+    all stand-ins."""
     engine = (
         "backend: vllm, max_new_tokens: 8, vllm_cfg: {precision: float32}, probe_tolerance: 0.001"
     )

@@ -1,4 +1,5 @@
-"""Models that several processes compute together have the values and gradients of the whole model."""
+"""Models that several processes compute together have the values and gradients of the whole
+model."""
 
 from __future__ import annotations
 
@@ -112,7 +113,8 @@ RECURRENT_SHARDED = [
 
 
 def _backward(model: RewardModel | PolicyModel, of: slice) -> list[Tensor]:
-    """Outputs of these groups, whose weighted sum is the loss; a group weighs the same wherever it is computed."""
+    """Outputs of these groups, whose weighted sum is the loss; a group weighs the same wherever it
+    is computed."""
     groups = list(enumerate(forest()))[of]
     if isinstance(model, RewardModel):
         outputs = [model(model.make_batch([group for _, group in groups]))]
@@ -150,8 +152,8 @@ def _gradients_off(part: nn.Module, full: nn.Module) -> float:
 
 
 def compare(num_tensor: int, cases: str, num_copies: int = 1) -> dict[str, list[float]]:
-    """For each case the errors of outputs, gradients, their norm, clipped gradients, and, after a step, of weights and
-    outputs, so what was gathered before is gathered anew."""
+    """For each case the errors of outputs, gradients, their norm, clipped gradients, and, after a
+    step, of weights and outputs, so what was gathered before is gathered anew."""
     mesh = make_mesh(ShardingConfig(tensor_parallel_size=num_tensor, dp_replicate_size=num_copies))
     own, errors = slice(mesh.data_rank, None, mesh.data_size), {}
     for case in globals()[cases]:
@@ -184,7 +186,8 @@ def compare(num_tensor: int, cases: str, num_copies: int = 1) -> dict[str, list[
 
 
 def in_bfloat16() -> list[Any]:
-    """Of a model that computes in bfloat16: its dtypes, and how far it is from one whose weights are bfloat16."""
+    """Of a model that computes in bfloat16: its dtypes, and how far it is from one whose weights
+    are bfloat16."""
     case, mesh = Case("reward", "qwen3"), make_mesh(ShardingConfig())
     plain, own, sharded = case.build(), case.build(), case.build()
     for model in (plain, own):
@@ -234,7 +237,8 @@ def assert_exact(errors: dict[str, list[float]]) -> None:
 
 
 def score() -> list[list[float]]:
-    """Scores of the whole model, of its parts, of its parts with a cache that is empty, and that is full."""
+    """Scores of the whole model, of its parts, of its parts with a cache that is empty, and that is
+    full."""
     hf = tiny_model("qwen3")
     whole, part = RewardModel(hf), RewardModel(tiny_model("qwen3"))
     cut(part, make_mesh(ShardingConfig(tensor_parallel_size=2)))
@@ -273,7 +277,8 @@ def refusals() -> list[str]:
 
 
 def read_in_parts(folder: str) -> list[list[float]]:
-    """Scores of a model on the disk: in one process, and of its parts, each of which reads its own."""
+    """Scores of a model on the disk: in one process, and of its parts, each of which reads its
+    own."""
     tokenizer, sequences = load_tokenizer(folder), [[5, 6, 7, 8, 9], [5, 6, 10]]
     whole = load_classifier(folder, tokenizer=tokenizer).model
     found = [whole.score_tokens(sequences)]

@@ -1,4 +1,5 @@
-"""The same run on one, two and four processes: the same metrics, validation, files, weights and golden scores."""
+"""The same run on one, two and four processes: the same metrics, validation, files, weights and
+golden scores."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from training_runs import assert_close, assert_same_files, run_all
 from treeward.errors import ModelError
 from treeward.scoring.scorer import Scorer
 
-# 22 comparisons of two to five completions: steps of 5, so that of four processes some compute one and some two, and a
-# last step of 2; budgets that some comparisons exceed
+# 22 comparisons of two to five completions: steps of 5, so that of four processes some compute one
+# and some two, and a last step of 2; budgets that some comparisons exceed
 COMMON = [
     "policy.train_global_batch_size=5",
     "rm.max_num_epochs=2",
@@ -57,7 +58,8 @@ CASES: dict[str, list[str]] = {
     ],
 }
 BEGUN = {"cut": "parts/checkpoints/step_4", "sharded again": "cut/checkpoints/step_8"}
-"""Runs of several processes that go on from a checkpoint of another layout; one process goes on from the first."""
+"""Runs of several processes that go on from a checkpoint of another layout; one process goes on
+from the first."""
 WORDS = ("sun", "moon", "rain", "wind", "snow", "leaf", "root")
 
 

@@ -1,4 +1,5 @@
-"""What each process of tests/parallel/test_training.py does, runs of a reward model; and how runs are compared."""
+"""What each process of tests/parallel/test_training.py does, runs of a reward model; and how runs
+are compared."""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ from treeward.training.train import train
 def run_all(
     file: str, folder: str, cases: dict[str, list[str]], begun: dict[str, str] | None = None
 ) -> dict[str, Any]:
-    """Each case's run, in a folder of its own: the validation of the exported model, and how often this process has
-    read the rows of the data. `begun`: the checkpoints of other runs, in `folder`, from which some cases go on."""
+    """Each case's run, in a folder of its own: the validation of the exported model, and how often
+    this process has read the rows of the data. `begun`: the checkpoints of other runs, in `folder`,
+    from which some cases go on."""
     found: dict[str, Any] = {}
     for name, overrides in cases.items():
         own = Path(folder) / name
@@ -53,8 +55,8 @@ def assert_close(got: dict[str, float], want: dict[str, float], where: str) -> N
 
 
 def assert_same_files(got: Path, want: Path, *, but_for: str = "optimizer", after: int = 0) -> None:
-    """`but_for`: a folder that only one of them has. `after`: the first step that `got`, which goes on from a
-    checkpoint of another run, has taken; its best checkpoint may be another."""
+    """`but_for`: a folder that only one of them has. `after`: the first step that `got`, which goes
+    on from a checkpoint of another run, has taken; its best checkpoint may be another."""
     lines = [
         [line for line in read_metrics(folder / "logs" / "metrics.jsonl") if line["step"] >= after]
         for folder in (got, want)
@@ -79,7 +81,8 @@ def assert_same_files(got: Path, want: Path, *, but_for: str = "optimizer", afte
         weights, expected = load_file(file), load_file(want / file.relative_to(got))
         assert weights.keys() == expected.keys()
         for key, weight in expected.items():
-            # Adam divides by the size of a gradient, and makes the rounding of a very small one larger
+            # Adam divides by the size of a gradient, and makes the rounding of a very small one
+            # larger
             assert float((weights[key] - weight).abs().max()) < 5e-5, (file, key)
         if (contract := read_contract(file.parent)) is not None:
             own = read_contract((want / file.relative_to(got)).parent)

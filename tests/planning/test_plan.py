@@ -22,7 +22,8 @@ from treeward.errors import ConfigError
 from treeward.planning.plan import Plan, plan
 
 SMALL = {
-    "model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": False,
+    "model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
     "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 3, "vocab_size": 6000,
 }  # fmt: skip
 ADAMW_8BIT = "policy.optimizer.name=torchao.optim.AdamW8bit"
@@ -219,6 +220,7 @@ def test_the_tables_of_the_guide_are_what_is_planned() -> None:
 
 
 def test_a_model_whose_padding_is_token_0_is_planned() -> None:
-    """A probe of the model would draw tokens other than the padding; without weights there is none."""
+    """A probe of the model would draw tokens other than the padding; without weights there is
+    none."""
     config = load_run("quickstart", ["policy.model_config.pad_token_id=0"])
     assert plan(config, "cpu").memory["peak"] > 0

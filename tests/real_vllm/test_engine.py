@@ -1,4 +1,5 @@
-"""`VllmEngine` around the real `LLM` class, in vLLM's own environment; weights travel by files, as NCCL needs GPUs."""
+"""`VllmEngine` around the real `LLM` class, in vLLM's own environment; weights travel by files, as
+NCCL needs GPUs."""
 
 from __future__ import annotations
 

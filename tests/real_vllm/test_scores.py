@@ -1,4 +1,5 @@
-"""An export of SmolLM2 behind a real vLLM: its scores are those of the contract, and our server speaks as it does."""
+"""An export of SmolLM2 behind a real vLLM: its scores are those of the contract, and our server
+speaks as it does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Advantages against the same formulas written out for one completion at a time, and what length does to rewards."""
+"""Advantages against the same formulas written out for one completion at a time, and what length
+does to rewards."""
 
 from __future__ import annotations
 

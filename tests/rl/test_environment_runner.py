@@ -1,4 +1,5 @@
-"""Groups of completions get the rewards that their environments say; what is missing is never a number."""
+"""Groups of completions get the rewards that their environments say; what is missing is never a
+number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Sampled completions: their ends, their log-probabilities, their distribution, and that a seed determines them."""
+"""Sampled completions: their ends, their log-probabilities, their distribution, and that a seed
+determines them."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ def test_completions_end_where_the_turn_ends(policy: PolicyModel, tiny_tokenizer
 def test_the_trainer_finds_the_log_probabilities_that_the_generator_says(
     family: str, tiny_tokenizer: Any
 ) -> None:
-    """Also with windows shorter than the sequences, with states instead of caches, and with prompts that are padded."""
+    """Also with windows shorter than the sequences, with states instead of caches, and with prompts
+    that are padded."""
     policy = policy_of(family)
     for temperature, top_p in ((1.0, 0.9), (0.6, 1.0)):
         generator = make(
@@ -112,7 +114,8 @@ def test_a_seed_determines_the_completions_and_nothing_else_does(
 def test_shared_prompts_give_the_completions_of_plain_rows(
     family: str, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also as a GPU does it: shapes that stay, several tokens before the host looks; and with caches that grow."""
+    """Also as a GPU does it: shapes that stay, several tokens before the host looks; and with
+    caches that grow."""
     policy = policy_of(family)
     settings: dict[str, Any] = {"end_ids": range(3, 25), "max_new_tokens": 40, "batch_size": 9}
 
@@ -315,7 +318,8 @@ def test_without_an_end_token_the_settings_must_name_one(
 @pytest.mark.parametrize(
     ("name", "end"),
     [
-        ("cohere2", "<|END_OF_TURN_TOKEN|>"), ("deepseekv3", "<｜end▁of▁sentence｜>"), ("gemma", "<end_of_turn>"),
+        ("cohere2", "<|END_OF_TURN_TOKEN|>"), ("deepseekv3", "<｜end▁of▁sentence｜>"),
+        ("gemma", "<end_of_turn>"),
         ("glm4moe", None), ("gptoss", "<|return|>"), ("llama3", "<|eot_id|>"), ("phi3", "<|end|>"),
         ("qwen2_5", "<|im_end|>"), ("qwen3", "<|im_end|>"),
     ],

@@ -93,7 +93,8 @@ def test_a_planted_reward_is_learnt(tiny_grpo: Make, tmp_path: Path) -> None:
 def test_the_metrics_of_a_step_and_the_kl_that_is_taken_from_each_reward(
     opened: Callable[..., Any], sampled: list[Rollouts], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The policy has moved, and moves no further; it samples at the temperature at which it learns."""
+    """The policy has moved, and moves no further; it samples at the temperature at which it
+    learns."""
     options = (
         "loss_fn.kl_in_reward=true",
         "loss_fn.reference_policy_kl_penalty=0.5",
@@ -137,7 +138,8 @@ def test_the_metrics_of_a_step_and_the_kl_that_is_taken_from_each_reward(
 def test_completions_that_the_generator_saw_otherwise_are_left_out(
     opened: Callable[..., Any], sampled: list[Rollouts], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of each group the first completion is off by a factor of exp(0.2) a token: within the limit, and beyond it."""
+    """Of each group the first completion is off by a factor of exp(0.2) a token: within the limit,
+    and beyond it."""
     for limit, num_masked in ((1.5, 0), (1.1, 4)):
         run = GRPORun(opened(f"grpo.seq_logprob_error_threshold={limit}"))
         generate = run.setup.generator.generate
@@ -298,14 +300,16 @@ def test_dynamic_sampling_ends_with_the_epochs(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Two batches of six for each step: 84 prompts of two epochs are drawn in seven steps, not in 21."""
+    """Two batches of six for each step: 84 prompts of two epochs are drawn in seven steps, not in
+    21."""
     import planted
 
     monkeypatch.setattr(
         planted, "vowels", lambda prompt, response: len(response) if "and sun" in prompt else 0.5
     )
     options = ("grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=1.5", "grpo.max_num_steps=null",
-               "grpo.dynamic_sampling_max_gen_batches=2", "grpo.max_num_epochs=2", "grpo.log_period=100",
+               "grpo.dynamic_sampling_max_gen_batches=2", "grpo.max_num_epochs=2",
+               "grpo.log_period=100",
                "data.shuffle=false")  # fmt: skip
     with caplog.at_level("INFO", "treeward.rl"):
         outcome = run(tiny_grpo(*options))

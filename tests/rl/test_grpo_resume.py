@@ -2,8 +2,9 @@
 
 `tests/e2e/test_grpo_resume.py` kills one at many moments.
 
-Every case has what a resumed run could forget: rewards that depend on those before, groups that dynamic sampling left
-out, several updates of a batch, a KL in the reward, a schedule, a watch that remembers.
+Every case has what a resumed run could forget: rewards that depend on those before, groups that
+dynamic sampling left out, several updates of a batch, a KL in the reward, a schedule, a watch that
+remembers.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ from treeward.training.tracking import read_metrics
 Make = Callable[..., Any]
 
 FORGETFUL = (
-    "env={planted: {type: planted.Troubled, orders: ORDERS}, gold: {type: custom, function: planted.length}}",
+    (
+        "env={planted: {type: planted.Troubled, orders: ORDERS}, gold: {type: custom, function: "
+        "planted.length}}"
+    ),
     "grpo.gold_environment=gold",
     "grpo.updates_per_batch=2",
     "policy.train_global_batch_size=8",
@@ -243,7 +247,8 @@ def test_a_generator_that_dies_ends_the_run_which_goes_on_from_its_checkpoint(
         vllm.dies_at, vllm.policy = None, None  # a new server, without the weights
         assert serve(tmp_path).step == 4
     assert_same_run(tmp_path, UNINTERRUPTED["served"])
-    # The trainer finds the same log-probabilities: the weights are those of the step, and not of one before.
+    # The trainer finds the same log-probabilities: the weights are those of the step, and not of
+    # one before.
     lines = [
         line for line in read_metrics(tmp_path / "logs" / "metrics.jsonl") if "train/loss" in line
     ]

@@ -1,4 +1,5 @@
-"""The policy loss against its formula written out for each token, and its gradients against numeric ones."""
+"""The policy loss against its formula written out for each token, and its gradients against numeric
+ones."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ ADVANTAGES = torch.tensor([1.5, -2.0, 3.0, -0.25])
 
 
 def batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """New, old, reference's and generator's log-probabilities, float64; NaN where they are masked."""
+    """New, old, reference's and generator's log-probabilities, float64; NaN where they are
+    masked."""
     torch.manual_seed(seed)
     old = -torch.rand(4, 4, dtype=torch.float64) * 3
     tensors = [old, *(old + 0.5 * torch.randn(4, 4, dtype=torch.float64) for _ in range(3))]
@@ -251,7 +253,8 @@ def test_a_weight_that_is_not_finite_has_no_gradient() -> None:
 def test_the_penalty_over_a_whole_vocabulary_has_the_gradient_of_a_divergence(
     kind: Any, of_reference: bool, approximates: bool
 ) -> None:
-    """The mean over tokens as they are sampled: from the policy itself, or with the approximation from another one."""
+    """The mean over tokens as they are sampled: from the policy itself, or with the approximation
+    from another one."""
     torch.manual_seed(0)
     logits, reference, other = (torch.randn(50, dtype=torch.float64) for _ in range(3))
     logits.requires_grad_(True)

@@ -20,7 +20,8 @@ from treeward.rl.report import RLPage, RLRun, rl_page, write_rl_report
 from treeward.rl.watch import ALARMS_FILE, Alarm, OverOptimisationWatch, write_alarms
 
 NUM_STEPS, NUM_PROMPTS = 200, 48
-# The last d = sqrt(KL), alpha and beta of gold = d (alpha - beta ln d), by how much completions grow, a seed.
+# The last d = sqrt(KL), alpha and beta of gold = d (alpha - beta ln d), by how much completions
+# grow, a seed.
 SCENARIOS = {
     "clean": (2.2, 0.55, 0.10, 1.1, 1),
     "no KL": (7.5, 0.95, 0.55, 3.2, 2),
@@ -29,7 +30,8 @@ SCENARIOS = {
 
 
 def write_run(folder: Path, name: str) -> RLRun:
-    """A run as the loop logs it, from seeded random numbers: gold is Gao et al.'s law, the watch is the real one."""
+    """A run as the loop logs it, from seeded random numbers: gold is Gao et al.'s law, the watch is
+    the real one."""
     distance, alpha, beta, growth, seed = SCENARIOS[name]
     folder.mkdir(parents=True)
     rng, watch = np.random.default_rng(seed), OverOptimisationWatch()

@@ -1,4 +1,5 @@
-"""Rollouts follow from the seed and the step and are counted; validation measures the same thing every time."""
+"""Rollouts follow from the seed and the step and are counted; validation measures the same thing
+every time."""
 
 from __future__ import annotations
 
@@ -17,7 +18,10 @@ from treeward.rl.rollouts import PolicyValidation, Rollouts, collect, sampling_s
 from treeward.rl.setup import GRPOSetup
 
 GOLD = (
-    "env={planted: {type: custom, function: planted.vowels}, gold: {type: custom, function: planted.length}}",
+    (
+        "env={planted: {type: custom, function: planted.vowels}, gold: {type: custom, function: "
+        "planted.length}}"
+    ),
     "grpo.gold_environment=gold",
 )
 
@@ -130,7 +134,8 @@ def test_failures_may_be_allowed(opened: Callable[..., GRPOSetup], tmp_path: Pat
 def test_the_numbers_are_those_of_the_completions(
     opened: Callable[..., GRPOSetup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ends = f"policy.generation.stop_token_ids={list(range(120, 160))}"  # so that completions have different lengths
+    # so that completions have different lengths
+    ends = f"policy.generation.stop_token_ids={list(range(120, 160))}"
     twice = "grpo.reward_scaling={enabled: true, source_min: 0, source_max: 1, target_min: 0, target_max: 2}"
     run = opened(*GOLD, twice, "grpo.num_val_generations=2", ends)
     with torch.no_grad():

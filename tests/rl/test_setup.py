@@ -1,4 +1,5 @@
-"""From a configuration to a run: what is checked, what is counted, and what is closed when something is wrong."""
+"""From a configuration to a run: what is checked, what is counted, and what is closed when
+something is wrong."""
 
 from __future__ import annotations
 
@@ -107,7 +108,8 @@ def test_models_are_known_by_their_weights_wherever_they_lie(
     monkeypatch: pytest.MonkeyPatch,
     caplog: Any,
 ) -> None:
-    """The policy, a reward model, and one in a hybrid: the same under another name, and others in the same folder."""
+    """The policy, a reward model, and one in a hybrid: the same under another name, and others in
+    the same folder."""
     monkeypatch.chdir(tmp_path)
     fields = {
         "model_type": "llama",
@@ -149,7 +151,8 @@ def test_models_are_known_by_their_weights_wherever_they_lie(
 def test_a_reward_model_at_a_server_is_known_by_its_contract(
     tiny_grpo: Make, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
-    """Wherever the server is; one with another model, shaping, weights of heads or ensemble is another run."""
+    """Wherever the server is; one with another model, shaping, weights of heads or ensemble is
+    another run."""
     for name, seed in (("rm", 3), ("other", 4)):
         write_signed_model(tmp_path / name, tiny_tokenizer, seed=seed, max_length=256)
     one, other = str(tmp_path / "rm"), str(tmp_path / "other")

@@ -1,4 +1,5 @@
-"""An update on trees is that of a plain loop over rows: the same losses, gradients and weights after several steps."""
+"""An update on trees is that of a plain loop over rows: the same losses, gradients and weights
+after several steps."""
 
 from __future__ import annotations
 
@@ -86,7 +87,8 @@ def plain_updates(
     settings: PolicyLossConfig,
     passes: int,
 ) -> list[float]:
-    """Written out: passes over the batch, in parts of some prompts, one row at a time. Returns the losses."""
+    """Written out: passes over the batch, in parts of some prompts, one row at a time. Returns the
+    losses."""
     groups, advantages, used = data
     with torch.no_grad():
         old = [
@@ -110,9 +112,12 @@ def plain_updates(
                     if completion.log_probs is None
                     else torch.tensor(completion.log_probs)[None]
                 )
-                term, _ = policy_loss(  # for one completion; tests of its own compare it with the formula
-                    new[None], old[p][g][None], ref[p][g][None], advantages[p, g][None], torch.ones(1, len(new)),
-                    settings, generated_SL=said if settings.use_importance_sampling_correction else None,
+                # for one completion; tests of its own compare it with the formula
+                term, _ = policy_loss(
+                    new[None], old[p][g][None], ref[p][g][None], advantages[p, g][None],
+                    torch.ones(1, len(new)),
+                    settings,
+                    generated_SL=said if settings.use_importance_sampling_correction else None,
                 )  # fmt: skip
                 losses.append(term)
                 tokens, completions = tokens + len(new), completions + 1
@@ -134,10 +139,13 @@ PENALTY: dict[str, Any] = {
 }  # fmt: skip
 SEVERAL = {
     "token": PolicyLossConfig(**PENALTY, ratio_clip_max=0.3),
-    "sequence": PolicyLossConfig(**PENALTY, ratio_clip_min=2e-3, ratio_clip_max=2e-3, token_level_loss=False),
-    "truncated": PolicyLossConfig(**PENALTY, use_importance_sampling_correction=True, token_level_loss=False,
+    "sequence": PolicyLossConfig(**PENALTY, ratio_clip_min=2e-3, ratio_clip_max=2e-3,
+                                 token_level_loss=False),
+    "truncated": PolicyLossConfig(**PENALTY, use_importance_sampling_correction=True,
+                                  token_level_loss=False,
                                   truncated_importance_sampling_ratio=1.1),
-    "gspo": PolicyLossConfig(sequence_level_importance_ratios=True, token_level_loss=False, ratio_clip_min=0.01,
+    "gspo": PolicyLossConfig(sequence_level_importance_ratios=True, token_level_loss=False,
+                             ratio_clip_min=0.01,
                              ratio_clip_max=0.01, reference_policy_kl_penalty=0.0),
 }  # fmt: skip
 
@@ -193,7 +201,8 @@ def test_a_group_larger_than_the_budget_is_split(
         hf = causal_model("qwen3")
         optimizer = Recorded(hf)
         updater = PolicyUpdater(
-            PolicyModel(hf, layout=layout), optimizer, reference=PolicyModel(moved(hf), layout=layout),
+            PolicyModel(hf, layout=layout), optimizer,
+            reference=PolicyModel(moved(hf), layout=layout),
             loss=SEVERAL["sequence"], micro_batch_tokens=tokens, updates_per_batch=2,
         )  # fmt: skip
         sizes.clear()
@@ -223,7 +232,8 @@ def test_a_schedule_goes_on_whatever_the_groups_of_a_batch_are_worth(
     hf = causal_model("qwen3")
     start, steps = weights(hf), list[int]()
     updater = PolicyUpdater(
-        PolicyModel(hf), Recorded(hf), reference=PolicyModel(causal_model("qwen3")), prompts_per_update=2,
+        PolicyModel(hf), Recorded(hf), reference=PolicyModel(causal_model("qwen3")),
+        prompts_per_update=2,
         updates_per_batch=3, on_step=lambda: steps.append(1),
     )  # fmt: skip
     metrics = updater.learn(groups[:num_groups], advantages[:num_groups], used[:num_groups])
@@ -239,8 +249,10 @@ def test_kl_to_the_reference_and_entropy_of_each_completion(estimator: Any) -> N
     groups, advantages, used = experience()
     hf = causal_model("qwen3")
     updater = PolicyUpdater(
-        PolicyModel(hf), torch.optim.SGD(hf.parameters(), lr=0.0), reference=PolicyModel(moved(hf)), temperature=0.8,
-        loss=PolicyLossConfig(reference_policy_kl_type=estimator, kl_in_reward=True), micro_batch_tokens=30,
+        PolicyModel(hf), torch.optim.SGD(hf.parameters(), lr=0.0), reference=PolicyModel(moved(hf)),
+        temperature=0.8,
+        loss=PolicyLossConfig(reference_policy_kl_type=estimator, kl_in_reward=True),
+        micro_batch_tokens=30,
     )  # fmt: skip
     evaluated, (kl_PG, entropy_PG) = (
         updater.evaluate(groups, for_reward=True),

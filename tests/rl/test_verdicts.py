@@ -1,4 +1,5 @@
-"""A policy that learns to judge: both orders of a comparison are drawn together, share a tree, and teach a rule."""
+"""A policy that learns to judge: both orders of a comparison are drawn together, share a tree, and
+teach a rule."""
 
 from __future__ import annotations
 
@@ -123,7 +124,8 @@ def test_what_cannot_be_judged_together_is_refused(opened: Make, tmp_path: Path)
 
 
 def test_both_orders_share_a_tree_and_the_gradient_is_that_of_two(policy: PolicyModel) -> None:
-    """With one beginning of 40 tokens and ends of 10, two prompts of 4 completions take the tokens of one tree."""
+    """With one beginning of 40 tokens and ends of 10, two prompts of 4 completions take the tokens
+    of one tree."""
     draw = torch.Generator().manual_seed(0)
 
     def tokens(count: int) -> tuple[int, ...]:
@@ -195,10 +197,13 @@ def test_a_planted_rule_is_learnt_and_shuffled_labels_are_not(
 ) -> None:
     start = taught(tmp_path, opened())
     options = [
-        f"policy.model_name={start}", "~policy.model_config", "~policy.tokenizer", "grpo.max_num_steps=24",
-        "grpo.num_prompts_per_step=16", "grpo.num_generations_per_prompt=8", "grpo.max_val_samples=48",
+        f"policy.model_name={start}", "~policy.model_config", "~policy.tokenizer",
+        "grpo.max_num_steps=24",
+        "grpo.num_prompts_per_step=16", "grpo.num_generations_per_prompt=8",
+        "grpo.max_val_samples=48",
         "grpo.val_at_start=true", "grpo.val_period=24", "policy.train_micro_batch_tokens=4096",
-        "policy.optimizer.kwargs.lr=3e-3", "loss_fn.reference_policy_kl_penalty=0.0", "checkpointing.save_period=100",
+        "policy.optimizer.kwargs.lr=3e-3", "loss_fn.reference_policy_kl_penalty=0.0",
+        "checkpointing.save_period=100",
     ]  # fmt: skip
     curves = []
     for shuffled in (False, True):

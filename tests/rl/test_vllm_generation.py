@@ -1,4 +1,5 @@
-"""Engines of vLLM in Ray actors: the package is a stand-in that samples from a small model with the weights it got."""
+"""Engines of vLLM in Ray actors: the package is a stand-in that samples from a small model with the
+weights it got."""
 
 from __future__ import annotations
 

@@ -24,7 +24,8 @@ def kinds(watch: OverOptimisationWatch) -> list[str]:
 
 
 def first_alarm(settings: WatchConfig, golds: np.ndarray, proxies: np.ndarray) -> int | None:
-    """The index of the validation that raises gold_falls; golds (T, P) and proxies (T, P) by prompt."""
+    """The index of the validation that raises gold_falls; golds (T, P) and proxies (T, P) by
+    prompt."""
     watch = OverOptimisationWatch(settings)
     observed = enumerate(zip(golds, proxies, strict=True))
     return next(
@@ -35,7 +36,8 @@ def first_alarm(settings: WatchConfig, golds: np.ndarray, proxies: np.ndarray) -
 def runs(
     curve: np.ndarray, count: int, *, num_prompts: int = 64, noise: float = 1.0, seed: int = 0
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Golds and proxies of `count` runs: mean `curve` (T,), prompts that differ (the same in each), and noise."""
+    """Golds and proxies of `count` runs: mean `curve` (T,), prompts that differ (the same in each),
+    and noise."""
     rng = np.random.default_rng(seed)
     shape = (len(curve), num_prompts)
     for _ in range(count):
@@ -51,7 +53,8 @@ def test_runs_whose_gold_stays_flat_are_hardly_ever_accused(z: float, level: flo
     accused = sum(
         first_alarm(WatchConfig(z=z), *run) is not None for run in runs(np.zeros(30), count)
     )
-    # A run is accused with probability `level` at most: more than this many happen once in a thousand such tests.
+    # A run is accused with probability `level` at most: more than this many happen once in a
+    # thousand such tests.
     assert accused <= stats.binom.ppf(0.999, count, level)
 
 
@@ -67,7 +70,8 @@ def test_a_planted_rise_and_fall_is_reported_soon_after_its_peak() -> None:
     assert 3 < peak < 15 and curve[-1] < curve[0]
     late = [t for run in runs(curve, 40) if (t := first_alarm(WatchConfig(), *run)) is not None]
     assert len(late) == 40 and min(late) > peak
-    # Noise of 1 on 64 prompts: paired standard errors of 0.18. About 0.9 must have gone, of a peak of 1.37.
+    # Noise of 1 on 64 prompts: paired standard errors of 0.18. About 0.9 must have gone, of a peak
+    # of 1.37.
     lost = [curve[peak] - curve[t] for t in late]
     assert np.median(lost) < 1.0 and max(lost) < 1.6
 

@@ -1,4 +1,5 @@
-"""What was planted in simulated scores is found again, and what cannot be fitted is said to be so."""
+"""What was planted in simulated scores is found again, and what cannot be fitted is said to be
+so."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def _quality(text: str) -> float:
 
 
 def length_lover() -> RuleScorer:
-    """Scores a completion `q=<quality> xxx...` by its quality and 0.01 for each of its characters."""
+    """Scores a completion `q=<quality> xxx...` by its quality and 0.01 for each of its
+    characters."""
     return RuleScorer(
         lambda context, text: None if "unscorable" in text else _quality(text) + 0.01 * len(text),
         error="it was planted so",
@@ -40,7 +42,8 @@ def comparison(*texts: str, ranks: Sequence[int] | None = None) -> Preference:
 
 
 def planted(count: int, seed: int = 0) -> list[Preference]:
-    """Comparisons whose better completion has the higher quality; their lengths, 20 to 1000, are independent of it."""
+    """Comparisons whose better completion has the higher quality; their lengths, 20 to 1000, are
+    independent of it."""
     draw = random.Random(seed)
     rows = []
     for _ in range(count):

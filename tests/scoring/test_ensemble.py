@@ -1,4 +1,5 @@
-"""Ensembles: the formulas against plain numpy, and no score without every member's, whatever the company."""
+"""Ensembles: the formulas against plain numpy, and no score without every member's, whatever the
+company."""
 
 from __future__ import annotations
 
@@ -185,7 +186,8 @@ def test_each_folder_is_standardized_by_its_own_calibration(folders: list[Path])
 def test_members_calibrated_on_different_data_are_not_standardized(
     folders: list[Path], tmp_path: Path
 ) -> None:
-    """Their means and standard deviations do not compare. The files decide, before any weights are loaded."""
+    """Their means and standard deviations do not compare. The files decide, before any weights are
+    loaded."""
     members = []
     for number, folder in enumerate(folders):
         member = tmp_path / f"member-{number}"

@@ -1,4 +1,5 @@
-"""A classifier that treeward has not made is read where plain transformers reads it, whatever its padding token is."""
+"""A classifier that treeward has not made is read where plain transformers reads it, whatever its
+padding token is."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ def foreign(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @torch.no_grad()
 def plain(folder: Path, chats: Sequence[Any] = CHATS) -> list[float]:
-    """The logits of plain transformers, with the folder's own tokenizer: padded, or alone where nothing pads."""
+    """The logits of plain transformers, with the folder's own tokenizer: padded, or alone where
+    nothing pads."""
     hf = AutoModelForSequenceClassification.from_pretrained(folder, dtype="float32", num_labels=1)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]

@@ -162,7 +162,8 @@ def test_a_template_that_refuses_every_golden_conversation_is_told(
 def test_the_tolerances_hold_for_every_way_to_compute(
     family: str, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
-    """float32: packed, alone, as dense trees. bfloat16: weights and arithmetic. The rounded weights are the signed."""
+    """float32: packed, alone, as dense trees. bfloat16: weights and arithmetic. The rounded weights
+    are the signed."""
     model, renderer, contract = signed(tmp_path, tiny_tokenizer, tiny_model(family))
     rows = [example.token_ids for example in contract.golden]
     golden = torch.tensor([example.score for example in contract.golden])
@@ -193,7 +194,8 @@ def test_the_tolerances_hold_for_every_way_to_compute(
 def test_golden_scores_do_not_depend_on_settings_of_products_nor_the_model_in_memory(
     tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
-    """A bfloat16 model is signed in float32 where it is, under TF32 and AMX: all stays as it was."""
+    """A bfloat16 model is signed in float32 where it is, under TF32 and AMX: all stays as it
+    was."""
     backends: Any = torch.backends
     seen: list[tuple[str, ...]] = []
 
@@ -233,7 +235,8 @@ def test_golden_scores_do_not_depend_on_settings_of_products_nor_the_model_in_me
 def test_weights_that_give_no_score(
     tiny_tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They are refused; of a checkpoint, whose next step has the better message, the other conversations are kept."""
+    """They are refused; of a checkpoint, whose next step has the better message, the other
+    conversations are kept."""
     model, renderer, first = signed(tmp_path, tiny_tokenizer, tiny_model("llama"))
     *others, long = first.golden
     rare = min(set(long.token_ids).difference(*(example.token_ids for example in others)))

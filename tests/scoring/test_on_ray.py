@@ -1,4 +1,5 @@
-"""`treeward score --workers`: two workers of Ray Data write what one process writes, whatever happens to them."""
+"""`treeward score --workers`: two workers of Ray Data write what one process writes, whatever
+happens to them."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def test_two_workers_go_on_where_one_process_stopped(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The same bytes, failed rows too; rows of a prompt are in one chunk, and it is scored in any process alike."""
+    """The same bytes, failed rows too; rows of a prompt are in one chunk, and it is scored in any
+    process alike."""
     data = str(write_rows("in.jsonl", ROWS))
     model = f"{{models: {signed_model()}, shaping: {{length_penalty: {{threshold: 9}}}}}}"
     code, want = score(model, data, output="want.jsonl")

@@ -115,7 +115,7 @@ def test_a_missing_score_stays_missing() -> None:
         ]
 
 
-# --- rewards in the place of scores -----------------------------------------------------------------------------------
+# --- rewards in the place of scores ---------------------------------------------------------------
 
 
 class Lengths:

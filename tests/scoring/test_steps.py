@@ -1,4 +1,5 @@
-"""A process reward model gives each step of a completion its probability, by the arithmetic of its authors' page."""
+"""A process reward model gives each step of a completion its probability, by the arithmetic of its
+authors' page."""
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ def test_every_step_is_read_in_one_pass(published: Any, tokenizer: Any) -> None:
         math.prod(want), abs=1e-5
     )
     assert scorer.model.num_computed_tokens == scorer.model.num_row_tokens == num_tokens
-    # Marks of its own part the steps; what stands after the last is read too, and none elsewhere counts.
+    # Marks of its own part the steps; what stands after the last is read too, and none elsewhere
+    # counts.
     context = [{"role": "user", "content": f"How many{MARK} are pink?"}]
     marked = [*context, {"role": "assistant", "content": MARK.join(STEPS)}]
     fewer = [QUESTION, {"role": "assistant", "content": STEPS[0]}]

@@ -1,4 +1,5 @@
-"""How a judge was trained to be asked lies beside its weights, and anyone can replay its golden questions."""
+"""How a judge was trained to be asked lies beside its weights, and anyone can replay its golden
+questions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Every way to damage a model folder is named rightly, and so is a known mistake of a program by its scores."""
+"""Every way to damage a model folder is named rightly, and so is a known mistake of a program by
+its scores."""
 
 from __future__ import annotations
 
@@ -98,7 +99,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         lambda f: replace_text(f / "chat_template.jinja", "m.role + ': '", "m.role + ' - '"),
         "template", r"changed( .*)?got line 2: .*' - '.*need line 2: .*': '",
     ),
-    "template gone": (lambda f: (f / "chat_template.jinja").unlink(), "template", "gone.*fix restore chat_templ"),
+    "template gone": (lambda f: (f / "chat_template.jinja").unlink(), "template",
+                      "gone.*fix restore chat_templ"),
     "words of the vocabulary swapped": (swap_words, "tokens", "another tokenizer"),
     "pad = eos in config.json": (
         pad_with_eos("config.json"), "read position",
@@ -116,7 +118,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         lambda f: edit_json(f / "config.json", dtype="bfloat16"), "precision",
         "another dtype got dtype bfloat16 need dtype float32 fix restore config.json",
     ),
-    "a sigmoid": (lambda f: edit_json(f / "config.json", problem_type=None), "activation", "problem_type None"),
+    "a sigmoid": (lambda f: edit_json(f / "config.json", problem_type=None), "activation",
+                  "problem_type None"),
     "head changed a little": (
         lambda f: change_weights(f, add_to("score.weight", 1e-6)), "weights",
         "changed: score.weight; the golden scores are still equal got other bytes in score.weight",
@@ -127,10 +130,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         "fix restore the weights from the folder",
     ),
     "architecture": (
-        lambda f: edit_json(f / "config.json", rms_norm_eps=0.1), "files", "by rms_norm_eps got rms_norm_eps 0.1 need",
+        lambda f: edit_json(f / "config.json", rms_norm_eps=0.1), "files",
+        "by rms_norm_eps got rms_norm_eps 0.1 need",
     ),
     "config gone": (lambda f: (f / "config.json").unlink(), "files", "config.json is missing"),
-    "no contract": (lambda f: (f / CONTRACT_FILE).unlink(), "contract", "no scoring contract .* --write"),
+    "no contract": (lambda f: (f / CONTRACT_FILE).unlink(), "contract",
+                    "no scoring contract .* --write"),
 }  # fmt: skip
 
 
@@ -203,7 +208,7 @@ def test_the_same_weights_with_other_scores(folder: Path) -> None:
     assert coarse.part == "precision"
 
 
-# --- scores of any program, without a model ---------------------------------------------------------------------------
+# --- scores of any program, without a model -------------------------------------------------------
 
 
 SCORES = [-2.5, -0.75, 0.25, 1.5, 4.0, 21.0]
@@ -257,7 +262,8 @@ def test_what_the_scores_say(
 
 
 def test_a_mistake_needs_evidence(exported: Path) -> None:
-    """A line goes through any two scores, and a mistake that the contract does not know explains nothing."""
+    """A line goes through any two scores, and a mistake that the contract does not know explains
+    nothing."""
     assert diagnose(with_scores(exported, SCORES[:2]), [5.0, 9.0]).part == "weights"
     shifted = diagnose(with_scores(exported, SCORES, bos=False), [x + 0.3 for x in SCORES])
     assert shifted.part == "activation"

@@ -1,4 +1,5 @@
-"""A reward model trained by adapters: it learns, goes on exactly, and is exported, scored and loaded as any other."""
+"""A reward model trained by adapters: it learns, goes on exactly, and is exported, scored and
+loaded as any other."""
 
 from __future__ import annotations
 
@@ -53,7 +54,10 @@ def options(policy_folder: Path, write_rows: Callable[..., Path]) -> tuple[str, 
         "policy.scheduler=null",
         "policy.dtensor_cfg.lora_cfg={enabled: true, dim: 4, alpha: 8}",
         f"data.train={{dataset_name: BinaryPreferenceDataset, data_path: {path}, split: null}}",
-        f"data.validation=[{{dataset_name: BinaryPreferenceDataset, data_path: {path}, name: held_out}}]",
+        (
+            f"data.validation=[{{dataset_name: BinaryPreferenceDataset, data_path: {path}, name: "
+            f"held_out}}]"
+        ),
         "rm={max_num_steps: 24, val_period: 8, val_batches: 2, val_global_batch_size: 8, seed: 7}",
         "checkpointing.save_period=8",
         "checkpointing.metric_name=null",

@@ -1,4 +1,5 @@
-"""Checkpoints are whole or absent, whenever a run is killed; the best stay, by any diagnostic of an evaluation."""
+"""Checkpoints are whole or absent, whenever a run is killed; the best stay, by any diagnostic of an
+evaluation."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ WRITES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod", 
 
 
 class Killer:
-    """Kills at the operation number `at` on files below `folder`; whatever is tried after that dies too."""
+    """Kills at the operation number `at` on files below `folder`; whatever is tried after that dies
+    too."""
 
     def __init__(self) -> None:
         self.folder, self.at, self.count = "", math.inf, 0
@@ -155,7 +157,8 @@ def content(folder: Path) -> str:
 def test_killed_at_any_operation_of_a_save_a_whole_checkpoint_is_found(
     tmp_path: Path, name: str
 ) -> None:
-    """At its first operation on files, at its second, ...: of a new step, with the old one pruned; of the export."""
+    """At its first operation on files, at its second, ...: of a new step, with the old one pruned;
+    of the export."""
     found: set[tuple[int, ...]] = set()
     for number in range(99):
         folder = tmp_path / str(number)

@@ -1,4 +1,5 @@
-"""Head-only training: with kept features a run is the same run, and the backbone is not asked again."""
+"""Head-only training: with kept features a run is the same run, and the backbone is not asked
+again."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ KINDS = {
 
 @pytest.fixture
 def options(write_rows: Callable[..., Path], tmp_path: Path) -> tuple[str, ...]:
-    """24 training comparisons of three completions, 10 for validation, and a cache of the test's own."""
+    """24 training comparisons of three completions, 10 for validation, and a cache of the test's
+    own."""
     rows = []
     for n in range(34):
         texts = [
@@ -56,7 +58,10 @@ def options(write_rows: Callable[..., Path], tmp_path: Path) -> tuple[str, ...]:
     paths = write_rows("train.jsonl", rows[:24]), write_rows("held_out.jsonl", rows[24:])
     return (
         f"data.train={{dataset_name: auto, data_path: {paths[0]}, split: null}}",
-        f"data.validation=[{{dataset_name: auto, data_path: {paths[1]}, split: null, name: held_out}}]",
+        (
+            f"data.validation=[{{dataset_name: auto, data_path: {paths[1]}, split: null, name: "
+            f"held_out}}]"
+        ),
         f"data.cache_dir={tmp_path}/cache",
         "rm={max_num_steps: 4, max_num_epochs: 9, val_period: 2, val_at_start: true, seed: 7}",
         "checkpointing.save_period=2",
@@ -205,7 +210,8 @@ def test_a_disk_without_room_for_the_features_is_told_before_the_backbone_reads(
     setup = set_up(tiny_run(*options, FROZEN))
     monkeypatch.setattr(setup.model, "features", None)  # it may not be called
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=3_839))
-    words = "held_out.jsonl need 3,840 bytes, 3,839 are free"  # 10 comparisons x 3 completions x 32 numbers x 4 bytes
+    # 10 comparisons x 3 completions x 32 numbers x 4 bytes
+    words = "held_out.jsonl need 3,840 bytes, 3,839 are free"
     with pytest.raises(ConfigError, match=words) as caught:
         with_features(setup)
     assert caught.value.field == "data.cache_dir"

@@ -1,6 +1,8 @@
-"""Every kind of label learns a planted rule, does not learn shuffled labels, and is served as it was trained.
+"""Every kind of label learns a planted rule, does not learn shuffled labels, and is served as it
+was trained.
 
-Several heads learn one score, each from initial weights of its own; their spread goes wherever scores go.
+Several heads learn one score, each from initial weights of its own; their spread goes wherever
+scores go.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ GOOD, BAD = ("sun", "moon", "star", "sky"), ("mud", "rust", "dust", "ash")
 def rows(
     num: int, *, seed: int, shuffled: bool = False, tied: bool = False
 ) -> list[dict[str, Any]]:
-    """Four completions of each prompt, of four words: `bright` is how many are good, `brief` nothing but noise."""
+    """Four completions of each prompt, of four words: `bright` is how many are good, `brief`
+    nothing but noise."""
     generator, made = random.Random(seed), []
     for n in range(num):
         counts = generator.choices(range(5), k=4) if tied else generator.sample(range(5), 4)
@@ -70,7 +73,8 @@ def learnt(
         held_out = rows(24, seed=1, tied=tied)
         sets = [f"data.train=[{{data_path: {train_path}}}]"]
         sets.append(
-            f"data.validation=[{{data_path: {write_rows('held_out.jsonl', held_out)}, name: held_out}}]"
+            f"data.validation=[{{data_path: {write_rows('held_out.jsonl', held_out)}, name: "
+            f"held_out}}]"
         )
         sets += [
             "policy.optimizer.kwargs.lr=3.0e-3",
@@ -217,7 +221,8 @@ def test_bad_labels_are_refused_where_they_are(
 def test_rows_of_one_prompt_are_one_comparison_and_a_missing_grade_is_nan(
     tiny_run: Callable[..., Any], write_rows: Callable[..., Path]
 ) -> None:
-    """HelpSteer2's columns as they are: a prompt of one response stays, one without a grade goes and is counted."""
+    """HelpSteer2's columns as they are: a prompt of one response stays, one without a grade goes
+    and is counted."""
     columns = {"helpfulness": 3, "verbosity": None}
     graded = [{"prompt": "A?", "response": text, **columns} for text in ("yes", "no")]
     graded += [{"prompt": "B?", "response": "maybe", "helpfulness": math.nan, "verbosity": 1.0}]
@@ -267,8 +272,8 @@ def test_the_loss_is_the_mean_of_each_heads_loss() -> None:
 def test_grades_of_completions_that_stand_alone_are_learnt(
     num_heads: int, tiny_run: Callable[..., Any], write_rows: Callable[..., Path]
 ) -> None:
-    """There is no pair in the data; the loss is the mean squared error in units of the grades' deviation. Several heads
-    estimate a grade by their mean, and each learns for itself."""
+    """There is no pair in the data; the loss is the mean squared error in units of the grades'
+    deviation. Several heads estimate a grade by their mean, and each learns for itself."""
     grades = [float(n % 5) for n in range(8)]
     alone = [
         {"prompt": f"Say {n}.", "completions": ["sun"], "scores": [grade]}

@@ -1,4 +1,5 @@
-"""Runs before their first step, their progress, and a validation, which depends on no batch and may be stopped."""
+"""Runs before their first step, their progress, and a validation, which depends on no batch and may
+be stopped."""
 
 from __future__ import annotations
 

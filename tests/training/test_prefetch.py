@@ -55,7 +55,8 @@ def test_the_host_waits_for_nothing_within_a_micro_batch(
 def test_nor_does_attention_as_a_gpu_runs_it(
     tiny_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FlexAttention by PyTorch's own arithmetic: masks and blocks are made on the device, and nothing is excused."""
+    """FlexAttention by PyTorch's own arithmetic: masks and blocks are made on the device, and
+    nothing is excused."""
     # which refuses gradients on a CPU
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
     monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)

@@ -1,4 +1,5 @@
-"""A run that was stopped goes on as if it had not been: at any moment, by a crash or by a signal."""
+"""A run that was stopped goes on as if it had not been: at any moment, by a crash or by a
+signal."""
 
 from __future__ import annotations
 

@@ -205,7 +205,8 @@ def test_masters_go_on_bit_for_bit_and_take_steps_below_the_rounding_of_bfloat16
     for weight, want, old in zip(
         rounded.model.parameters(), exact.model.parameters(), before, strict=True
     ):
-        # Steps of 3e-4 on weights of up to 0.6 would be rounded away; the masters' sum is within one rounding.
+        # Steps of 3e-4 on weights of up to 0.6 would be rounded away; the masters' sum is within
+        # one rounding.
         assert torch.allclose(weight.float(), want, rtol=2**-8, atol=2e-4)
         assert float((want.detach() - old).abs().max()) > 1e-3
     assert rounded.model[-1].weight.dtype == torch.float32
@@ -216,7 +217,8 @@ def test_masters_go_on_bit_for_bit_and_take_steps_below_the_rounding_of_bfloat16
 def test_states_in_the_memory_of_the_host_are_the_same_states(
     tmp_path: Path, name: str, dtype: torch.dtype
 ) -> None:
-    """One parameter is stepped after another, by gradients as they are when they have been clipped."""
+    """One parameter is stepped after another, by gradients as they are when they have been
+    clipped."""
     config = OptimizerConfig(name=f"torch.optim.{name}", kwargs={"lr": 0.01})
     schedule = NamedScheduleConfig(name="cosine", warmup_steps=3)
     resumes_exactly(tmp_path, config, schedule, dtype=dtype, on_host=True)
@@ -232,7 +234,8 @@ def test_states_in_the_memory_of_the_host_are_the_same_states(
 @pytest.mark.slow  # PyTorch compiles their step
 @pytest.mark.parametrize("stochastic", [True, False])
 def test_torchao_goes_on_bit_for_bit(tmp_path: Path, stochastic: bool) -> None:
-    """Eight-bit states, and bfloat16 rounded stochastically by PyTorch's generator; otherwise with masters."""
+    """Eight-bit states, and bfloat16 rounded stochastically by PyTorch's generator; otherwise with
+    masters."""
     kwargs = {"lr": 0.01} | ({} if stochastic else {"bf16_stochastic_round": False})
     optimizer = OptimizerConfig(name="torchao.optim.AdamW8bit", kwargs=kwargs)
     # states of fewer than 4096 numbers are not quantised
@@ -333,7 +336,8 @@ def flip(file: Path) -> None:
 
 
 def test_every_file_of_a_checkpoint_has_a_digest(tmp_path: Path) -> None:
-    """Of the weights, the optimiser, its tensors, and the state itself, each is missed and each changed bit is seen."""
+    """Of the weights, the optimiser, its tensors, and the state itself, each is missed and each
+    changed bit is seen."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "model.safetensors").write_bytes(bytes(range(256)))
     session = Session(OptimizerConfig(), CONSTANT)

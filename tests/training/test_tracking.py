@@ -259,7 +259,8 @@ def test_a_log_that_is_deleted_while_it_is_written_is_told(
 
 
 def test_a_disk_that_is_full_while_a_line_is_written_is_told(tmp_path: Path) -> None:
-    """A limit of file sizes stands for the disk. What was half written is cut when the run resumes."""
+    """A limit of file sizes stands for the disk. What was half written is cut when the run
+    resumes."""
     path = tmp_path / "metrics.jsonl"
     file = StepFile(path)
     file.append({"step": 1, "text": "x" * 600})

@@ -99,7 +99,8 @@ def test_a_run_may_be_logged_and_validated_less_and_keep_nothing(
     trained: Trained, tmp_path: Path
 ) -> None:
     outcome, lines = trained(
-        "rm.max_num_steps=5", "rm.log_period=3", "rm.val_period=0", "rm.val_at_end=false", "rm.val_at_start=true",
+        "rm.max_num_steps=5", "rm.log_period=3", "rm.val_period=0", "rm.val_at_end=false",
+        "rm.val_at_start=true",
         "checkpointing.metric_name=null", "checkpointing.enabled=false",
     )  # fmt: skip
     assert [line["step"] for line in lines if "train/rm/loss" in line] == [3, 5]
@@ -223,7 +224,8 @@ def test_the_model_is_pushed_to_the_hub(
     caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A failed upload hides no result and is not hidden by it, and the same command uploads, as often as it is run."""
+    """A failed upload hides no result and is not hidden by it, and the same command uploads, as
+    often as it is run."""
     calls: list[dict[str, Any]] = []
 
     def create_repo(self: HfApi, repo_id: str, **options: Any) -> RepoUrl:

@@ -1,8 +1,10 @@
-"""Trees equal plain Hugging Face rows, one by one: scores and gradients, for every family and way of computing.
+"""Trees equal plain Hugging Face rows, one by one: scores and gradients, for every family and way
+of computing.
 
-Tolerances, float32: scores 1e-5 of the largest score (which is near 1), each gradient tensor 1e-5 of its own largest
-element. Measured on a CPU: 7e-7 and 5e-6 at most; `test_a_seeded_bug_is_seen` shows that the mildest mistakes lie far
-above. bfloat16 rounds at 4e-3, several times in a row: there the tree may be off by twice what plain rows are.
+Tolerances, float32: scores 1e-5 of the largest score (which is near 1), each gradient tensor 1e-5
+of its own largest element. Measured on a CPU: 7e-7 and 5e-6 at most; `test_a_seeded_bug_is_seen`
+shows that the mildest mistakes lie far above. bfloat16 rounds at 4e-3, several times in a row:
+there the tree may be off by twice what plain rows are.
 """
 
 from __future__ import annotations
@@ -67,7 +69,8 @@ def test_real_chats(family: str, real_chats: list[Any], tiny_tokenizer: Any) -> 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
 def test_padding_that_is_the_end_of_text(family: str) -> None:
-    """Every sequence ends with EOS, which pads too; plain transformers would read the token before it."""
+    """Every sequence ends with EOS, which pads too; plain transformers would read the token before
+    it."""
     hf = tiny_model(family, pad_token_id=0, eos_token_id=0)
     groups = [[[*sequence, 0] for sequence in group] for group in forest()]
     assert_tree_equals_rows(RewardModel(hf), groups)
@@ -204,7 +207,8 @@ def chunks(_b: Any, _h: Any, query: Any, key: Any) -> Any:
 
 @pytest.mark.parametrize("function", [causal, window, chunks])
 def test_the_mask_is_that_of_the_paths(function: Callable[..., Any]) -> None:
-    """A token sees exactly those of its own path that the mask function allows: worked out token by token."""
+    """A token sees exactly those of its own path that the mask function allows: worked out token by
+    token."""
     layout = layout_of(forest())
     want = torch.zeros(layout.num_tokens, layout.num_tokens, dtype=torch.bool)
     for tree in layout.trees:
@@ -231,7 +235,8 @@ def test_slices_equal_masked_attention(
     call_cost: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Forward and backward of the fast path, of one masked call per tree (what a GPU runs) and of the dense one."""
+    """Forward and backward of the fast path, of one masked call per tree (what a GPU runs) and of
+    the dense one."""
     monkeypatch.setattr(position_mask, "CALL_COST", call_cost)
     layout = layout_of(forest())
     positions = PositionMask(function, layout)
@@ -270,7 +275,8 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt_oss"])
 def test_memory_follows_the_window(family: str) -> None:
-    """Sliding layers with plain scores, soft-capped scores and sinks: nothing has the square of the row's length."""
+    """Sliding layers with plain scores, soft-capped scores and sinks: nothing has the square of the
+    row's length."""
     layers = {} if family == "mistral" else {"layer_types": ["sliding_attention"] * 2}
     hf = tiny_model(family, sliding_window=32, max_position_embeddings=4096, **layers)
     tokens = torch.randint(3, 600, (2300,), generator=torch.Generator().manual_seed(0)).tolist()

@@ -1,8 +1,9 @@
 """FlexAttention over trees: what a GPU runs, as far as a CPU shows it.
 
-The kernels of a GPU cannot run here. Everything that is ours can: the rule, the blocks that a kernel visits, soft-caps,
-sinks, prefixes and padding. PyTorch computes FlexAttention without a compiler, forward and backward, once its refusal
-of gradients on a CPU is taken away; its compiled CPU kernel visits our blocks, forward.
+The kernels of a GPU cannot run here. Everything that is ours can: the rule, the blocks that a
+kernel visits, soft-caps, sinks, prefixes and padding. PyTorch computes FlexAttention without a
+compiler, forward and backward, once its refusal of gradients on a CPU is taken away; its compiled
+CPU kernel visits our blocks, forward.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ MASKS = {
     "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 12))]
 )
 def test_blocks_and_rule_are_the_mask(seed: int, function: Callable[..., Any]) -> None:
-    """What the kernel computes: full blocks without the rule, partial ones with it, and nothing elsewhere."""
+    """What the kernel computes: full blocks without the rule, partial ones with it, and nothing
+    elsewhere."""
     first = [] if seed else [[[3] * 255]]  # a tree that ends one token before a block does
     batch = TreeBatch.from_groups(first + random_forest(seed)).padded()
     layout, length = batch.layout, len(batch.tokens_T)
@@ -118,7 +120,8 @@ def _touched(seen: torch.Tensor) -> set[tuple[int, int]]:
 def test_the_compiled_kernel_visits_the_right_blocks(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Of one length: with lengths left open, PyTorch 2.13 writes C++ that does not compile for a window's mask.
+    # Of one length: with lengths left open, PyTorch 2.13 writes C++ that does not compile for a
+    # window's mask.
     monkeypatch.setattr(
         flex, "compiled_kernel", lambda: torch.compile(torch_flex.flex_attention, dynamic=False)
     )
@@ -169,7 +172,8 @@ def test_padding_changes_nothing(eager_flex: None) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "gpt2"])
 def test_a_decoder_layer_is_one_graph(family: str, eager_flex: None) -> None:
-    """Forward and backward without a break; all layers of a kind share it, and rows of every length."""
+    """Forward and backward without a break; all layers of a kind share it, and rows of every
+    length."""
     plain, model = tiny_model(family), flex_model(family)
     counter = CompileCounterWithBackend("eager")
     torch._dynamo.reset()
@@ -197,7 +201,8 @@ GPU_SHAPES = {"head_dim": 64, "hidden_size": 256}
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_on_a_gpu(family: str, compiled: bool) -> None:
-    """In bfloat16, against float64 on the host: at most a half more than the error of plain rows there."""
+    """In bfloat16, against float64 on the host: at most a half more than the error of plain rows
+    there."""
     groups = [[row for row in group] for seed in range(3) for group in random_forest(seed)]
     sequences = [row for group in groups for row in group]
     exact = plain_scores(tiny_model(family, **GPU_SHAPES).double(), sequences)
@@ -219,7 +224,8 @@ def test_on_a_gpu(family: str, compiled: bool) -> None:
 
 @pytest.mark.slow
 def test_every_shape_of_a_process_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two models in training and scoring are more cases than PyTorch compiles of one function, in each thread."""
+    """Two models in training and scoring are more cases than PyTorch compiles of one function, in
+    each thread."""
     counter = CompileCounterWithBackend("eager")
     kernel = torch.compile(torch_flex.flex_attention, backend=counter)
     monkeypatch.setattr(flex, "shared_kernel", lambda: kernel)
@@ -241,7 +247,8 @@ def test_every_shape_of_a_process_is_compiled(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.slow
 def test_what_is_kept_of_prompts_compiles_nothing_anew(eager_flex: None) -> None:
-    """As sampling reads prompts by compiled layers: their number and lengths are other ones in each step."""
+    """As sampling reads prompts by compiled layers: their number and lengths are other ones in each
+    step."""
     plain, model = (make("llama", num_hidden_layers=4) for make in (tiny_model, flex_model))
     counter, compiled = CompileCounterWithBackend("eager"), []
     torch._dynamo.reset()

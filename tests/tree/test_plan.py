@@ -47,7 +47,8 @@ def test_micro_batches_keep_the_budget_and_lose_nothing(
 
 
 def test_micro_batches_of_several_ranks_are_of_like_cost() -> None:
-    """Also where one micro-batch would hold all, and where the last ones of one rank would be alone."""
+    """Also where one micro-batch would hold all, and where the last ones of one rank would be
+    alone."""
     sizes = [int(size) for size in np.random.default_rng(0).integers(20, 400, 64)]
     for ranks, tokens in ((4, 100_000), (3, 3000)):
         plan = plan_micro_batches(sizes, max_tokens=tokens, num_ranks=ranks)

@@ -1,11 +1,13 @@
-"""What "exact" means below float64: a tree is off from float64 by no more than plain rows are, with the same weights.
+"""What "exact" means below float64: a tree is off from float64 by no more than plain rows are, with
+the same weights.
 
-The same weights (rounded to the dtype) and tokens are computed by plain rows in float64, by rows, and by trees. Errors
-are relative to each tensor's norm, and their root mean square is over the tensors of several models. Rows and trees
-round at other places, so the two scatter around each other. Measured on a CPU in bfloat16: trees are off by 0.94 to
-1.13 times what rows are in one family (five models), and over 25 models of each family by 1.00 times in the scores.
-Queries and keys of 6 bits instead of 8 make it 1.4 and 1.6 (llama). A softmax in bfloat16 is lost among the other
-roundings of models as small as these.
+The same weights (rounded to the dtype) and tokens are computed by plain rows in float64, by rows,
+and by trees. Errors are relative to each tensor's norm, and their root mean square is over the
+tensors of several models. Rows and trees round at other places, so the two scatter around each
+other. Measured on a CPU in bfloat16: trees are off by 0.94 to 1.13 times what rows are in one
+family (five models), and over 25 models of each family by 1.00 times in the scores. Queries and
+keys of 6 bits instead of 8 make it 1.4 and 1.6 (llama). A softmax in bfloat16 is lost among the
+other roundings of models as small as these.
 """
 
 from __future__ import annotations

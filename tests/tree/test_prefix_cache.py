@@ -1,4 +1,5 @@
-"""Scores with a prefix cache are those without one, whatever was scored before, and only what is new is computed."""
+"""Scores with a prefix cache are those without one, whatever was scored before, and only what is
+new is computed."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ def test_only_what_is_new_is_computed() -> None:
     score([prompt + [7, 7], other + [8, 8, 8]], [64, 40])
     assert model.num_computed_tokens == 110 + 2 + 3
     assert model.num_row_tokens == 66 + 65 + 66 + 41 + 66 + 43
-    # The next turn continues the first completion: the longer prompt replaces the shorter one, and serves both.
+    # The next turn continues the first completion: the longer prompt replaces the shorter one, and
+    # serves both.
     turn = prompt + _ids(generator, 30)
     score([turn + [9]], [94])
     assert len(cache) == 2

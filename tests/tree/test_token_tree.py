@@ -1,4 +1,5 @@
-"""The trie: whatever goes in comes out along its path, and each different beginning is held once."""
+"""The trie: whatever goes in comes out along its path, and each different beginning is held
+once."""
 
 from __future__ import annotations
 

@@ -18,7 +18,8 @@ gold_quality = import_object(f"{REPOSITORY}/examples/gold.py:gold_quality", fiel
 
 @pytest.fixture(scope="module")
 def diagnosed(bundled: Any, score_with: Any) -> Any:
-    """The diagnosis of a split scored by gold quality and `bias` per 100 characters, with a little noise."""
+    """The diagnosis of a split scored by gold quality and `bias` per 100 characters, with a little
+    noise."""
 
     def make(split: str, bias: float) -> Any:
         rng = random.Random(f"{split}/{bias}")
@@ -84,7 +85,8 @@ def test_a_completion_without_a_score_is_left_out_and_a_tie_is_wrong(score_with:
 
 def test_markdown_is_counted_outside_code_blocks() -> None:
     rich = (
-        "# Title\n\nSome **bold words** and __more of them__, a `name` and 2 * 3 * 4.\n\n- first\n* second\n1. third\n"
+        "# Title\n\nSome **bold words** and __more of them__, a `name` and 2 * 3 * 4.\n\n- "
+        "first\n* second\n1. third\n"
         "\n| a | b |\n|---|---|\n\n```python\n# no heading\n- no item, **no bold**\n```\n"
     )
     assert markdown_density(rich) == pytest.approx(100 * 10 / len(rich.split()))
@@ -98,7 +100,8 @@ def test_markdown_is_counted_outside_code_blocks() -> None:
 
 @pytest.fixture(scope="module")
 def dressed() -> list[Any]:
-    """Pairs whose better completion (it says "right") has markdown as often as the other, of its own amount."""
+    """Pairs whose better completion (it says "right") has markdown as often as the other, of its
+    own amount."""
     rng = random.Random(3)
     examples = []
     for i in range(300):

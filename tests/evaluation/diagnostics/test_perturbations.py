@@ -1,4 +1,5 @@
-"""Rewrites do what they say, their effect on a score is measured, and known weaknesses of scorers are found."""
+"""Rewrites do what they say, their effect on a score is measured, and known weaknesses of scorers
+are found."""
 
 from __future__ import annotations
 
@@ -104,7 +105,7 @@ def test_the_sample_is_drawn_from_the_examples_that_can_be_rewritten(bundled: An
     assert sample_examples(unusable, 5) == []
 
 
-# --- single rewrites -------------------------------------------------------------------------------------------------
+# --- single rewrites ------------------------------------------------------------------------------
 
 TEXT = "The capital is Paris. It lies on the Seine.\n\nAsk me more."
 

@@ -1,4 +1,5 @@
-"""Statistics have the numbers that were planted, and those by which checkpoints are chosen are of `treeward eval`."""
+"""Statistics have the numbers that were planted, and those by which checkpoints are chosen are of
+`treeward eval`."""
 
 from __future__ import annotations
 
@@ -25,13 +26,14 @@ def test_nothing_has_no_numbers() -> None:
         assert all(metric.value is None for metric in nothing.numbers.values())
 
 
-# --- by which checkpoints are chosen ----------------------------------------------------------------------------------
+# --- by which checkpoints are chosen --------------------------------------------------------------
 
 
 def drawn(
     seed: int, count: int, *, most: int, missing: int
 ) -> tuple[list[ScoredExample], list[ScoredExample]]:
-    """Examples as `treeward eval` has them (prompts shared, some scores missing), and as a validation knows them."""
+    """Examples as `treeward eval` has them (prompts shared, some scores missing), and as a
+    validation knows them."""
     generator = random.Random(seed)
     full, numbers = [], []
     for i in range(count):
@@ -102,7 +104,8 @@ def test_what_cannot_be_measured_says_why() -> None:
 
 
 def test_groups_worked_by_hand() -> None:
-    """A tie of the best with another is not right, ties in the data are no pairs, a missing score is wrong."""
+    """A tie of the best with another is not right, ties in the data are no pairs, a missing score
+    is wrong."""
     groups = [
         ([2.0, 1.0, 0.0], [0, 1, 2], True, True),
         ([2.0, 0.0, 1.0], [0, 1, 2], False, True),
@@ -118,5 +121,6 @@ def test_groups_worked_by_hand() -> None:
     gates = gate_metrics(scored)
     assert (gates["group_accuracy"].value, gates["best_of_k"].value) == (2 / 5, 3 / 5)
     assert gates["group_accuracy"].count == gates["best_of_k"].count == 5
-    # tau-b of the first four, which have more than two scores: C - D over the root of the untied pairs of both sides
+    # tau-b of the first four, which have more than two scores: C - D over the root of the untied
+    # pairs of both sides
     assert gates["kendall_tau"].value == pytest.approx((1 + 1 / 3 + 1 / 2 + 2 / math.sqrt(6)) / 4)

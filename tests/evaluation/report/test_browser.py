@@ -1,4 +1,5 @@
-"""The report in a real browser: headless Chromium, driven through its DevTools protocol by playwright."""
+"""The report in a real browser: headless Chromium, driven through its DevTools protocol by
+playwright."""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ def test_every_figure_is_drawn_and_nothing_is_loaded_or_run(visit: Visit) -> Non
     assert widths[: len(values)] == pytest.approx(expected_widths, rel=1e-3)
     bars, whiskers = (
         page.locator(f".kind-bars .layer_{layer}_marks {mark}").evaluate_all(
-            "(all) => all.map((mark) => mark.getBoundingClientRect()).map((box) => box.top + box.height / 2)"
+            "(all) => all.map((mark) => mark.getBoundingClientRect()).map((box) => box.top + "
+            "box.height / 2)"
         )
         for layer, mark in ((0, "path"), (1, "line"))
     )

@@ -139,7 +139,8 @@ def test_the_charts_script_is_that_of_the_pinned_vega() -> None:
 
 
 def test_no_page_needs_v8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It reserves gigabytes, which batch systems do not allow: the process would end by a signal."""
+    """It reserves gigabytes, which batch systems do not allow: the process would end by a
+    signal."""
     monkeypatch.setitem(sys.modules, "vl_convert", None)  # an import raises
     page = write_report(tmp_path, **sample_report())
     assert "vegaEmbed" in page.read_text(encoding="utf-8")

@@ -1,4 +1,5 @@
-"""What a report says first: verdicts against the suite's own chance, missing scores, units, models side by side."""
+"""What a report says first: verdicts against the suite's own chance, missing scores, units, models
+side by side."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def page_of(*summaries: Summary) -> str:
 
 
 def every_number(*summaries: Summary) -> list[list[str]]:
-    """The rows of the table of every number: its name and how to read it, a value for each model, how to read it."""
+    """The rows of the table of every number: its name and how to read it, a value for each model,
+    how to read it."""
     page = Page(build_report("evaluation/page.html", "t", evaluation_page(summaries)))
     headings = [i for i, row in enumerate(page.rows) if row[0] == "Number"]
     return page.rows[headings[0] + 1 :]

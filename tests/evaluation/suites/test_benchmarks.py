@@ -1,4 +1,5 @@
-"""RM-Bench, JudgeBench and LLMBar: the authors' arithmetic and headlines, and the data as it is published."""
+"""RM-Bench, JudgeBench and LLMBar: the authors' arithmetic and headlines, and the data as it is
+published."""
 
 from __future__ import annotations
 
@@ -14,11 +15,12 @@ from treeward.data.preference import Preference
 from treeward.evaluation.results import ScoredExample
 from treeward.evaluation.suites.benchmarks import JudgeBench, LLMBar, RMBench
 
-# --- RM-Bench ---------------------------------------------------------------------------------------------------------
+# --- RM-Bench -------------------------------------------------------------------------------------
 
 
-# Scores of the three chosen and the three rejected answers, and what the authors' `compute_accuracy` gives for them:
-# a domain is the mean of hard, normal and easy; overall, 0.625, is the mean over domains.
+# Scores of the three chosen and the three rejected answers, and what the authors'
+# `compute_accuracy` gives for them: a domain is the mean of hard, normal and easy; overall, 0.625,
+# is the mean over domains.
 TABLE: list[tuple[str, list[float], list[float]]] = [
     ("chat", [0.5, 1.7, -0.5], [1.0, -0.3, -0.3]),
     ("chat", [2.3, 0.6, 0.4], [0.7, 1.1, -0.0]),
@@ -112,7 +114,7 @@ def test_the_total_of_a_folder_counts_and_not_its_parts(tmp_path: Path) -> None:
     assert len(RMBench().load(str(tmp_path))) == len(rows)
 
 
-# --- JudgeBench -------------------------------------------------------------------------------------------------------
+# --- JudgeBench -----------------------------------------------------------------------------------
 
 
 SOURCES = ("mmlu-pro-computer science", "livebench-reasoning", "livebench-math", "livecodebench")
@@ -164,7 +166,7 @@ def test_the_headline_and_the_categories(judged: list[Preference]) -> None:
     assert "8 of 350" in str(result.headline.note)
 
 
-# --- LLMBar -----------------------------------------------------------------------------------------------------------
+# --- LLMBar ---------------------------------------------------------------------------------------
 
 
 def test_rewardbench_has_the_same_pairs(tmp_path: Path, write_parquet: Any) -> None:

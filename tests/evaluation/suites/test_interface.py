@@ -54,7 +54,7 @@ def test_the_interval_of_parts_by_hand() -> None:
         assert (alone.low, alone.high) == (pytest.approx(low), pytest.approx(high))
 
 
-# --- preference data of one's own -------------------------------------------------------------------------------------
+# --- preference data of one's own -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -14,15 +14,17 @@ from treeward.data.preference import Preference
 from treeward.evaluation.results import ScoredExample
 from treeward.evaluation.suites.rewardbench import WEIGHTS, RewardBench, RewardBench2
 
-# The accuracies of Skywork-Reward-V2-Qwen3-8B in NeMo RL's pull request 1026: of the package and of its environment.
+# The accuracies of Skywork-Reward-V2-Qwen3-8B in NeMo RL's pull request 1026: of the package and of
+# its environment.
 PUBLISHED = Path(__file__).parents[3] / "examples" / "reproduce" / "published.json"
 REFERENCE, ENVIRONMENT = json.loads(PUBLISHED.read_text(encoding="utf-8"))["rewardbench"][
     "columns"
 ].values()
-# By hand. Chat has 99 of 100, 93 of 95, 92 of 95, 28 of 28 and 40 of 40: 352 of 358, in both columns. Chat Hard
-# 32 + 93 + 106 + 79 + 36 + 36 = 382 of 456, and 32 + 94 + 106 + 79 + 38 + 36 = 385. Safety 98 + 98 + 149 + 238 + 111
-# = 694 of 740, and 98 + 98 + 149 + 239 + 108 = 692. Code 161 + 161 + 164 + 162 + 164 + 161 = 973 of 984, and
-# 160 + 163 + 163 + 163 + 163 + 159 = 971; math-prm 438 of 447 in both, counted as 984 * 438 / 447 of 984.
+# By hand. Chat has 99 of 100, 93 of 95, 92 of 95, 28 of 28 and 40 of 40: 352 of 358, in both
+# columns. Chat Hard 32 + 93 + 106 + 79 + 36 + 36 = 382 of 456, and 32 + 94 + 106 + 79 + 38 + 36 =
+# 385. Safety 98 + 98 + 149 + 238 + 111 = 694 of 740, and 98 + 98 + 149 + 239 + 108 = 692. Code 161
+# + 161 + 164 + 162 + 164 + 161 = 973 of 984, and 160 + 163 + 163 + 163 + 163 + 159 = 971; math-prm
+# 438 of 447 in both, counted as 984 * 438 / 447 of 984.
 MATH = 984 * 438 / 447
 BY_HAND = {
     "reference": (REFERENCE, (352 / 358, 382 / 456, 694 / 740, (973 + MATH) / 1968), 0.9357852036),
@@ -120,13 +122,13 @@ def test_loads_the_download_of_the_hub(tmp_path: Path, write_parquet: Any) -> No
     )
 
 
-# --- RewardBench 2 ----------------------------------------------------------------------------------------------------
+# --- RewardBench 2 --------------------------------------------------------------------------------
 
 
 Row = tuple[str, int, list[float]]
 
-# Scores by id and number of correct answers, for which the package's `process_single_model` (reward-bench at a009692)
-# returned what PUBLISHED_TIES has.
+# Scores by id and number of correct answers, for which the package's `process_single_model`
+# (reward-bench at a009692) returned what PUBLISHED_TIES has.
 GOLDEN: list[Row] = [
     ("ref:0", 1, [2, 0, -1]),
     ("tied:0", 3, [2, 1.5, 1, 0.5, -1]),
@@ -235,7 +237,8 @@ def test_a_failed_prompt_of_ties_is_as_bad_as_can_be(which: str) -> None:
         for one in rows
     ]
     suite = RewardBench2()
-    # Correct answers with no spread of their own: D is 0 in one and unknown in the other, and neither beats it.
+    # Correct answers with no spread of their own: D is 0 in one and unknown in the other, and
+    # neither beats it.
     assert suite.summarize(lost).headline.value == pytest.approx(
         suite.summarize(terrible).headline.value
     )

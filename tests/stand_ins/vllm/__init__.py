@@ -1,9 +1,10 @@
-"""A stand-in for the package vllm, with the classes and calls of vLLM 0.29 to 0.32 that treeward uses.
+"""A stand-in for the package vllm, with the classes and calls of vLLM 0.29 to 0.32 that treeward
+uses.
 
-`LLM` samples from a small model of transformers, with whatever weights it was handed: random ones at first. It refuses
-what vLLM refuses, and what would sample from stale weights: an unknown argument, a sleeping engine, weights that are
-missing or unknown, a prefix cache of the weights before. Settings that do not fit are pydantic's errors, as vLLM's are,
-which cannot be pickled.
+`LLM` samples from a small model of transformers, with whatever weights it was handed: random ones
+at first. It refuses what vLLM refuses, and what would sample from stale weights: an unknown
+argument, a sleeping engine, weights that are missing or unknown, a prefix cache of the weights
+before. Settings that do not fit are pydantic's errors, as vLLM's are, which cannot be pickled.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class _ModelConfig:
     def check(self) -> _ModelConfig:
         if (self.max_model_len or 0) > self.derived_max_model_len:
             raise ValueError(
-                f"User-specified max_model_len ({self.max_model_len}) is greater than the derived one"
+                f"User-specified max_model_len ({self.max_model_len}) is greater than the "
+                "derived one"
             )
         return self
 
@@ -85,7 +87,8 @@ class LLM:
     hang_while: str = ""
     """Of the stand-in alone: a file; while it is there, nothing is sampled."""
     kept_in: str = ""
-    """Of the stand-in alone: a folder that gets the weights after each update, as `ENGINE-UPDATE.safetensors`."""
+    """Of the stand-in alone: a folder that gets the weights after each update, as
+    `ENGINE-UPDATE.safetensors`."""
     keeps_head: bool = False
     """Of the stand-in alone: the second update and later ones leave the output head as it is."""
     loses_one: bool = False

@@ -1,7 +1,9 @@
-"""The two sides of the weight transfer: `WeightTransferTrainerFactory` in the trainer, `receive` in an engine.
+"""The two sides of the weight transfer: `WeightTransferTrainerFactory` in the trainer, `receive` in
+an engine.
 
-With `ipc` the weights travel in the updates themselves, and with `nccl` on a connection to each worker of each engine,
-whose ranks must be 1 to world_size - 1. Both send buckets of at most BUCKET_BYTES.
+With `ipc` the weights travel in the updates themselves, and with `nccl` on a connection to each
+worker of each engine, whose ranks must be 1 to world_size - 1. Both send buckets of at most
+BUCKET_BYTES.
 """
 
 from __future__ import annotations
@@ -72,7 +74,8 @@ class WeightTransferTrainerFactory:
 @dataclass
 class _Trainer:
     client: Any
-    """None on all processes of the trainer but the first: they only iterate the source, and wait for each other."""
+    """None on all processes of the trainer but the first: they only iterate the source, and wait
+    for each other."""
     source: Any
     workers: list[Connection] | None = None
 
