@@ -337,7 +337,8 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
         start = time.perf_counter()
         call()
         return time.perf_counter() - start
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     begin.record()
     call()
@@ -383,7 +384,8 @@ def flops(
     `passes`: how often a forward pass' worth of backbone, attention and head is computed; a
     backward pass is two.
     """
-    layers, config = model.base_model.get_submodule("layers"), model.config
+    layers = model.base_model.get_submodule("layers")
+    config = model.config
     backbone = sum(parameter.numel() for parameter in layers.parameters())
     outputs = (
         sum(parameter.numel() for parameter in model.get_output_embeddings().parameters())

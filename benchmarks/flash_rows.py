@@ -70,7 +70,8 @@ class FlashBatch:
                 positions += range(skipped, len(ids))
                 queries.append(len(ids) - skipped)
                 lengths.append(len(ids))
-        query_starts, key_starts = [0, *accumulate(queries)], [0, *accumulate(lengths)]
+        query_starts = [0, *accumulate(queries)]
+        key_starts = [0, *accumulate(lengths)]
         return cls(
             torch.tensor(tokens, device=device),
             torch.tensor(positions, device=device),
@@ -125,7 +126,8 @@ def _attention(
     assert flash_batch is not None
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if flash_batch.keys_K is not None:
-        k, v = k.index_select(0, flash_batch.keys_K), v.index_select(0, flash_batch.keys_K)
+        k = k.index_select(0, flash_batch.keys_K)
+        v = v.index_select(0, flash_batch.keys_K)
     if q.is_cuda:
         out: Any = varlen_attn(
             q,

@@ -145,7 +145,8 @@ def _cells(part: str, rows: Sequence[Row], problem: str | None) -> Iterator[Row]
             "variant": row["variant"],
             "note": row.get("note"),
         }
-        seconds, peak = row.get("seconds"), row.get("peak")
+        seconds = row.get("seconds")
+        peak = row.get("peak")
         if seconds is not None:
             cells["ms"] = f"{1000 * seconds:,.1f}"
             cells["tokens"] = f"{row['row_tokens'] / seconds:,.0f}"

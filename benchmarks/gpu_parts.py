@@ -56,10 +56,8 @@ Pair = tuple[list[int], list[int]]
 
 TREE = "treeward, tree"
 QUANTILES = (0, 5, 10, 25, 50, 75, 90, 95, 99)
-PREFIX_TOKENS, OWN_TOKENS = (
-    (9, 13, 15, 30, 95, 169, 269, 352, 520),
-    (1, 7, 10, 17, 32, 61, 102, 130, 230),
-)
+PREFIX_TOKENS = (9, 13, 15, 30, 95, 169, 269, 352, 520)
+OWN_TOKENS = (1, 7, 10, 17, 32, 61, 102, 130, 230)
 """Of HH harmless with a vocabulary of 8192: what the two completions of a comparison share, and
 what each adds."""
 
@@ -412,9 +410,11 @@ def scoring(report: Report) -> None:
     num_prompts, rounds = (1, 1) if report.tiny else (6, 3)
     for k, earlier in ((8, 0), (16, 0), (8, 1000), (16, 1000)):
         if shared_data():
-            groups, source = make_groups(prompts, tokenizer, k, earlier, num_prompts), "alpaca_eval"
+            groups = make_groups(prompts, tokenizer, k, earlier, num_prompts)
+            source = "alpaca_eval"
         else:
-            groups, source = draw_groups(num_prompts, k, earlier or 110), "drawn"
+            groups = draw_groups(num_prompts, k, earlier or 110)
+            source = "drawn"
         setting = f"{size}, K = {k}, {'long' if earlier else 'short'} prompts, {source}"
         report.plan(setting, list(names.values()))
         with report.attempt(setting, TREE):
@@ -437,11 +437,9 @@ def policy_updates(report: Report) -> None:
 
     _, prompts = load_prompts()
     tokenizer = _tokenizer(prompts)
-    size, num_prompts, rounds = (
-        report.sizes("0.5b")[0],
-        2 if report.tiny else 4,
-        1 if report.tiny else 3,
-    )
+    size = report.sizes("0.5b")[0]
+    num_prompts = 2 if report.tiny else 4
+    rounds = 1 if report.tiny else 3
     names = {
         "float32": {
             updates.TREE: TREE,
@@ -477,7 +475,8 @@ def policy_updates(report: Report) -> None:
                         if off is None
                         else f"loss and gradients differ by {off:.1e} from the float32 tree's"
                     )
-                    seconds, tokens = row[f"ms update {name}"] / 1000, row["row tokens"]
+                    seconds = row[f"ms update {name}"] / 1000
+                    tokens = row["row tokens"]
                     report.add(settings[kind], shown, seconds=seconds, row_tokens=tokens, note=note)
 
 
@@ -505,7 +504,8 @@ def lora_8b(report: Report) -> None:
     from training_step import our_variant
 
     source, tokenizer, pairs = comparisons(report.tiny)
-    size, count = report.sizes("8b")[0], 2 if report.tiny else 16
+    size = report.sizes("8b")[0]
+    count = 2 if report.tiny else 16
     setting = f"{size}, LoRA of rank 32, {count} comparisons, {source}"
     report.plan(setting, [TREE, f"{TREE}, checkpointing"])
     batches = [pairs[n : n + count] for n in range(0, len(pairs) - count + 1, count)]

@@ -85,7 +85,8 @@ class GroupedBatch:
         Padding at the end of a completion is hidden by causality from all that is read.
         """
         info = self.grouper.group_info
-        prefixes_PL, width = info.ungrouped_prefix_mask, self.mask_SL.shape[1]
+        prefixes_PL = info.ungrouped_prefix_mask
+        width = self.mask_SL.shape[1]
         longest = prefixes_PL.shape[1]
         alike = bool(prefixes_PL.all())
         own = torch.ones(width, width, dtype=torch.bool, device=prefixes_PL.device).tril()
@@ -155,7 +156,8 @@ def _attention(
         # no fused kernel of a GPU takes both a mask and grouped queries
         if query.is_cuda and mask.numel():
             groups = query.shape[1] // key.shape[1]
-            key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+            key = repeat_kv(key, groups)
+            value = repeat_kv(value, groups)
         out = scaled_dot_product_attention(
             query,
             key,

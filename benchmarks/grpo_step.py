@@ -142,7 +142,8 @@ def _write_prompts(
     arguments: argparse.Namespace,
 ) -> None:
     """Prompts of more tokens than needed; they are cut later."""
-    lines, k = [], 0
+    lines = []
+    k = 0
     for _ in range(arguments.prompts):
         text = texts[k % len(texts)]
         while len(tokenizer(text)["input_ids"]) < arguments.prompt_tokens:

@@ -147,7 +147,8 @@ def _time_groups(folder: Path, arguments: argparse.Namespace) -> None:
     device = use_device(arguments.device)
     config = DatasetConfig(data_path=str(folder / "train_groups.jsonl"))
     tokenizer = train_tokenizer(texts_of([open_dataset(config)]), vocab_size=4096)
-    renderer, model = Renderer(tokenizer), build(arguments.size, tokenizer, device)
+    renderer = Renderer(tokenizer)
+    model = build(arguments.size, tokenizer, device)
     groups = []
     for preference, _ in open_dataset(config):
         ids = renderer.encode_many(

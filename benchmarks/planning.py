@@ -80,7 +80,10 @@ def draw_sizes(number: int) -> np.ndarray:
 def measure(
     sizes: np.ndarray, order: EpochOrder, batch: int, max_tokens: int, ranks: int
 ) -> dict[str, Any]:
-    seconds, waits, num, total = 0.0, [], 0, 0
+    seconds = 0.0
+    waits = []
+    num = 0
+    total = 0
     steps = order.steps_per_epoch(batch)
     for step in range(steps):
         started = time.perf_counter()
@@ -90,7 +93,8 @@ def measure(
         loads = [sum(own[i] for i in members) for members in plan]
         longest = sum(max(together) for together in side_by_side(loads, ranks))
         waits.append(longest * ranks / sum(loads) - 1)
-        num, total = num + len(plan), total + sum(loads)
+        num = num + len(plan)
+        total = total + sum(loads)
     return {
         "ranks": ranks,
         "seconds": seconds,

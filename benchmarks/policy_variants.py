@@ -354,7 +354,8 @@ def _trl_batch(
 ) -> dict[str, Tensor]:
     """What GRPOTrainer makes of generated tokens, in its own way: its padding, its reference's
     log-probabilities."""
-    padding, device = trainer._tokenizer.pad_token_id, trainer.accelerator.device
+    padding = trainer._tokenizer.pad_token_id
+    device = trainer.accelerator.device
     prompts = [torch.tensor(group.prompt_ids, device=device) for group, _ in rows]
     completions = [torch.tensor(completion.token_ids, device=device) for _, completion in rows]
     batch = {

@@ -87,7 +87,8 @@ def main() -> None:
 def _export(folder: Path, size: str, prompts: list[Any]) -> Path:
     texts = (text for prompt, answers in prompts for text in (prompt, *answers))
     tokenizer = train_tokenizer(texts, vocab_size=VOCAB_SIZE)
-    model, renderer = build(size, tokenizer).eval(), Renderer(tokenizer, max_length=2048)
+    model = build(size, tokenizer).eval()
+    renderer = Renderer(tokenizer, max_length=2048)
     export_model(model, tokenizer, folder, chat_template=renderer.chat_template)
     sign_exported(folder, model=model, renderer=renderer)
     return folder
@@ -100,7 +101,8 @@ def _measure(
     answers: int,
     arguments: argparse.Namespace,
 ) -> list[dict[str, Any]]:
-    connections, replicas = arguments.connections, arguments.replicas
+    connections = arguments.connections
+    replicas = arguments.replicas
     seconds: dict[tuple[str, int], list[float]] = {}
     latencies: dict[tuple[str, int], list[float]] = {}
     differences: dict[tuple[str, int], float] = {}
@@ -298,7 +300,8 @@ def _serve_peer(folder: Path) -> None:
 
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    app, lock = FastAPI(), threading.Lock()
+    app = FastAPI()
+    lock = threading.Lock()
 
     @app.post("/v1/rewards")
     def rewards(body: dict[str, Any]) -> dict[str, Any]:

@@ -209,7 +209,8 @@ def main() -> int:
     ]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "soak"
-        model, renderer = build("xs", tokenizer).eval(), Renderer(tokenizer, max_length=2048)
+        model = build("xs", tokenizer).eval()
+        renderer = Renderer(tokenizer, max_length=2048)
         export_model(model, tokenizer, folder, chat_template=renderer.chat_template)
         sign_exported(folder, model=model, renderer=renderer)
         scores = [score.score or 0.0 for score in Scorer.load(folder).score(chats)]

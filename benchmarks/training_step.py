@@ -64,7 +64,8 @@ PEERS = {"TRL float32": TRL, "TRL default": TRL_DEFAULT, "packed": PACKED}
 
 def main() -> None:
     arguments = parse()
-    device, size = use_device(arguments.device), arguments.size
+    device = use_device(arguments.device)
+    size = arguments.size
     data, tokenizer, pairs = load_pairs(arguments.longest, size)
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(len(pairs), generator=generator).tolist()

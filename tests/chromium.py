@@ -54,8 +54,10 @@ class Pages:
     requests."""
 
     def __init__(self, browser: Any) -> None:
-        self.browser, self.contexts = browser, list[Any]()
-        self.said, self.asked = list[str](), list[str]()
+        self.browser = browser
+        self.contexts = list[Any]()
+        self.said = list[str]()
+        self.asked = list[str]()
 
     def open(self, address: str, *, width: int = 1280, height: int = 900, **options: Any) -> Any:
         context = self.browser.new_context(viewport={"width": width, "height": height}, **options)

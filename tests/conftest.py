@@ -153,7 +153,8 @@ def policy_folder(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory)
     from families import causal_model
 
     folder = tmp_path_factory.mktemp("policy")
-    vocabulary, end = len(tiny_tokenizer), tiny_tokenizer.eos_token_id
+    vocabulary = len(tiny_tokenizer)
+    end = tiny_tokenizer.eos_token_id
     causal_model(
         "llama", vocab_size=vocabulary, eos_token_id=end, max_position_embeddings=256
     ).save_pretrained(folder)

@@ -8,6 +8,7 @@ model hardly attends at all, and a wrong mask would change its scores by less th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -277,7 +278,8 @@ def model_of(family: str, *, seed: int = 0, **changes: Any) -> Any:
 def rows_alone(hf: Any, sequences: Sequence[Sequence[int]]) -> Tensor:
     """The last hidden state of one row at a time through the head: what plain transformers would
     do."""
-    base, head = hf.base_model, hf.score
+    base = hf.base_model
+    head = hf.score
     states = [
         base(input_ids=torch.tensor([list(s)]), use_cache=False).last_hidden_state[:, -1]
         for s in sequences
@@ -360,7 +362,8 @@ def gradients(model: torch.nn.Module, scores: Tensor) -> dict[str, Tensor]:
 
 def score_error(got: Tensor, want: Tensor) -> float:
     """Largest difference, relative to the largest score (at least 1)."""
-    got, want = got.detach(), want.detach()
+    got = got.detach()
+    want = want.detach()
     return float((got - want).abs().max() / want.abs().max().clamp_min(1.0))
 
 
@@ -387,7 +390,7 @@ def assert_tree_equals_rows(
 ) -> tuple[float, float]:
     """Scores (and gradients) of a batch equal those of plain rows; returns the two largest
     errors."""
-    sequences = [sequence for group in groups for sequence in group]
+    sequences = list(chain.from_iterable(groups))
     got = model(model.make_batch(groups))
     got_grads = gradients(model.hf, got) if grads is not None else {}
     want = plain_scores(model.hf, sequences)
@@ -413,10 +416,13 @@ def forest(seed: int = 0) -> list[list[list[int]]]:
             int(token) for token in torch.randint(3, VOCABULARY, (length,), generator=generator)
         ]
 
-    prompt, deep, short = draw(14), draw(9), draw(7)
+    prompt = draw(14)
+    deep = draw(9)
+    short = draw(7)
     middle = deep + draw(5)
     inner = middle + draw(8)
-    same, long = draw(6), draw(11)
+    same = draw(6)
+    long = draw(11)
     return [
         [prompt + draw(n) for n in (9, 4, 13, 7)],
         [deep + draw(6), middle + draw(3), inner + draw(1), inner + draw(10), middle + draw(2)],

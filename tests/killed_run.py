@@ -133,7 +133,8 @@ class User:
         return out
 
     def kill_at(self, moment: str) -> None:
-        flag, process = self.folder / "standing_still", self.start(stand_still=moment)
+        flag = self.folder / "standing_still"
+        process = self.start(stand_still=moment)
         self.wait_until(flag.exists, process)
         process.kill()
         process.communicate(timeout=PATIENCE_SECONDS)
@@ -163,7 +164,8 @@ def assert_same_run(got: Path, want: Path) -> None:
     assert names[0] == names[1]
     for name in (name for name in names[1] if name == "final" or name.startswith("step_")):
         file_name = f"checkpoints/{name}/{'' if name == 'final' else 'model/'}model.safetensors"
-        weights, expected = load_file(got / file_name), load_file(want / file_name)
+        weights = load_file(got / file_name)
+        expected = load_file(want / file_name)
         assert weights.keys() == expected.keys()
         assert all(weight.equal(expected[key]) for key, weight in weights.items()), name
         if name != "final":

@@ -86,7 +86,8 @@ class _Functions(TorchFunctionMode):
         self.excused = excused
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        name = getattr(func, "__name__", "")
+        kwargs = kwargs or {}
         if name in _READS:
             _refuse(f"Tensor.{name}", self.excused)
         if (

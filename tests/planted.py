@@ -86,7 +86,8 @@ class Troubled(Scaled):
 
     def __init__(self, section: Mapping[str, Any]) -> None:
         super().__init__(section)
-        self.orders, self.count = Path(section["orders"]), 0
+        self.orders = Path(section["orders"])
+        self.count = 0
 
     def rewards(
         self, conversations: Sequence[Conversation], env_infos: Sequence[Mapping[str, Any]]

@@ -117,15 +117,14 @@ def sample_examples() -> dict[str, list[ScoredExample]]:
     words = random.Random(5)
     examples: dict[str, list[ScoredExample]] = {model: [] for model in MODELS}
     for index in range(NUM_EXAMPLES):
-        model, subset = MODELS[index % 2], words.choice(SUBSETS)
+        model = MODELS[index % 2]
+        subset = words.choice(SUBSETS)
         ranks = (0, 1, 1, 1) if index % 50 == 7 else (0, 1)
         texts = [_sentences(words, words.randrange(8, 140)) for _ in ranks]
         if index < 2 * len(HOSTILE):
             texts[index % 2] = HOSTILE[index // 2]
-        bias, good = (
-            (0.0025 if model == MODELS[0] else 0.0004),
-            (0.35 if subset == "natural" else 0.0),
-        )
+        bias = 0.0025 if model == MODELS[0] else 0.0004
+        good = 0.35 if subset == "natural" else 0.0
         scores: list[float | None] = [
             words.gauss(good if rank == 0 else 0.0, 1.0) + bias * len(text)
             for rank, text in zip(ranks, texts, strict=True)
@@ -133,10 +132,8 @@ def sample_examples() -> dict[str, list[ScoredExample]]:
         scores = [scores[1]] * len(ranks) if index % 19 == 0 else scores
         errors: tuple[str | None, ...] = ()
         if index % 97 == 5:
-            scores[0], errors = (
-                None,
-                ("the conversation has 9,000 tokens, the model reads 4,096", None),
-            )
+            scores[0] = None
+            errors = ("the conversation has 9,000 tokens, the model reads 4,096", None)
         asked = [f"Explain {words.choice(_TOPICS)} to a beginner, in case {index}."]
         asked += (
             [_sentences(words, 30), f"Go on, please: what about case {index}?"]

@@ -55,7 +55,8 @@ def serve() -> Iterator[Callable[..., Loopback]]:
     servers: list[Loopback] = []
 
     def start(*answers: Any) -> Loopback:
-        left, lock = list(answers), threading.Lock()
+        left = list(answers)
+        lock = threading.Lock()
 
         def answer(asked: Asked) -> Any:
             with lock:

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple, get_args
 
@@ -326,11 +327,7 @@ def test_every_metric_of_a_run_is_in_its_guide(
     folders = ["checkpointing.checkpoint_dir=results/measured", "logger.log_dir=logs/measured"]
     # a guide may have calibrated the model since
     assert main(["grpo", "--config", "first.yaml", *folders]) == 0
-    logged = {
-        name
-        for line in read_metrics(reader / "logs" / "measured" / "metrics.jsonl")
-        for name in line
-    }
+    logged = set(chain.from_iterable(read_metrics(reader / "logs" / "measured" / "metrics.jsonl")))
     table = "".join(
         line for line in grpo_guide().splitlines(keepends=True) if line.startswith("| `")
     )
@@ -346,7 +343,8 @@ def test_every_key_in_the_guide_to_grpo_exists() -> None:
     guide, _, elsewhere = grpo_guide().partition("## Coming from elsewhere")
     # What stands in the left column of the tables for those who come from elsewhere is not ours.
     ours = "\n".join(line.split(" | ", 1)[-1] for line in elsewhere.splitlines())
-    known, num_found = key_paths(GRPORunConfig), 0
+    known = key_paths(GRPORunConfig)
+    num_found = 0
     for code in re.findall(r"`([^`\n]+)`", guide + ours):
         key = re.match(r"(?:grpo|loss_fn|policy|data|checkpointing|logger|cluster)(?:\.\w+)+", code)
         num_found += key is not None

@@ -40,12 +40,15 @@ def plain_loss(
     scores: Tensor, ranks: list[Any], margins: list[Any], ties: str, smoothing: float, center: float
 ) -> tuple[Tensor, int]:
     """The formula of the docstring, pair by pair in float64."""
-    total, groups, start = scores.double().sum() * 0, 0, 0
+    total = scores.double().sum() * 0
+    groups = 0
+    start = 0
     for group, margin in zip(ranks, margins, strict=True):
         losses = []
         for i in range(len(group)):
             for j in range(len(group)):
-                a, b = scores[start + i].double(), scores[start + j].double()
+                a = scores[start + i].double()
+                b = scores[start + j].double()
                 if group[i] < group[j]:
                     d = a - b - (margin or 0.0)
                     loss = -(1 - smoothing) * F.logsigmoid(d) - smoothing * F.logsigmoid(-d)
@@ -133,9 +136,18 @@ def test_strengths() -> None:
     """HelpSteer's grade, or scores, as margin, soft label or weight; none, or scores against ranks,
     say nothing."""
     scores = torch.tensor([1.0, 0.0, 0.5, 0.0, -0.5])
-    ranks, strengths = [(0, 1), (0, 1, 2)], [2.0, (3.0, 1.0, None)]
-    win, scale = (lambda d: math.log1p(math.exp(-d))), 0.5
-    soft = lambda d, s: win(d) + d / (1 + math.exp(s))  # noqa: E731
+    ranks = [(0, 1), (0, 1, 2)]
+    strengths = [2.0, (3.0, 1.0, None)]
+    scale = 0.5
+
+    def win(difference: float) -> float:
+        """The loss of a pair that the better one wins."""
+        return math.log1p(math.exp(-difference))
+
+    def soft(difference: float, log_odds: float) -> float:
+        """The loss of a pair that the better one wins with these log-odds."""
+        return win(difference) + difference / (1 + math.exp(log_odds))
+
     of_kind = {
         "margin": win(1 - 1) + (win(0.5 - 1) + win(1.0) + win(0.5)) / 3,
         "soft_label": soft(1, 1) + (soft(0.5, 1) + win(1.0) + win(0.5)) / 3,
@@ -173,7 +185,9 @@ def test_plackett_luce_equals_a_plain_loop(ranks: list[list[int]], weight: str, 
         torch.randn(sum(map(len, ranks)), generator=torch.Generator().manual_seed(seed)) * 3
     ).requires_grad_()
     pairs = ranked_pairs(ranks, weight=weight, unit="choice")  # type: ignore[arg-type]
-    want, units, start = scores.double().sum() * 0, 0, 0
+    want = scores.double().sum() * 0
+    units = 0
+    start = 0
     for group in ranks:
         own = scores[start : start + len(group)].double()
         worse = [[j for j, other in enumerate(group) if other > rank] for rank in group]
@@ -263,10 +277,8 @@ def test_metrics_of_any_split_add_up(
     parts = scores.split([len(group) for group in ranks])
     bounds = pairwise([0, *sorted(cut for cut in cuts if cut < len(ranks)), len(ranks)])
     batches = [measure(torch.cat(parts[low:high]), ranks[low:high], ties) for low, high in bounds]
-    whole, added = (
-        measure(scores, ranks, ties).means(),
-        reduce(RewardMetrics.__add__, batches, RewardMetrics()).means(),
-    )
+    whole = measure(scores, ranks, ties).means()
+    added = reduce(RewardMetrics.__add__, batches, RewardMetrics()).means()
     assert tuple(whole) == METRIC_NAMES
     for name in METRIC_NAMES:
         assert added[name] == pytest.approx(whole[name], rel=1e-5, abs=1e-6, nan_ok=True)
@@ -299,7 +311,8 @@ def test_metrics_of_nothing_are_nan_not_zero() -> None:
 
 def test_errors_and_correlations_of_grades_are_those_of_numpy_however_they_are_batched() -> None:
     generator = np.random.default_rng(0)
-    grades, values = generator.integers(0, 5, (30, 3)).astype(float), generator.normal(size=(30, 3))
+    grades = generator.integers(0, 5, (30, 3)).astype(float)
+    values = generator.normal(size=(30, 3))
     grades[generator.random((30, 3)) < 0.3] = np.nan
     grades[:, 1] = np.where(np.isnan(grades[:, 1]), np.nan, 3.0)  # no correlation with a constant
     grades[:, 2] = np.nan
@@ -307,8 +320,10 @@ def test_errors_and_correlations_of_grades_are_those_of_numpy_however_they_are_b
     for rows in (slice(0, 7), slice(7, 7), slice(7, 30)):
         sums.add(torch.tensor(values[rows]), graded([grades[rows].tolist()], stds=(1.0,) * 3))
     assert sums.sums_6H is not None
-    found, known = grade_metrics(sums.sums_6H, ["a", "b", "c"]), ~np.isnan(grades)
-    x, y = values[known[:, 0], 0], grades[known[:, 0], 0]
+    found = grade_metrics(sums.sums_6H, ["a", "b", "c"])
+    known = ~np.isnan(grades)
+    x = values[known[:, 0], 0]
+    y = grades[known[:, 0], 0]
     wrong = [float(np.mean((values[known[:, i], i] - grades[known[:, i], i]) ** 2)) for i in (0, 1)]
     assert (found["mse_a"], found["mse_b"], found["mse"]) == pytest.approx((*wrong, sum(wrong) / 2))
     assert found["pearson_a"] == found["pearson"] == pytest.approx(np.corrcoef(x, y)[0, 1])

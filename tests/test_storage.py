@@ -42,7 +42,8 @@ def test_a_file_is_on_the_disk_before_it_gets_its_name(
 ) -> None:
     """Else a power cut could leave the name of an empty file."""
     done: list[str] = []
-    fsync, replace = os.fsync, os.replace
+    fsync = os.fsync
+    replace = os.replace
     monkeypatch.setattr(os, "fsync", lambda descriptor: done.append("fsync") or fsync(descriptor))
     monkeypatch.setattr(
         os, "replace", lambda source, target: done.append("replace") or replace(source, target)

@@ -62,7 +62,8 @@ def shard(how: str) -> dict[str, Any]:
     """Scores and their gradients with sharded weights, against a model that is whole."""
     distributed.init_process_group("gloo")
     rank = distributed.get_rank()
-    plain, hf = tiny_model("qwen3").train(), tiny_model("qwen3").train()
+    plain = tiny_model("qwen3").train()
+    hf = tiny_model("qwen3").train()
     tree = compat.ScoresForward(hf)
     hf.gradient_checkpointing_enable({"use_reentrant": False})
     layer = type(hf.model.layers[0])
@@ -106,7 +107,8 @@ def shard(how: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    how, folder = sys.argv[1], Path(sys.argv[2])
+    how = sys.argv[1]
+    folder = Path(sys.argv[2])
     found = train(folder) if how == "ddp" else shard(how)
     (folder / f"{how}{distributed.get_rank()}.json").write_text(json.dumps(found), encoding="utf-8")
     distributed.destroy_process_group()

@@ -40,7 +40,8 @@ def test_tokens_are_counted_exactly_and_computed(
     monkeypatch.setitem(
         sys.modules["common"].SIZES, "toy", {"hidden_size": 64, "num_hidden_layers": 1}
     )
-    work, policy = work_of(benchmark), benchmark.build_causal("toy", tiny_tokenizer)
+    work = work_of(benchmark)
+    policy = benchmark.build_causal("toy", tiny_tokenizer)
     counts = benchmark.count_tokens(work, policy)
     assert counts["row tokens"] == 8 * 6 + (3 + 4 + 3 + 3) + (2 + 3 + 1 + 2)
     assert counts["tree tokens"] == 2 * 6 + (2 + 1 + 2 + 1 + 1) + 8

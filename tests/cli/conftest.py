@@ -33,8 +33,11 @@ def own_model(model_folder: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def restored_logging() -> Iterator[None]:
-    root, ours = logging.getLogger(), logging.getLogger("treeward")
+    root = logging.getLogger()
+    ours = logging.getLogger("treeward")
     before = root.handlers[:], root.level, ours.level
     yield
     logging.captureWarnings(False)
-    root.handlers[:], root.level, ours.level = before[0], before[1], before[2]
+    root.handlers[:] = before[0]
+    root.level = before[1]
+    ours.level = before[2]

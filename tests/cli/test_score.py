@@ -21,7 +21,9 @@ from treeward.scoring.scorer import Scorer
 
 Write = Callable[..., Path]
 
-USER, ANSWER, OTHER = user("2 + 2?"), assistant("4."), assistant("It is 5.")
+USER = user("2 + 2?")
+ANSWER = assistant("4.")
+OTHER = assistant("It is 5.")
 SHAPES: dict[str, dict[str, Any]] = {
     "messages": {"messages": [USER, ANSWER], "id": 1},
     "binary": {"prompt": "2 + 2?", "chosen": "4.", "rejected": "It is 5."},

@@ -462,7 +462,8 @@ def test_running_statistics_are_the_pages_formula_and_fixed_for_who_asks_again(
     scores = [got["reward_score"] for got in first]
     for i, got in enumerate(first):
         seen = scores[: min(i + 1, 3)]
-        mean, std = statistics.fmean(seen), statistics.pstdev(seen)
+        mean = statistics.fmean(seen)
+        std = statistics.pstdev(seen)
         expected = max(-5.0, min(5.0, (scores[i] - mean) / (std + 1e-8)))
         assert got["reward"] == pytest.approx(expected, abs=1e-6)
         assert got["reward_components"] == {key: got[key] for key in got["reward_components"]}

@@ -18,6 +18,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,7 @@ def test_nemo_rls_own_file(
 YES = {"chosen": "Yes.", "rejected": "No."}
 OF_PR_1026 = [
     {"prompt": f"{subset}?", "subset": subset, **pair}
-    for subset in (name for section in WEIGHTS.values() for name in section)
+    for subset in chain.from_iterable(WEIGHTS.values())
     for pair in (YES | {"id": 1}, {"chosen": "No.", "rejected": "Yes.", "id": 2})
 ]
 OF_OPEN_INSTRUCT = [
@@ -258,7 +259,8 @@ def check_rewards(folder: Path, reward_model: str) -> None:
     rewarded = [(sample, one) for sample in samples for one in sample["completions"]]
     assert {sample["step"] for sample in samples} == {0, 1, 2}
     rows = [{"messages": [*sample["prompt"], assistant(one["text"])]} for sample, one in rewarded]
-    data, output = write_jsonl(folder / "sampled.jsonl", *rows), folder / "scored.jsonl"
+    data = write_jsonl(folder / "sampled.jsonl", *rows)
+    output = folder / "scored.jsonl"
     assert main(["score", reward_model, "--data", data, "--output", str(output)]) == 0
     scores = [row["score"] for row in read_jsonl(output)]
     rewards = [one["reward"] for _, one in rewarded]

@@ -95,7 +95,8 @@ def test_the_script_runs(
         }
         for n in range(16)
     ]
-    train, held_out = write_rows("train.jsonl", rows[:8]), write_rows("validation.jsonl", rows[8:])
+    train = write_rows("train.jsonl", rows[:8])
+    held_out = write_rows("validation.jsonl", rows[8:])
     data = [f"+data.train_data_path={train}", f"+data.val_data_path={held_out}"]
     assert (
         uv_run("examples/run_rm.py", *words, f"policy.model_name={policy_folder}", *data, *SMALL)
@@ -172,7 +173,9 @@ def test_datasets_of_the_hub_need_no_path(
     downloads."""
     import datasets
 
-    question, good, bad = user("2 + 2?"), assistant("4"), assistant("5")
+    question = user("2 + 2?")
+    good = assistant("4")
+    bad = assistant("5")
     rows = {
         "nvidia/HelpSteer3": {
             "context": [question],

@@ -107,7 +107,8 @@ def test_a_real_model_is_trained_evaluated_and_its_table_has_the_numbers_of_the_
     capsys: Any,
 ) -> None:
     """A tiny one in its place."""
-    shared, results = tmp_path / "shared", tmp_path / "results/real_demo"
+    shared = tmp_path / "shared"
+    results = tmp_path / "results/real_demo"
     write(shared / "hh_harmless/train.jsonl.gz", transcripts(48))
     write(shared / "hh_harmless/validation.jsonl.gz", transcripts(12))
     pair = {"input": "Say yes.", "output_1": "Yes.", "output_2": "No, never.", "label": 1}

@@ -50,7 +50,8 @@ def call(name: str, arguments: Any) -> Row:
     }
 
 
-WEATHER, CLOCK = tool("weather", "city", "day"), tool("clock", "zone")
+WEATHER = tool("weather", "city", "day")
+CLOCK = tool("clock", "zone")
 ASKED = [
     user("Rain in Rome?"),
     call("weather", {"city": "Rome"}),

@@ -185,7 +185,8 @@ def test_an_exception_costs_its_sample_and_is_logged_once(
 
 
 def test_a_batch_that_fails_costs_all_its_samples(rewards_file: str) -> None:
-    chats, infos = [chat("4")] * 2, [{"value": 1}, {"value": None}]
+    chats = [chat("4")] * 2
+    infos = [{"value": 1}, {"value": None}]
     failed = step(f"{rewards_file}:whole", chats, infos, kwargs={"what": "error"})
     assert details(failed, "error") == ["ZeroDivisionError: division by zero"] * 2
     for what in ("short", "text", "reward"):  # one reward of a batch is not the reward of each

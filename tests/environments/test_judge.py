@@ -255,7 +255,8 @@ def test_neighbours_are_compared_in_both_orders_and_the_worth_of_a_position_canc
     endpoint: FakeJudge,
 ) -> None:
     qualities = {"a": 3.0, "b": 2.0, "c": 1.0, "d": 2.0}
-    logs, infos = [chat(text) for text in qualities], [{}] * 4
+    logs = [chat(text) for text in qualities]
+    infos = [{}] * 4
     endpoint.answer = biased(qualities, 0.0)
     fair = judge(endpoint, mode="pairwise").step(logs, infos)
     assert fair.rewards.tolist() == pytest.approx([1, 0.5, 0, 0.5])
@@ -408,11 +409,10 @@ def test_a_model_in_the_process_compares_by_expectation(policy_folder: Path) -> 
         {**section, "template": "{conversation}{completion_a}{completion_b}", **SHORT}
     )
     result = environment.step([chat("four"), chat("4")], [{}] * 2)
-    values, beginnings = [], set()
-    labels, renderer = (
-        ["[[A]]", "[[B]]", "[[C]]"],
-        Renderer(AutoTokenizer.from_pretrained(policy_folder)),
-    )
+    values = []
+    beginnings = set()
+    labels = ["[[A]]", "[[B]]", "[[C]]"]
+    renderer = Renderer(AutoTokenizer.from_pretrained(policy_folder))
     for texts in (["four", "4"], ["4", "four"]):
         question = make_question(environment.config, "user: 2 + 2?", texts)
         a, _, tie = by_hand(policy_folder, question[1]["content"], labels)

@@ -44,7 +44,8 @@ def asked(tmp_path: Path) -> Asked:
 
 def rewards(questions: PromptSet, messages: list[list[str]], **section: Any) -> list[list[Reward]]:
     """The rewards of messages to each question."""
-    chats, infos = [], []
+    chats = []
+    infos = []
     for question, texts in zip(questions, messages, strict=True):
         for text in texts:
             chats.append(

@@ -75,7 +75,8 @@ def test_a_class_of_nemo_rl_with_several_rewards(
         monkeypatch.setitem(globals(), "Two", ray.remote(Two))
     environment = make_environment("mine", {"type": f"{__name__}.Two", "cost": 0.1})
     assert environment.user_code  # its rewards are not kept for another source
-    logs, infos = [chat("Hi", "Hello"), chat("Hi", "No")], [{"gold": "Hello"}, {"gold": "Yes"}]
+    logs = [chat("Hi", "Hello"), chat("Hi", "No")]
+    infos = [{"gold": "Hello"}, {"gold": "Yes"}]
     result = environment.step(logs, infos)
     assert result.rewards.tolist() == pytest.approx([1 - 0.5, -0.2])
     parts = [data["reward_details"]["components"] for data in result.metadata]

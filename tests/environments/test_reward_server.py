@@ -105,7 +105,8 @@ class FakeServer(Loopback):
 
     def __init__(self) -> None:
         super().__init__(self.respond)
-        self.status, self.later = 200, {}
+        self.status = 200
+        self.later = {}
         self.model = {"id": "rm", "identity": "one", "heads": ["good", "brief"]}
 
     def respond(self, asked: Asked) -> Any:
@@ -138,10 +139,8 @@ def test_a_server_that_fails_gives_reasons_and_no_numbers() -> None:
         with pytest.raises(ModelError, match="401"):
             environment.step(LOGS, INFOS)
         # it starts again just before it scores
-        server.status, server.later = (
-            200,
-            {"identity": "two"},
-        )
+        server.status = 200
+        server.later = {"identity": "two"}
         with pytest.raises(ModelError, match="have changed"):
             environment.step(LOGS, INFOS)
         assert environment.shutdown()

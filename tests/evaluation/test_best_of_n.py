@@ -47,7 +47,8 @@ def gaussian_prompts(
     rng: np.random.Generator, num: int, samples: int, *, correlation: float = 0.5
 ) -> tuple[Any, Any]:
     """Proxy and gold scores (num, samples); each prompt has a level of its own."""
-    proxy, noise = rng.normal(size=(num, samples)), rng.normal(size=(num, samples))
+    proxy = rng.normal(size=(num, samples))
+    noise = rng.normal(size=(num, samples))
     return proxy, correlation * proxy + math.sqrt(1 - correlation**2) * noise + rng.normal(
         size=(num, 1)
     )
@@ -82,12 +83,14 @@ def test_curves_are_means_over_prompts_in_their_units() -> None:
     proxy, gold = gaussian_prompts(np.random.default_rng(2), 20, 6)
     a = analysed(proxy, gold, num_resamples=100)
     b = analysed(10 * proxy + 3, 100 * gold - 7, num_resamples=100)
-    last, best = gold[np.arange(20), proxy.argmax(axis=1)], gold.max(axis=1)
+    last = gold[np.arange(20), proxy.argmax(axis=1)]
+    best = gold.max(axis=1)
     values = [a.at(name, n).value for name, n in (("gold", 1), ("gold", 6), ("best", 6))]
     assert values == pytest.approx([gold.mean(), last.mean(), best.mean()])
     assert b.at("gold", 3).value == pytest.approx(100 * (a.at("gold", 3).value or 0) - 7)
     for name in ("gold_gain", "proxy_gain", "best_gain"):
-        one, other = a.at(name, 6), b.at(name, 6)
+        one = a.at(name, 6)
+        other = b.at(name, 6)
         assert (one.value, one.low, one.high) == pytest.approx((other.value, other.low, other.high))
     assert a.correlation.value == pytest.approx(b.correlation.value)
 
@@ -121,7 +124,8 @@ def test_rows_of_one_prompt_are_drawn_together() -> None:
         num_resamples=200,
     )
     assert four_times.counts["num_clusters"] == 25 and four_times.counts["num_prompts"] == 100
-    a, b = once.at("gold", 5), four_times.at("gold", 5)
+    a = once.at("gold", 5)
+    b = four_times.at("gold", 5)
     assert (a.low, a.high) == pytest.approx((b.low, b.high))
     assert once.lead.value == pytest.approx(four_times.lead.value)
 

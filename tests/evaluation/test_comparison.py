@@ -53,12 +53,11 @@ def write(folder: Path, examples: Sequence[ScoredExample]) -> Path:
 
 def test_numbers_are_those_of_the_statistics() -> None:
     rng = np.random.default_rng(0)
-    a, b = rng.normal(0.6, 1, 120), rng.normal(0.2, 1, 120)
+    a = rng.normal(0.6, 1, 120)
+    b = rng.normal(0.2, 1, 120)
     metrics = of_margins(a.tolist(), b.tolist())
-    overall, differ = (
-        metrics.overall,
-        (int(np.sum((a > 0) & (b <= 0))), int(np.sum((b > 0) & (a <= 0)))),
-    )
+    overall = metrics.overall
+    differ = (int(np.sum((a > 0) & (b <= 0))), int(np.sum((b > 0) & (a <= 0))))
     assert (overall.count, overall.num_prompts) == (120, 120)
     assert overall.first.value == np.mean(a > 0) and overall.second.value == np.mean(b > 0)
     assert overall.difference.value == pytest.approx(np.mean(a > 0) - np.mean(b > 0))
@@ -121,7 +120,8 @@ def test_examples_of_one_prompt_are_one_draw() -> None:
 @pytest.mark.slow
 def test_subsets_are_corrected_for_their_number() -> None:
     wins = {"easy": (9, 0), "hard": (6, 0), "odd": (1, 1)}
-    first, second = [], []
+    first = []
+    second = []
     for subset, (a, b) in wins.items():
         for n in range(20):
             key = f"{subset}-{n}"

@@ -37,8 +37,11 @@ def clustered_outcomes(
 
 
 def test_intervals_by_hand() -> None:
-    z, p, n = stats.norm.ppf(0.975), 0.71, 100
-    middle, half = p + z**2 / 2 / n, z * math.sqrt(p * (1 - p) / n + z**2 / 4 / n**2)
+    z = stats.norm.ppf(0.975)
+    p = 0.71
+    n = 100
+    middle = p + z**2 / 2 / n
+    half = z * math.sqrt(p * (1 - p) / n + z**2 / 4 / n**2)
     assert wilson(71, 100) == pytest.approx(
         ((middle - half) / (1 + z**2 / n), (middle + half) / (1 + z**2 / n))
     )
@@ -90,7 +93,8 @@ def test_accuracy_metric_chooses_the_interval() -> None:
 
 
 def test_the_paired_test_counts_every_sign() -> None:
-    differences, clusters = [1, 1, -1, 1, 0, 1, 1, -1], [0, 0, 1, 2, 3, 2, 4, 5]
+    differences = [1, 1, -1, 1, 0, 1, 1, -1]
+    clusters = [0, 0, 1, 2, 3, 2, 4, 5]
     sums = np.bincount(clusters, weights=differences)
     signs = np.array(list(itertools.product((-1, 1), repeat=len(sums))))
     by_hand = np.mean(np.abs(signs @ sums) >= abs(sums.sum()))
@@ -105,7 +109,8 @@ def test_the_paired_test_counts_every_sign() -> None:
 
 
 def test_calibration_by_hand() -> None:
-    probabilities, outcomes = [0.05, 0.15, 0.12, 0.95, 0.85], [0, 1, 0, 1, 0]
+    probabilities = [0.05, 0.15, 0.12, 0.95, 0.85]
+    outcomes = [0, 1, 0, 1, 0]
     # Bins: 0.05 | 0.12, 0.15 (mean 0.135, half happened) | 0.85 (did not happen) | 0.95 (happened)
     assert expected_calibration_error(probabilities, outcomes) == pytest.approx(
         (1 * 0.05 + 2 * abs(0.5 - 0.135) + 1 * 0.85 + 1 * 0.05) / 5

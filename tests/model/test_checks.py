@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import re
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -173,7 +174,7 @@ def test_rows_are_plain_rows_alone_and_in_a_crowd(family: str) -> None:
     hf = model_of(family)
     layout = "encoder" if family in ENCODERS else "rows"
     model = RewardModel(hf, layout=layout).eval()
-    sequences = [sequence for group in forest() for sequence in group]
+    sequences = list(chain.from_iterable(forest()))
     want = rows_alone(hf, sequences) if family in ROW_FAMILIES else plain_scores(hf, sequences)
     batch = model.make_batch(forest())
     assert isinstance(batch, RowBatch)

@@ -33,7 +33,8 @@ def conversations(real_chats: list[Any]) -> list[list[dict[str, Any]]]:
 
 def trained(family: str, tiny_tokenizer: Any, **changes: Any) -> tuple[RewardModel, Any]:
     """A reward model with a tokenizer as training leaves them."""
-    hf, tokenizer = tiny_model(family, **changes), copy.deepcopy(tiny_tokenizer)
+    hf = tiny_model(family, **changes)
+    tokenizer = copy.deepcopy(tiny_tokenizer)
     ensure_pad_token(hf, tokenizer)
     encoder = hasattr(hf, "classifier")
     return RewardModel(hf, layout="encoder" if encoder else "tree"), tokenizer
@@ -101,7 +102,8 @@ def test_the_frame_of_the_tokenizer_is_in_the_exported_template(
     tokenizer.chat_template = None
     renderer = Renderer(tokenizer, chat_template=template)
     ids = renderer.encode(conversations[0])
-    first, last = tokenizer.bos_token_id or tokenizer.cls_token_id, tokenizer.sep_token_id
+    first = tokenizer.bos_token_id or tokenizer.cls_token_id
+    last = tokenizer.sep_token_id
     assert ids.count(first) == 1 and ids[0] == first and (last is None or ids[-1] == last)
     want = our_scores(model, renderer, conversations)
     export_model(model, tokenizer, tmp_path / "out", chat_template=renderer.chat_template)
@@ -172,7 +174,8 @@ def test_pipelines_of_transformers_give_the_raw_score(
     """They apply a sigmoid to a single label unless the configuration says that it is a
     regression."""
     model, tokenizer = trained("llama", tiny_tokenizer)
-    renderer, conversations = Renderer(tokenizer), conversations[:4]
+    renderer = Renderer(tokenizer)
+    conversations = conversations[:4]
     want = our_scores(model, renderer, conversations)
     export_model(model, tokenizer, tmp_path / "out", chat_template=renderer.chat_template)
     assert model.hf.config.problem_type is None

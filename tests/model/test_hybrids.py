@@ -12,6 +12,7 @@ import importlib
 import inspect
 import itertools
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,8 @@ def deep_forest() -> list[list[list[int]]]:
     """Segments above one and two chunks of a kernel, four levels, several children, and short
     ones."""
     generator = np.random.default_rng(0)
-    prompt, other = drawn(generator, 135), drawn(generator, 30)
+    prompt = drawn(generator, 135)
+    other = drawn(generator, 30)
     middle = prompt + drawn(generator, 70)
     inner = middle + drawn(generator, 1)
     return [
@@ -83,7 +85,7 @@ def test_scores_and_gradients_are_those_of_plain_rows(family: str) -> None:
     assert choose_layout(hf, "tree") == "tree"
     model = RewardModel(hf, layout="tree").train()
     for groups in (forest(), deep_forest()):
-        sequences = [sequence for group in groups for sequence in group]
+        sequences = list(chain.from_iterable(groups))
         got = model(model.make_batch(groups))
         got_gradients = gradients(hf, got)
         with model.plain_attention():
@@ -109,7 +111,7 @@ def on_trees(hf: Any, groups: list[list[list[int]]]) -> Values:
 def as_rows(hf: Any, groups: list[list[list[int]]]) -> Values:
     model = RewardModel(hf, layout="tree").train()
     with model.plain_attention():
-        scores = rows_alone(hf, [sequence for group in groups for sequence in group])
+        scores = rows_alone(hf, list(chain.from_iterable(groups)))
     return scores.detach().double(), gradients(hf, scores)
 
 
@@ -154,7 +156,7 @@ def test_trees_are_no_further_from_float64_than_twice_what_rows_are(family: str)
 def test_trees_in_bfloat16_are_no_further_from_float32_than_rows_are(family: str) -> None:
     """States, and what is written to them, are float32 in both."""
     groups = deep_forest()
-    sequences = [sequence for group in groups for sequence in group]
+    sequences = list(chain.from_iterable(groups))
     batch = TreeBatch.from_groups(groups)
 
     def rows(model: RewardModel) -> Tensor:
@@ -457,7 +459,7 @@ def test_a_causal_model_becomes_a_reward_model_that_plain_transformers_scores(
     model(model.make_batch(deep_forest())).square().sum().backward()
     optimizer.step()
     export_model(model.eval(), tokenizer, tmp_path / "out", chat_template=None)
-    sequences = [sequence for group in deep_forest() for sequence in group]
+    sequences = list(chain.from_iterable(deep_forest()))
     want = model.score_tokens(sequences)[:, 0]
 
     base = AutoModel.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()

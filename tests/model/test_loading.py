@@ -50,7 +50,8 @@ def test_a_causal_lm_gets_one_label_and_a_head_drawn_from_the_seed(
     torch.manual_seed(1)
     loaded = load_classifier(folder, head_seed=5)
     torch.manual_seed(2)
-    again, other = load_classifier(folder, head_seed=5), load_classifier(folder, head_seed=6)
+    again = load_classifier(folder, head_seed=5)
+    other = load_classifier(folder, head_seed=6)
     head = loaded.model.head.weight
     assert head.shape == (1, 32) and head.dtype == torch.float32
     drawn = torch.randn(1, 32, generator=torch.Generator().manual_seed(5))
@@ -66,7 +67,8 @@ def test_a_causal_lm_gets_one_label_and_a_head_drawn_from_the_seed(
 
 def test_missing_weights_and_nan_are_refused(save: Callable[..., Path]) -> None:
     folder = save(tiny_model("llama"))
-    file, name = folder / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    file = folder / "model.safetensors"
+    name = "model.layers.1.mlp.up_proj.weight"
     weights = load_file(file)
     broken = weights.pop(name)
     save_file(weights, file, metadata={"format": "pt"})
@@ -80,7 +82,8 @@ def test_missing_weights_and_nan_are_refused(save: Callable[..., Path]) -> None:
 
 def test_broken_files_are_refused(save: Callable[..., Path]) -> None:
     folder = save(tiny_model("llama"))
-    config, weights = folder / "config.json", folder / "model.safetensors"
+    config = folder / "config.json"
+    weights = folder / "model.safetensors"
     text = config.read_text(encoding="utf-8")
     for wrong, message in (
         (text.replace('"hidden_size": 32', '"hidden_size": "wide"'), "expected int"),

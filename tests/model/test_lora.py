@@ -360,7 +360,8 @@ def test_a_folder_of_adapters_is_a_reward_model(
     adapters: Any, write_rows: Callable[..., Path], tmp_path: Path
 ) -> None:
     folder, model = adapters("SEQ_CLS")
-    rows, output = write_rows("rows.jsonl", [{"messages": CONVERSATION}]), tmp_path / "scores.jsonl"
+    rows = write_rows("rows.jsonl", [{"messages": CONVERSATION}])
+    output = tmp_path / "scores.jsonl"
     assert main(["score", str(folder), "--data", str(rows), "--output", str(output)]) == 0
     ids = Scorer.load(folder).renderer.encode(CONVERSATION)
     assert json.loads(output.read_text())["score"] == pytest.approx(

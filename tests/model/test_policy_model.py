@@ -32,8 +32,10 @@ def groups_of_completions(seed: int = 0) -> tuple[list[list[list[int]]], list[li
     empty one."""
     generator = np.random.default_rng(seed)
     draw = lambda n: [int(i) for i in generator.integers(3, VOCABULARY, n)]  # noqa: E731
-    first, second = draw(13), draw(5)
-    start, tail = draw(4), draw(6)
+    first = draw(13)
+    second = draw(5)
+    start = draw(4)
+    tail = draw(6)
     completions = [start + tail, start + draw(3), draw(9), start + tail, start]
     groups = [
         [first + completion for completion in completions],
@@ -183,7 +185,8 @@ def test_a_vocabulary_that_two_processes_share_gives_the_same(entropies: bool) -
     """Threads stand for the processes: each has a process group of its own, and not as many tokens
     as the other."""
     *whole, targets, coefficients = tensors(bias=True)
-    store, parts = distributed.HashStore(), (slice(0, 15), slice(15, V))
+    store = distributed.HashStore()
+    parts = (slice(0, 15), slice(15, V))
 
     def part(rank: int) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
         group: Any = distributed.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60))

@@ -26,10 +26,8 @@ CHATS = [chat("Which tree bears cones?", completion) for completion in COMPLETIO
 def test_a_token_of_a_language_model_is_a_score(
     name: str, tied: bool, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
-    lm, folder = (
-        causal_model("llama", vocab_size=len(tiny_tokenizer), tie_word_embeddings=tied),
-        tmp_path / name,
-    )
+    lm = causal_model("llama", vocab_size=len(tiny_tokenizer), tie_word_embeddings=tied)
+    folder = tmp_path / name
     yes, no, end = 70, 71, "\nIs it right?"
     words = tiny_tokenizer.convert_ids_to_tokens([no, yes])
     if name == "verifier":

@@ -18,7 +18,8 @@ from transformers import AutoModelForMaskedLM
 from treeward.errors import ModelError
 from treeward.model.loading import load_classifier, load_policy
 
-ROW, SQUARE = torch.ones(1, 32), torch.ones(32, 32)
+ROW = torch.ones(1, 32)
+SQUARE = torch.ones(32, 32)
 HEADS: Mapping[str, tuple[str, dict[str, torch.Tensor]]] = {
     "a stranger's": ("RewardModelOfAStranger", {"regression_head.weight": ROW}),
     "TRL": ("LlamaForCausalLM", {"v_head.summary.weight": ROW, "v_head.summary.bias": ROW[0]}),

@@ -30,7 +30,8 @@ def test_gradients_are_the_same_bits_and_less_is_held(kind: str, family: str) ->
         RewardModel(tiny_model(family)) if kind == "reward" else PolicyModel(causal_model(family))
     )
     model.train()
-    groups, starts = forest(), [[1] * len(group) for group in forest()]
+    groups = forest()
+    starts = [[1] * len(group) for group in forest()]
     batch = model.make_batch(groups)
     run = (
         (lambda: model(batch))
@@ -53,7 +54,8 @@ def test_gradients_are_the_same_bits_and_less_is_held(kind: str, family: str) ->
 def test_scores_and_gradients_are_those_without_liger(family: str) -> None:
     pytest.importorskip("liger_kernel")
     model = RewardModel(tiny_model(family).to("cuda")).train()
-    batch, names = model.make_batch(forest()), list(model.hf.state_dict())
+    batch = model.make_batch(forest())
+    names = list(model.hf.state_dict())
     plain = model(batch)
     plain_gradients = gradients(model.hf, plain.cpu())
     use_liger_kernel(model)

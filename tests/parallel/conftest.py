@@ -127,7 +127,8 @@ def as_torchrun() -> Iterator[Callable[[list[str]], list[subprocess.Popen[str]]]
                 "RANK": rank,
                 "LOCAL_RANK": rank,
             }
-            words, pipe = [sys.executable, *arguments], subprocess.PIPE
+            words = [sys.executable, *arguments]
+            pipe = subprocess.PIPE
             running.append(
                 subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, env=environment)
             )

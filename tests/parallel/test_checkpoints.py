@@ -142,7 +142,8 @@ def go_on(folder: str, writers: list[int]) -> dict[str, Any]:
 def in_a_store(folder: Path) -> list[Any]:
     """Which saves are found; that a disk that is full for one process fails for all, and so does a
     damaged file."""
-    session, found = Session("adamw", alone=False), []
+    session = Session("adamw", alone=False)
+    found = []
     with open_store(CheckpointingConfig(checkpoint_dir=str(folder))) as store:
         assert store is not None
         for step in (1, 2):
@@ -199,7 +200,8 @@ def adapted(folder: Path) -> RewardModel:
 
 def export(folder: Path, tokenizer_folder: Path) -> bool:
     of_export.FILE_BYTES = 40_000
-    tokenizer, mesh = load_tokenizer(str(tokenizer_folder)), make_mesh(ShardingConfig())
+    tokenizer = load_tokenizer(str(tokenizer_folder))
+    mesh = make_mesh(ShardingConfig())
     makes = EXPORTED | {"adapted": partial(adapted, folder / "llama")}
     for name, make in makes.items():
         made = make()

@@ -146,7 +146,8 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
 
 def _gradients_off(part: nn.Module, full: nn.Module) -> float:
     """A sharded weight that is not used may have a gradient, which is zero."""
-    got, want = _gradients(part), _gradients(full)
+    got = _gradients(part)
+    want = _gradients(full)
     assert not any(got[name].any() for name in got.keys() - want.keys())
     return gradient_error({name: got[name] for name in want}, want)
 
@@ -155,9 +156,11 @@ def compare(num_tensor: int, cases: str, num_copies: int = 1) -> dict[str, list[
     """For each case the errors of outputs, gradients, their norm, clipped gradients, and, after a
     step, of weights and outputs, so what was gathered before is gathered anew."""
     mesh = make_mesh(ShardingConfig(tensor_parallel_size=num_tensor, dp_replicate_size=num_copies))
-    own, errors = slice(mesh.data_rank, None, mesh.data_size), {}
+    own = slice(mesh.data_rank, None, mesh.data_size)
+    errors = {}
     for case in globals()[cases]:
-        full, part = case.build(), case.build()
+        full = case.build()
+        part = case.build()
         cut(part, mesh)
         if mesh.data_size > 1:
             shard(part, mesh, dtype=torch.float32, cpu_offload=case.cpu_offload)
@@ -188,8 +191,11 @@ def compare(num_tensor: int, cases: str, num_copies: int = 1) -> dict[str, list[
 def in_bfloat16() -> list[Any]:
     """Of a model that computes in bfloat16: its dtypes, and how far it is from one whose weights
     are bfloat16."""
-    case, mesh = Case("reward", "qwen3"), make_mesh(ShardingConfig())
-    plain, own, sharded = case.build(), case.build(), case.build()
+    case = Case("reward", "qwen3")
+    mesh = make_mesh(ShardingConfig())
+    plain = case.build()
+    own = case.build()
+    sharded = case.build()
     for model in (plain, own):
         model.cast(torch.bfloat16)
     shard(sharded, mesh, dtype=torch.bfloat16)
@@ -240,13 +246,15 @@ def score() -> list[list[float]]:
     """Scores of the whole model, of its parts, of its parts with a cache that is empty, and that is
     full."""
     hf = tiny_model("qwen3")
-    whole, part = RewardModel(hf), RewardModel(tiny_model("qwen3"))
+    whole = RewardModel(hf)
+    part = RewardModel(tiny_model("qwen3"))
     cut(part, make_mesh(ShardingConfig(tensor_parallel_size=2)))
     generator = torch.Generator().manual_seed(0)
     prompt, *ends = (
         torch.randint(3, 600, (n,), generator=generator).tolist() for n in (40, 5, 9, 1)
     )
-    sequences, cache = [prompt + end for end in ends], PrefixCache(2**20)
+    sequences = [prompt + end for end in ends]
+    cache = PrefixCache(2**20)
     options: dict[str, Any] = {"cache": cache, "prompt_lengths": [40] * 3}
     found = [whole.score_tokens(sequences), part.score_tokens(sequences)]
     found += [part.score_tokens(sequences, **options) for _ in range(2)]
@@ -279,7 +287,8 @@ def refusals() -> list[str]:
 def read_in_parts(folder: str) -> list[list[float]]:
     """Scores of a model on the disk: in one process, and of its parts, each of which reads its
     own."""
-    tokenizer, sequences = load_tokenizer(folder), [[5, 6, 7, 8, 9], [5, 6, 10]]
+    tokenizer = load_tokenizer(folder)
+    sequences = [[5, 6, 7, 8, 9], [5, 6, 10]]
     whole = load_classifier(folder, tokenizer=tokenizer).model
     found = [whole.score_tokens(sequences)]
     mesh = make_mesh(ShardingConfig(tensor_parallel_size=2))

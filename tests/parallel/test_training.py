@@ -123,7 +123,8 @@ def test_any_number_of_processes_trains_the_same_model(
     if begun:
         laid_out["cut"] = [*chosen["parts"], "policy.dtensor_cfg.tensor_parallel_size=2"]
     file = str(tmp_path / "run.yaml")
-    alone, together = tmp_path / "alone", tmp_path / "together"
+    alone = tmp_path / "alone"
+    together = tmp_path / "together"
     found = run_processes(
         "training_runs:run_all", num_processes, file, str(together), laid_out, begun, timeout=500
     )

@@ -78,7 +78,8 @@ def assert_same_files(got: Path, want: Path, *, but_for: str = "optimizer", afte
     other = names[0] - names[1] if after else names[0] ^ names[1]
     assert not [name for name in other if {"optimizer", "ranks", but_for}.isdisjoint(name.parts)]
     for file in sorted(got.glob(f"checkpoints/{'step_' if after else ''}*/**/model.safetensors")):
-        weights, expected = load_file(file), load_file(want / file.relative_to(got))
+        weights = load_file(file)
+        expected = load_file(want / file.relative_to(got))
         assert weights.keys() == expected.keys()
         for key, weight in expected.items():
             # Adam divides by the size of a gradient, and makes the rounding of a very small one

@@ -154,7 +154,8 @@ def test_what_is_held_by_every_kind_of_training(planned: Any, tmp_path: Path) ->
         assert found.memory["peak"] > sum(
             found.memory[name] for name in ("weights", "gradients", "optimizer")
         )
-    plain, offloaded = plans[()], plans[OFFLOAD,]
+    plain = plans[()]
+    offloaded = plans[OFFLOAD,]
     assert offloaded.memory["host"] == pytest.approx(plain.memory["optimizer"], rel=0.01)
     assert offloaded.memory["activations"] == pytest.approx(plain.memory["activations"], rel=0.05)
     lora = planned(BFLOAT16, *LORA)

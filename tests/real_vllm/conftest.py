@@ -56,7 +56,8 @@ def vllm_serve(binaries: Path, tmp_path_factory: pytest.TempPathFactory) -> Call
 
     @contextlib.contextmanager
     def serve(folder: Path, *options: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-        port, log = free_port(), tmp_path_factory.mktemp("vllm") / "log.txt"
+        port = free_port()
+        log = tmp_path_factory.mktemp("vllm") / "log.txt"
         command = [
             str(binaries / "vllm"),
             "serve",

@@ -49,7 +49,8 @@ def members(p: int) -> list[float]:
 
 
 def written_out(p: int, g: int, config: GRPOConfig) -> float:
-    own, reward = members(p), REWARDS[p][g]
+    own = members(p)
+    reward = REWARDS[p][g]
     if config.adv_estimator.name == "reinforce_plus_plus":
         base = [statistics.mean(members(q)) if members(q) else 0.0 for q in range(len(REWARDS))]
         everything = [r for q in range(len(REWARDS)) for r in members(q)]

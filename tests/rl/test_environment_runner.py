@@ -27,7 +27,8 @@ from treeward.rl.environment_runner import (
 from treeward.rl.generation import CompletionGroup, Prompt, SampledCompletion
 from treeward.scoring.score import Score
 
-Conversations, Infos = Sequence[Sequence[Message]], Sequence[Mapping[str, Any]]
+Conversations = Sequence[Sequence[Message]]
+Infos = Sequence[Mapping[str, Any]]
 
 
 class Toy(Environment):
@@ -154,7 +155,9 @@ def test_each_prompt_may_choose_and_environments_are_asked_side_by_side() -> Non
         meeting.wait()
         return float(len(text))
 
-    a, b, c = Toy(meet, "a"), Toy(meet, "b"), Toy(lambda _: 7.0, "c")
+    a = Toy(meet, "a")
+    b = Toy(meet, "b")
+    c = Toy(lambda _: 7.0, "c")
     runner = EnvironmentRunner({"a": a, "b": b, "c": c}, "a")
     assert rows(runner.reward([group("x", environment="b"), group("xx")])) == [[1], [2]]
     assert [c[-1]["content"] for c in b.steps[0][0]] == ["x"]

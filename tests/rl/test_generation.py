@@ -91,13 +91,15 @@ def test_a_seed_determines_the_completions_and_nothing_else_does(
     policy: PolicyModel, tiny_tokenizer: Any
 ) -> None:
     """Neither the random state, nor the mode, nor what else is in the batch, nor its size."""
-    prompts, ids = PROMPTS + PROMPTS[:2], [*IDS, [20] * 90, [21, 22]]
+    prompts = PROMPTS + PROMPTS[:2]
+    ids = [*IDS, [20] * 90, [21, 22]]
     generator = make(policy, tiny_tokenizer, batch_size=7)
     first = generator.generate(prompts, ids, num_completions=3, seed=3)
     tokens = [completion.token_ids for completion in completions_of(first)]
     assert len(set(tokens[:9])) == 9
     torch.rand(5)
-    state, policy.training = torch.random.get_rng_state(), True
+    state = torch.random.get_rng_state()
+    policy.training = True
     assert generator.generate(prompts, ids, num_completions=3, seed=3) == first
     assert torch.equal(torch.random.get_rng_state(), state) and policy.training
     policy.eval()

@@ -120,7 +120,8 @@ def test_the_metrics_of_a_step_and_the_kl_that_is_taken_from_each_reward(
     assert metrics["train/kl"] == pytest.approx(float(kl_PG.mean()), rel=1e-5)
     assert metrics["train/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-4)
     completions = [one for group in sampled[0].groups for one in group.completions]
-    texts, lengths = [one.text for one in completions], [len(one.token_ids) for one in completions]
+    texts = [one.text for one in completions]
+    lengths = [len(one.token_ids) for one in completions]
     assert metrics["train/raw_reward"] == metrics["train/reward"]
     assert metrics["train/reward"] == pytest.approx(
         sum(vowels("", text) for text in texts) / 16, abs=1e-6

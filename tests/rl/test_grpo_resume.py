@@ -146,7 +146,9 @@ def test_failures_and_signals_change_nothing(trial: Trial) -> None:
 def test_masters_of_bfloat16_weights_and_skipped_steps_go_on_exactly(
     trial: Trial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    collect, clip, step = grpo_module.collect, SkippedSteps.clip, -1
+    collect = grpo_module.collect
+    clip = SkippedSteps.clip
+    step = -1
 
     def noted(run: Any, **at: int) -> Any:
         nonlocal step

@@ -89,16 +89,15 @@ def test_completions_are_the_tokens_that_the_server_sampled(
         for asked in loopback.requests[-3:]:  # the completions are in the server's order, by index
             body = asked.json
             if backend == "vllm":
-                ids, reply = body["prompt"], served.completions(body)["choices"]
+                ids = body["prompt"]
+                reply = served.completions(body)["choices"]
                 want = [
                     tuple(choice["token_ids"])
                     for choice in sorted(reply, key=lambda choice: choice["index"])
                 ]
             else:
-                ids, want = (
-                    body["input_ids"][0],
-                    [tuple(part["output_ids"]) for part in served.generate(body)],
-                )
+                ids = body["input_ids"][0]
+                want = [tuple(part["output_ids"]) for part in served.generate(body)]
             (group,) = (group for group in other if group.prompt_ids == tuple(ids))
             assert [completion.token_ids for completion in group.completions] == want
 

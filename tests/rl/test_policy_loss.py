@@ -214,7 +214,8 @@ def test_gradients_are_the_slopes_of_the_formula(settings: PolicyLossConfig) -> 
 
 def test_weights_that_are_not_finite_count_as_zero() -> None:
     new, old, reference, said = batch(1)
-    said[0, 1], said[3, 2] = -torch.inf, torch.nan
+    said[0, 1] = -torch.inf
+    said[3, 2] = torch.nan
     settings = PolicyLossConfig(**NO_PENALTY, **CORRECTED, truncated_importance_sampling_ratio=2.0)
     total, sums = policy_loss(new, old, reference, ADVANTAGES, MASK, settings, generated_SL=said)
     without = MASK.clone()
@@ -230,7 +231,8 @@ def test_weights_that_are_not_finite_count_as_zero() -> None:
 
 def test_a_weight_that_is_not_finite_has_no_gradient() -> None:
     new, old, reference, said = batch(1)
-    said[0, 1], said[3, 2] = -torch.inf, torch.nan
+    said[0, 1] = -torch.inf
+    said[3, 2] = torch.nan
     new.requires_grad_(True)
     settings = PolicyLossConfig(**PENALTY, use_on_policy_kl_approximation=True)
     total, _ = policy_loss(new, old, reference, torch.zeros(4), MASK, settings, generated_SL=said)
@@ -259,7 +261,8 @@ def test_the_penalty_over_a_whole_vocabulary_has_the_gradient_of_a_divergence(
     logits, reference, other = (torch.randn(50, dtype=torch.float64) for _ in range(3))
     logits.requires_grad_(True)
     log_probs = logits.log_softmax(dim=0)
-    log_reference, log_other = reference.log_softmax(dim=0), other.log_softmax(dim=0)
+    log_reference = reference.log_softmax(dim=0)
+    log_other = other.log_softmax(dim=0)
     settings = PolicyLossConfig(
         reference_policy_kl_penalty=1.0,
         reference_policy_kl_type=kind,

@@ -34,12 +34,15 @@ def write_run(folder: Path, name: str) -> RLRun:
     the real one."""
     distance, alpha, beta, growth, seed = SCENARIOS[name]
     folder.mkdir(parents=True)
-    rng, watch = np.random.default_rng(seed), OverOptimisationWatch()
+    rng = np.random.default_rng(seed)
+    watch = OverOptimisationWatch()
     hardness = rng.normal(0, 1.0, NUM_PROMPTS)
-    lines, samples = [], []
+    lines = []
+    samples = []
     for step in range(NUM_STEPS + 1):
         d = distance * (step / NUM_STEPS) ** 0.7
-        gold, proxy = float(d * (alpha - beta * np.log(d))) if d else 0.0, 0.62 * d
+        gold = float(d * (alpha - beta * np.log(d))) if d else 0.0
+        proxy = 0.62 * d
         length = 60 * (1 + (growth - 1) * (step / NUM_STEPS))
         row: dict[str, Any] = {}
         if step:

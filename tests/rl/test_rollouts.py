@@ -38,7 +38,8 @@ def texts(rollouts: Rollouts) -> list[list[str]]:
 
 def test_a_step_that_is_taken_again_is_the_same(opened: Callable[..., GRPOSetup]) -> None:
     run = opened()
-    first, again = collect(run, step=3, drawn=12), collect(run, step=3, drawn=12)
+    first = collect(run, step=3, drawn=12)
+    again = collect(run, step=3, drawn=12)
     assert texts(first) == texts(again) and torch.equal(first.rewards_PG, again.rewards_PG)
     assert [g.prompt for g in first.groups] == [
         run.prompts.prompts[i] for i in run.order.take(12, 4)
@@ -64,7 +65,8 @@ def test_samples_have_the_text_that_environments_read(opened: Callable[..., GRPO
     run = opened(
         "~env.planted", format_rule, f"policy.tokenizer.chat_template={json.dumps(template)}"
     )
-    rollouts, validation = collect(run, step=0, drawn=0), measured(run)
+    rollouts = collect(run, step=0, drawn=0)
+    validation = measured(run)
     assert rollouts.rewards_PG.eq(1).all() and validation.metrics["validation/reward"] == 1
     for samples in (rollouts.samples, validation.samples):
         assert all(
@@ -88,7 +90,8 @@ def test_dynamic_sampling_draws_until_there_is_enough(
     lengths = lambda prompt, response: 0.5 if "moon" in prompt else float(len(response)) + 0.01  # noqa: E731
     monkeypatch.setattr(planted, "vowels", lengths)
     run = opened("grpo.use_dynamic_sampling=true", "env.planted.function=planted.vowels")
-    generate, seeds = run.generator.generate, list[int]()
+    generate = run.generator.generate
+    seeds = list[int]()
 
     def recorded(*arguments: Any, seed: int, **options: Any) -> Any:
         seeds.append(seed)
@@ -140,7 +143,8 @@ def test_the_numbers_are_those_of_the_completions(
     run = opened(*GOLD, twice, "grpo.num_val_generations=2", ends)
     with torch.no_grad():
         run.policy.hf.get_output_embeddings().weight.mul_(30)  # type: ignore[union-attr, operator]
-    measure, entropies = run.updater.measure, list[torch.Tensor]()
+    measure = run.updater.measure
+    entropies = list[torch.Tensor]()
     monkeypatch.setattr(
         run.updater,
         "measure",
@@ -177,10 +181,8 @@ def test_metrics_by_set(
     opened: Callable[..., GRPOSetup], write_prompts: Callable[[str, Iterable[Any]], str]
 ) -> None:
     form = "{{dataset_name: PromptDataset, data_path: {}, name: {}}}"
-    few, many = (
-        write_prompts("few.jsonl", ["Hum."]),
-        write_prompts("many.jsonl", [f"Hum {n}." for n in range(3)]),
-    )
+    few = write_prompts("few.jsonl", ["Hum."])
+    many = write_prompts("many.jsonl", [f"Hum {n}." for n in range(3)])
     sets = f"data.validation=[{form.format(few, 'few')}, {form.format(many, 'many')}]"
     found = measured(opened(*GOLD, sets))
     rewards = [sample["completions"][0]["reward"] for sample in found.samples]

@@ -155,7 +155,8 @@ def test_a_reward_model_at_a_server_is_known_by_its_contract(
     another run."""
     for name, seed in (("rm", 3), ("other", 4)):
         write_signed_model(tmp_path / name, tiny_tokenizer, seed=seed, max_length=256)
-    one, other = str(tmp_path / "rm"), str(tmp_path / "other")
+    one = str(tmp_path / "rm")
+    other = str(tmp_path / "other")
     shaped = {
         "model": one,
         "shaping": {"normalize_rewards": True, "reward_mean": 1.0, "reward_std": 2.0},

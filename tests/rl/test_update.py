@@ -101,7 +101,9 @@ def plain_updates(
         ]
     found = []
     for part in [(0, 1), (2,)] * passes:
-        losses, tokens, completions = [], 0, 0
+        losses = []
+        tokens = 0
+        completions = 0
         for p in part:
             for g, completion in enumerate(groups[p].completions):
                 if not used[p, g] or not completion.token_ids:
@@ -120,7 +122,8 @@ def plain_updates(
                     generated_SL=said if settings.use_importance_sampling_correction else None,
                 )  # fmt: skip
                 losses.append(term)
-                tokens, completions = tokens + len(new), completions + 1
+                tokens = tokens + len(new)
+                completions = completions + 1
         loss = torch.stack(losses).sum() / (tokens if settings.token_level_loss else completions)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -157,14 +160,18 @@ SEVERAL = {
 def test_several_steps_are_those_of_plain_rows(
     name: str, micro_batch_tokens: int, passes: int
 ) -> None:
-    settings, hf = SEVERAL[name], causal_model("qwen3")
-    reference, other = moved(hf), copy.deepcopy(hf)
-    optimizer, plain_optimizer = Recorded(hf), Recorded(other)
+    settings = SEVERAL[name]
+    hf = causal_model("qwen3")
+    reference = moved(hf)
+    other = copy.deepcopy(hf)
+    optimizer = Recorded(hf)
+    plain_optimizer = Recorded(other)
     updater = PolicyUpdater(
         PolicyModel(hf), optimizer, reference=PolicyModel(copy.deepcopy(reference)), loss=settings,
         micro_batch_tokens=micro_batch_tokens, prompts_per_update=2, updates_per_batch=passes,
     )  # fmt: skip
-    start, clipped = weights(hf), 0.0
+    start = weights(hf)
+    clipped = 0.0
     for step in range(3):
         groups, advantages, used = experience(step)
         groups[2] = replace(
@@ -188,7 +195,9 @@ def test_a_group_larger_than_the_budget_is_split(
 ) -> None:
     """In evaluate, measure and update alike; only a larger completion runs alone."""
     groups, advantages, used = experience()
-    budget, sizes, log_probs = 18, [], PolicyModel.log_probs
+    budget = 18
+    sizes = []
+    log_probs = PolicyModel.log_probs
 
     def counted(model: PolicyModel, *args: Any, **options: Any) -> Any:
         found = log_probs(model, *args, **options)
@@ -230,7 +239,8 @@ def test_a_schedule_goes_on_whatever_the_groups_of_a_batch_are_worth(
     groups[0] = replace(groups[0], completions=(SampledCompletion((), "", False),) * COMPLETIONS)
     used[list(unused)] = False
     hf = causal_model("qwen3")
-    start, steps = weights(hf), list[int]()
+    start = weights(hf)
+    steps = list[int]()
     updater = PolicyUpdater(
         PolicyModel(hf), Recorded(hf), reference=PolicyModel(causal_model("qwen3")),
         prompts_per_update=2,

@@ -55,7 +55,8 @@ ACCURACY = "validation/preference_verdict_env/component/accuracy"
 
 def comparisons(folder: Path, name: str, count: int, *, shuffled: bool = False) -> str:
     """Rows whose better completion says yes; `shuffled`: or no, at random."""
-    draw, rows = random.Random(name), []
+    draw = random.Random(name)
+    rows = []
     for _ in range(count):
         texts = [f"{word}, {draw.choice(THINGS)}." for word in ("Yes", "No")]
         if shuffled and draw.random() < 0.5:
@@ -174,7 +175,9 @@ def test_a_run_that_goes_on_is_the_run_that_was_not_stopped(
 
 def taught(folder: Path, run: GRPOSetup) -> Path:
     """The run's policy, after it has learnt to write verdicts, of which seven of ten are right."""
-    draw, end, groups = random.Random(0), run.tokenizer.eos_token_id, []
+    draw = random.Random(0)
+    end = run.tokenizer.eos_token_id
+    groups = []
     for prompt, token_ids in zip(run.prompts.prompts, run.prompts.token_ids, strict=True):
         label = (
             str(prompt.info[LABEL])

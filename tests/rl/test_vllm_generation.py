@@ -119,7 +119,8 @@ def test_what_goes_wrong_is_said(
         generator.load_weights(policy, 0)
     hang = tmp_path / "hang"
     generator = make(vllm_kwargs={"hang_while": str(hang)})
-    truth, other = vllm_generation.exported_weights, moved(policy, 0.5)
+    truth = vllm_generation.exported_weights
+    other = moved(policy, 0.5)
     with monkeypatch.context() as patch:
         patch.setattr(
             vllm_generation, "exported_weights", lambda policy, dtype: truth(other, dtype)

@@ -175,7 +175,8 @@ def test_what_is_logged_is_paired_with_the_first_and_the_best() -> None:
 def test_a_resumed_watch_goes_on_as_if_never_stopped(tmp_path: Path) -> None:
     gold, proxy = next(runs(hacking_curve(), 1, seed=5))
     gold[3, 5] = np.nan
-    whole, saved = OverOptimisationWatch(), OverOptimisationWatch()
+    whole = OverOptimisationWatch()
+    saved = OverOptimisationWatch()
     for t in range(30):
         for watch in (whole, saved):
             watch.observe(t, gold_by_prompt=gold[t], proxy_by_prompt=proxy[t], length=10.0, entropy=2.0 - t / 15, kl=t,
@@ -201,7 +202,8 @@ def test_a_resumed_watch_goes_on_as_if_never_stopped(tmp_path: Path) -> None:
 def test_length_correlation_is_within_groups() -> None:
     rewards = [[1.0, 2.0, 3.0], [10.0, 9.0, float("nan")]]
     lengths = [[100, 90, 80], [1, 2, 500]]
-    r, n = np.array([-1, 0, 1, 0.5, -0.5]), np.array([10, 0, -10, -0.5, 0.5])
+    r = np.array([-1, 0, 1, 0.5, -0.5])
+    n = np.array([10, 0, -10, -0.5, 0.5])
     assert length_correlation(torch.as_tensor(rewards), torch.as_tensor(lengths)) == pytest.approx(
         np.corrcoef(r, n)[0, 1]
     )

@@ -112,7 +112,8 @@ def test_the_temperature_of_perfect_scores_is_finite_and_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="treeward"):
-        few, many = fit_temperature(np.full(8, 3.0)), fit_temperature(np.full(998, 3.0))
+        few = fit_temperature(np.full(8, 3.0))
+        many = fit_temperature(np.full(998, 3.0))
     assert few is not None and many is not None
     assert 1 / (1 + np.exp(-3.0 / few.value)) == pytest.approx(9 / 10)
     assert 1 / (1 + np.exp(-3.0 / many.value)) == pytest.approx(999 / 1000)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -223,7 +224,7 @@ def test_golden_scores_do_not_depend_on_settings_of_products_nor_the_model_in_me
         finally:
             torch.set_float32_matmul_precision("highest")
         assert seen[0] == seen[-1] and seen[0][0] == precision
-        assert {part for one in seen[1:-1] for part in one} == {"highest", "ieee"}
+        assert set(chain.from_iterable(seen[1:-1])) == {"highest", "ieee"}
         seen.clear()
         assert {p.dtype for p in model.weights()} == {torch.bfloat16}
         assert contract.dtypes.weights == contract.dtypes.config == "bfloat16"

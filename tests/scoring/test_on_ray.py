@@ -57,7 +57,8 @@ def test_two_workers_go_on_where_one_process_stopped(
     model = f"{{models: {signed_model()}, shaping: {{length_penalty: {{threshold: 9}}}}}}"
     code, want = score(model, data, output="want.jsonl")
     assert code == 1 and b"too long to score" in want  # some rows have no score
-    calls, whole = [], Scorer.score
+    calls = []
+    whole = Scorer.score
 
     def interrupted(self: Scorer, *arguments: Any, **keys: Any) -> Any:
         calls.append(arguments)
@@ -89,7 +90,8 @@ def test_a_worker_that_is_killed_loses_nothing(
     assert code == 2 and want.count(b"\n") == 1800
     rows = tmp_path / "scores.partial.jsonl"
     rows.unlink()
-    has_ended, killed = threading.Event(), []
+    has_ended = threading.Event()
+    killed = []
 
     def kill_one() -> None:
         """Once there are rows."""

@@ -17,7 +17,8 @@ from treeward.scoring.rows import ChunkScorer, chunks_of
 from treeward.scoring.scorer import Scorer
 
 ASK = {"role": "user", "content": "2 + 2?"}
-FOUR, FIVE = {"role": "assistant", "content": "4"}, {"role": "assistant", "content": "5"}
+FOUR = {"role": "assistant", "content": "4"}
+FIVE = {"role": "assistant", "content": "5"}
 TWO = [[ASK, FOUR], [ASK, FIVE]]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import shutil
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -100,11 +101,11 @@ def test_what_a_call_has_in_common_is_computed_once(make_scorer: Any) -> None:
         ]
         for a in completions
     ]
-    calls = [
-        c
-        for pair in zip([[*context, assistant(a)] for a in completions], other, strict=True)
-        for c in pair
-    ]
+    calls = list(
+        chain.from_iterable(
+            zip([[*context, assistant(a)] for a in completions], other, strict=True)
+        )
+    )
     assert values(shuffled.score(calls))[::2] == pytest.approx(values(scores), abs=CLOSE)
     unique = {tuple(shuffled.renderer.encode(c)) for c in calls}
     assert shuffled.num_computed_tokens <= TokenTree.from_sequences(list(unique)).num_tokens + 8
@@ -267,7 +268,9 @@ def test_no_pass_is_larger_than_allowed(
     batch_tokens: int | None, max_sequences: int | None, make_scorer: Any
 ) -> None:
     scorer = make_scorer()
-    want, make_batch, batches = values(scorer.score(CHATS)), scorer.model.make_batch, []
+    want = values(scorer.score(CHATS))
+    make_batch = scorer.model.make_batch
+    batches = []
     scorer.batch_tokens, scorer.max_sequences = batch_tokens, max_sequences
     scorer.model.make_batch = lambda groups: batches.append(make_batch(groups)) or batches[-1]
     assert values(scorer.score(CHATS)) == pytest.approx(want, abs=CLOSE)

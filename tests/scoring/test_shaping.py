@@ -55,7 +55,8 @@ def reward(score: float, length: int = 1, **keys: Any) -> float:
 
 def test_rewards_are_normalised_and_clipped_on_both_sides() -> None:
     constants = {"normalize_rewards": True, "reward_mean": 1.0, "reward_std": 2.0}
-    scores, normalised = [-99.0, -2.0, 1.0, 2.0, 99.0], [-50.0, -1.5, 0.0, 0.5, 49.0]
+    scores = [-99.0, -2.0, 1.0, 2.0, 99.0]
+    normalised = [-50.0, -1.5, 0.0, 0.5, 49.0]
     for clip in (1.0, 5.0, None):
         limit = math.inf if clip is None else clip
         want = [max(-limit, min(limit, value)) for value in normalised]

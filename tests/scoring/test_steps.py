@@ -111,7 +111,8 @@ def test_the_least_step_and_rows_of_a_file(published: Any, tokenizer: Any, tmp_p
     assert Scorer.load(published[0], head_weights="min").score([CHAT])[0].score == pytest.approx(
         min(want), abs=1e-5
     )
-    data, output = tmp_path / "rows.jsonl", tmp_path / "scores.jsonl"
+    data = tmp_path / "rows.jsonl"
+    output = tmp_path / "scores.jsonl"
     data.write_text(json.dumps({"messages": CHAT}) + "\n", encoding="utf-8")
     command = [
         "score",

@@ -41,7 +41,9 @@ class Killer:
     too."""
 
     def __init__(self) -> None:
-        self.folder, self.at, self.count = "", math.inf, 0
+        self.folder = ""
+        self.at = math.inf
+        self.count = 0
         sys.addaudithook(self._hear)
 
     def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
@@ -55,7 +57,9 @@ class Killer:
 
     @contextlib.contextmanager
     def armed(self, folder: Path, at: float) -> Iterator[None]:
-        self.folder, self.at, self.count = str(folder), at, 0
+        self.folder = str(folder)
+        self.at = at
+        self.count = 0
         try:
             yield
         finally:
@@ -234,10 +238,8 @@ def test_validation_data_that_is_trained_on_is_said_before_the_first_step(
         ]
 
     binary = "dataset_name: BinaryPreferenceDataset"
-    train_file, val_file = (
-        write_rows("train.jsonl", rows(range(30))),
-        write_rows("val.jsonl", rows(range(20, 36))),
-    )
+    train_file = write_rows("train.jsonl", rows(range(30)))
+    val_file = write_rows("val.jsonl", rows(range(20, 36)))
     options = [
         f"data.train={{{binary}, data_path: {train_file}, split: null}}",
         f"data.validation=[{{{binary}, data_path: {val_file}, name: held_out}}]",

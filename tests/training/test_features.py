@@ -85,7 +85,8 @@ def test_a_run_is_the_same_with_features_and_without(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    lines, weights = [], []
+    lines = []
+    weights = []
     for name in ("kept", "computed"):
         (tmp_path / name).mkdir()
         if name == "computed":
@@ -168,7 +169,9 @@ def test_a_set_whose_reading_was_killed_is_read_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(features_module, "_COMPARISONS_AT_ONCE", 5)
-    setup, states, num_read = set_up(tiny_run(*options, FROZEN)), features_module._states, 0
+    setup = set_up(tiny_run(*options, FROZEN))
+    states = features_module._states
+    num_read = 0
 
     def some(setup: Any, dataset: Any, places: range) -> Any:
         nonlocal num_read

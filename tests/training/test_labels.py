@@ -33,7 +33,8 @@ from treeward.scoring.scorer import Scorer
 from treeward.training.setup import set_up
 from treeward.training.train import RewardModelRun, train
 
-GOOD, BAD = ("sun", "moon", "star", "sky"), ("mud", "rust", "dust", "ash")
+GOOD = ("sun", "moon", "star", "sky")
+BAD = ("mud", "rust", "dust", "ash")
 
 
 def rows(
@@ -41,7 +42,8 @@ def rows(
 ) -> list[dict[str, Any]]:
     """Four completions of each prompt, of four words: `bright` is how many are good, `brief`
     nothing but noise."""
-    generator, made = random.Random(seed), []
+    generator = random.Random(seed)
+    made = []
     for n in range(num):
         counts = generator.choices(range(5), k=4) if tied else generator.sample(range(5), 4)
         completions = []
@@ -68,7 +70,8 @@ def learnt(
     """Validation metrics of a run on the planted rule."""
 
     def run(kind: str, *more: str, shuffled: bool = False, steps: int = 24) -> dict[str, float]:
-        overrides, tied = [*KINDS[kind], *more], kind == "ties"
+        overrides = [*KINDS[kind], *more]
+        tied = kind == "ties"
         train_path = write_rows("train.jsonl", rows(96, seed=0, shuffled=shuffled, tied=tied))
         held_out = rows(24, seed=1, tied=tied)
         sets = [f"data.train=[{{data_path: {train_path}}}]"]
@@ -114,7 +117,9 @@ def test_a_planted_rule_is_learnt_and_served(
     assert metrics["kendall_tau"] > (0.8 if kind == "ties" else 0.9)
     assert metrics["best_of_k"] > 0.9 and metrics["group_accuracy"] > 0.6
     folder = next(tmp_path.rglob("final"))
-    contract, scorer = read_contract(folder), Scorer.load(folder)  # which replays the golden scores
+    # which replays the golden scores
+    contract = read_contract(folder)
+    scorer = Scorer.load(folder)
     assert contract is not None and contract.read.plain_transformers and contract.golden
     names = {"grades": ["score"], "attributes": ["bright", "brief"]}.get(kind, ["reward"])
     assert [head.name for head in contract.heads] == names == list(scorer.head_names)
@@ -248,7 +253,8 @@ def test_the_loss_is_the_mean_of_each_heads_loss() -> None:
     values = torch.randn(
         5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True
     )
-    pairs, expected = ranked_pairs([(0, 1), (1, 0, 1)]), torch.zeros((), dtype=torch.float64)
+    pairs = ranked_pairs([(0, 1), (1, 0, 1)])
+    expected = torch.zeros((), dtype=torch.float64)
     for h in range(3):
         expected = expected - F.logsigmoid(values[0, h] - values[1, h]) / 3
         for worse in (2, 4):

@@ -72,7 +72,8 @@ def test_what_the_steps_have_seen_is_counted(
 
 def test_a_half_is_another_half_each_epoch_and_not_the_beginning_of_the_file() -> None:
     order = EpochOrder([40], weights=[0.5], seed=3, shuffle=False)
-    first, second = order.batch(0, 20), order.batch(1, 20)
+    first = order.batch(0, 20)
+    second = order.batch(1, 20)
     assert len(first) == len(second) == 20 and first != second
     assert set(first) != {(0, row) for row in range(20)}
     with pytest.raises(ConfigError, match="leaves no comparison of its set"):
@@ -83,10 +84,12 @@ def test_a_half_is_another_half_each_epoch_and_not_the_beginning_of_the_file() -
 def test_rows_are_drawn_one_epoch_after_the_other_whatever_each_step_takes(
     sizes: list[int], seed: int, steps: list[int], start: int
 ) -> None:
-    order, num_rows = EpochOrder(sizes, seed=seed), sum(sizes)
+    order = EpochOrder(sizes, seed=seed)
+    num_rows = sum(sizes)
     assert sorted(order.take(2 * num_rows, num_rows)) == list(range(num_rows))
     uninterrupted = order.take(0, start + sum(steps))
-    resumed, drawn = EpochOrder(sizes, seed=seed), start
+    resumed = EpochOrder(sizes, seed=seed)
+    drawn = start
     for count in steps:  # steps need not be alike: dynamic sampling draws more in some
         assert resumed.take(drawn, count) == uninterrupted[drawn : drawn + count]
         drawn += count

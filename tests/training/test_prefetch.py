@@ -36,7 +36,9 @@ def test_the_host_waits_for_nothing_within_a_micro_batch(
     tiny_run: Callable[..., Any], overrides: tuple[str, ...]
 ) -> None:
     setup = set_up(tiny_run(*overrides))
-    run, batches, sums = RewardModelRun(setup), BatchPreparer(setup).step(1), RewardSums()
+    run = RewardModelRun(setup)
+    batches = BatchPreparer(setup).step(1)
+    sums = RewardSums()
     setup.model.train()
     # transformers itself asks once a forward whether rows have padding at all.
     with NoSyncs(
@@ -63,7 +65,9 @@ def test_nor_does_attention_as_a_gpu_runs_it(
     monkeypatch.setattr(flex, "compiled_kernel", lambda: torch_flex.flex_attention)
     setup = set_up(tiny_run())
     setup.model.tree_attention = FLEX
-    run, batches, sums = RewardModelRun(setup), BatchPreparer(setup).step(1), RewardSums()
+    run = RewardModelRun(setup)
+    batches = BatchPreparer(setup).step(1)
+    sums = RewardSums()
     with NoSyncs(excused=()):
         run.backward(batches.micro_batches[0], batches.num_units, sums)
     assert any(parameter.grad is not None for parameter in setup.model.parameters())
@@ -102,7 +106,9 @@ def test_cuda_waits_for_nothing_within_a_micro_batch(
 ) -> None:
     # the smallest heads of FlexAttention
     setup = set_up(tiny_run(*overrides, "policy.model_config.head_dim=16"))
-    run, preparer, sums = RewardModelRun(setup), BatchPreparer(setup), RewardSums()
+    run = RewardModelRun(setup)
+    preparer = BatchPreparer(setup)
+    sums = RewardSums()
     assert setup.model.device.type == "cuda"
     batches = preparer.step(1)
     setup.model.train()

@@ -184,10 +184,8 @@ def test_a_resumed_optimiser_goes_on_bit_for_bit(
 def test_masters_go_on_bit_for_bit_and_take_steps_below_the_rounding_of_bfloat16(
     tmp_path: Path,
 ) -> None:
-    config, schedule = (
-        OptimizerConfig(kwargs={"lr": 3e-4}),
-        NamedScheduleConfig(name="cosine", warmup_steps=3),
-    )
+    config = OptimizerConfig(kwargs={"lr": 3e-4})
+    schedule = NamedScheduleConfig(name="cosine", warmup_steps=3)
     resumes_exactly(tmp_path, config, schedule, dtype=torch.bfloat16)
     rounded, exact = (
         Session(config, schedule, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)

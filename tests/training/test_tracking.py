@@ -44,7 +44,8 @@ def test_values_that_are_not_finite_are_strict_json_and_come_back_as_soon_as_the
     tmp_path,
 ):
     path = tmp_path / "logs" / "metrics.jsonl"
-    group, before = TrackerGroup(path), time.time()
+    group = TrackerGroup(path)
+    before = time.time()
     group.log({"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1}, step=12)
 
     def refuse(name):
@@ -74,7 +75,8 @@ class Failing:
 
 
 def test_a_failing_tracker_is_left_out_with_a_warning(tmp_path, caplog):
-    failing, path = Failing(), tmp_path / "m.jsonl"
+    failing = Failing()
+    path = tmp_path / "m.jsonl"
     group = TrackerGroup(path)
     group.trackers["gone"] = failing
     log_steps(group, 1, 4)
@@ -121,7 +123,10 @@ class WandbRun:
     """What Weights & Biases is told: its service takes seconds, and its file format is its own."""
 
     def __init__(self, **options):
-        self.options, self.id, self.rows, self.exit_code = options, options["id"] or "new", [], None
+        self.options = options
+        self.id = options["id"] or "new"
+        self.rows = []
+        self.exit_code = None
         self.config = types.SimpleNamespace(update=lambda settings, allow_val_change: None)
 
     def log(self, metrics, step):
@@ -213,7 +218,8 @@ def written(path: Path, steps: range, *, resume_step: int | None = None) -> None
 def test_a_resumed_file_equals_that_of_a_run_that_was_not_killed(
     tmp_path: Path, tail: str, resume_step: int
 ) -> None:
-    whole, killed = tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
+    whole = tmp_path / "whole.jsonl"
+    killed = tmp_path / "killed.jsonl"
     written(whole, range(9))
     written(killed, range(resume_step + 3))
     with killed.open("a") as file:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def test_metrics_have_the_names_that_are_promised_and_come_when_they_should(
     plain: tuple[Any, Lines],
 ) -> None:
     outcome, lines = plain
-    names = {name for line in lines for name in line}
+    names = set(chain.from_iterable(lines))
     metrics = ["loss", "accuracy", "chosen_rewards", "rejected_rewards", "reward_margin"]
     assert names >= {
         f"{group}/{m}" for group in ("train/rm", "validation-held_out", "eval/rm") for m in metrics
@@ -112,7 +113,8 @@ def test_a_run_may_be_logged_and_validated_less_and_keep_nothing(
 def test_pooled_metrics_count_every_comparison_once(
     trained: Trained, write_rows: Callable[..., Path]
 ) -> None:
-    sizes, sets = {"small": 3, "large": 13}, []
+    sizes = {"small": 3, "large": 13}
+    sets = []
     for name, size in sizes.items():
         rows = [
             {"prompt": f"{n} + 1?", "chosen": f"It is {n + 1}.", "rejected": f"{name} {n}."}
@@ -169,7 +171,8 @@ def test_the_trajectory_is_that_of_a_plain_loop(
     """Written out in PyTorch: one conversation at a time, one loss per step."""
     run = set_up(tiny_run(*PLAIN))
     optimizer = torch.optim.AdamW(run.model.parameters(), lr=1e-3)
-    expected, norms = [], []
+    expected = []
+    norms = []
     for step in range(4):
         groups = []
         for which, row in run.order.batch(step, 8):
@@ -212,7 +215,8 @@ def test_bfloat16_stays_near_and_is_exported_as_it_was_validated(
             file.name == CONTRACT_FILE
             or file.read_bytes() == (outcome.model_folder / file.name).read_bytes()
         )
-    exported, saved = read_contract(outcome.model_folder), read_contract(checkpoint)
+    exported = read_contract(outcome.model_folder)
+    saved = read_contract(checkpoint)
     assert exported is not None and saved is not None and exported.golden == saved.golden
     assert verify(outcome.model_folder, device="cpu").equal
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -61,9 +62,10 @@ def test_trees_equal_rows(family: str, path: str, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("family", DECODERS)
 def test_real_chats(family: str, real_chats: list[Any], tiny_tokenizer: Any) -> None:
     renderer = Renderer(tiny_tokenizer)
-    groups = [
-        [renderer.encode([*p.context, *c.messages]) for c in p.completions] for p in real_chats
-    ]
+    groups = []
+    for preference in real_chats:
+        chats = [[*preference.context, *each.messages] for each in preference.completions]
+        groups.append([renderer.encode(chat) for chat in chats])
     assert_tree_equals_rows(RewardModel(tiny_model(family)), groups)
 
 
@@ -72,7 +74,9 @@ def test_padding_that_is_the_end_of_text(family: str) -> None:
     """Every sequence ends with EOS, which pads too; plain transformers would read the token before
     it."""
     hf = tiny_model(family, pad_token_id=0, eos_token_id=0)
-    groups = [[[*sequence, 0] for sequence in group] for group in forest()]
+    groups = []
+    for group in forest():
+        groups.append([[*sequence, 0] for sequence in group])
     assert_tree_equals_rows(RewardModel(hf), groups)
     row = torch.tensor([groups[0][0]])
     # why we read by length
@@ -81,7 +85,7 @@ def test_padding_that_is_the_end_of_text(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3", "gpt_neox", "gpt2"])
 def test_bfloat16(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    sequences = [sequence for group in forest() for sequence in group]
+    sequences = list(chain.from_iterable(forest()))
     exact_model = tiny_model(family)
     exact = plain_scores(exact_model, sequences)
     exact_gradients = gradients(exact_model, exact)
@@ -161,12 +165,12 @@ def test_a_window_off_by_one_is_seen(
 def test_an_ignored_soft_cap_or_sink_is_seen(
     family: str, place: int, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = attention.written_out
-    monkeypatch.setattr(
-        attention,
-        "written_out",
-        lambda *args: right(*(None if i == place else a for i, a in enumerate(args))),
-    )
+    written_out = attention.written_out
+
+    def without(*arguments: Any) -> Any:
+        return written_out(*arguments[:place], None, *arguments[place + 1 :])
+
+    monkeypatch.setattr(attention, "written_out", without)
     model = RewardModel(tiny_model(family))
     with computed_by(path, model, monkeypatch), pytest.raises(AssertionError, match="scores"):
         assert_tree_equals_rows(model, forest())
@@ -309,7 +313,8 @@ def test_what_cannot_be_served_exactly_is_refused() -> None:
         _ = PositionMask(lambda b, h, q, k: (k <= q) & (q % 2 == 1), layout).parts
     with pytest.raises(ModelError, match="holes"):  # nothing sees itself
         _ = PositionMask(lambda b, h, q, k: k < q, layout).parts
-    module, x = torch.nn.Linear(1, 1), torch.zeros(1, 2, layout.num_tokens, 4)
+    module = torch.nn.Linear(1, 1)
+    x = torch.zeros(1, 2, layout.num_tokens, 4)
     model = RewardModel(tiny_model("llama"))
     with model.attention(attention.TREE), pytest.raises(ModelError, match="without a tree"):
         model.hf(torch.tensor([[1, 2, 3]]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, is_dataclass
+from itertools import chain
 
 import pytest
 import torch
@@ -17,14 +18,18 @@ GROUPS = st.lists(st.lists(SEQUENCE, min_size=1, max_size=4), min_size=1, max_si
 SYSTEM = list(range(100, 100 + MIN_SHARED_BETWEEN_GROUPS))
 
 
+def with_prompt(group: list[list[int]]) -> list[list[int]]:
+    return [SYSTEM + sequence for sequence in group]
+
+
 def tensors_of(value: object) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
-    return (
-        [one for field in fields(value) for one in tensors_of(getattr(value, field.name))]
-        if is_dataclass(value)
-        else []
-    )
+    tensors: list[torch.Tensor] = []
+    if is_dataclass(value):
+        for field in fields(value):
+            tensors += tensors_of(getattr(value, field.name))
+    return tensors
 
 
 @pytest.mark.parametrize(
@@ -43,12 +48,10 @@ def test_computed_tokens_are_the_deduplicated_tokens(
     groups: list[list[list[int]]], with_system: bool
 ) -> None:
     if with_system:
-        groups = [[SYSTEM + sequence for sequence in group] for group in groups]
+        groups = [with_prompt(group) for group in groups]
     batch = TreeBatch.from_groups(groups)
     per_group = sum(TokenTree.from_sequences(group).num_tokens for group in groups)
-    everything = TokenTree.from_sequences(
-        [sequence for group in groups for sequence in group]
-    ).num_tokens
+    everything = TokenTree.from_sequences(list(chain.from_iterable(groups))).num_tokens
     # short beginnings are shared within a group, long ones within the batch
     assert batch.num_computed_tokens == (everything if with_system else per_group)
 

@@ -53,7 +53,8 @@ def errors_of(family: str, dtype: torch.dtype, device: str) -> list[tuple[float,
     """Of scores and of gradients: the errors of rows and of trees."""
     found: list[list[list[float]]] = [[[], []], [[], []]]
     for seed in range(SEEDS):
-        hf, groups = model_of(family, seed=seed).to(device), forest(seed)
+        hf = model_of(family, seed=seed).to(device)
+        groups = forest(seed)
         hf.config._experts_implementation = "eager"  # grouped products have no float64
         RewardModel(hf).cast(dtype)
         with InFloat64():

@@ -27,7 +27,8 @@ def _prefix(length: int, num_bytes_per_token: int = 8) -> Prefix:
 
 @pytest.mark.parametrize("family", DECODERS)
 def test_scores_are_those_without_a_cache(family: str) -> None:
-    model, cache = RewardModel(tiny_model(family)).eval(), PrefixCache(2**30)
+    model = RewardModel(tiny_model(family)).eval()
+    cache = PrefixCache(2**30)
     assert model.layout == "tree"
     generator = np.random.default_rng(0)
     system = _ids(generator, 40)
@@ -42,8 +43,12 @@ def test_scores_are_those_without_a_cache(family: str) -> None:
         (turns, (2,)),
         (prompts, (4,)),
     ):
-        sequences = [start + _ids(generator, n) for start in starts for n in completions]
-        lengths = [len(start) for start in starts for _ in completions]
+        sequences = []
+        lengths = []
+        for start in starts:
+            for length in completions:
+                sequences.append(start + _ids(generator, length))
+                lengths.append(len(start))
         plain = model.score_tokens(sequences)
         cached = model.score_tokens(sequences, cache=cache, prompt_lengths=lengths)
         assert (cached - plain).abs().max() < TOLERANCE
@@ -51,9 +56,11 @@ def test_scores_are_those_without_a_cache(family: str) -> None:
 
 
 def test_only_what_is_new_is_computed() -> None:
-    model, cache = RewardModel(tiny_model("llama")).eval(), PrefixCache(2**30)
+    model = RewardModel(tiny_model("llama")).eval()
+    cache = PrefixCache(2**30)
     generator = np.random.default_rng(1)
-    prompt, other = _ids(generator, 64), _ids(generator, 40)
+    prompt = _ids(generator, 64)
+    other = _ids(generator, 40)
 
     def score(sequences: Any, lengths: Any) -> Any:
         return model.score_tokens(sequences, cache=cache, prompt_lengths=lengths)
@@ -120,7 +127,8 @@ def test_what_comes_again_is_noticed() -> None:
 
 
 def test_a_conversation_that_is_cached_as_a_whole_still_has_a_token_to_read() -> None:
-    model, cache = RewardModel(tiny_model("llama")).eval(), PrefixCache(2**30)
+    model = RewardModel(tiny_model("llama")).eval()
+    cache = PrefixCache(2**30)
     prompt = _ids(np.random.default_rng(3), 64)
     model.score_tokens([[*prompt, 5]], cache=cache, prompt_lengths=[64])
     assert cache.match(prompt) == 63

@@ -34,7 +34,10 @@ def test_every_path_is_its_sequence_and_every_beginning_is_held_once(
 ) -> None:
     tree = TokenTree.from_sequences(sequences)
     assert [path_to(tree, int(read)) for read in tree.ends_S] == sequences
-    assert tree.num_tokens == len({tuple(s[:n]) for s in sequences for n in range(1, len(s) + 1)})
+    beginnings = set()
+    for sequence in sequences:
+        beginnings |= {tuple(sequence[: n + 1]) for n in range(len(sequence))}
+    assert tree.num_tokens == len(beginnings)
     assert tree.depth == max(map(len, sequences))
 
 
@@ -42,8 +45,9 @@ def test_every_path_is_its_sequence_and_every_beginning_is_held_once(
 @settings(deadline=None)
 def test_segments_tile_the_row_and_subtrees_are_ranges(sequences: list[list[int]]) -> None:
     tree = TokenTree.from_sequences(sequences)
-    assert [s.start for s in tree.segments] == [0, *(s.end for s in tree.segments[:-1])]
-    assert tree.segments[-1].end == tree.num_tokens
+    starts = [segment.start for segment in tree.segments]
+    ends = [segment.end for segment in tree.segments]
+    assert [*starts, tree.num_tokens] == [0, *ends]
     for index, segment in enumerate(tree.segments):
         assert len(segment) > 0
         assert tree.positions_N[segment.start : segment.end].tolist() == list(
@@ -57,7 +61,9 @@ def test_segments_tile_the_row_and_subtrees_are_ranges(sequences: list[list[int]
         for other, candidate in enumerate(tree.segments):
             if candidate.parent == index or candidate.parent in below:
                 below.add(other)
-        tokens = {t for i in below for t in range(tree.segments[i].start, tree.segments[i].end)}
+        tokens = set()
+        for i in below:
+            tokens |= set(range(tree.segments[i].start, tree.segments[i].end))
         assert tokens == set(range(segment.end, segment.subtree_end))
 
 

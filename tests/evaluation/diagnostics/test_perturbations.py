@@ -58,7 +58,8 @@ def test_the_numbers_of_a_hand_made_table() -> None:
     def score(context: Any, text: str) -> float | None:
         """Of the texts as they are, and padded; nothing of the other rewrites."""
         side = 0 if text.startswith("good") else 1
-        is_known, is_padded = text in ("good", "poor"), text.startswith(("good ", "poor "))
+        is_known = text in ("good", "poor")
+        is_padded = text.startswith(("good ", "poor "))
         return made[context[-1]["content"]][int(is_padded)][side] if is_known or is_padded else None
 
     diagnostic = diagnosed(

@@ -35,7 +35,8 @@ def drawn(
     """Examples as `treeward eval` has them (prompts shared, some scores missing), and as a
     validation knows them."""
     generator = random.Random(seed)
-    full, numbers = [], []
+    full = []
+    numbers = []
     for i in range(count):
         size = generator.randint(2, most)
         ranks = tuple(generator.randint(0, 2) for _ in range(size))

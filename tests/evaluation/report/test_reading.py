@@ -75,7 +75,8 @@ def test_the_verdict_names_robustness_and_the_worst_rewrite() -> None:
     rewritten = list(score_examples(rule, [perturbed(one.example) for one in examples], at_once=16))
     numbers = diagnose_perturbations([one.example for one in examples], rewritten)
     made = summarize(BestOf(), tuple(examples), "m", perturbations=numbers)
-    before, after = percent(numbers.accuracy), percent(numbers.robust_accuracy)
+    before = percent(numbers.accuracy)
+    after = percent(numbers.robust_accuracy)
     sentence = f"of 80 rewritten pairs {before} are right before and {after} stay right after changes of style"
     assert sentence in verdict(made)
     assert any(
@@ -100,7 +101,8 @@ def test_the_length_bias_is_named() -> None:
 
 
 def test_several_models_stand_side_by_side() -> None:
-    a, b = summary(by_length, "a"), summary(perfect, "b")
+    a = summary(by_length, "a")
+    b = summary(perfect, "b")
     page = evaluation_page([a, b])
     (suite,) = page.suites
     assert [(made.name, model.name) for made, model in page.results] == [
@@ -125,7 +127,8 @@ def test_several_models_stand_side_by_side() -> None:
 
 
 def test_a_note_that_models_share_is_said_once() -> None:
-    a, b = summary(by_length, "a"), summary(perfect, "b")
+    a = summary(by_length, "a")
+    b = summary(perfect, "b")
     (worst,) = (row for row in every_number(a, b) if row[0].startswith("Worst subset"))
     assert worst[-1] == "the lowest accuracy of all subsets. a: hard b: even"
     (alone,) = (row for row in every_number(a) if row[0].startswith("Worst subset"))

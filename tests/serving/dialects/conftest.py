@@ -67,7 +67,8 @@ def make_renderer(kind: str, tiny_tokenizer: Any) -> Renderer:
             sep_token="[SEP]",
             pad_token="[SEP]",
         )
-        first, last = backend.cls_token_id, backend.sep_token_id
+        first = backend.cls_token_id
+        last = backend.sep_token_id
         backend.backend_tokenizer.post_processor = processors.TemplateProcessing(
             single="[CLS] $A [SEP]",
             special_tokens=[("[CLS]", first), ("[SEP]", last)],

@@ -20,7 +20,8 @@ from treeward.scoring.scorer import Scorer
 APP = runpy.run_path(
     str(Path(__file__).parents[3] / "resources_servers" / "reward_model" / "app.py"),
 )
-gym_config, main = APP["gym_config"], APP["main"]
+gym_config = APP["gym_config"]
+main = APP["main"]
 
 QUESTION = "Name a river in Peru, please."
 COMPLETION = "The Amazon."

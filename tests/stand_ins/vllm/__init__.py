@@ -131,7 +131,8 @@ class LLM:
     @torch.no_grad()
     def update_weights(self, request: Mapping[str, Any]) -> None:
         assert self._received is not None
-        state, head = self.hf.state_dict(), copy.deepcopy(self.hf.lm_head)
+        state = self.hf.state_dict()
+        head = copy.deepcopy(self.hf.lm_head)
         for name, weight in self._transfer(request["update_info"]):
             assert weight.dtype == getattr(torch, self.dtype), f"{name} is {weight.dtype}"
             state[name].copy_(weight)
@@ -208,7 +209,8 @@ class LLM:
         self, policy: PolicyModel, ids: list[int], one: SamplingParams, index: int
     ) -> Any:
         assert self.max_model_len is None or len(ids) + one.max_tokens <= self.max_model_len
-        ends, stops = set(one.stop_token_ids or ()), list(one.stop or ())
+        ends = set(one.stop_token_ids or ())
+        stops = list(one.stop or ())
 
         def ended(tokens: list[int]) -> bool:
             return tokens[-1] in ends or any(
