@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -52,11 +53,13 @@ def written_out(p: int, g: int, config: GRPOConfig) -> float:
     own = members(p)
     reward = REWARDS[p][g]
     if config.adv_estimator.name == "reinforce_plus_plus":
-        base = [statistics.mean(members(q)) if members(q) else 0.0 for q in range(len(REWARDS))]
-        everything = [r for q in range(len(REWARDS)) for r in members(q)]
+        groups = [members(q) for q in range(len(REWARDS))]
+        base = [statistics.mean(group or [0.0]) for group in groups]
         if not config.adv_estimator.minus_baseline:
-            base = [statistics.mean(everything)] * len(REWARDS)
-        spread = [r - base[q] for q in range(len(REWARDS)) for r in members(q)]
+            base = [statistics.mean(chain.from_iterable(groups))] * len(REWARDS)
+        spread = []
+        for group, baseline in zip(groups, base, strict=True):
+            spread += [r - baseline for r in group]
         std = (sum(d * d for d in spread) / (len(spread) - 1)) ** 0.5
         return (reward - base[p]) / (std + STD_FLOOR)
     if len(own) < 2:

@@ -42,13 +42,16 @@ class Toy(Environment):
 
     def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
         self.steps.append((conversations, env_infos))
-        found = [self.judgement(str(conversation[-1]["content"])) for conversation in conversations]
-        return [
-            one
-            if isinstance(one, Reward)
-            else Reward(one, error="it cannot say" if one is None else None)
-            for one in found
-        ]
+        rewards = []
+        for conversation in conversations:
+            value = self.judgement(str(conversation[-1]["content"]))
+            if isinstance(value, Reward):
+                rewards.append(value)
+            elif value is None:
+                rewards.append(Reward(None, error="it cannot say"))
+            else:
+                rewards.append(Reward(value))
+        return rewards
 
 
 class Lengths(Environment):
@@ -75,8 +78,13 @@ def group(
 
 
 def rows(found: GroupRewards | Tensor) -> list[list[float | None]]:
+    """The rewards as lists, rounded; None for none."""
     values_PG = found.rewards_PG if isinstance(found, GroupRewards) else found
-    return [[None if math.isnan(v) else round(v, 5) for v in row] for row in values_PG.tolist()]
+
+    def shown(value: float) -> float | None:
+        return None if math.isnan(value) else round(value, 5)
+
+    return [list(map(shown, row)) for row in values_PG.tolist()]
 
 
 def metrics_of(found: GroupRewards) -> dict[str, float]:
@@ -91,9 +99,9 @@ def test_one_environment_as_it_is() -> None:
     assert rows(found) == rows(found.raw_PG) == [[1, 6], [2, 0]]
     assert found.rewards_PG.dtype == torch.float32 and not found.failures
     [(conversations, infos)] = toy.steps  # one step for all
-    assert [c[-1] for c in conversations] == [
-        {"role": "assistant", "content": t} for t in ("a", "bbb...", "cc", "")
-    ]
+    assert {conversation[-1]["role"] for conversation in conversations} == {"assistant"}
+    completions = [conversation[-1]["content"] for conversation in conversations]
+    assert completions == ["a", "bbb...", "cc", ""]
     assert all(c[0] == {"role": "user", "content": "Say something."} for c in conversations)
     assert (
         infos

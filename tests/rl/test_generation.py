@@ -227,16 +227,17 @@ def test_a_stop_string_ends_the_completion_that_it_completes(
     stopped = completions_of(generator.generate(PROMPTS, IDS, num_completions=6, seed=6))
     lengths = []
     for whole, completion in zip(free, stopped, strict=True):
-        texts = [
-            tiny_tokenizer.decode(whole.token_ids[:n]) for n in range(1, len(whole.token_ids) + 1)
-        ]
-        ended = [n for n, text in enumerate(texts, 1) if any(stop in text for stop in stops)]
-        lengths.append(ended[0] if ended else len(whole.token_ids))
-        assert completion.token_ids == whole.token_ids[: lengths[-1]]
-        assert completion.truncated == (not ended and whole.truncated)
-        assert not any(stop in completion.text for stop in stops) and whole.text.startswith(
-            completion.text
-        )
+        length = 0
+        has_stop = False
+        while not has_stop and length < len(whole.token_ids):
+            length += 1
+            text = tiny_tokenizer.decode(whole.token_ids[:length])
+            has_stop = any(stop in text for stop in stops)
+        lengths.append(length)
+        assert completion.token_ids == whole.token_ids[:length]
+        assert completion.truncated == (not has_stop and whole.truncated)
+        assert not any(stop in completion.text for stop in stops)
+        assert whole.text.startswith(completion.text)
     assert len(set(lengths)) > 3
 
 

@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,8 @@ def run(config: Any) -> GRPOOutcome:
 
 def logged(folder: Path, *names: str) -> list[dict[str, Any]]:
     """The lines that have all of these metrics."""
-    return [
-        line
-        for line in read_metrics(folder / "logs" / "metrics.jsonl")
-        if all(name in line for name in names)
-    ]
+    lines = read_metrics(folder / "logs" / "metrics.jsonl")
+    return [line for line in lines if line.keys() >= set(names)]
 
 
 @pytest.fixture
@@ -119,7 +117,7 @@ def test_the_metrics_of_a_step_and_the_kl_that_is_taken_from_each_reward(
     assert metrics["train/kl_penalty"] == pytest.approx(0.5 * float(kl_PG.mean()))
     assert metrics["train/kl"] == pytest.approx(float(kl_PG.mean()), rel=1e-5)
     assert metrics["train/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-4)
-    completions = [one for group in sampled[0].groups for one in group.completions]
+    completions = list(chain.from_iterable(group.completions for group in sampled[0].groups))
     texts = [one.text for one in completions]
     lengths = [len(one.token_ids) for one in completions]
     assert metrics["train/raw_reward"] == metrics["train/reward"]
@@ -180,10 +178,13 @@ def test_validations_begin_where_they_are_asked_to(tiny_grpo: Make, tmp_path: Pa
 
 def nodes(groups: list[CompletionGroup]) -> int:
     """Tokens of the trees, counted by hand: different beginnings."""
-    return sum(
-        len({tuple(s[: n + 1]) for s in sequences_of(group) for n in range(len(s))})
-        for group in groups
-    )
+    count = 0
+    for group in groups:
+        beginnings = set()
+        for sequence in sequences_of(group):
+            beginnings |= {tuple(sequence[: n + 1]) for n in range(len(sequence))}
+        count += len(beginnings)
+    return count
 
 
 @pytest.mark.slow
@@ -210,17 +211,15 @@ def test_prompts_are_computed_once(
 ) -> None:
     run(tiny_grpo(*SHORT, *options))
     for line, rollouts in zip(logged(tmp_path, "train/computed_tokens"), sampled, strict=True):
-        used = [
-            g for g in rollouts.groups if all(completion.token_ids for completion in g.completions)
-        ]
-        assert len(used) == len(rollouts.groups) == 4
-        rows = sum(len(sequence) for group in used for sequence in sequences_of(group))
-        assert (
-            line["train/computed_tokens"]
-            == passes * nodes(used)
-            < passes * rows
-            == line["train/row_tokens"]
-        )
+        groups = list(rollouts.groups)
+        assert len(groups) == 4
+        # none is left out of the update
+        completions = chain.from_iterable(group.completions for group in groups)
+        assert all(completion.token_ids for completion in completions)
+        sequences = chain.from_iterable(map(sequences_of, groups))
+        assert line["train/row_tokens"] == passes * sum(map(len, sequences))
+        assert line["train/computed_tokens"] == passes * nodes(groups)
+        assert line["train/computed_tokens"] < line["train/row_tokens"]
         assert ("train/kl" in line) == (passes > 1) and ("train/kl_penalty" in line) == (
             "kl_in_reward" in str(options)
         )
@@ -305,9 +304,10 @@ def test_dynamic_sampling_ends_with_the_epochs(
     21."""
     import planted
 
-    monkeypatch.setattr(
-        planted, "vowels", lambda prompt, response: len(response) if "and sun" in prompt else 0.5
-    )
+    def length_for_some(prompt: str, response: str) -> float:
+        return len(response) if "and sun" in prompt else 0.5
+
+    monkeypatch.setattr(planted, "vowels", length_for_some)
     options = ("grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=1.5", "grpo.max_num_steps=null",
                "grpo.dynamic_sampling_max_gen_batches=2", "grpo.max_num_epochs=2",
                "grpo.log_period=100",

@@ -102,7 +102,7 @@ def test_without_validation_prompts_the_completions_of_steps_are_kept(trial: Tri
     outcome = trial.start(*alone)
     trial.assert_as_uninterrupted(*alone)
     samples = read_metrics(trial.folder / "logs" / "samples.jsonl")
-    assert [line["step"] for line in samples] == [step for step in (1, 2, 4, 6) for _ in range(4)]
+    assert [line["step"] for line in samples] == [1] * 4 + [2] * 4 + [4] * 4 + [6] * 4
     assert outcome.report is not None and "Completions over time" in outcome.report.read_text(
         "utf-8"
     )

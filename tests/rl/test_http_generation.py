@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +92,8 @@ def test_completions_are_the_tokens_that_the_server_sampled(
             if backend == "vllm":
                 ids = body["prompt"]
                 reply = served.completions(body)["choices"]
-                want = [
-                    tuple(choice["token_ids"])
-                    for choice in sorted(reply, key=lambda choice: choice["index"])
-                ]
+                reply.sort(key=itemgetter("index"))
+                want = [tuple(choice["token_ids"]) for choice in reply]
             else:
                 ids = body["input_ids"][0]
                 want = [tuple(part["output_ids"]) for part in served.generate(body)]
@@ -142,8 +141,11 @@ def test_what_a_server_has_defaults_of_its_own_for_is_said(
 def test_what_was_not_asked_for_is_not_learnt_from(
     policy: PolicyModel, tiny_tokenizer: Any, wrong: Any, what: str
 ) -> None:
+    def changed(reply: Any) -> Any:
+        return {"choices": [choice | wrong for choice in reply["choices"]]}
+
     with serving(policy, tiny_tokenizer) as (generator, served, _):
-        served.change = lambda reply: {"choices": [choice | wrong for choice in reply["choices"]]}
+        served.change = changed
         with pytest.raises(GenerationError, match=f"(?s)does not fit the request.*row 0.*{what}"):
             generator.generate(PROMPTS[:1], IDS[:1], num_completions=2, seed=1)
 
@@ -166,10 +168,13 @@ def test_another_number_of_completions_than_was_asked_for_is_refused(
 def test_output_ids_other_than_those_of_the_log_probabilities_are_refused(
     policy: PolicyModel, tiny_tokenizer: Any
 ) -> None:
+    def changed(reply: Any) -> Any:
+        for part in reply:
+            part["output_ids"] = [i + 1 for i in part["output_ids"]]
+        return reply
+
     with serving(policy, tiny_tokenizer, backend="sglang") as (generator, served, _):
-        served.change = lambda reply: [
-            part | {"output_ids": [i + 1 for i in part["output_ids"]]} for part in reply
-        ]
+        served.change = changed
         with pytest.raises(
             GenerationError, match="output_ids are others than those of output_token_logprobs"
         ):

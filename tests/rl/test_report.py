@@ -226,41 +226,62 @@ def test_samples_are_first_best_and_last_of_the_same_prompt(
     assert "(no prompt) step 1 reward – (no text)" in text_of(RLRun("r", {1: {}}, samples=(line,)))
 
 
-def test_runs_with_hardly_anything_are_shown(runs: list[RLRun], tmp_path: Path) -> None:
-    proxies = {
-        n: {name: one for name, one in row.items() if "gold" not in name}
-        for n, row in runs[1].steps.items()
-    }
-    blind = replace(runs[1], steps=proxies)
-    cases = {
-        "one step": RLRun("", {1: {"train/reward": 0.5}}),
-        "many steps": RLRun("", {step: {"train/reward": float(step)} for step in range(1, 1001)}),
-        "nothing finite": RLRun(
-            "", {1: {"train/reward": math.nan}, 2: {"validation/reward": math.inf}}
-        ),
-        "no reward": RLRun("", {1: {"train/loss": 0.5}}, alarms=(Alarm("truncation", 1, "Cut."),)),
-        "one validation": RLRun("", {0: {"validation/gold_reward": 1.0, "validation/kl": 0.1}}),
-        "negative KL": RLRun(
-            "", {n: {"validation/gold_reward": n, "validation/kl": -0.1 * n} for n in range(3)}
-        ),
-        "training alone": RLRun(
-            "", {n: {"train/reward": n, "train/gold_reward": -n} for n in range(9)}
-        ),
-        "blind": blind,
-    }
-    named = [replace(run, name=name) for name, run in cases.items()]
-    for run in named:
-        text_of(run)
-    (line,) = rl_page([cases["many steps"]]).over_steps["reward"]  # means of neighbours
+def without_gold(run: RLRun) -> RLRun:
+    steps = {}
+    for step, metrics in run.steps.items():
+        steps[step] = {name: value for name, value in metrics.items() if "gold" not in name}
+    return replace(run, steps=steps)
+
+
+RISING = {step: {"train/reward": float(step)} for step in range(1, 1001)}
+NEGATIVE_KL = {n: {"validation/gold_reward": n, "validation/kl": -0.1 * n} for n in range(3)}
+TRAINING_ALONE = {n: {"train/reward": n, "train/gold_reward": -n} for n in range(9)}
+HARDLY_ANYTHING = {
+    "one step": RLRun("", {1: {"train/reward": 0.5}}),
+    "many steps": RLRun("", RISING),
+    "nothing finite": RLRun(
+        "", {1: {"train/reward": math.nan}, 2: {"validation/reward": math.inf}}
+    ),
+    "no reward": RLRun("", {1: {"train/loss": 0.5}}, alarms=(Alarm("truncation", 1, "Cut."),)),
+    "one validation": RLRun("", {0: {"validation/gold_reward": 1.0, "validation/kl": 0.1}}),
+    "negative KL": RLRun("", NEGATIVE_KL),
+    "training alone": RLRun("", TRAINING_ALONE),
+}
+
+
+@pytest.mark.parametrize("name", HARDLY_ANYTHING)
+def test_a_run_with_hardly_anything_is_shown(name: str) -> None:
+    text_of(replace(HARDLY_ANYTHING[name], name=name))
+
+
+def test_a_long_curve_has_the_means_of_neighbours() -> None:
+    (line,) = rl_page([HARDLY_ANYTHING["many steps"]]).over_steps["reward"]
     assert len(line.x) == 60 and line.x == line.y
-    assert "Proxy over the distance moved" in (said := text_of(blind)) and "Gold reward" not in said
-    assert "no two validations" in text_of(cases["training alone"])
+
+
+def test_a_run_without_gold_shows_the_proxy_alone(runs: list[RLRun]) -> None:
+    text = text_of(without_gold(runs[1]))
+    assert "Proxy over the distance moved" in text
+    assert "Gold reward" not in text
+
+
+def test_a_run_without_validations_says_so() -> None:
+    assert "no two validations" in text_of(HARDLY_ANYTHING["training alone"])
+
+
+def test_runs_side_by_side_are_one_page_and_its_numbers(runs: list[RLRun], tmp_path: Path) -> None:
+    named = [replace(run, name=name) for name, run in HARDLY_ANYTHING.items()]
+    named.append(replace(without_gold(runs[1]), name="blind"))
     page = write_rl_report(named, tmp_path / "new" / "rl.html", title="All")
     assert sorted(path.name for path in page.parent.iterdir()) == ["rl.html", "rl.json"]
     assert json.loads(page.with_suffix(".json").read_text())["title"] == "All"
-    for wrong in ([], [named[0], named[0]]):
+
+
+def test_no_run_and_two_of_one_name_are_refused(tmp_path: Path) -> None:
+    run = HARDLY_ANYTHING["one step"]
+    for wrong in ([], [run, run]):
         with pytest.raises(ConfigError):
-            write_rl_report(wrong, page, title="t")
+            write_rl_report(wrong, tmp_path / "rl.html", title="t")
 
 
 def with_components(folder: Path) -> RLRun:

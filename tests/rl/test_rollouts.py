@@ -4,16 +4,20 @@ every time."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
+import planted
 import pytest
 import torch
 from templates import PROMPTING_CHATML
 
+from treeward.data.prompt_sets import Prompt
 from treeward.environments.interface import Reward
 from treeward.errors import ModelError
+from treeward.rl.generation import CompletionGroup, SampledCompletion
 from treeward.rl.rollouts import PolicyValidation, Rollouts, collect, sampling_seed, validate
 from treeward.rl.setup import GRPOSetup
 
@@ -32,31 +36,55 @@ def measured(run: GRPOSetup) -> PolicyValidation:
     return found
 
 
-def texts(rollouts: Rollouts) -> list[list[str]]:
-    return [[completion.text for completion in group.completions] for group in rollouts.groups]
+def texts(rollouts: Rollouts) -> list[str]:
+    """Of all completions, one group after another."""
+    return [completion.text for completion in completions_of(rollouts)]
+
+
+def completions_of(rollouts: Rollouts) -> list[SampledCompletion]:
+    return list(chain.from_iterable(group.completions for group in rollouts.groups))
+
+
+def prompts_of(rollouts: Rollouts) -> list[Prompt]:
+    return [group.prompt for group in rollouts.groups]
+
+
+def in_samples(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The completions of the lines of samples.jsonl."""
+    return list(chain.from_iterable(sample["completions"] for sample in samples))
 
 
 def test_a_step_that_is_taken_again_is_the_same(opened: Callable[..., GRPOSetup]) -> None:
     run = opened()
     first = collect(run, step=3, drawn=12)
     again = collect(run, step=3, drawn=12)
-    assert texts(first) == texts(again) and torch.equal(first.rewards_PG, again.rewards_PG)
-    assert [g.prompt for g in first.groups] == [
-        run.prompts.prompts[i] for i in run.order.take(12, 4)
-    ]
-    other = collect(run, step=4, drawn=12)  # the same prompts, other completions
-    assert [g.prompt for g in other.groups] == [g.prompt for g in first.groups] and texts(
-        other
-    ) != texts(first)
-    seeds = [
-        sampling_seed(a, b, c, validation=d)
-        for a in (0, 1)
-        for b in range(9)
-        for c in range(5)
-        for d in (0, 1)
-    ]
-    # none is shared
-    assert len(set(seeds)) == len(seeds) and all(0 <= seed < 2**63 for seed in seeds)
+    assert texts(first) == texts(again)
+    assert torch.equal(first.rewards_PG, again.rewards_PG)
+
+
+def test_the_prompts_of_a_step_are_the_next_ones(opened: Callable[..., GRPOSetup]) -> None:
+    run = opened()
+    next_prompts = [run.prompts.prompts[i] for i in run.order.take(12, 4)]
+    assert prompts_of(collect(run, step=3, drawn=12)) == next_prompts
+
+
+def test_another_step_has_other_completions_to_the_same_prompts(
+    opened: Callable[..., GRPOSetup],
+) -> None:
+    run = opened()
+    first = collect(run, step=3, drawn=12)
+    other = collect(run, step=4, drawn=12)
+    assert prompts_of(first) == prompts_of(other)
+    assert texts(first) != texts(other)
+
+
+def test_no_two_draws_share_a_seed() -> None:
+    draws = product((0, 1), range(9), range(5), (False, True))
+    seeds = []
+    for seed, step, draw, is_validation in draws:
+        seeds.append(sampling_seed(seed, step, draw, validation=is_validation))
+    assert len(set(seeds)) == len(seeds) == 2 * 9 * 5 * 2
+    assert all(0 <= seed < 2**63 for seed in seeds)
 
 
 def test_samples_have_the_text_that_environments_read(opened: Callable[..., GRPOSetup]) -> None:
@@ -69,27 +97,45 @@ def test_samples_have_the_text_that_environments_read(opened: Callable[..., GRPO
     validation = measured(run)
     assert rollouts.rewards_PG.eq(1).all() and validation.metrics["validation/reward"] == 1
     for samples in (rollouts.samples, validation.samples):
-        assert all(
-            one["text"].startswith("<think>\n")
-            for sample in samples
-            for one in sample["completions"]
-        )
-    lengths = [len(one.token_ids) for group in rollouts.groups for one in group.completions]
-    logged = [one["num_tokens"] for sample in rollouts.samples for one in sample["completions"]]
-    assert logged == lengths  # the opening is not sampled
+        assert all(sample["text"].startswith("<think>\n") for sample in in_samples(samples))
+    # the opening is not sampled
+    lengths = [len(completion.token_ids) for completion in completions_of(rollouts)]
+    assert [sample["num_tokens"] for sample in in_samples(rollouts.samples)] == lengths
+
+
+def half_alike(prompt: str, response: str) -> float:
+    """The completions of every second prompt are all rewarded alike."""
+    return 0.5 if "moon" in prompt else float(len(response)) + 0.01
+
+
+DYNAMIC = "grpo.use_dynamic_sampling=true"
+
+
+@pytest.fixture
+def half_informative(
+    opened: Callable[..., GRPOSetup], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., GRPOSetup]:
+    monkeypatch.setattr(planted, "vowels", half_alike)
+    return lambda *options: opened(DYNAMIC, "env.planted.function=planted.vowels", *options)
 
 
 def test_dynamic_sampling_draws_until_there_is_enough(
-    opened: Callable[..., GRPOSetup],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    half_informative: Callable[..., GRPOSetup],
 ) -> None:
-    import planted
+    run = half_informative()
+    found = collect(run, step=0, drawn=0)
+    drawn = [run.prompts.prompts[i] for i in run.order.take(0, found.prompts_drawn)]
+    informative = [prompt for prompt in drawn if "moon" not in str(prompt.messages)]
+    assert found.prompts_drawn % 4 == 0
+    assert found.prompts_drawn > 4
+    assert prompts_of(found) == informative[:4]
+    assert found.metrics["train/groups_without_signal"] == 1 - len(informative) / len(drawn)
 
-    # Every second prompt's completions are all rewarded alike.
-    lengths = lambda prompt, response: 0.5 if "moon" in prompt else float(len(response)) + 0.01  # noqa: E731
-    monkeypatch.setattr(planted, "vowels", lengths)
-    run = opened("grpo.use_dynamic_sampling=true", "env.planted.function=planted.vowels")
+
+def test_each_draw_of_dynamic_sampling_has_a_seed_of_its_own(
+    half_informative: Callable[..., GRPOSetup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = half_informative()
     generate = run.generator.generate
     seeds = list[int]()
 
@@ -98,29 +144,37 @@ def test_dynamic_sampling_draws_until_there_is_enough(
         return generate(*arguments, seed=seed, **options)
 
     monkeypatch.setattr(run.generator, "generate", recorded)
-    found = collect(run, step=0, drawn=0)
-    assert len(set(seeds)) == len(seeds) > 1  # each draw samples with a seed of its own
-    drawn = run.order.take(0, found.prompts_drawn)
-    informative = [i for i in drawn if "moon" not in str(run.prompts.prompts[i].messages)]
-    assert found.prompts_drawn % 4 == 0 and found.prompts_drawn > 4
-    assert [g.prompt for g in found.groups] == [run.prompts.prompts[i] for i in informative][:4]
-    assert found.metrics["train/num_groups_sampled"] == found.prompts_drawn
-    assert found.metrics["planted_env/num_samples"] == 4 * found.prompts_drawn
-    assert found.metrics["train/groups_without_signal"] == 1 - len(informative) / len(drawn)
-    # What is logged is of all that was sampled, as if it were one draw.
-    assert found.metrics["planted_env/mean_reward"] == pytest.approx(
-        found.metrics["train/reward"], rel=1e-5
-    )
-    assert found.metrics["planted_env/std_reward"] == pytest.approx(
-        found.metrics["train/reward_std"], rel=1e-4
-    )
-    few = opened("grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=1")
-    assert (
-        0 < len(collect(few, step=0, drawn=0).groups) < 4
-        and "of 4 groups in 1 batches" in caplog.text
-    )
+    collect(run, step=0, drawn=0)
+    assert len(set(seeds)) == len(seeds) > 1
+
+
+def test_the_metrics_of_dynamic_sampling_are_of_all_that_was_sampled(
+    half_informative: Callable[..., GRPOSetup],
+) -> None:
+    """As if it were one draw."""
+    found = collect(half_informative(), step=0, drawn=0)
+    logged = found.metrics
+    assert logged["train/num_groups_sampled"] == found.prompts_drawn
+    assert logged["planted_env/num_samples"] == 4 * found.prompts_drawn
+    mean = logged["train/reward"]
+    std = logged["train/reward_std"]
+    assert logged["planted_env/mean_reward"] == pytest.approx(mean, rel=1e-5)
+    assert logged["planted_env/std_reward"] == pytest.approx(std, rel=1e-4)
+
+
+def test_a_step_goes_on_with_fewer_groups_than_it_wants(
+    half_informative: Callable[..., GRPOSetup], caplog: pytest.LogCaptureFixture
+) -> None:
+    few = half_informative("grpo.dynamic_sampling_max_gen_batches=1")
+    assert 0 < len(collect(few, step=0, drawn=0).groups) < 4
+    assert "of 4 groups in 1 batches" in caplog.text
+
+
+def test_a_step_whose_rewards_are_all_equal_is_an_error(
+    opened: Callable[..., GRPOSetup], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(planted, "vowels", lambda prompt, response: 1.0)
-    alike = opened("grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=2")
+    alike = opened(DYNAMIC, "grpo.dynamic_sampling_max_gen_batches=2")
     with pytest.raises(ModelError, match="(?s)nothing to learn from.*2 batches"):
         collect(alike, step=0, drawn=0)
 
@@ -139,19 +193,22 @@ def test_the_numbers_are_those_of_the_completions(
 ) -> None:
     # so that completions have different lengths
     ends = f"policy.generation.stop_token_ids={list(range(120, 160))}"
-    twice = "grpo.reward_scaling={enabled: true, source_min: 0, source_max: 1, target_min: 0, target_max: 2}"
+    source = "source_min: 0, source_max: 1"
+    twice = f"grpo.reward_scaling={{enabled: true, {source}, target_min: 0, target_max: 2}}"
     run = opened(*GOLD, twice, "grpo.num_val_generations=2", ends)
     with torch.no_grad():
         run.policy.hf.get_output_embeddings().weight.mul_(30)  # type: ignore[union-attr, operator]
     measure = run.updater.measure
     entropies = list[torch.Tensor]()
-    monkeypatch.setattr(
-        run.updater,
-        "measure",
-        lambda groups: (measure(groups), entropies.append(measure(groups)[1]))[0],
-    )
+
+    def recorded(groups: Sequence[CompletionGroup]) -> Any:
+        kl_PG, entropy_PG = measure(groups)
+        entropies.append(entropy_PG)
+        return kl_PG, entropy_PG
+
+    monkeypatch.setattr(run.updater, "measure", recorded)
     found = measured(run)
-    completions = [completion for sample in found.samples for completion in sample["completions"]]
+    completions = in_samples(found.samples)
     assert len(found.samples) == 6 and len(completions) == 12
 
     def mean(name: str) -> float:
@@ -166,7 +223,7 @@ def test_the_numbers_are_those_of_the_completions(
     per_token = float((torch.cat(entropies).flatten() * lengths).sum() / lengths.sum())
     assert found.metrics["validation/entropy"] == pytest.approx(per_token, rel=1e-5)
     assert abs(float(torch.cat(entropies).mean()) - per_token) > 1e-2
-    vowels = [sum(c in "aeiou" for c in a["text"]) / max(len(a["text"]), 1) for a in completions]
+    vowels = [planted.vowels("", completion["text"]) for completion in completions]
     assert [a["raw_reward"] for a in completions] == pytest.approx(vowels)
     rewards = [a["reward"] for a in completions]
     assert len(set(vowels)) > 2

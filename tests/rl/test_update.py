@@ -40,7 +40,10 @@ def moved(hf: PreTrainedModel) -> PreTrainedModel:
 
 def experience(seed: int = 0) -> tuple[list[CompletionGroup], Tensor, Tensor]:
     generator = np.random.default_rng(seed)
-    draw = lambda n: tuple(int(i) for i in generator.integers(3, VOCABULARY, n))  # noqa: E731
+
+    def draw(length: int) -> tuple[int, ...]:
+        return tuple(int(i) for i in generator.integers(3, VOCABULARY, length))
+
     groups = []
     for _ in range(PROMPTS):
         prompt = draw(int(generator.integers(4, 12)))
@@ -62,6 +65,10 @@ def row_log_probs(
     return plain_log_probs(model, sequence, len(group.prompt_ids), temperature)[0]
 
 
+def all_log_probs(model: PreTrainedModel, group: CompletionGroup) -> list[Tensor]:
+    return [row_log_probs(model, group, g) for g in range(len(group.completions))]
+
+
 def said_by(
     hf: PreTrainedModel, groups: Sequence[CompletionGroup], offset: float, noise: float = 0.0
 ) -> list[CompletionGroup]:
@@ -70,7 +77,7 @@ def said_by(
     said = []
     with torch.no_grad():
         for group in groups:
-            rows = [row_log_probs(hf, group, g) for g in range(len(group.completions))]
+            rows = all_log_probs(hf, group)
             completions = [
                 replace(a, log_probs=tuple((row + offset + noise * torch.randn(len(row))).tolist()))
                 for a, row in zip(group.completions, rows, strict=True)
@@ -91,14 +98,8 @@ def plain_updates(
     losses."""
     groups, advantages, used = data
     with torch.no_grad():
-        old = [
-            [row_log_probs(model, group, g) for g in range(len(group.completions))]
-            for group in groups
-        ]
-        ref = [
-            [row_log_probs(reference, group, g) for g in range(len(group.completions))]
-            for group in groups
-        ]
+        old = [all_log_probs(model, group) for group in groups]
+        ref = [all_log_probs(reference, group) for group in groups]
     found = []
     for part in [(0, 1), (2,)] * passes:
         losses = []
@@ -264,10 +265,8 @@ def test_kl_to_the_reference_and_entropy_of_each_completion(estimator: Any) -> N
         loss=PolicyLossConfig(reference_policy_kl_type=estimator, kl_in_reward=True),
         micro_batch_tokens=30,
     )  # fmt: skip
-    evaluated, (kl_PG, entropy_PG) = (
-        updater.evaluate(groups, for_reward=True),
-        updater.measure(groups),
-    )
+    evaluated = updater.evaluate(groups, for_reward=True)
+    kl_PG, entropy_PG = updater.measure(groups)
     assert evaluated.kl_PG is not None and kl_PG is not None
     with torch.no_grad():
         for p, group in enumerate(groups):
@@ -299,7 +298,7 @@ def test_the_mismatch_with_the_generator_is_measured() -> None:
     groups, advantages, used = experience()
     hf = causal_model("qwen3")
     said = said_by(hf, groups, 0.1)
-    all_tokens = sum(len(a.token_ids) for group in groups for a in group.completions)
+    all_tokens = int(completion_lengths(groups).sum())
     for updates, tokens in (
         (1, all_tokens - len(groups[0].completions[1].token_ids)),
         (2, all_tokens),

@@ -96,9 +96,8 @@ def test_both_orders_of_a_comparison_are_drawn_together_and_left_out_together(op
             assert one[FAMILY] == other[FAMILY] and {one[LABEL], other[LABEL]} == {"A", "B"}
     assert run.order.rows_per_epoch == 400 and len(run.validation) == 10
     groups = collect(run, step=0, drawn=0).groups
-    assert [group.prompt.info[FAMILY] for group in groups][::2] == [
-        g.prompt.info[FAMILY] for g in groups
-    ][1::2]
+    families = [group.prompt.info[FAMILY] for group in groups]
+    assert families[::2] == families[1::2]
     longest = max(map(len, run.prompts.token_ids))
     fewer = opened(f"data.max_input_seq_length={longest - 1}")
     assert (

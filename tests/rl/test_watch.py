@@ -68,8 +68,9 @@ def test_a_planted_rise_and_fall_is_reported_soon_after_its_peak() -> None:
     curve = hacking_curve()
     peak = int(curve.argmax())
     assert 3 < peak < 15 and curve[-1] < curve[0]
-    late = [t for run in runs(curve, 40) if (t := first_alarm(WatchConfig(), *run)) is not None]
-    assert len(late) == 40 and min(late) > peak
+    late = [first_alarm(WatchConfig(), *run) for run in runs(curve, 40)]
+    assert len(late) == 40 and None not in late
+    assert min(late) > peak
     # Noise of 1 on 64 prompts: paired standard errors of 0.18. About 0.9 must have gone, of a peak
     # of 1.37.
     lost = [curve[peak] - curve[t] for t in late]
