@@ -28,7 +28,11 @@ from treeward.scoring.scorer import Scorer
 
 @pytest.fixture
 def conversations(real_chats: list[Any]) -> list[list[dict[str, Any]]]:
-    return [[*p.context, *c.messages] for p in real_chats for c in p.completions]
+    conversations = []
+    for preference in real_chats:
+        for completion in preference.completions:
+            conversations.append([*preference.context, *completion.messages])
+    return conversations
 
 
 def trained(family: str, tiny_tokenizer: Any, **changes: Any) -> tuple[RewardModel, Any]:

@@ -56,6 +56,16 @@ GROUPS = [
     [[20, 21, 22, 23], [20, 21, 24]],
 ]
 STARTS = [[3, 3, 3], [2, 2]]
+
+
+def row_log_probs(model: Any) -> list[torch.Tensor]:
+    """The log-probabilities of all sequences, one at a time in plain transformers."""
+    rows = []
+    for group, starts in zip(GROUPS, STARTS, strict=True):
+        rows += [plain_log_probs(model, sequence, starts[0])[0] for sequence in group]
+    return rows
+
+
 CHUNK = 4
 """The same wherever bits are compared: how a matrix product rounds depends on its size."""
 
@@ -77,11 +87,7 @@ def adapted(
 def assert_as_rows(policy: PolicyModel, model: Any, tolerance: float = 2e-5) -> None:
     with torch.no_grad():
         got = policy.log_probs(GROUPS, STARTS)
-        rows = [
-            plain_log_probs(model, s, starts[0])[0]
-            for g, starts in zip(GROUPS, STARTS, strict=True)
-            for s in g
-        ]
+        rows = row_log_probs(model)
     for values, row in zip(got.values_SL, rows, strict=True):
         assert float((values[: len(row)] - row).abs().max()) < tolerance
 
@@ -108,11 +114,7 @@ def test_values_and_gradients_are_those_of_peft_on_plain_rows(family: str, tmp_p
         )
     weights = torch.linspace(-1, 1, got.values_SL.numel()).reshape(got.values_SL.shape)
     (got.values_SL * weights).sum().backward()
-    rows = [
-        plain_log_probs(model, s, starts[0])[0]
-        for g, starts in zip(GROUPS, STARTS, strict=True)
-        for s in g
-    ]
+    rows = row_log_probs(model)
     torch.stack(
         [(row * weights[i, : len(row)]).sum() for i, row in enumerate(rows)]
     ).sum().backward()
@@ -122,9 +124,8 @@ def test_values_and_gradients_are_those_of_peft_on_plain_rows(family: str, tmp_p
     ours = {name: weight.grad for name, weight in adapter_state(policy).items()}
     assert all(grad is not None and bool(grad.any()) for grad in ours.values())
     assert gradient_error(ours, trained) < 1e-5  # type: ignore[arg-type]
-    assert {n for n, p in policy.hf.named_parameters() if p.grad is not None} == {
-        n for n, p in policy.hf.named_parameters() if p.requires_grad
-    }
+    for name, weight in policy.hf.named_parameters():
+        assert (weight.grad is not None) == weight.requires_grad, name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -175,10 +176,11 @@ def test_which_layers_are_adapted(caplog: pytest.LogCaptureFixture) -> None:
         ) == 2 * len(found)
         return found
 
-    attention = {f"model.layers.{i}.self_attn.{part}_proj" for i in range(2) for part in "qkvo"}
-    dense = {
-        f"model.layers.{i}.mlp.{part}_proj" for i in range(2) for part in ("gate", "up", "down")
-    }
+    attention = set()
+    dense = set()
+    for i in range(2):
+        attention |= {f"model.layers.{i}.self_attn.{part}_proj" for part in "qkvo"}
+        dense |= {f"model.layers.{i}.mlp.{part}_proj" for part in ("gate", "up", "down")}
     only = {"match_all_linear": False}
     with caplog.at_level(logging.INFO, "treeward"):
         assert names() == attention | dense

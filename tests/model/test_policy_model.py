@@ -31,7 +31,10 @@ def groups_of_completions(seed: int = 0) -> tuple[list[list[list[int]]], list[li
     """Two prompts: completions that begin alike, are equal, are the beginning of another, and an
     empty one."""
     generator = np.random.default_rng(seed)
-    draw = lambda n: [int(i) for i in generator.integers(3, VOCABULARY, n)]  # noqa: E731
+
+    def draw(length: int) -> list[int]:
+        return [int(i) for i in generator.integers(3, VOCABULARY, length)]
+
     first = draw(13)
     second = draw(5)
     start = draw(4)
@@ -54,11 +57,9 @@ def test_values_and_gradients_are_those_of_plain_rows(family: str) -> None:
     weights = torch.linspace(-1, 1, got.values_SL.numel()).reshape(got.values_SL.shape)
     (got.values_SL * weights).sum().backward()
     gradients = gradients_of(hf)
-    rows = [
-        plain_log_probs(hf, ids, of[0])
-        for group, of in zip(groups, starts, strict=True)
-        for ids in group
-    ]
+    rows = []
+    for group, lengths in zip(groups, starts, strict=True):
+        rows += [plain_log_probs(hf, ids, lengths[0]) for ids in group]
     assert got.mask_SL.sum(1).tolist() == [len(values) for values, _ in rows]
     for s, (values, entropies) in enumerate(rows):
         assert torch.allclose(got.values_SL[s, : len(values)], values, atol=VALUES)
@@ -190,10 +191,8 @@ def test_a_vocabulary_that_two_processes_share_gives_the_same(entropies: bool) -
 
     def part(rank: int) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
         group: Any = distributed.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60))
-        leaves = [
-            x.detach().clone().requires_grad_()
-            for x in (whole[0], *(x[parts[rank]] for x in whole[1:]))
-        ]
+        own = [whole[0], *(x[parts[rank]] for x in whole[1:])]
+        leaves = [x.detach().clone().requires_grad_() for x in own]
         options: dict[str, Any] = {
             "chunk_tokens": 7,
             "scale": 0.5,

@@ -35,7 +35,8 @@ def test_a_token_of_a_language_model_is_a_score(
     lm.save_pretrained(folder)
     tiny_tokenizer.save_pretrained(folder)
     plain = Renderer(tiny_tokenizer)
-    texts = [plain.render(chat) + (end if name == "verifier" else "") for chat in CHATS]
+    suffix = end if name == "verifier" else ""
+    texts = [plain.render(chat) + suffix for chat in CHATS]
     want = []
     for ids in plain.encode_texts(texts):
         with torch.no_grad():

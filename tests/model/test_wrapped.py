@@ -33,11 +33,12 @@ def test_gradients_are_the_same_bits_and_less_is_held(kind: str, family: str) ->
     groups = forest()
     starts = [[1] * len(group) for group in forest()]
     batch = model.make_batch(groups)
-    run = (
-        (lambda: model(batch))
-        if kind == "reward"
-        else (lambda: model.log_probs(groups, starts).values_SL.sum(dim=1))
-    )
+
+    def run() -> Any:
+        if kind == "reward":
+            return model(batch)
+        return model.log_probs(groups, starts).values_SL.sum(dim=1)
+
     want, all_bytes = held_bytes(run)
     want_gradients = gradients(model.hf, want)
     model.zero_grad()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,10 @@ def plain_scores(model: Any, sequences: list[list[int]]) -> torch.Tensor:
 @pytest.fixture
 def options(policy_folder: Path, write_rows: Callable[..., Path]) -> tuple[str, ...]:
     """Which completion is the better one is planted: the one with the sun in it."""
-    rows = [
-        {"prompt": f"Name the {a}.", "chosen": f"A {b} sun.", "rejected": f"A {b} rain."}
-        for a in WORDS
-        for b in WORDS
-    ]
+    rows = []
+    for a, b in product(WORDS, WORDS):
+        row = {"prompt": f"Name the {a}.", "chosen": f"A {b} sun.", "rejected": f"A {b} rain."}
+        rows.append(row)
     path = write_rows("planted.jsonl", rows)
     return (
         "policy.model_config=null",

@@ -46,10 +46,9 @@ def options(write_rows: Callable[..., Path], tmp_path: Path) -> tuple[str, ...]:
     own."""
     rows = []
     for n in range(34):
-        texts = [
-            f"{WORDS[n % 14]} {WORDS[(n + k) % 13]} {'sun' if k == 0 else 'rain'}."
-            for k in range(3)
-        ]
+        texts = []
+        for k, last in enumerate(("sun", "rain", "rain")):
+            texts.append(f"{WORDS[n % 14]} {WORDS[(n + k) % 13]} {last}.")
         graded = [
             {"completion": text, "score": 2 - k, "terse": (n + k) % 3}
             for k, text in enumerate(texts)
@@ -104,9 +103,9 @@ def test_a_run_is_the_same_with_features_and_without(
         )
     left_out = ("time", "timing/", "train/rm/computed_tokens")
     for one, other in zip(*lines, strict=True):
-        values = [
-            {k: v for k, v in line.items() if not k.startswith(left_out)} for line in (one, other)
-        ]
+        values = []
+        for line in (one, other):
+            values.append({k: v for k, v in line.items() if not k.startswith(left_out)})
         assert values[0] == pytest.approx(values[1], abs=1e-6, rel=1e-6, nan_ok=True)
     for name, weight in weights[0].items():
         assert float((weight - weights[1][name]).abs().max()) < 1e-6, name

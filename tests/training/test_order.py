@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -31,11 +32,10 @@ def test_a_run_says_when_its_data_ends_first(
 
 def epoch_of(order: EpochOrder, size: int, epoch: int) -> list[tuple[int, int]]:
     start = epoch * order.steps_per_epoch(size)
-    return [
-        row
-        for step in range(start, start + order.steps_per_epoch(size))
-        for row in order.batch(step, size)
-    ]
+    rows: list[Any] = []
+    for step in range(start, start + order.steps_per_epoch(size)):
+        rows += order.batch(step, size)
+    return rows
 
 
 @given(st.data(), sizes, batch_sizes, seeds, st.booleans())
@@ -43,10 +43,10 @@ def test_a_weight_is_how_often_each_row_comes_in_an_epoch(
     data: st.DataObject, sizes: list[int], size: int, seed: int, shuffle: bool
 ) -> None:
     # Half of a single row would be none at all.
-    weights = [
-        data.draw(st.sampled_from([1.0, 2.0, 3.0] if n == 1 else [0.5, 1.0, 1.5, 2.0]))
-        for n in sizes
-    ]
+    weights = []
+    for size in sizes:
+        choices = [1.0, 2.0, 3.0] if size == 1 else [0.5, 1.0, 1.5, 2.0]
+        weights.append(data.draw(st.sampled_from(choices)))
     counts = Counter(
         epoch_of(EpochOrder(sizes, weights=weights, seed=seed, shuffle=shuffle), size, 1)
     )
@@ -55,7 +55,9 @@ def test_a_weight_is_how_often_each_row_comes_in_an_epoch(
         assert sum(times) == round(length * weight)
         assert all(int(weight) <= time <= int(weight) + 1 for time in times)
     plain = epoch_of(EpochOrder(sizes, seed=seed, shuffle=shuffle), size, 2)
-    everything = [(dataset, row) for dataset, length in enumerate(sizes) for row in range(length)]
+    everything = []
+    for dataset, length in enumerate(sizes):
+        everything += [(dataset, row) for row in range(length)]
     assert sorted(plain) == everything and (shuffle or plain == everything)
 
 

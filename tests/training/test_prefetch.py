@@ -89,11 +89,9 @@ def test_the_loss_is_divided_by_what_weighs_one(
     options = f"rm.loss.weight={weight}", "rm.loss.strength=margin"
     step = BatchPreparer(set_up(tiny_run(data, *options))).step(1)
     assert step.num_units == num_units(step) == units
-    margins = [
-        margin
-        for micro_batch in step.micro_batches
-        for margin in micro_batch.labels.pairs.margin_P.tolist()
-    ]
+    margins = []
+    for micro_batch in step.micro_batches:
+        margins += micro_batch.labels.pairs.margin_P.tolist()
     assert sorted(margins) == [1.0] * 16 + [2.0] * 8  # the differences of the scores
 
 

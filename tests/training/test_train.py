@@ -3,7 +3,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable
-from itertools import chain
+from itertools import chain, permutations
 from pathlib import Path
 from typing import Any
 
@@ -179,12 +179,10 @@ def test_the_trajectory_is_that_of_a_plain_loop(
             comparison = list(run.training_sets.values())[which][row]
             scores = [run.model(run.model.make_batch([[ids]]))[0] for ids in comparison.token_ids]
             ranked = list(zip(scores, comparison.ranks, strict=True))
-            pairs = [
-                -F.logsigmoid(a - b)
-                for a, rank_a in ranked
-                for b, rank_b in ranked
-                if rank_a < rank_b
-            ]
+            pairs = []
+            for (a, rank_a), (b, rank_b) in permutations(ranked, 2):
+                if rank_a < rank_b:
+                    pairs.append(-F.logsigmoid(a - b))
             groups.append(torch.stack(pairs).mean())
         loss = torch.stack(groups).mean()
         expected.append(loss.item())

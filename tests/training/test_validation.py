@@ -50,4 +50,8 @@ def test_a_run_says_what_its_held_out_data_tell(
         low, high = wilson(accuracy * size, size)
         means |= {"accuracy_low": low, "accuracy_high": high}
     told = learnt(means, size, losses)
-    assert told is None if said is None else told is not None and all(part in told for part in said)
+    if said is None:
+        assert told is None
+    else:
+        assert told is not None
+        assert all(part in told for part in said)
