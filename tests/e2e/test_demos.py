@@ -8,6 +8,7 @@ import json
 import runpy
 import shutil
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def test_rlhf_makes_everything_it_needs_and_reports(
     rows = [
         line.split()[:2] for line in capsys.readouterr().out.splitlines() if line.startswith(names)
     ]
-    assert rows == [[name, step] for name in names for step in ("0", "2")]
+    assert rows == list(map(list, product(names, ("0", "2"))))
     page = (tmp_path / "results/rlhf_demo/report.html").read_text(encoding="utf-8")
     assert all(name in page for name in names)
     made = (tmp_path / "results/rlhf_demo/sft/model.safetensors").stat().st_mtime_ns
@@ -89,9 +90,9 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
 def transcripts(count: int) -> list[dict[str, Any]]:
     """The shorter completion is the better one in two of three."""
     asked = [f"\n\nHuman: {QUESTIONS[n % 3]}\n\nAssistant: " for n in range(count)]
-    texts = [
-        ("Yes.", "Yes, and no.") if n % 3 else ("It is so far away.", "No.") for n in range(count)
-    ]
+    texts = []
+    for n in range(count):
+        texts.append(("Yes.", "Yes, and no.") if n % 3 else ("It is so far away.", "No."))
     return [
         {"chosen": q + better, "rejected": q + worse}
         for q, (better, worse) in zip(asked, texts, strict=True)
@@ -119,11 +120,11 @@ def test_a_real_model_is_trained_evaluated_and_its_table_has_the_numbers_of_the_
     assert names["run"]() == 0
     printed = capsys.readouterr().out
     found = list(names["rows"]())
-    assert [(row["set"], row["judge"], row["count"]) for row in found] == [
-        (suite, judge, count)
-        for suite, count in (("llmbar", 4), ("validation", 12))
-        for judge in (*names["MODELS"].values(), "the shorter completion")
-    ]
+    judges = [*names["MODELS"].values(), "the shorter completion"]
+    want = []
+    for suite, count in (("llmbar", 4), ("validation", 12)):
+        want += [(suite, judge, count) for judge in judges]
+    assert [(row["set"], row["judge"], row["count"]) for row in found] == want
     rules = {row["set"]: row for row in found if row["judge"] == "the shorter completion"}
     assert (rules["llmbar"]["right"], rules["validation"]["right"]) == (1.0, pytest.approx(2 / 3))
     assert all(

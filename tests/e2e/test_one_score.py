@@ -32,7 +32,11 @@ CONVERSATIONS = [[*QUESTION, assistant(text)] for text in COMPLETIONS]
 @pytest.fixture(scope="module")
 def crowd() -> list[list[dict[str, Any]]]:
     stream = open_dataset(DatasetConfig(dataset_name="Bundled", split="validation"))
-    return [[*p.context, *c.messages] for p, _ in islice(stream, 12) for c in p.completions]
+    conversations = []
+    for preference, _ in islice(stream, 12):
+        for completion in preference.completions:
+            conversations.append([*preference.context, *completion.messages])
+    return conversations
 
 
 @pytest.fixture(params=["whole", pytest.param("cut", marks=pytest.mark.slow)])

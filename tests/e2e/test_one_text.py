@@ -130,9 +130,10 @@ def write_csv(path: Path, rows: list[Row]) -> str:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]), delimiter=";")
         writer.writeheader()
         for row in rows:
-            writer.writerow(
-                {name: v if isinstance(v, str) else json.dumps(v) for name, v in row.items()}
-            )
+            cells = {}
+            for name, value in row.items():
+                cells[name] = value if isinstance(value, str) else json.dumps(value)
+            writer.writerow(cells)
     return str(path)
 
 
@@ -200,10 +201,9 @@ def test_a_row_has_one_text(
 
     stream = open_dataset(DatasetConfig(data_path=path))
     encoded = encode_dataset(stream, scorer.renderer, cache_dir=tmp_path / "cache")
-    in_training = [[ids.tolist() for ids in comparison.token_ids] for comparison in encoded]
-    assert in_training == [
-        [scorer.renderer.encode(one) for one in conversations] for conversations in meant
-    ]
+    for comparison, conversations in zip(encoded, meant, strict=True):
+        in_training = [ids.tolist() for ids in comparison.token_ids]
+        assert in_training == list(map(scorer.renderer.encode, conversations))
 
     assert main(["score", str(folder), "--data", path, "--output", f"{tmp_path}/out.jsonl"]) == 0
     assert [row["scores"] for row in read_jsonl(tmp_path / "out.jsonl")] == close
@@ -212,7 +212,10 @@ def test_a_row_has_one_text(
     assert [scores_of(scorer, conversations) for conversations in read] == close
 
     environment = RewardModelEnvironment({"model_name": str(folder)})
-    assert [[reward.value for reward in environment.reward(chats, [])] for chats in read] == close
+    rewards = []
+    for chats in read:
+        rewards.append([reward.value for reward in environment.reward(chats, [])])
+    assert rewards == close
     reward = as_trl(environment)
     for row, conversations, values in zip(read_rows(path), read, close, strict=True):
         columns = {key: [row.values.get(key)] * 2 for key in ("tools", "chat_template_kwargs")}
@@ -229,9 +232,8 @@ def test_requests_and_evaluations_have_that_text_too(
     path = WRITERS["rows.parquet"](tmp_path / "rows.parquet", rows)
     assert main(["eval", str(folder), "--data", path, "--output", f"{tmp_path}/eval"]) == 0
     (examples,) = tmp_path.glob("eval/**/examples.jsonl")
-    assert [row["scores"] for row in read_jsonl(examples)] == [
-        pytest.approx(values, abs=CLOSE) for values in want
-    ]
+    for row, values in zip(read_jsonl(examples), want, strict=True):
+        assert row["scores"] == pytest.approx(values, abs=CLOSE)
 
     served = ServedModelConfig(models=(str(folder),), name="rm", device="cpu")
     service = Service.load(ServerConfig(models=(served,)))

@@ -77,9 +77,9 @@ def check_report(folder: Path, accuracies: dict[str, float], shown: str) -> None
         one["suite"]: one for one in json.loads((folder / "results.json").read_text())["results"]
     }
     assert list(results) == ["validation", "length_controlled"]
-    length = {
-        name: {m["name"]: m for m in one["diagnostics"]["length"]} for name, one in results.items()
-    }
+    length = {}
+    for name, result in results.items():
+        length[name] = {metric["name"]: metric for metric in result["diagnostics"]["length"]}
     for name, one in results.items():
         assert one["headline"]["value"] == pytest.approx(accuracies[name], abs=1e-6)
         assert one["num_failed"] == 0 and "perturbations" in one["diagnostics"]

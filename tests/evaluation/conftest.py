@@ -37,9 +37,10 @@ def score_with() -> Callable[..., list[ScoredExample]]:
     def score(
         examples: Sequence[Preference], function: Callable[[Sequence[Any], str], float | None]
     ) -> list[ScoredExample]:
-        return [
-            rated(one, [function(one.context, c.messages[-1]["content"]) for c in one.completions])
-            for one in examples
-        ]
+        scored = []
+        for example in examples:
+            texts = [completion.messages[-1]["content"] for completion in example.completions]
+            scored.append(rated(example, [function(example.context, text) for text in texts]))
+        return scored
 
     return score

@@ -37,9 +37,10 @@ def best_of_every_subset(proxy: Sequence[float], gold: Sequence[float], n: int) 
 
 def analysed(proxy: Any, gold: Any, **options: Any) -> BestOfN:
     """The result of arrays or lists."""
-    proxy, gold = (
-        scores.tolist() if isinstance(scores, np.ndarray) else scores for scores in (proxy, gold)
-    )
+    if isinstance(proxy, np.ndarray):
+        proxy = proxy.tolist()
+    if isinstance(gold, np.ndarray):
+        gold = gold.tolist()
     return analyse(proxy, gold, **options)
 
 
@@ -155,9 +156,9 @@ def test_where_gold_is_highest_and_by_how_much() -> None:
 
 def test_the_report(tmp_path: Path) -> None:
     proxy, gold = (scores.tolist() for scores in peaked_prompts())
-    result = analyse(
-        [[None, *row] for row in proxy], [[1.0, *row] for row in gold], num_resamples=50
-    )
+    with_failed = [[None, *row] for row in proxy]
+    with_gold = [[1.0, *row] for row in gold]
+    result = analyse(with_failed, with_gold, num_resamples=50)
     page = write(tmp_path, result, "length", "grades", "samples.jsonl")
     text = Page(page.read_text(encoding="utf-8")).text
     assert result.sentence in text and "Left out: 12 samples without a proxy score." in text

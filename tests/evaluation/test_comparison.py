@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -41,8 +42,8 @@ def evaluation(
 
 def of_margins(first: Sequence[float | None], second: Sequence[float | None]) -> ModelComparison:
     return compare(
-        evaluation("a", *(scored(i, m) for i, m in enumerate(first))),
-        evaluation("b", *(scored(i, m) for i, m in enumerate(second))),
+        evaluation("a", *map(scored, count(), first)),
+        evaluation("b", *map(scored, count(), second)),
     )
 
 
@@ -104,10 +105,12 @@ def test_of_more_than_two_completions_right_is_said_to_be_stricter() -> None:
 def test_examples_of_one_prompt_are_one_draw() -> None:
     margins = [(1.0, -1.0)] * 30 + [(-1.0, 1.0)] * 10
     prompts = [f"Prompt {n // 10}?" for n in range(40)]
-    metrics = compare(
-        evaluation("a", *(scored(n, a, prompt=prompts[n]) for n, (a, _) in enumerate(margins))),
-        evaluation("b", *(scored(n, b, prompt=prompts[n]) for n, (_, b) in enumerate(margins))),
-    )
+    of_a = []
+    of_b = []
+    for n, (margin_a, margin_b) in enumerate(margins):
+        of_a.append(scored(n, margin_a, prompt=prompts[n]))
+        of_b.append(scored(n, margin_b, prompt=prompts[n]))
+    metrics = compare(evaluation("a", *of_a), evaluation("b", *of_b))
     differences = [1] * 30 + [-1] * 10
     assert metrics.overall.num_prompts == 4
     # With four prompts no more than four signs speak; forty independent examples would say p =

@@ -42,15 +42,16 @@ class Questions(Suite):
     title = "Questions"
 
     def load(self, source: str | None = None) -> list[Preference]:
-        return [
-            preference(
+        examples = []
+        for n in range(int(source or 90)):
+            example = preference(
                 id=str(n),
                 subset="even" if n % 2 == 0 else "odd",
                 prompt=f"How many are {n} and {n * n} stones, put on one heap?",
                 texts=[f"It is {n}.", "It is not known."],
             )
-            for n in range(int(source or 90))
-        ]
+            examples.append(example)
+        return examples
 
     def _compute(self, scored: Any) -> SuiteResult:
         return SuiteResult(self.name, self.part("accuracy", scored))

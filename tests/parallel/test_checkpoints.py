@@ -205,13 +205,12 @@ def export(folder: Path, tokenizer_folder: Path) -> bool:
     makes = EXPORTED | {"adapted": partial(adapted, folder / "llama")}
     for name, make in makes.items():
         made = make()
-        model = (
-            made
-            if name == "adapted"
-            else PolicyModel(made)
-            if name == "tied"
-            else RewardModel(made)
-        )
+        if name == "adapted":
+            model = made
+        elif name == "tied":
+            model = PolicyModel(made)
+        else:
+            model = RewardModel(made)
         shard(model, mesh, dtype=DTYPE.get(name, torch.bfloat16))
         renderer = Renderer(tokenizer)
         export_model(model, tokenizer, folder / name, chat_template=renderer.chat_template)

@@ -257,6 +257,5 @@ def assert_same_runs(found: list[Any], want: dict[str, Any], together: Path, alo
             for folder in (together, alone)
         ]
         for one, other in zip(*(map(json.loads, lines) for lines in samples), strict=True):
-            assert [text["text"] for text in one["completions"]] == [
-                text["text"] for text in other["completions"]
-            ]
+            for ours, theirs in zip(one["completions"], other["completions"], strict=True):
+                assert ours["text"] == theirs["text"]

@@ -177,9 +177,9 @@ def compare(num_tensor: int, cases: str, num_copies: int = 1) -> dict[str, list[
         found += [abs(norms[1] / norms[0] - 1), _gradients_off(part, full)]
         for model in (full, part):
             build_optimizer(model, OptimizerConfig(kwargs={"lr": 0.01, "eps": 0.01})).step()
-        weights = [
-            {name: one.detach() for name, one in model.named_parameters()} for model in (full, part)
-        ]
+        weights = []
+        for model in (full, part):
+            weights.append({name: one.detach() for name, one in model.named_parameters()})
         found.append(
             max(score_error(whole(one), weights[0][name]) for name, one in weights[1].items())
         )
@@ -202,12 +202,11 @@ def in_bfloat16() -> list[Any]:
     _backward(plain, slice(None))
     share = slice(mesh.data_rank, None, mesh.data_size)
     [got], [want] = _backward(sharded, share), _backward(own, share)
-    dtypes = {
-        str(one.dtype)
-        for weight in sharded.parameters()
-        for one in (weight, weight.grad)
-        if one is not None
-    }
+    dtypes = set()
+    for weight in sharded.parameters():
+        dtypes.add(str(weight.dtype))
+        if weight.grad is not None:
+            dtypes.add(str(weight.grad.dtype))
     return [sorted(dtypes), str(got.dtype), score_error(got, want), _gradients_off(sharded, plain)]
 
 

@@ -114,10 +114,8 @@ def test_any_number_of_processes_trains_the_same_model(
     read = f"dataset_name: auto, data_path: {rows}, split: null"
     data = [f"data.train={{{read}}}", f"data.validation=[{{{read}, name: held_out}}]"]
     chosen = {name: [*COMMON, *data, *CASES[name]] for name in cases}
-    laid_out = {
-        name: [*own, *(f"policy.dtensor_cfg.{key}={value}" for key, value in layout.items())]
-        for name, own in chosen.items()
-    }
+    words = [f"policy.dtensor_cfg.{key}={value}" for key, value in layout.items()]
+    laid_out = {name: [*own, *words] for name, own in chosen.items()}
     begun = BEGUN if "parts" in cases and not layout else {}
     laid_out |= {name: chosen["parts"] for name in begun}
     if begun:

@@ -57,10 +57,10 @@ def assert_close(got: dict[str, float], want: dict[str, float], where: str) -> N
 def assert_same_files(got: Path, want: Path, *, but_for: str = "optimizer", after: int = 0) -> None:
     """`but_for`: a folder that only one of them has. `after`: the first step that `got`, which goes
     on from a checkpoint of another run, has taken; its best checkpoint may be another."""
-    lines = [
-        [line for line in read_metrics(folder / "logs" / "metrics.jsonl") if line["step"] >= after]
-        for folder in (got, want)
-    ]
+    lines = []
+    for folder in (got, want):
+        all_lines = read_metrics(folder / "logs" / "metrics.jsonl")
+        lines.append([line for line in all_lines if line["step"] >= after])
     for one, other in zip(*lines, strict=True):
         # how many trees share a beginning depends on which are computed together
         left_out = ("time", "timing/", "train/rm/computed_tokens", "train/computed_tokens")
@@ -71,10 +71,10 @@ def assert_same_files(got: Path, want: Path, *, but_for: str = "optimizer", afte
             ),
             str(got),
         )
-    names = [
-        {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
-        for folder in (got, want)
-    ]
+    names = []
+    for folder in (got, want):
+        files = filter(Path.is_file, folder.rglob("*"))
+        names.append({path.relative_to(folder) for path in files})
     other = names[0] - names[1] if after else names[0] ^ names[1]
     assert not [name for name in other if {"optimizer", "ranks", but_for}.isdisjoint(name.parts)]
     for file in sorted(got.glob(f"checkpoints/{'step_' if after else ''}*/**/model.safetensors")):
@@ -92,5 +92,7 @@ def assert_same_files(got: Path, want: Path, *, but_for: str = "optimizer", afte
                 and contract.read == own.read
                 and contract.rendering == own.rendering
             )
-            scores = [{one.name: one.score for one in signed.golden} for signed in (contract, own)]
+            scores = []
+            for signed in (contract, own):
+                scores.append({one.name: one.score for one in signed.golden})
             assert scores[0] and scores[0] == pytest.approx(scores[1], abs=1e-3)

@@ -63,21 +63,20 @@ def test_strata_are_bounded_by_a_tenth_of_the_longer_completion(score_with: Any)
 
 
 def test_a_completion_without_a_score_is_left_out_and_a_tie_is_wrong(score_with: Any) -> None:
-    examples = [
-        preference(str(i), "s", str(i), ["good " * (9 if i % 2 else 2), "poor " * 5])
-        for i in range(8)
-    ]
+    examples = []
+    for i in range(8):
+        length = 9 if i % 2 else 2
+        examples.append(preference(str(i), "s", str(i), ["good " * length, "poor " * 5]))
     tied = diagnose_length(
         score_with(examples, lambda context, text: float("good" in text and len(text) < 20))
     )
     assert (tied.accuracy_longer_right.value, tied.accuracy_shorter_right.value) == (0, 1)
     assert tied.accuracy_gap.note is None
-    half = diagnose_length(
-        score_with(
-            examples[:7],
-            lambda context, text: None if context[0]["content"] == "1" else float("good" in text),
-        )
-    )
+
+    def all_but_one(context: Any, text: str) -> float | None:
+        return None if context[0]["content"] == "1" else float("good" in text)
+
+    half = diagnose_length(score_with(examples[:7], all_but_one))
     assert (half.accuracy_longer_right.value, half.accuracy_longer_right.count) == (1, 2)
     assert half.length_controlled_accuracy.value == 1 and half.accuracy_gap.value == 0
     assert half.longer_is_right.count == 7  # of the data

@@ -90,11 +90,12 @@ def test_the_sample_is_drawn_from_the_examples_that_can_be_rewritten(bundled: An
     assert len(ordered) < len(examples)  # some are ties
     first = sample_examples(examples, 50)
     assert len(first) == 50 and all(example in ordered for example in first)
-    assert [examples.index(example) for example in first] == sorted(
-        examples.index(example) for example in first
-    )
+    places = list(map(examples.index, first))
+    assert places == sorted(places)
     some = ordered[:150]
-    ids = [[example.id for example in sample_examples(some, count)] for count in (20, 40)]
+    ids = []
+    for count in (20, 40):
+        ids.append([example.id for example in sample_examples(some, count)])
     assert set(ids[0]) < set(ids[1])  # so that a larger sample scores only what it has more
     fewer = [example for example in some if example.id not in ids[0][:3]]
     assert set(ids[0][3:]) <= {example.id for example in sample_examples(fewer, 20)}

@@ -44,16 +44,17 @@ SECTIONS |= {"hard": 0.7222222222222222, "normal": 0.6180555555555556, "easy": 0
 
 
 def rm_rows() -> list[dict[str, Any]]:
-    return [
-        {
+    rows = []
+    for i, (domain, _, _) in enumerate(TABLE):
+        row = {
             "id": i,
             "prompt": f"prompt {i}",
             "chosen": [f"right {style} {i}" for style in range(3)],
             "rejected": [f"wrong {style} {i}" for style in range(3)],
             "domain": domain,
         }
-        for i, (domain, _, _) in enumerate(TABLE)
-    ]
+        rows.append(row)
+    return rows
 
 
 @pytest.fixture
@@ -94,10 +95,8 @@ def test_hard_is_where_the_wrong_answer_is_the_fancier_one(rm_examples: list[Pre
 
 
 def test_a_prompt_without_all_scores_is_wrong_in_every_cell(table: list[ScoredExample]) -> None:
-    lost = [
-        rated(one.example, (*one.scores[:5], None)) if i == 4 else one
-        for i, one in enumerate(table)
-    ]
+    lost = list(table)
+    lost[4] = rated(table[4].example, (*table[4].scores[:5], None))
     result = RMBench().summarize(lost)
     # The third prompt of math was right in all nine cells.
     assert {m.name: m.value for m in result.sections}["math"] == pytest.approx(
@@ -121,8 +120,9 @@ SOURCES = ("mmlu-pro-computer science", "livebench-reasoning", "livebench-math",
 
 
 def judged_rows(count: int) -> list[dict[str, Any]]:
-    return [
-        {
+    rows = []
+    for i in range(count):
+        row = {
             "pair_id": str(i),
             "original_id": str(i),
             "source": SOURCES[i % 4],
@@ -132,8 +132,8 @@ def judged_rows(count: int) -> list[dict[str, Any]]:
             "response_B": f"b {i}",
             "label": "A>B" if i % 3 else "B>A",
         }
-        for i in range(count)
-    ]
+        rows.append(row)
+    return rows
 
 
 @pytest.fixture

@@ -42,15 +42,17 @@ def pair(subset: str, number: int, prompt: str | None = None) -> Preference:
 
 def whole_benchmark(accuracies: Mapping[str, float]) -> list[ScoredExample]:
     """Every pair of the published data, as many of each subset right as its accuracy says."""
-    sizes = {
-        subset: weight for section in WEIGHTS.values() for subset, weight in section.items()
-    } | {"math-prm": 447}
+    sizes: dict[str, int] = {}
+    for section in WEIGHTS.values():
+        sizes |= section
+    sizes["math-prm"] = 447  # in the published data; its weight is another
     right = {subset: round(accuracies[subset] * size) for subset, size in sizes.items()}
-    return [
-        rated(pair(subset, number), (1.0, 0.0) if number < right[subset] else (0.0, 1.0))
-        for subset, size in sizes.items()
-        for number in range(size)
-    ]
+    rows = []
+    for subset, size in sizes.items():
+        for number in range(size):
+            scores = (1.0, 0.0) if number < right[subset] else (0.0, 1.0)
+            rows.append(rated(pair(subset, number), scores))
+    return rows
 
 
 @pytest.mark.parametrize("column", BY_HAND)
@@ -223,19 +225,13 @@ def test_the_overall_score_is_the_plain_mean_of_the_subsets() -> None:
 @pytest.mark.parametrize("which", ["tied:2", "ref:2"])
 def test_a_failed_prompt_of_ties_is_as_bad_as_can_be(which: str) -> None:
     rows = ties(GOLDEN)
-    lost = [
-        rated(one.example, (None, *one.scores[1:])) if one.example.id == f"Ties/{which}" else one
-        for one in rows
-    ]
-    terrible = [
-        rated(
-            one.example,
-            tuple(-1e9 if rank == 0 else 0.0 for rank in one.example.ranks[:-1]) + (0.0,),
-        )
-        if one.example.id == f"Ties/{which}"
-        else one
-        for one in rows
-    ]
+    place = [row.example.id for row in rows].index(f"Ties/{which}")
+    tie = rows[place]
+    lost = list(rows)
+    lost[place] = rated(tie.example, (None, *tie.scores[1:]))
+    scores = [-1e9 if rank == 0 else 0.0 for rank in tie.example.ranks]
+    terrible = list(rows)
+    terrible[place] = rated(tie.example, (*scores[:-1], 0.0))
     suite = RewardBench2()
     # Correct answers with no spread of their own: D is 0 in one and unknown in the other, and
     # neither beats it.
