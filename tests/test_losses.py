@@ -7,7 +7,7 @@ import inspect
 import math
 from functools import reduce
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -132,48 +132,72 @@ def test_bfloat16_scores_are_compared_in_float32() -> None:
     assert float(loss) == pytest.approx(math.log1p(math.exp(0.0625)), rel=1e-6)
 
 
-def test_strengths() -> None:
-    """HelpSteer's grade, or scores, as margin, soft label or weight; none, or scores against ranks,
-    say nothing."""
-    scores = torch.tensor([1.0, 0.0, 0.5, 0.0, -0.5])
-    ranks = [(0, 1), (0, 1, 2)]
+STRENGTH_SCORES = torch.tensor([1.0, 0.0, 0.5, 0.0, -0.5])
+STRENGTH_RANKS = [(0, 1), (0, 1, 2)]
+Kind = Literal["margin", "soft_label", "weight"]
+
+
+def win(difference: float) -> float:
+    """The loss of a pair that the better one wins."""
+    return math.log1p(math.exp(-difference))
+
+
+def soft(difference: float, log_odds: float) -> float:
+    """The loss of a pair that the better one wins with these log-odds."""
+    return win(difference) + difference / (1 + math.exp(log_odds))
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "second"),
+    [
+        ("margin", win(1 - 1), win(0.5 - 1)),
+        ("soft_label", soft(1, 1), soft(0.5, 1)),
+        ("weight", win(1), win(0.5)),
+    ],
+)
+def test_a_strength_is_a_margin_a_soft_label_or_a_weight(
+    kind: Kind, first: float, second: float
+) -> None:
+    """HelpSteer's grade of the first pair, and the scores of a group, of which the last has
+    none."""
     strengths = [2.0, (3.0, 1.0, None)]
-    scale = 0.5
+    pairs = ranked_pairs(STRENGTH_RANKS, strengths=strengths, strength=kind, strength_scale=0.5)
+    want = first + (second + win(1.0) + win(0.5)) / 3
+    assert float(bradley_terry(STRENGTH_SCORES, pairs)) == pytest.approx(want, abs=1e-6)
 
-    def win(difference: float) -> float:
-        """The loss of a pair that the better one wins."""
-        return math.log1p(math.exp(-difference))
 
-    def soft(difference: float, log_odds: float) -> float:
-        """The loss of a pair that the better one wins with these log-odds."""
-        return win(difference) + difference / (1 + math.exp(log_odds))
+@pytest.mark.parametrize(
+    ("kind", "first", "second"),
+    [
+        ("margin", win(1), win(0.5)),
+        ("soft_label", soft(1, -2), (win(0.5) + win(-0.5)) / 2),
+        ("weight", 0.0, 0.0),
+    ],
+)
+def test_a_strength_against_the_ranks_says_nothing(kind: Kind, first: float, second: float) -> None:
+    strengths = [-2.0, (0.0, 1.0, None)]
+    pairs = ranked_pairs(STRENGTH_RANKS, strengths=strengths, strength=kind, weight="pair")
+    want = first + second + win(1.0) + win(0.5)
+    assert pairs.num_units == 4
+    assert float(bradley_terry(STRENGTH_SCORES, pairs)) == pytest.approx(want, abs=1e-6)
 
-    of_kind = {
-        "margin": win(1 - 1) + (win(0.5 - 1) + win(1.0) + win(0.5)) / 3,
-        "soft_label": soft(1, 1) + (soft(0.5, 1) + win(1.0) + win(0.5)) / 3,
-        "weight": win(1) * 1 + (win(0.5) * 1 + win(1.0) + win(0.5)) / 3,
-    }
-    for kind, want in of_kind.items():
-        pairs = ranked_pairs(ranks, strengths=strengths, strength=kind, strength_scale=scale)  # type: ignore[arg-type]
-        assert float(bradley_terry(scores, pairs)) == pytest.approx(want, abs=1e-6), kind
-        each = ranked_pairs(ranks, strengths=[-2.0, (0.0, 1.0, None)], strength=kind, weight="pair")  # type: ignore[arg-type]
-        none = {"margin": win(1), "soft_label": soft(1, -2), "weight": 0.0}[kind]
-        other = {"margin": win(0.5), "soft_label": (win(0.5) + win(-0.5)) / 2, "weight": 0.0}[kind]
-        assert each.num_units == 4
-        assert float(bradley_terry(scores, each)) == pytest.approx(
-            none + other + win(1.0) + win(0.5), abs=1e-6
-        ), kind
-    [target] = ranked_pairs(
-        [(0, 1)], strengths=[math.log(4)], strength="soft_label"
-    ).target_P.tolist()
-    assert target == pytest.approx(0.8)  # a judge's probability is itself
-    # 0.2, smoothed 0.26
-    unlikely = ranked_pairs([(0, 1)], strengths=[math.log(0.25)], strength="soft_label")
-    assert float(bradley_terry(scores, unlikely, label_smoothing=0.1)) == pytest.approx(
-        win(1) + 0.74, abs=1e-6
-    )
-    ends = ranked_pairs([(0, 1)] * 2, strengths=[-1e5, 1e5], strength="soft_label").target_P
-    assert ends.tolist() == [0.0, 1.0]
+
+def test_the_log_odds_of_a_probability_are_that_probability() -> None:
+    """As a judge gives it."""
+    pairs = ranked_pairs([(0, 1)], strengths=[math.log(4)], strength="soft_label")
+    assert pairs.target_P.tolist() == pytest.approx([0.8])
+
+
+def test_a_soft_label_is_smoothed() -> None:
+    """0.2 becomes 0.26."""
+    pairs = ranked_pairs([(0, 1)], strengths=[math.log(0.25)], strength="soft_label")
+    loss = float(bradley_terry(STRENGTH_SCORES, pairs, label_smoothing=0.1))
+    assert loss == pytest.approx(win(1) + 0.74, abs=1e-6)
+
+
+def test_a_soft_label_of_any_strength_is_finite() -> None:
+    pairs = ranked_pairs([(0, 1)] * 2, strengths=[-1e5, 1e5], strength="soft_label")
+    assert pairs.target_P.tolist() == [0.0, 1.0]
 
 
 @given(GROUPS, st.sampled_from(["group", "pair"]), st.integers(0, 9))

@@ -244,65 +244,79 @@ def test_an_overlong_completion_leaves_the_others(
     assert not encode(preference("Paris.", "Lyon.")).counts.is_much_dropped
 
 
-def test_counts_and_costs_are_those_of_the_rows(
-    encode: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+VARIED = varied(150)
+MOST_TOKENS = 120
+
+
+@pytest.fixture
+def in_batches(encode: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The varied rows, encoded in several goes."""
     monkeypatch.setattr(encoding, "_ROWS_AT_ONCE", 16)
     monkeypatch.setattr(encoding, "_ROWS_IN_BATCH", 40)
-    rows = varied(150)
-    renderer = renderer_of(120)
-    dataset = encode(*rows, renderer=renderer)
-    counts = dataset.counts
-    assert (
-        counts.read
-        == 151
-        == counts.kept + counts.dropped_too_long + counts.dropped_identical + counts.dropped_ties
-    )
-    assert (
-        min(
-            counts.dropped_ties,
-            counts.dropped_identical,
-            counts.dropped_too_long,
-            counts.deduplicated,
-        )
-        > 0
-    )
-    assert counts.dropped_ties == sum(len(set(row.ranks)) == 1 for row in rows)
-    assert counts.tokens == sum(c.num_tokens for c in dataset)
-    assert counts.tree_tokens == sum(c.tree_tokens for c in dataset)
-    assert all(c.tree_tokens == count_tree_tokens(c.token_ids) for c in dataset)
-    assert dataset.tree_tokens.tolist() == [c.tree_tokens for c in dataset]
-    assert dataset.shapes.tolist() == [
-        [len(c.token_ids), max(map(len, c.token_ids))] for c in dataset
-    ]
-    some = dataset.first(9)
-    assert (
-        some.digests.tolist() == dataset.digests.tolist()[:9]
-        and len(some) == 9
-        and some.counts == counts
-    )
-    assert [c.where for c in pickle.loads(pickle.dumps(some))] == [c.where for c in dataset[:9]]
-    assert counts.kept == len(dataset)
+    return encode(*VARIED, renderer=renderer_of(MOST_TOKENS))
+
+
+def test_every_row_is_kept_or_counted_as_dropped(in_batches: Any) -> None:
+    counts = in_batches.counts
+    dropped = (counts.dropped_too_long, counts.dropped_identical, counts.dropped_ties)
+    assert counts.read == 151
+    assert counts.read == counts.kept + sum(dropped)
+    assert counts.kept == len(in_batches)
+    assert min(*dropped, counts.deduplicated) > 0
+    assert counts.dropped_ties == sum(len(set(row.ranks)) == 1 for row in VARIED)
+
+
+def test_tokens_and_costs_are_those_of_the_comparisons(in_batches: Any) -> None:
+    counts = in_batches.counts
+    costs = [count_tree_tokens(comparison.token_ids) for comparison in in_batches]
+    assert counts.tokens == sum(comparison.num_tokens for comparison in in_batches)
+    assert counts.tree_tokens == sum(costs)
+    assert [comparison.tree_tokens for comparison in in_batches] == costs
+    assert in_batches.tree_tokens.tolist() == costs
+    shapes = []
     highest = 0
-    for comparison in dataset:
+    for comparison in in_batches:
+        shapes.append([len(comparison.token_ids), max(map(len, comparison.token_ids))])
         highest = max(highest, *(int(ids.max()) for ids in comparison.token_ids))
-    assert dataset.highest_token == highest
-    for comparison in dataset:
-        row = [*rows, OTHER][int(comparison.where.partition(":")[2]) - 1]
-        own = {tuple(renderer.encode([*row.context, *c.messages])) for c in row.completions}
-        own = {ids for ids in own if len(ids) <= 120}
-        assert {tuple(ids.tolist()) for ids in comparison.token_ids} == own
+    assert in_batches.shapes.tolist() == shapes
+    assert in_batches.highest_token == highest
+
+
+def test_a_comparison_has_the_tokens_of_its_row(in_batches: Any) -> None:
+    renderer = renderer_of(MOST_TOKENS)
+    rows = [*VARIED, OTHER]
+    for comparison in in_batches:
+        row = rows[int(comparison.where.partition(":")[2]) - 1]
+        want = set()
+        for completion in row.completions:
+            ids = renderer.encode([*row.context, *completion.messages])
+            if len(ids) <= MOST_TOKENS:
+                want.add(tuple(ids))
+        assert {tuple(ids.tolist()) for ids in comparison.token_ids} == want
         assert (comparison.strength, comparison.subset) == (row.strength, row.task_name)
-    assert [c.where for c in dataset[3:9:2]] == [dataset[i].where for i in (3, 5, 7)]
+
+
+def test_the_first_comparisons_keep_the_counts_of_all(in_batches: Any) -> None:
+    some = in_batches.first(9)
+    assert len(some) == 9
+    assert some.digests.tolist() == in_batches.digests.tolist()[:9]
+    assert some.counts == in_batches.counts
+
+
+def test_comparisons_are_read_by_index_and_slice(in_batches: Any) -> None:
+    places = [comparison.where for comparison in in_batches]
+    assert [comparison.where for comparison in in_batches[3:9:2]] == places[3:9:2]
     with pytest.raises(IndexError):
-        dataset[len(dataset)]
-    copy = pickle.loads(pickle.dumps(dataset))
-    assert (
-        copy.counts == counts
-        and copy.fingerprint == dataset.fingerprint
-        and copy[-1].where == dataset[-1].where
-    )
+        in_batches[len(in_batches)]
+
+
+def test_encoded_comparisons_go_to_another_process(in_batches: Any) -> None:
+    copy = pickle.loads(pickle.dumps(in_batches))
+    assert copy.counts == in_batches.counts
+    assert copy.fingerprint == in_batches.fingerprint
+    assert copy[-1].where == in_batches[-1].where
+    some = pickle.loads(pickle.dumps(in_batches.first(9)))
+    assert [comparison.where for comparison in some] == [c.where for c in in_batches[:9]]
 
 
 def test_the_cache_is_reused_for_the_same_content_only(

@@ -132,79 +132,79 @@ def test_the_debug_script(tmp_path: Path) -> None:
     )
 
 
-def test_every_option_of_the_script_has_its_override_or_a_reason(tmp_path: Path) -> None:
-    """The arguments of `Args`, `ModelConfig` and `TokenizerConfig` in open-instruct e6c3044a."""
-    args = """dataset_mixer_list dataset_mixer_eval_list dataset_mixer_list_splits dataset_mixer_eval_list_splits
-    dataset_transform_fn dataset_target_columns dataset_cache_mode dataset_local_cache_dir dataset_config_hash
-    dataset_config_eval_hash dataset_skip_cache max_token_length max_prompt_token_length cache_dataset_only exp_name
-    seed run_name eps learning_rate lr_scheduler_type warm_up_steps num_train_epochs gradient_accumulation_steps
-    per_device_train_batch_size per_device_eval_batch_size total_episodes world_size micro_batch_size local_batch_size
-    batch_size num_training_steps eval_freq hf_repo_url num_evals with_tracking wandb_project_name wandb_entity
-    push_to_hub hf_entity hf_repo_id hf_repo_revision output_dir gs_bucket_path model_name_or_path model_revision
-    gradient_checkpointing dtype attn_implementation use_cache use_peft lora_r lora_alpha lora_dropout
-    lora_target_modules lora_modules_to_save lora_task_type load_in_8bit load_in_4bit bnb_4bit_quant_type
-    use_bnb_nested_quant tokenizer_name_or_path tokenizer_revision trust_remote_code use_fast chat_template_name add_bos
-    get_tokenizer_fn tokenizer_name use_slow_tokenizer tokenizer_files_hash ground_truths_key sft_messages_key"""
-    values = {
-        **{
-            "dataset_mixer_list": "me/pairs 0.5 me/more 400",
-            "dataset_mixer_eval_list": "me/held-out 1.0",
-        },
-        **{"dataset_mixer_list_splits": "train", "dataset_mixer_eval_list_splits": "test"},
-        **{
-            "learning_rate": "3e-6",
-            "eps": "1e-5",
-            "lr_scheduler_type": "cosine",
-            "chat_template_name": "default",
-        },
-        **dict.fromkeys(
-            (
-                "with_tracking",
-                "add_bos",
-                "push_to_hub",
-                "gradient_checkpointing",
-                "trust_remote_code",
-            ),
-            "",
-        ),
-        **{
-            "model_name_or_path": "me/sft",
-            "tokenizer_name": "me/other",
-            "hf_repo_id": "rm",
-            "hf_entity": "me",
-        },
-        **{"dataset_local_cache_dir": "cache", "wandb_project_name": "rm", "wandb_entity": "me"},
-    }
-    without = set(NO_COUNTERPART)
+OPTION_NAMES = """
+dataset_mixer_list dataset_mixer_eval_list dataset_mixer_list_splits dataset_mixer_eval_list_splits
+dataset_transform_fn dataset_target_columns dataset_cache_mode dataset_local_cache_dir
+dataset_config_hash dataset_config_eval_hash dataset_skip_cache max_token_length
+max_prompt_token_length cache_dataset_only exp_name seed run_name eps learning_rate
+lr_scheduler_type warm_up_steps num_train_epochs gradient_accumulation_steps
+per_device_train_batch_size per_device_eval_batch_size total_episodes world_size micro_batch_size
+local_batch_size batch_size num_training_steps eval_freq hf_repo_url num_evals with_tracking
+wandb_project_name wandb_entity push_to_hub hf_entity hf_repo_id hf_repo_revision output_dir
+gs_bucket_path model_name_or_path model_revision gradient_checkpointing dtype attn_implementation
+use_cache use_peft lora_r lora_alpha lora_dropout lora_target_modules lora_modules_to_save
+lora_task_type load_in_8bit load_in_4bit bnb_4bit_quant_type use_bnb_nested_quant
+tokenizer_name_or_path tokenizer_revision trust_remote_code use_fast chat_template_name add_bos
+get_tokenizer_fn tokenizer_name use_slow_tokenizer tokenizer_files_hash ground_truths_key
+sft_messages_key
+"""
+OPTIONS = frozenset(OPTION_NAMES.split())
+"""The arguments of `Args`, `ModelConfig` and `TokenizerConfig` in open-instruct e6c3044a."""
+VALUES = {
+    "dataset_mixer_list": "me/pairs 0.5 me/more 400",
+    "dataset_mixer_eval_list": "me/held-out 1.0",
+    "dataset_mixer_list_splits": "train",
+    "dataset_mixer_eval_list_splits": "test",
+    "learning_rate": "3e-6",
+    "eps": "1e-5",
+    "lr_scheduler_type": "cosine",
+    "chat_template_name": "default",
+    "with_tracking": "",
+    "add_bos": "",
+    "push_to_hub": "",
+    "gradient_checkpointing": "",
+    "trust_remote_code": "",
+    "model_name_or_path": "me/sft",
+    "tokenizer_name": "me/other",
+    "hf_repo_id": "rm",
+    "hf_entity": "me",
+    "dataset_local_cache_dir": "cache",
+    "wandb_project_name": "rm",
+    "wandb_entity": "me",
+}
+"""An option -> its words; any other option is 7."""
+
+
+def test_every_option_with_a_counterpart_is_an_override(tmp_path: Path) -> None:
     words = []
-    for name in sorted({*args.split()} - without - {"tokenizer_name_or_path"}):
-        words += [f"--{name}", *values.get(name, "7").split()]
+    # tokenizer_name has the same key
+    for name in sorted(OPTIONS - NO_COUNTERPART.keys() - {"tokenizer_name_or_path"}):
+        words += [f"--{name}", *VALUES.get(name, "7").split()]
     file = tmp_path / "base.yaml"
     file.write_text(BASE, encoding="utf-8")
     config = load_config(file, overrides(words))
     [first, second] = config.data.train
-    assert (first.data_path, first.split, first.weight, second.split) == (
-        "me/pairs",
-        "train",
-        0.5,
-        "train[:400]",
-    )
-    assert (config.data.validation[0].data_path, config.data.validation[0].split) == (
-        "me/held-out",
-        "test",
-    )
-    assert config.policy.optimizer.kwargs == {
-        **config.policy.optimizer.kwargs,
-        "lr": 3e-6,
-        "eps": 1e-5,
-    }
-    assert (config.policy.train_micro_batch_size, config.policy.train_global_batch_size) == (7, 49)
-    assert (config.checkpointing.checkpoint_dir, config.hub.repo_id) == ("7/7", "me/rm")
-    for name in without:
-        assert name in args.split()
-        with pytest.raises(ConfigError, match="no counterpart") as refused:
-            overrides([f"--{name}", "7"])
-        assert refused.value.fix
+    assert (first.data_path, first.split, first.weight) == ("me/pairs", "train", 0.5)
+    assert second.split == "train[:400]"
+    [held_out] = config.data.validation
+    assert (held_out.data_path, held_out.split) == ("me/held-out", "test")
+    assert config.policy.optimizer.kwargs["lr"] == 3e-6
+    assert config.policy.optimizer.kwargs["eps"] == 1e-5
+    assert config.policy.train_micro_batch_size == 7
+    assert config.policy.train_global_batch_size == 49
+    assert config.checkpointing.checkpoint_dir == "7/7"
+    assert config.hub.repo_id == "me/rm"
+
+
+@pytest.mark.parametrize("name", sorted(NO_COUNTERPART))
+def test_an_option_without_a_counterpart_is_refused_with_a_remedy(name: str) -> None:
+    assert name in OPTIONS
+    with pytest.raises(ConfigError, match="no counterpart") as refused:
+        overrides([f"--{name}", "7"])
+    assert refused.value.fix
+
+
+def test_an_unknown_option_is_refused_with_the_nearest_one() -> None:
     with pytest.raises(ConfigError, match="did you mean"):
         overrides(["--learning_rat", "7"])
 

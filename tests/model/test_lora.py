@@ -163,43 +163,58 @@ def test_a_fresh_adapter_changes_no_bit(family: str, dtype: torch.dtype) -> None
             )
 
 
-def test_which_layers_are_adapted(caplog: pytest.LogCaptureFixture) -> None:
-    def names(family: str = "llama", **fields: Any) -> set[str]:
-        policy = adapted(causal_model(family), LoraConfig(enabled=True, **fields))
-        found = {
-            name.removeprefix("base_model.model.").rsplit(".", 2)[0]
-            for name in adapter_state(policy)
-        }
-        trained = {n for n, p in policy.hf.named_parameters() if p.requires_grad}
-        assert trained == {n for n, _ in policy.hf.named_parameters() if ".lora_" in n} and len(
-            trained
-        ) == 2 * len(found)
-        return found
+ATTENTION: set[str] = set()
+DENSE: set[str] = set()
+for layer in range(2):
+    ATTENTION |= {f"model.layers.{layer}.self_attn.{part}_proj" for part in "qkvo"}
+    DENSE |= {f"model.layers.{layer}.mlp.{part}_proj" for part in ("gate", "up", "down")}
 
-    attention = set()
-    dense = set()
-    for i in range(2):
-        attention |= {f"model.layers.{i}.self_attn.{part}_proj" for part in "qkvo"}
-        dense |= {f"model.layers.{i}.mlp.{part}_proj" for part in ("gate", "up", "down")}
-    only = {"match_all_linear": False}
+
+def adapted_layers(family: str = "llama", **fields: Any) -> set[str]:
+    """The layers that have adapters, which are all that trains."""
+    policy = adapted(causal_model(family), LoraConfig(enabled=True, **fields))
+    layers = set()
+    for name in adapter_state(policy):
+        layers.add(name.removeprefix("base_model.model.").rsplit(".", 2)[0])
+    trained = set()
+    for name, weight in policy.hf.named_parameters():
+        assert weight.requires_grad == (".lora_" in name)
+        if weight.requires_grad:
+            trained.add(name)
+    assert len(trained) == 2 * len(layers)
+    return layers
+
+
+def test_all_linear_layers_are_adapted_and_named(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "treeward"):
-        assert names() == attention | dense
-        assert names("mixtral") == names("gpt_oss") == attention
+        assert adapted_layers() == ATTENTION | DENSE
     assert (
         "14 layers: down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj." in caplog.text
     )
-    assert names(exclude_modules=("*.mlp.*",)) == attention
-    assert names(exclude_modules=("q_proj", "1.self_attn.k_proj", "*.mlp.*")) == {
-        name
-        for name in attention
-        if "q_proj" not in name and name != "model.layers.1.self_attn.k_proj"
-    }
-    assert names(**only, target_modules=("*.0.mlp.*", "v_proj")) == {
-        name for name in attention | dense if "0.mlp" in name or "v_proj" in name
-    }
-    assert names(**only, exclude_modules=("*.mlp.*",)) == attention
-    deep = names("deepseek_v3")  # what has the names of experts is left out
-    assert deep and not any("mlp" in name for name in deep)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_experts_are_not_adapted(family: str) -> None:
+    assert adapted_layers(family) == ATTENTION
+
+
+def test_dense_layers_with_the_names_of_experts_are_not_adapted() -> None:
+    layers = adapted_layers("deepseek_v3")
+    assert layers and not any("mlp" in name for name in layers)
+
+
+def test_excluded_layers_are_not_adapted() -> None:
+    only = {"match_all_linear": False}
+    assert adapted_layers(exclude_modules=("*.mlp.*",)) == ATTENTION
+    assert adapted_layers(**only, exclude_modules=("*.mlp.*",)) == ATTENTION
+    layers = adapted_layers(exclude_modules=("q_proj", "1.self_attn.k_proj", "*.mlp.*"))
+    queries = {name for name in ATTENTION if "q_proj" in name}
+    assert layers == ATTENTION - queries - {"model.layers.1.self_attn.k_proj"}
+
+
+def test_named_layers_alone_are_adapted() -> None:
+    layers = adapted_layers(match_all_linear=False, target_modules=("*.0.mlp.*", "v_proj"))
+    assert layers == {name for name in ATTENTION | DENSE if "0.mlp" in name or "v_proj" in name}
 
 
 def test_layers_whose_weights_a_fused_kernel_reads_have_no_adapters() -> None:

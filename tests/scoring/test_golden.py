@@ -76,52 +76,77 @@ def test_the_limit_of_the_training_is_not_that_of_scoring(
     assert contract.rendering.max_length == 60
 
 
-def test_what_the_contract_says_of_the_folder(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    settings = {
-        "max_length": 200,
-        "truncation": "truncate_left",
-        "chat_template_kwargs": {"tone": "!"},
-    }
-    model, renderer, contract = signed(tmp_path, tiny_tokenizer, tiny_model("llama"), **settings)
-    own = contract.rendering
-    assert own.chat_template_sha256 == text_sha256(
-        (tmp_path / "chat_template.jinja").read_text(encoding="utf-8")
-    )
-    assert own.model_dump(include=set(settings)) == settings
+RENDERING = {
+    "max_length": 200,
+    "truncation": "truncate_left",
+    "chat_template_kwargs": {"tone": "!"},
+}
+
+
+@pytest.fixture
+def signed_folder(tiny_tokenizer: Any, tmp_path: Path) -> Any:
+    """A model, its renderer and its contract, which lies in `tmp_path`."""
+    return signed(tmp_path, tiny_tokenizer, tiny_model("llama"), **RENDERING)
+
+
+def test_the_contract_says_how_conversations_are_rendered(
+    signed_folder: Any, tmp_path: Path
+) -> None:
+    _, renderer, contract = signed_folder
+    template = (tmp_path / "chat_template.jinja").read_text(encoding="utf-8")
     config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
-    assert (
-        own.pad_token_id == config["pad_token_id"]
-        and own.eos_token_id == renderer.tokenizer.eos_token_id
-    )
-    assert (
-        contract.read.token == "eos"
-        and contract.problem_type == config["problem_type"] == "regression"
-    )
-    assert (contract.dtypes.weights, contract.dtypes.head, contract.dtypes.compute) == (
-        "float32",
-    ) * 3
+    rendering = contract.rendering
+    assert rendering.chat_template_sha256 == text_sha256(template)
+    assert rendering.model_dump(include=set(RENDERING)) == RENDERING
+    assert rendering.pad_token_id == config["pad_token_id"]
+    assert rendering.eos_token_id == renderer.tokenizer.eos_token_id
+
+
+def test_the_contract_says_what_the_model_is(signed_folder: Any, tmp_path: Path) -> None:
+    model, _, contract = signed_folder
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    assert contract.read.token == "eos"
+    assert contract.problem_type == config["problem_type"] == "regression"
+    dtypes = contract.dtypes
+    assert {dtypes.weights, dtypes.head, dtypes.compute} == {"float32"}
     assert contract.weights.architecture == "LlamaForSequenceClassification"
     assert contract.weights.num_parameters == sum(p.numel() for p in model.parameters())
-    # of more than 200 tokens
-    assert "long completion" not in {example.name for example in contract.golden}
+
+
+def test_golden_conversations_fit_the_length(signed_folder: Any) -> None:
+    _, _, contract = signed_folder
+    names = {example.name for example in contract.golden}
+    assert "long completion" not in names  # it has more than 200 tokens
     assert all(len(example.token_ids) <= 200 for example in contract.golden)
-    # every tensor is hashed; of a checkpoint the head alone
+
+
+def test_every_tensor_is_hashed(signed_folder: Any, tmp_path: Path) -> None:
+    model, _, contract = signed_folder
     hashes = {tensor.name: sha256_of([tensor]) for tensor in StoredModel(tmp_path).tensors}
-    assert hashes.keys() == model.hf.state_dict().keys() and len(set(hashes.values())) == len(
-        hashes
-    )
+    assert hashes.keys() == model.hf.state_dict().keys()
+    assert len(set(hashes.values())) == len(hashes)
     assert contract.weights.tensors == {name: digest[:12] for name, digest in hashes.items()}
-    of_checkpoint = sign_exported(
-        tmp_path, model=model, renderer=renderer, is_checkpoint=True
-    ).weights
-    assert of_checkpoint.sha256 is None and of_checkpoint.tensors == {}
-    assert of_checkpoint.head_sha256 == contract.weights.head_sha256
-    # the tokenizer's hash survives saving, loading, and calls that leave padding behind
+
+
+def test_of_a_checkpoint_the_head_alone_is_hashed(signed_folder: Any, tmp_path: Path) -> None:
+    model, renderer, contract = signed_folder
+    signed_again = sign_exported(tmp_path, model=model, renderer=renderer, is_checkpoint=True)
+    weights = signed_again.weights
+    assert weights.sha256 is None
+    assert weights.tensors == {}
+    assert weights.head_sha256 == contract.weights.head_sha256
+
+
+def test_the_tokenizers_hash_survives_saving_and_use(signed_folder: Any, tmp_path: Path) -> None:
+    _, renderer, contract = signed_folder
+    want = contract.rendering.tokenizer_sha256
     loaded = AutoTokenizer.from_pretrained(tmp_path)
+    # a call that leaves padding behind
     loaded(["a", "a longer text"], padding=True, truncation=True, max_length=4)
-    assert tokenizer_sha256(loaded) == own.tokenizer_sha256 == tokenizer_sha256(renderer.tokenizer)
+    assert tokenizer_sha256(loaded) == want
+    assert tokenizer_sha256(renderer.tokenizer) == want
     loaded.add_tokens(["quux"])
-    assert tokenizer_sha256(loaded) != own.tokenizer_sha256
+    assert tokenizer_sha256(loaded) != want
 
 
 def test_a_frame_and_its_mistakes(tiny_tokenizer: Any, tmp_path: Path) -> None:
