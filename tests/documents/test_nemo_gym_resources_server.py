@@ -1,8 +1,9 @@
-"""The page "RLHF with Reward Models" of NeMo Gym (a resources server), walked through: what is
-quoted is run.
+"""The document: "Integrate learned reward models for Reinforcement Learning from Human Feedback
+(RLHF)."
 
-Sections: scoring; the classes; reward model types; the folder and its commands; the configuration;
-normalisation.
+The page "RLHF with Reward Models" of NeMo Gym (a resources server), walked through: what is quoted
+is run. Sections: scoring; the classes; reward model types; the folder and its commands; the
+configuration; normalisation.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""NeMo Gym's tutorial "RLHF with Reward Models", walked through: what is quoted is run.
+"""The document: "Use trained reward models as environments for GRPO training to optimize against
+learned human preferences."
 
-The tests in `resources_servers/math_with_judge/` run its hybrid, and the walks through NeMo RL's
-documents its training scripts; here those are read with the words of this page.
+NeMo Gym's tutorial "RLHF with Reward Models", walked through: what is quoted is run. The tests in
+`resources_servers/math_with_judge/` run its hybrid, and the walks through NeMo RL's documents its
+training scripts; here those are read with the words of this page.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""NeMo RL's pull request 1026: reward models as environments of GRPO, its usage, its table and its
-training results.
+"""The document: "feat: Support Reward Model based Environments."
 
-The usage line, `uv run examples/run_grpo_rm.py --config examples/configs/grpo_rm_1B.yaml`, runs
-with small stand-ins, also by today's name, `run_grpo.py`. Policy and reward model are small ones in
-folders, vLLM is a package that makes the same calls, and OpenMathInstruct-2 a file of its schema;
-everything else is as it is shipped, down to the prompts, the math environment as gold, and the
-weights after two steps.
+NeMo RL's pull request 1026: its usage, its table and its training results. The usage line, `uv run
+examples/run_grpo_rm.py --config examples/configs/grpo_rm_1B.yaml`, runs with small stand-ins, also
+by today's name, `run_grpo.py`. Policy and reward model are small ones in folders, vLLM is a package
+that makes the same calls, and OpenMathInstruct-2 a file of its schema; everything else is as it is
+shipped, down to the prompts, the math environment as gold, and the weights after two steps.
 """
 
 from __future__ import annotations

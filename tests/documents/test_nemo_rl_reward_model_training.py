@@ -1,5 +1,7 @@
-"""NeMo RL's guide to reward-model training, section by section; each quoted line is tried on
-something small.
+"""The document: "This document explains how to train reward models (RM) within NeMo RL."
+
+NeMo RL's guide to reward-model training, section by section; each quoted line is tried on something
+small.
 
 `uv run` itself needs a network: here the scripts run in this process, and the versions that uv
 reads are compared.

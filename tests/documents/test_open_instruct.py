@@ -1,5 +1,8 @@
-"""open-instruct's guide to reward modelling, section by section, and the page for those who come
-from elsewhere.
+"""The document: "We support training reward models, mostly based on Learning to summarize from
+human feedback."
+
+open-instruct's guide to reward modelling, section by section, and the page for those who come from
+elsewhere.
 
 The automatic upload to the hub is tried in tests/training/test_train.py, the published numbers
 beside those of PR 1026.
