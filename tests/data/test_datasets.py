@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import datasets
 import pytest
@@ -250,50 +250,67 @@ def test_prompt_files(parse: Parse, tmp_path: Path) -> None:
     assert open_dataset(config).fingerprint != before
 
 
+ROWS_OF_PROMPTS = [
+    {"prompt": f"{i % 60} + 2?", "chosen": "Yes.", "rejected": f"No {i}."} for i in range(180)
+]
+"""Three rows of each of 60 prompts."""
+
+
+def prompts_of_part(path: str, part: Literal["train", "validation"], seed: int = 42) -> list[str]:
+    config = DatasetConfig(data_path=path, split_validation_size=0.25, part=part, seed=seed)
+    stream = open_dataset(config)
+    assert stream.name == f"{path}, {'not held out' if part == 'train' else 'held out'}"
+    return [preference.context[0]["content"] for preference, _ in stream]
+
+
 def test_a_share_of_the_prompts_is_held_out(tmp_path: Path) -> None:
-    """All rows of a prompt are in one part, which depends on the prompt and the seed, and not on
-    the other rows."""
-    rows = [
-        {"prompt": f"{i % 60} + 2?", "chosen": "Yes.", "rejected": f"No {i}."} for i in range(180)
-    ]
-    paths = [
-        write_jsonl(tmp_path / f"{name}.jsonl", *some)
-        for name, some in (("all", rows), ("few", rows[100:40:-1]))
-    ]
+    """All rows of a prompt are in one part."""
+    path = write_jsonl(tmp_path / "all.jsonl", *ROWS_OF_PROMPTS)
+    train = prompts_of_part(path, "train")
+    held_out = prompts_of_part(path, "validation")
+    assert not set(train) & set(held_out)
+    assert len(train) + len(held_out) == 180
+    assert len(held_out) == 3 * len(set(held_out))
+    assert 6 <= len(set(held_out)) <= 24
 
-    def prompts(path: str, **more: Any) -> list[str]:
-        config = DatasetConfig(data_path=path, split_validation_size=0.25, **more)
-        assert (
-            open_dataset(config).name
-            == f"{path}, {'not ' if config.part == 'train' else ''}held out"
-        )
-        return [preference.context[0]["content"] for preference, _ in open_dataset(config)]
 
-    train = prompts(paths[0], part="train")
-    held_out = prompts(paths[0], part="validation")
-    assert not {*train} & {*held_out} and len(train) + len(held_out) == 180
-    assert 6 <= len({*held_out}) <= 24 and len(held_out) == 3 * len({*held_out})
-    assert {*prompts(paths[1], part="validation")} == {*held_out} & {
-        row["prompt"] for row in rows[41:101]
-    }
-    assert {*prompts(paths[0], part="validation", seed=1)} != {*held_out}
-    unprompted = write_jsonl(
-        tmp_path / "x.jsonl",
-        *({"chosen": f"{i}.", "rejected": "No."} for i in range(60)),
-    )
+def test_the_part_of_a_prompt_does_not_depend_on_other_rows(tmp_path: Path) -> None:
+    whole = prompts_of_part(write_jsonl(tmp_path / "all.jsonl", *ROWS_OF_PROMPTS), "validation")
+    few_rows = ROWS_OF_PROMPTS[100:40:-1]
+    few = prompts_of_part(write_jsonl(tmp_path / "few.jsonl", *few_rows), "validation")
+    assert set(few) == set(whole) & {row["prompt"] for row in few_rows}
+
+
+def test_another_seed_holds_out_other_prompts(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "all.jsonl", *ROWS_OF_PROMPTS)
+    one = prompts_of_part(path, "validation")
+    other = prompts_of_part(path, "validation", seed=1)
+    assert set(one) != set(other)
+
+
+@pytest.fixture
+def unprompted(tmp_path: Path) -> DatasetConfig:
+    """Rows without a prompt, which a system prompt gives all of them."""
+    rows = [{"chosen": f"{i}.", "rejected": "No."} for i in range(60)]
     (tmp_path / "system.txt").write_text("Be brief.")
-    config = DatasetConfig(
-        data_path=unprompted,
+    return DatasetConfig(
+        data_path=write_jsonl(tmp_path / "x.jsonl", *rows),
         split_validation_size=0.5,
         part="train",
         system_prompt_file=str(tmp_path / "system.txt"),
     )
-    assert 10 < len(list(open_dataset(config))) < 50
+
+
+def test_rows_with_a_system_prompt_alone_are_divided_too(unprompted: DatasetConfig) -> None:
+    assert 10 < len(list(open_dataset(unprompted))) < 50
+
+
+def test_a_share_without_a_part_is_refused(unprompted: DatasetConfig) -> None:
     with pytest.raises(
         ConfigError,
         match=r"part(?s:.*)split_validation_size: 0\.5(?s:.*)part: validation",
     ):
-        open_dataset(config.model_copy(update={"part": None}))
+        open_dataset(unprompted.model_copy(update={"part": None}))
 
 
 def test_fingerprints_follow_content_and_parsing(tmp_path: Path) -> None:

@@ -90,46 +90,90 @@ def test_engines_of_their_own(make: Make, policy: PolicyModel, ray: Any) -> None
 
 
 @pytest.mark.slow
-def test_what_goes_wrong_is_said(
-    make: Make, policy: PolicyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"colocated": {"enabled": False, "resources": {"gpus_per_node": 8}}},
+            "the Ray cluster is too small for vLLM",
+        ),
+        ({"vllm_cfg": {"tensor_parallel_size": 2}}, "a divisor of 1, the processes that train"),
+    ],
+)
+def test_engines_without_room_are_refused(make: Make, keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(**keys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"vllm_cfg": {"gpu_memory_utilization": 0.96}},
+            r"start: Free memory on device is less(?s:.*)gpu_memory_utilization",
+        ),
+        (
+            {"vllm_kwargs": {"max_model_len": 99999}},
+            r"start: Value error, User-specified max_model_len \(99999\)",
+        ),
+    ],
+)
+def test_an_engine_that_does_not_start_says_why(
+    make: Make, keys: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match="the Ray cluster is too small for vLLM"):
-        make(colocated={"enabled": False, "resources": {"gpus_per_node": 8}})
-    with pytest.raises(ConfigError, match="a divisor of 1, the processes that train"):
-        make(vllm_cfg={"tensor_parallel_size": 2})
-    with pytest.raises(
-        GenerationError, match=r"start: Free memory on device is less(?s:.*)gpu_memory_utilization"
-    ):
-        make(vllm_cfg={"gpu_memory_utilization": 0.96})
-    with pytest.raises(
-        GenerationError, match=r"start: Value error, User-specified max_model_len \(99999\)"
-    ):
-        make(vllm_kwargs={"max_model_len": 99999})
+    with pytest.raises(GenerationError, match=message):
+        make(**keys)
+
+
+@pytest.mark.slow
+def test_weights_that_arrived_in_part_stop_the_run(make: Make, policy: PolicyModel) -> None:
+    message = r"not those of the policy(?s:.*)version 1(?s:.*)at most 0.001"
     generator = make(vllm_kwargs={"keeps_head": True})
     generator.load_weights(policy, 0)
-    with pytest.raises(
-        GenerationError, match=r"not those of the policy(?s:.*)version 1(?s:.*)at most 0.001"
-    ):
+    with pytest.raises(GenerationError, match=message):
         generator.load_weights(moved(policy, 0.002), 1)
-    generator = make(vllm_kwargs={"loses_one": True})
-    with pytest.raises(GenerationError, match="0 completions instead of 1"):
+
+
+@pytest.mark.slow
+def test_other_weights_than_the_policys_stop_the_run(
+    make: Make, policy: PolicyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = make()
+    exported = vllm_generation.exported_weights
+    other = moved(policy, 0.5)
+    monkeypatch.setattr(
+        vllm_generation, "exported_weights", lambda policy, dtype: exported(other, dtype)
+    )
+    with pytest.raises(GenerationError, match="not those of the policy"):
         generator.load_weights(policy, 0)
-    generator = make(vllm_kwargs={"holds_blocks": True})
-    with pytest.raises(GenerationError, match=r"reset_prefix_cache: .*refuses"):
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("loses_one", "0 completions instead of 1"),
+        ("holds_blocks", r"reset_prefix_cache: .*refuses"),
+    ],
+)
+def test_an_engine_that_does_not_do_its_work_stops_the_run(
+    make: Make, policy: PolicyModel, fault: str, message: str
+) -> None:
+    generator = make(vllm_kwargs={fault: True})
+    with pytest.raises(GenerationError, match=message):
         generator.load_weights(policy, 0)
+
+
+@pytest.mark.slow
+def test_an_engine_that_hangs_stops_the_run(
+    make: Make, policy: PolicyModel, tmp_path: Path
+) -> None:
     hang = tmp_path / "hang"
     generator = make(vllm_kwargs={"hang_while": str(hang)})
-    truth = vllm_generation.exported_weights
-    other = moved(policy, 0.5)
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            vllm_generation, "exported_weights", lambda policy, dtype: truth(other, dtype)
-        )
-        with pytest.raises(GenerationError, match="not those of the policy"):
-            generator.load_weights(policy, 0)
+    generator.load_weights(policy, 0)
     hang.touch()
     generator.config = generator.config.model_copy(update={"timeout_seconds": 1.0})
+    request = CompletionRequest(IDS[0], 1, 4, 0, "a test")
     with pytest.raises(GenerationError, match=r"failed(?s:.*)timed out(?s:.*)timeout_seconds"):
-        generator.ask(
-            [CompletionRequest(IDS[0], 1, 4, 0, "a test")], generator.config, log_probs=True
-        )
+        generator.ask([request], generator.config, log_probs=True)
