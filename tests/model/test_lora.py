@@ -170,7 +170,7 @@ for layer in range(2):
     DENSE |= {f"model.layers.{layer}.mlp.{part}_proj" for part in ("gate", "up", "down")}
 
 
-def adapted_layers(family: str = "llama", **fields: Any) -> set[str]:
+def layers_of(family: str = "llama", **fields: Any) -> set[str]:
     """The layers that have adapters, which are all that trains."""
     policy = adapted(causal_model(family), LoraConfig(enabled=True, **fields))
     layers = set()
@@ -187,7 +187,7 @@ def adapted_layers(family: str = "llama", **fields: Any) -> set[str]:
 
 def test_all_linear_layers_are_adapted_and_named(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "treeward"):
-        assert adapted_layers() == ATTENTION | DENSE
+        assert layers_of() == ATTENTION | DENSE
     assert (
         "14 layers: down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj." in caplog.text
     )
@@ -195,25 +195,25 @@ def test_all_linear_layers_are_adapted_and_named(caplog: pytest.LogCaptureFixtur
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_experts_are_not_adapted(family: str) -> None:
-    assert adapted_layers(family) == ATTENTION
+    assert layers_of(family) == ATTENTION
 
 
 def test_dense_layers_with_the_names_of_experts_are_not_adapted() -> None:
-    layers = adapted_layers("deepseek_v3")
+    layers = layers_of("deepseek_v3")
     assert layers and not any("mlp" in name for name in layers)
 
 
 def test_excluded_layers_are_not_adapted() -> None:
     only = {"match_all_linear": False}
-    assert adapted_layers(exclude_modules=("*.mlp.*",)) == ATTENTION
-    assert adapted_layers(**only, exclude_modules=("*.mlp.*",)) == ATTENTION
-    layers = adapted_layers(exclude_modules=("q_proj", "1.self_attn.k_proj", "*.mlp.*"))
+    assert layers_of(exclude_modules=("*.mlp.*",)) == ATTENTION
+    assert layers_of(**only, exclude_modules=("*.mlp.*",)) == ATTENTION
+    layers = layers_of(exclude_modules=("q_proj", "1.self_attn.k_proj", "*.mlp.*"))
     queries = {name for name in ATTENTION if "q_proj" in name}
     assert layers == ATTENTION - queries - {"model.layers.1.self_attn.k_proj"}
 
 
 def test_named_layers_alone_are_adapted() -> None:
-    layers = adapted_layers(match_all_linear=False, target_modules=("*.0.mlp.*", "v_proj"))
+    layers = layers_of(match_all_linear=False, target_modules=("*.0.mlp.*", "v_proj"))
     assert layers == {name for name in ATTENTION | DENSE if "0.mlp" in name or "v_proj" in name}
 
 
