@@ -2,14 +2,14 @@
 
     python benchmarks/rubrics.py --model FOLDER [--prompts 2] [--completions 8] [--criteria 6] [--rounds 3]
 
-Each completion of alpaca_eval's prompts is judged by every criterion, with the built-in question and
-the probabilities of its two answers (`use_logprobs`). On a tree all questions of a prompt are computed
-together. One at a time, each question is one row, whose two answers are a few tokens more. The
-probabilities are the same.
+Each completion of alpaca_eval's prompts is judged by every criterion, with the built-in question
+and the probabilities of its two answers (`use_logprobs`). On a tree all questions of a prompt are
+computed together. One at a time, each question is one row, whose two answers are a few tokens more.
+The probabilities are the same.
 
-`tokens` says how many tokens one at a time takes for one of the tree, the limit of what sharing alone
-can give; `x` says how many times faster the tree is, the median of the ratios within each round, and
-`share` its part of that limit.
+`tokens` says how many tokens one at a time takes for one of the tree, the limit of what sharing
+alone can give; `x` says how many times faster the tree is, the median of the ratios within each
+round, and `share` its part of that limit.
 """
 
 from __future__ import annotations

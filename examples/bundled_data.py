@@ -1,9 +1,10 @@
 """How the bundled data was made, the same on every machine; nothing in the package needs it.
 
-python examples/bundled_data.py src/treeward/data/bundled      # writes the committed files, byte for byte
+python examples/bundled_data.py src/treeward/data/bundled      # writes the committed files, byte
+for byte
 
-A row is a question and two to five completions, ranked by their gold quality, which is kept as `score`; equal quality
-is an equal rank. There is no label noise. The data plants on purpose:
+A row is a question and two to five completions, ranked by their gold quality, which is kept as
+`score`; equal quality is an equal rank. There is no label noise. The data plants on purpose:
 
 - In `train` and `validation` the better completion is the longer one in about 78% of the pairs, by filler without
   content.
@@ -12,8 +13,8 @@ is an equal rank. There is no label noise. The data plants on purpose:
 - No completion loops or trails off. Nothing teaches a reward model about such text, as in real preference data.
 - Most wrong completions name words that are never right (`Kind.decoys`); the rest answer another question of the kind.
 
-The held-out splits ask known facts in combinations of fact, phrasing and format that `train` never shows.
-Only `random.Random` is used, over tuples, so that a seed means the same bytes everywhere.
+The held-out splits ask known facts in combinations of fact, phrasing and format that `train` never
+shows. Only `random.Random` is used, over tuples, so that a seed means the same bytes everywhere.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ class _Plan:
 
 
 def generate() -> dict[str, list[Row]]:
-    """All splits: `train`, `validation` and `length_controlled`, each a list of rows in the rank format."""
+    """All splits: `train`, `validation` and `length_controlled`, each a list of rows in the rank
+    format."""
     rng = random.Random(_SEED)
     asks = [
         _Ask(fact, phrasing, name)
@@ -127,7 +129,8 @@ def _split(
 
 
 def length_gaps(row: Row) -> list[int]:
-    """Characters of the better completion less those of the worse, for every pair of different rank."""
+    """Characters of the better completion less those of the worse, for every pair of different
+    rank."""
     marks = [
         (completion["rank"], len(completion["completion"][0]["content"]))
         for completion in row["completions"]
@@ -175,7 +178,8 @@ def _controlled_row(rng: random.Random, ask: _Ask, *, longer_is_better: bool) ->
 def _row(
     rng: random.Random, ask: _Ask, context: list[Message], fillers: Sequence[int], *, tied: bool
 ) -> Row | None:
-    """A row whose completions have `fillers` filler sentences each, worst first; None if they came out amiss."""
+    """A row whose completions have `fillers` filler sentences each, worst first; None if they came
+    out amiss."""
     plans = _plans(rng, ask, len(fillers), tied)
     question = Question(ask.fact, ask.format)
     worst_first = sorted(range(len(plans)), key=lambda i: _promise(ask, plans[i]))

@@ -1,14 +1,15 @@
-"""Gold quality: how good a completion of the bundled data is, computed from the raw text alone, in [0, 1].
+"""Gold quality: how good a completion of the bundled data is, computed from the raw text alone, in
+[0, 1].
 
     gold_quality("What is the capital of France? Answer in one word.", "Paris.")                      # 1.0
     gold_quality("What is the capital of France? Answer in one word.", "Sure! It is Paris.")          # 0.75
 
 quality = readable * (0.6 * correct + 0.25 * format_kept + 0.15 * courteous)
 
-- `correct`: of the words that could answer this kind of question, the text names exactly the right ones.
-- `format_kept`: the text names some such word, right or wrong, and has the requested shape, if any.
-- `courteous`: a polite phrase and no rude one; a one-word answer needs none.
-- `readable`: the share of words that do not repeat three words in a row; less if most words are unknown.
+- `correct`: of the words that could answer this kind of question, the text names exactly the right
+ones. - `format_kept`: the text names some such word, right or wrong, and has the requested shape,
+if any. - `courteous`: a polite phrase and no rude one; a one-word answer needs none. - `readable`:
+the share of words that do not repeat three words in a row; less if most words are unknown.
 
 The closed world (facts, phrasings, polite and rude phrases) is in `world.json`. As an environment:
 
@@ -32,8 +33,8 @@ from treeward.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One fact to ask for. `subject` fills a phrasing. Any `num_answers` different words of `answers` answer it: one,
-    except for lists."""
+    """One fact to ask for. `subject` fills a phrasing. Any `num_answers` different words of
+    `answers` answer it: one, except for lists."""
 
     kind: str
     subject: str
@@ -43,9 +44,10 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A family of facts. `phrasings` ask for a fact, `follow_up` after a question of the same kind, and `statements`
-    tell it; `{x}` is the subject, `{a}` the answer. `formats`: names of the formats that can be requested. `decoys`:
-    words of the right sort that answer none of the facts."""
+    """A family of facts. `phrasings` ask for a fact, `follow_up` after a question of the same kind,
+    and `statements` tell it; `{x}` is the subject, `{a}` the answer. `formats`: names of the
+    formats that can be requested. `decoys`: words of the right sort that answer none of the
+    facts."""
 
     name: str
     phrasings: tuple[str, ...]
@@ -91,7 +93,8 @@ _DIGITS = {str(value): name for value, name in enumerate(_NUMBERS)}
 
 
 def words_of(text: str) -> list[str]:
-    """The words of a text in lower case; digits count as the number's name, punctuation as nothing."""
+    """The words of a text in lower case; digits count as the number's name, punctuation as
+    nothing."""
     return [_DIGITS.get(word, word) for word in findall(r"[^\W_]+", text.lower())]
 
 
@@ -162,15 +165,17 @@ _RUDE = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """The question of the last user turn: a fact, and the name of the format in force (None: no format)."""
+    """The question of the last user turn: a fact, and the name of the format in force (None: no
+    format)."""
 
     fact: Fact
     format: str | None = None
 
 
 def gold_quality(context: Sequence[Message] | str, completion: str) -> float:
-    """The gold quality, in [0, 1], of `completion` (any text) of `context` (messages, or one user turn as text). Raises
-    `DataError` when the last user turn asks no question of the bundled data's world."""
+    """The gold quality, in [0, 1], of `completion` (any text) of `context` (messages, or one user
+    turn as text). Raises `DataError` when the last user turn asks no question of the bundled data's
+    world."""
     return grade(parse_question(context), completion)
 
 
@@ -196,8 +201,9 @@ def grade(question: Question, completion: str) -> float:
 
 
 def parse_question(context: Sequence[Message] | str) -> Question:
-    """Read the question and the format in force out of a conversation that ends in a user turn: the format of that
-    turn, or one that an earlier turn asked for "from now on", the latest first, or the system prompt's."""
+    """Read the question and the format in force out of a conversation that ends in a user turn: the
+    format of that turn, or one that an earlier turn asked for "from now on", the latest first, or
+    the system prompt's."""
     turns = (
         [("user", context)]
         if isinstance(context, str)

@@ -1,4 +1,5 @@
-"""What the demos of policies share: a small architecture, and the supervised step before policy optimisation."""
+"""What the demos of policies share: a small architecture, and the supervised step before policy
+optimisation."""
 
 import logging
 import math
@@ -33,7 +34,8 @@ def imitate(
     groups_per_step: int = 64,
     log_period: int = 50,
 ) -> None:
-    """Minimise the mean of -log p over the tokens of completions; a prompt is computed once for all its completions.
+    """Minimise the mean of -log p over the tokens of completions; a prompt is computed once for all
+    its completions.
 
     AdamW with a warm-up of a twentieth and a cosine decay to a tenth.
     """

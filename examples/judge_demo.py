@@ -1,10 +1,12 @@
-"""A judge from nothing, on two cores: it is taught to write ratings, then learns by GRPO to write the right ones.
+"""A judge from nothing, on two cores: it is taught to write ratings, then learns by GRPO to write
+the right ones.
 
 python examples/judge_demo.py
 
-The same comparisons train the quickstart's classifier and a small language model that answers with a rating. `treeward
-eval` sets the classifier, the taught judge and the one that has learnt side by side, on comparisons that none has seen.
-It may be run again: what is finished is not done again, and a run that was stopped goes on.
+The same comparisons train the quickstart's classifier and a small language model that answers with
+a rating. `treeward eval` sets the classifier, the taught judge and the one that has learnt side by
+side, on comparisons that none has seen. It may be run again: what is finished is not done again,
+and a run that was stopped goes on.
 """
 
 import json
@@ -31,7 +33,8 @@ SPLITS = ("validation", "length_controlled")
 TAUGHT_EPOCHS, EXAMPLES = 4, 200
 SHORTER: list[str] = []
 SHORTER_TRAINING: list[str] = []
-"""Overrides of the judge's run, and of the classifier's, by which a test makes this a matter of seconds."""
+"""Overrides of the judge's run, and of the classifier's, by which a test makes this a matter of
+seconds."""
 COLUMNS = [
     Column("set"),
     Column("judge"),
@@ -61,7 +64,8 @@ def run() -> int:
 
 
 def taught(config: GRPORunConfig) -> int:
-    """A policy that writes ratings: high ones for the better completion of a pair, low ones for the worse."""
+    """A policy that writes ratings: high ones for the better completion of a pair, low ones for the
+    worse."""
     section = config.judged_by(config.data.train[0])
     assert section is not None
     if not TAUGHT.is_dir():
@@ -74,7 +78,8 @@ def taught(config: GRPORunConfig) -> int:
 
 
 def evaluate() -> int:
-    """Classifier and judges on comparisons like those of training, and on those where length says nothing."""
+    """Classifier and judges on comparisons like those of training, and on those where length says
+    nothing."""
     named = {"taught": TAUGHT, "learnt": JUDGE}
     judges = [
         f"{{type: judge, name: {name}, model: {folder}, use_logprobs: true, dtype: float32}}"

@@ -2,10 +2,11 @@
 
     python examples/minimal.py
 
-This is the core of `treeward train` in one file, to be read and changed: no configuration, no checkpoints, no report.
-It trains a small model from scratch on the bundled data, and shows what that data plants: the model likes long
-completions too much. To start from a real model, take model and tokenizer from `treeward.model.loading`:
-`load_classifier("HuggingFaceTB/SmolLM2-135M-Instruct", head_seed=0)`, with a learning rate of 1e-5.
+This is the core of `treeward train` in one file, to be read and changed: no configuration, no
+checkpoints, no report. It trains a small model from scratch on the bundled data, and shows what
+that data plants: the model likes long completions too much. To start from a real model, take model
+and tokenizer from `treeward.model.loading`: `load_classifier("HuggingFaceTB/SmolLM2-135M-Instruct",
+head_seed=0)`, with a learning rate of 1e-5.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ NUM_STEPS = 104  # one epoch is 3,500 / 32 = 110 steps
 
 
 def read_comparisons(split: str) -> list[Preference]:
-    """A comparison is a context and two or more completions, each with its rank: lower is better."""
+    """A comparison is a context and two or more completions, each with its rank: lower is
+    better."""
     path = bundled_path(split)
     comparisons = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
@@ -53,14 +55,17 @@ texts = (message["content"] for item in training for chat in item.conversations 
 tokenizer = train_tokenizer(texts, vocab_size=4096)
 model = build_reward_model(MODEL, tokenizer, seed=0).model
 
-# A conversation is rendered and tokenized as a whole, so that its tokens are those that a plain row would have.
+# A conversation is rendered and tokenized as a whole, so that its tokens are those that a plain row
+# would have.
 renderer = Renderer(tokenizer)
 
 
 def score(comparisons: Sequence[Preference]) -> tuple[torch.Tensor, int, int]:
-    """The scores (S,) of all completions, one comparison after another; tokens computed, and tokens of plain rows."""
+    """The scores (S,) of all completions, one comparison after another; tokens computed, and tokens
+    of plain rows."""
     groups = [[renderer.encode(chat) for chat in item.conversations] for item in comparisons]
-    # Each group becomes a tree. Its prompt is in the batch once, however many completions continue it.
+    # Each group becomes a tree. Its prompt is in the batch once, however many completions continue
+    # it.
     batch = model.make_batch(groups)
     return model(batch), batch.num_computed_tokens, batch.num_row_tokens
 
@@ -93,7 +98,8 @@ model.train()
 for step in range(NUM_STEPS):
     chosen = [training[i] for i in order[step * COMPARISONS_PER_STEP :][:COMPARISONS_PER_STEP]]
     scores_S, computed_tokens, row_tokens = score(chosen)
-    # Completions of equal rank are no pair; each comparison weighs the same, however many pairs it has.
+    # Completions of equal rank are no pair; each comparison weighs the same, however many pairs it
+    # has.
     pairs = ranked_pairs([item.ranks for item in chosen])
     loss = bradley_terry(scores_S, pairs) / pairs.num_units
     loss.backward()

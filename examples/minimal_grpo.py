@@ -2,10 +2,11 @@
 
     python examples/minimal_grpo.py
 
-This is the core of `treeward grpo` in one file, to be read and changed: no configuration, no checkpoints, no report.
-A small policy first imitates the bundled data's completions, good and bad ones alike (supervised fine-tuning). Then it
-is optimised against a rule that knows the true quality of a completion: right or wrong, in the format that was asked
-for, courteous. To optimise against a reward model instead, put its scores in the place of `gold_quality`:
+This is the core of `treeward grpo` in one file, to be read and changed: no configuration, no
+checkpoints, no report. A small policy first imitates the bundled data's completions, good and bad
+ones alike (supervised fine-tuning). Then it is optimised against a rule that knows the true quality
+of a completion: right or wrong, in the format that was asked for, courteous. To optimise against a
+reward model instead, put its scores in the place of `gold_quality`:
 `treeward.Scorer.load("results/quickstart/final").score_completions(context, completions)`.
 """
 
@@ -40,7 +41,8 @@ tokenizer = train_tokenizer(texts, vocab_size=4096)
 renderer = Renderer(tokenizer)
 policy = build_policy(SMALL_POLICY, tokenizer, seed=0).model
 
-# Supervised fine-tuning, so that there is something to optimise. A prompt is computed once for all its completions.
+# Supervised fine-tuning, so that there is something to optimise. A prompt is computed once for all
+# its completions.
 groups = []
 for row in rows:
     prompt = renderer.encode_prompt(row["context"])

@@ -1,13 +1,16 @@
-"""A real reward model on two cores: SmolLM2-135M-Instruct learns what people preferred, in forty minutes.
+"""A real reward model on two cores: SmolLM2-135M-Instruct learns what people preferred, in forty
+minutes.
 
 python examples/real_demo.py
 
-The model comes from the hub (or PyPI: `real_models.py`). The comparisons are Anthropic/hh-rlhf, harmless-base: from the
-hub, or from the folder TREEWARD_SHARED_DATA, which then has `hh_harmless` and `llmbar`. It may be run again: a run that
-was stopped goes on, and what is finished is only shown.
+The model comes from the hub (or PyPI: `real_models.py`). The comparisons are Anthropic/hh-rlhf,
+harmless-base: from the hub, or from the folder TREEWARD_SHARED_DATA, which then has `hh_harmless`
+and `llmbar`. It may be run again: a run that was stopped goes on, and what is finished is only
+shown.
 
-Two models are trained: a head on the frozen model, which shows what the language model knew already, and the whole
-model. Both are judged on 300 comparisons that neither has seen and on LLMBar, beside a rule that counts characters.
+Two models are trained: a head on the frozen model, which shows what the language model knew
+already, and the whole model. Both are judged on 300 comparisons that neither has seen and on
+LLMBar, beside a rule that counts characters.
 """
 
 import gzip
@@ -103,7 +106,8 @@ def run() -> int:
 
 
 def prepare_data() -> list[str]:
-    """Write the comparisons and the prompts for `grpo`; returns the options of `eval` for LLMBar, none without data."""
+    """Write the comparisons and the prompts for `grpo`; returns the options of `eval` for LLMBar,
+    none without data."""
     folder = os.environ.get("TREEWARD_SHARED_DATA")
     files = {split: Path(folder or "") / "hh_harmless" / f"{split}.jsonl.gz" for split in SIZES}
     natural = Path(folder or "") / "llmbar" / "natural.jsonl.gz"
@@ -139,7 +143,8 @@ def prepare_data() -> list[str]:
 
 
 def instructions(file: Path) -> Iterator[dict[str, str]]:
-    """The comparisons of a set of LLMBar, as its authors write it: `label` says which output is the better one."""
+    """The comparisons of a set of LLMBar, as its authors write it: `label` says which output is the
+    better one."""
     for row in read_rows(str(file)):
         first, second, is_first = (
             row.values["output_1"],
@@ -183,7 +188,8 @@ def rows() -> Iterator[dict[str, Any]]:
 
 
 def shorter_is_better() -> bool:
-    """Whether the better completion of a training pair is the shorter one, more often than the longer."""
+    """Whether the better completion of a training pair is the shorter one, more often than the
+    longer."""
     signs = 0
     for found in read_rows(str(DATA / "train.jsonl")):
         preference = from_transcripts(found.values, found.where)

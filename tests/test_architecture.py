@@ -20,9 +20,9 @@ PACKAGE = Path(treeward.__file__).parent
 PAGE = (REPOSITORY / "docs" / "architecture.md").read_text("utf-8")
 WALKS = REPOSITORY / "docs" / "walks.py"
 MOST_FILES = {
-    "A row becomes a gradient": 18,
-    "A request becomes a score": 17,
-    "A prompt becomes an update": 25,
+    "A row becomes a gradient": 19,
+    "A request becomes a score": 18,
+    "A prompt becomes an update": 28,
 }
 """Each walk in docs/architecture.md is to be followed file by file; lower a number when a walk
 becomes shorter."""

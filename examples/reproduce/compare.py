@@ -4,9 +4,10 @@
     python examples/reproduce/compare.py --suite rewardbench2                   # open-instruct, beside the Tulu 3 run
     python examples/reproduce/compare.py --model results/rm/final --copy downloads/reward-bench
 
-`published.json` has the numbers, their sources and the model that is taken without `--model`. That of the pull request
-and the suites come from the hub: 16 GB in bfloat16, twice that without the option. `--copy` names a copy of the suite
-in its published schema. Further options go to `treeward eval`. No 8B model has been run with it yet.
+`published.json` has the numbers, their sources and the model that is taken without `--model`. That
+of the pull request and the suites come from the hub: 16 GB in bfloat16, twice that without the
+option. `--copy` names a copy of the suite in its published schema. Further options go to `treeward
+eval`. No 8B model has been run with it yet.
 """
 
 import argparse

@@ -1,10 +1,11 @@
-"""Mathematics as a resources server of NeMo Gym: a rule checks the answer first, and a judge what the rule finds wrong.
+"""Mathematics as a resources server of NeMo Gym: a rule checks the answer first, and a judge what
+the rule finds wrong.
 
     gym env start --config resources_servers/math_with_judge/configs/math_with_judge.yaml
 
-The rule is math-verify's, in processes of its own. A right answer by it is right; for any other, and for one that the
-rule cannot read, a language model says in both orders whether it is equivalent to the row's `expected_answer`. Both
-read what comes after the reasoning.
+The rule is math-verify's, in processes of its own. A right answer by it is right; for any other,
+and for one that the rule cannot read, a language model says in both orders whether it is equivalent
+to the row's `expected_answer`. Both read what comes after the reasoning.
 """
 
 from __future__ import annotations
@@ -39,11 +40,13 @@ class MathWithJudgeConfig(BaseResourcesServerConfig):
     judge_model_server: dict[str, str] | None = None
     """`{type: responses_api_models, name: NAME}`: one of NeMo Gym's model servers as the judge."""
     judge: dict[str, Any] = Field(default_factory=dict)
-    """Keys of the judge environment, as `base_url`, `model` and `api_key_env` of a judge elsewhere."""
+    """Keys of the judge environment, as `base_url`, `model` and `api_key_env` of a judge
+    elsewhere."""
     judge_responses_create_params: dict[str, Any] = Field(default_factory=dict)
     """`temperature` and `max_output_tokens` of the judge."""
     strip_reasoning: bool = True
-    """Take off the reasoning (`<think>...</think>`) within a message; an item of the type `reasoning` never counts."""
+    """Take off the reasoning (`<think>...</think>`) within a message; an item of the type
+    `reasoning` never counts."""
     library_verifier_timeout_seconds: PositiveFloat = 10.0
     """Time limit of the rule for one answer."""
     library_verifier_max_concurrency: PositiveInt = 2

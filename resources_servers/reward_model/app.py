@@ -1,18 +1,21 @@
-"""The reward model resources server of NeMo Gym: treeward's server, with the section that Gym hands over.
+"""The reward model resources server of NeMo Gym: treeward's server, with the section that Gym hands
+over.
 
     gym env start --config resources_servers/reward_model/configs/reward_model.yaml --config ...
     NEMO_GYM_CONFIG_PATH=reward_model_server NEMO_GYM_CONFIG_DICT="$(cat merged.yaml)" python app.py    # what it runs
 
-The instance's section of the merged configuration says where to listen and what to load (`NemoGymConfig`):
+The instance's section of the merged configuration says where to listen and what to load
+(`NemoGymConfig`):
 
     reward_model_server:
       resources_servers:
         reward_model: {entrypoint: app.py, domain: rlhf, model_path: results/rm/final, batch_size: 8}
 
-NeMo Gym's own keys of the section are known and have no effect; `host` and `port` are those that it gives. The keys of
-`shaping` (`normalize_rewards`, `reward_mean`, `length_penalty`, ...) may stand beside the others instead; there
-`reward_mean` is 0 and `reward_std` is 1 by default, as on NeMo Gym's page. NeMo Gym takes any response as a sign that
-the server is up, so nothing listens until the model is loaded and verified.
+NeMo Gym's own keys of the section are known and have no effect; `host` and `port` are those that it
+gives. The keys of `shaping` (`normalize_rewards`, `reward_mean`, `length_penalty`, ...) may stand
+beside the others instead; there `reward_mean` is 0 and `reward_std` is 1 by default, as on NeMo
+Gym's page. NeMo Gym takes any response as a sign that the server is up, so nothing listens until
+the model is loaded and verified.
 """
 
 from __future__ import annotations
@@ -52,7 +55,8 @@ logger = logging.getLogger("treeward.reward_model")
 
 
 class NemoGymConfig(ServedModelConfig):
-    """The configuration of a reward model resources server. Several models without an `ensemble` are averaged."""
+    """The configuration of a reward model resources server. Several models without an `ensemble`
+    are averaged."""
 
     name: str = "reward_model"
     """Name of the model in requests."""
@@ -65,7 +69,8 @@ class NemoGymConfig(ServedModelConfig):
     running: bool = False
     """Normalise by the mean and standard deviation of all rewards so far."""
     server: dict[str, Any] = Field(default_factory=dict)
-    """Other keys of the server's configuration, as `{max_queued: 1000}`; `deadline_seconds` is 600 by default."""
+    """Other keys of the server's configuration, as `{max_queued: 1000}`; `deadline_seconds` is 600
+    by default."""
 
     @property
     def server_config(self) -> ServerConfig:
@@ -100,7 +105,8 @@ def main() -> int:
 
 
 def gym_config() -> NemoGymConfig:
-    """This server's section of the configuration that NeMo Gym hands over in the environment. Raises `ConfigError`."""
+    """This server's section of the configuration that NeMo Gym hands over in the environment.
+    Raises `ConfigError`."""
     where, section = handed_over()
     config = checked(section, where)
     if len(config.models) > 1 and "ensemble" not in section:
@@ -118,7 +124,8 @@ def checked(section: Mapping[str, Any], where: str) -> NemoGymConfig:
 
 
 def _native(section: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """NeMo Gym's section in our form: without its own keys, and with the flat keys of `shaping` in their section.
+    """NeMo Gym's section in our form: without its own keys, and with the flat keys of `shaping` in
+    their section.
 
     Raises `ConfigError`, its place `where`, for rewards that are shaped in two ways.
     """

@@ -266,8 +266,9 @@ def test_a_training_run_on_a_custom_dataset(
         assert {f"validation-{name}/loss", f"validation-{name}/accuracy"} <= set(validated)
 
 
-# --- Using Reward Models as Environments -----------------------------------------------------------------------------
-# The guide's actor is the one in docs/environments.md, whose code blocks are run.
+# --- Using Reward Models as Environments
+# ----------------------------------------------------------------------------- The guide's actor is
+# the one in docs/environments.md, whose code blocks are run.
 
 ENV = """
 env:

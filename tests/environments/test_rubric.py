@@ -1,4 +1,5 @@
-"""Rewards by a rubric: what the judge is asked, how its answers become a reward, and what a tree computes."""
+"""Rewards by a rubric: what the judge is asked, how its answers become a reward, and what a tree
+computes."""
 
 from __future__ import annotations
 
@@ -159,7 +160,8 @@ def test_sections_that_are_refused(endpoint: FakeJudge, config: Any, field: str)
     assert field in str(caught.value.field)
 
 
-# --- in this process --------------------------------------------------------------------------------
+# --- in this process
+# --------------------------------------------------------------------------------
 
 
 # So that a question fits into the 256 tokens of the small policy.

@@ -20,7 +20,8 @@ from treeward.scoring.rubrics import (
     rubric_reward,
 )
 
-# --- Forms ------------------------------------------------------------------------------------------
+# --- Forms
+# ------------------------------------------------------------------------------------------
 
 MULTICHALLENGE = {
     "rubric": [
@@ -181,7 +182,8 @@ def test_what_is_no_rubric_is_named(row: dict[str, Any], field: str, summary: st
     assert caught.value.where == "train.jsonl:3"
 
 
-# --- Formulas ---------------------------------------------------------------------------------------
+# --- Formulas
+# ---------------------------------------------------------------------------------------
 
 WORKED = [
     {"text": "Essential Criteria: a", "weight": 3},

@@ -1,4 +1,5 @@
-"""The server rewards by the rule, and by the judge where the rule says no; the judge is a server on loopback."""
+"""The server rewards by the rule, and by the judge where the rule says no; the judge is a server on
+loopback."""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ def judge_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 @pytest.fixture
 def client(judge_port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., TestClient]]:
-    """A function: a client of the server as configured in the folder; keywords change its section."""
+    """A function: a client of the server as configured in the folder; keywords change its
+    section."""
     merged = yaml.safe_load(
         (FOLDER / "configs" / "math_with_judge.yaml").read_text(encoding="utf-8")
     )

@@ -1,4 +1,5 @@
-"""The folder is whole: its configuration is one that the server takes, and its rows can be scored."""
+"""The folder is whole: its configuration is one that the server takes, and its rows can be
+scored."""
 
 from __future__ import annotations
 

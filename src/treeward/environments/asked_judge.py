@@ -4,7 +4,8 @@
     judge.ask(questions)        # a `Verdict` for each, or a `NoVerdict` with the reason
     judge.cost                  # requests, tokens and seconds of all of them
 
-A judge without a verdict on its first few questions stops the run: it would have none on the others.
+A judge without a verdict on its first few questions stops the run: it would have none on the
+others.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ _FIRST_QUESTIONS = 4
 
 
 class AskedJudge:
-    """Raises `ConfigError` if the package openai or the key is missing, and `ModelError` for a model
-    that cannot be loaded."""
+    """Raises `ConfigError` if the package openai or the key is missing, and `ModelError` for a
+    model that cannot be loaded."""
 
     def __init__(self, config: JudgeModelConfig) -> None:
         self.config = config

@@ -282,8 +282,9 @@ def _is_part(key: Any) -> bool:
 
 
 def _sum_of_parts(values: Mapping[Any, Any]) -> Reward:
-    """The reward of a function that returns `reward/<name>` for each of several. Each is a component,
-    and the reward is their sum. Without one of them there is no sum, and the others are components."""
+    """The reward of a function that returns `reward/<name>` for each of several. Each is a
+    component, and the reward is their sum. Without one of them there is no sum, and the others are
+    components."""
     components = {}
     missing = []
     for key, value in values.items():

@@ -4,10 +4,10 @@
     info = {"rubric": [{"title": "Units", "criterion": "It names the unit.", "points": 3}]}
     environment.rewards([conversation], [info])
 
-The judge is asked of each criterion whether it is true of the completion, and `aggregation` makes the
-reward. With `use_logprobs` a model in this process answers by the probability of yes, on trees: all
-criteria of all completions of a prompt are branches below the prompt and the completion, which are
-computed once.
+The judge is asked of each criterion whether it is true of the completion, and `aggregation` makes
+the reward. With `use_logprobs` a model in this process answers by the probability of yes, on trees:
+all criteria of all completions of a prompt are branches below the prompt and the completion, which
+are computed once.
 
 Each criterion is a component of the reward by its name: how far it is met, from 0 to 1. A criterion
 without a verdict is missing, and no 0. With `mode: rubric` one question has the whole list, and the

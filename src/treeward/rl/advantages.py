@@ -93,7 +93,8 @@ def advantages(rewards_PG: Tensor, config: GRPOConfig) -> Tensor:
 
 
 def component_advantages(components: Mapping[str, Tensor], config: GRPOConfig) -> Tensor:
-    """The advantages from several rewards, float32 (P, G): GDPO (Liu et al. 2026, arXiv 2601.05242).
+    """The advantages from several rewards, float32 (P, G): GDPO (Liu et al. 2026, arXiv
+    2601.05242).
 
     `components`: rewards by name, (P, G), NaN for missing. Each is normalised in its group as by
     `advantages`; A = sum_k w_k A_k; the result is (A - mean) / std of the batch, std with n - 1.

@@ -64,9 +64,10 @@ _SAMPLED = ("reward", "raw_reward", "gold_reward", "kl")
 
 @dataclass(frozen=True, slots=True)
 class Rollouts:
-    """The groups of a step. `rewards_PG`: the rewards to optimise, NaN for none; `components`: those
-    that they are made of, by name; `used_PG`: which completions to learn from. `metrics`: over all
-    sampled completions, as logged; `watched`: for the watch. `samples`: as in `PolicyValidation`.
+    """The groups of a step. `rewards_PG`: the rewards to optimise, NaN for none; `components`:
+    those that they are made of, by name; `used_PG`: which completions to learn from. `metrics`:
+    over all sampled completions, as logged; `watched`: for the watch. `samples`: as in
+    `PolicyValidation`.
     """
 
     groups: list[CompletionGroup]

@@ -130,8 +130,8 @@ class LocalJudge:
         return verdicts
 
     def _num_computed(self, rows: Sequence[TokenIds], after: TokenIds | None) -> int:
-        """The tokens that the rows of a question add to a batch whose last row is `after`; on a tree
-        what a row begins with as the one before it is there already."""
+        """The tokens that the rows of a question add to a batch whose last row is `after`; on a
+        tree what a row begins with as the one before it is there already."""
         if self.policy.layout == "rows":
             return sum(map(len, rows))
         total = 0

@@ -1,11 +1,12 @@
 """`Rubric`: the criteria of a prompt, from any of the forms in which data sets have them.
 
-    rubric = read_rubric({"rubric": [{"title": "Units", "criterion": "It names the unit.", "points": 3},
-                                     "It is polite."]})
+    criterion = {"title": "Units", "criterion": "It names the unit.", "points": 3}
+    rubric = read_rubric({"rubric": [criterion, "It is polite."]})
     rubric.criteria[0]      # Criterion(name="Units", text="It names the unit.", weight=3.0)
 
 A rubric is a text, a list, a mapping that has the list under `rubrics`, `rubric` or `criteria`, or
-JSON text of one of these. An item of the list is a text or a mapping, whose keys have several names:
+JSON text of one of these. An item of the list is a text or a mapping, whose keys have several
+names:
 
 - its text: `TEXT_KEYS`; its name: `NAME_KEYS`, else it is numbered
 - its weight: `WEIGHT_KEYS`, or `modifiers: {severity: 2}`; 1 if there is none. A negative weight is
@@ -15,8 +16,8 @@ JSON text of one of these. An item of the list is a text or a mapping, whose key
 - `sub_tasks`: a tree as PaperBench's. Its leaves are the criteria, and each has the product of the
   shares along its path as its weight.
 
-Rubrics as Rewards (Gunjal et al. 2025, arXiv 2507.17746) writes the category of a criterion into its
-text, as "Essential Criteria: ...", or a mapping has it as `category`.
+Rubrics as Rewards (Gunjal et al. 2025, arXiv 2507.17746) writes the category of a criterion into
+its text, as "Essential Criteria: ...", or a mapping has it as `category`.
 """
 
 from __future__ import annotations
@@ -250,9 +251,9 @@ def rubric_reward(
     """The reward of a completion, from how far it meets each criterion.
 
     `met`: for each criterion from 0 to 1, as the judge's probability; None where there is no
-    verdict. Such criteria are left out. The reward is None where those with a verdict have less than
-    `least_weight` of the sum of all |weight|, where what is left cannot be divided by, and where a
-    veto has no verdict. A veto that is not met makes the reward 0.
+    verdict. Such criteria are left out. The reward is None where those with a verdict have less
+    than `least_weight` of the sum of all |weight|, where what is left cannot be divided by, and
+    where a veto has no verdict. A veto that is not met makes the reward 0.
 
     With weights w and c how far each is met:
 
@@ -293,7 +294,8 @@ def rubric_reward(
 
 
 def check_weights(rubric: Rubric, aggregation: Aggregation) -> None:
-    """Raise `DataError` for weights that the aggregation cannot divide by, as only negative ones."""
+    """Raise `DataError` for weights that the aggregation cannot divide by, as only negative
+    ones."""
     weights = [_weight_in(one, aggregation) for one in rubric.criteria]
     if _denominator(weights, aggregation) <= 0.0:
         raise DataError(

@@ -98,8 +98,8 @@ Is this true of the completion? If it is a question, is its answer yes?
 
 {criterion}
 
-Judge this alone, and nothing else about the completion. First explain your judgement in a few sentences. Then end with
-a line that is exactly [[YES]] or [[NO]]."""
+Judge this alone, and nothing else about the completion. First explain your judgement in a few
+sentences. Then end with a line that is exactly [[YES]] or [[NO]]."""
 
 _RUBRIC = """Here is a conversation:
 
@@ -113,8 +113,9 @@ Judge it by this list. Points with a minus are of something bad:
 
 {rubric}
 
-First say of each point whether it is true of the completion. Then end with a line of exactly this form, with a number
-from {lowest} (nothing good is there) to {highest} (all is as it should be) in place of {example}:
+First say of each point whether it is true of the completion. Then end with a line of exactly this
+form, with a number from {lowest} (nothing good is there) to {highest} (all is as it should be) in
+place of {example}:
 
 Rating: [[{example}]]"""
 
@@ -234,7 +235,8 @@ def make_question(
 
 
 def _number_of(*texts: str) -> int:
-    """A number that the author of one of the texts cannot write into it: it would be another one."""
+    """A number that the author of one of the texts cannot write into it: it would be another
+    one."""
     material = "\0".join(texts)
     digest = hashlib.sha256(material.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8])

@@ -14,8 +14,8 @@ from torch import Tensor
 
 
 def shifted_sums(inputs_ED: Tensor, taps_DK: Tensor) -> Tensor:
-    """out[e] = sum_k taps[k] inputs[e + k], (E - K + 1, D): the sum of a place is that of the K inputs
-    that begin there."""
+    """out[e] = sum_k taps[k] inputs[e + k], (E - K + 1, D): the sum of a place is that of the K
+    inputs that begin there."""
     apply: Any = _ShiftedSums.apply  # which torch has no types for
     out: Tensor = apply(inputs_ED, taps_DK)
     return out

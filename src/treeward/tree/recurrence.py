@@ -131,10 +131,10 @@ class Window:
 class Round:
     """Pieces, or parts of them, that are computed together.
 
-    `lengths`: the slots of each. `bounds`, in rounds of whole pieces: the first slot of each, counted
-    in this round, and the end of the last, int64; `bounds_cpu` is the same on the CPU. `source`: for
-    each piece, the one of the round before whose state it starts from; None in the first round.
-    `is_wanted`: whether any state at the end of this round is read.
+    `lengths`: the slots of each. `bounds`, in rounds of whole pieces: the first slot of each,
+    counted in this round, and the end of the last, int64; `bounds_cpu` is the same on the CPU.
+    `source`: for each piece, the one of the round before whose state it starts from; None in the
+    first round. `is_wanted`: whether any state at the end of this round is read.
     """
 
     lengths: tuple[int, ...]
@@ -306,8 +306,8 @@ class Recurrence:
 
         `multiple`: for a kernel over a batch of rows. In each round the pieces that can go on do so
         together, up to the end of the shortest, so that there are fewer than `multiple` slots of
-        padding for each of them. None: for a kernel over sequences of different lengths. A round has
-        all pieces of one depth, and nothing is padded.
+        padding for each of them. None: for a kernel over sequences of different lengths. A round
+        has all pieces of one depth, and nothing is padded.
         """
         if multiple not in self._rounds:
             self._rounds[multiple] = self._make_rounds(multiple)
