@@ -19,7 +19,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -27,11 +27,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from treeward.errors import ModelError
+from treeward.model.side_by_side import can_divide, divided, side_by_side
 from treeward.model.wrapped import Layout, WrappedModel
 from treeward.tree.batch import Batch, Movable, RowBatch, TreeBatch
 from treeward.tree.plan import order_of_parts, plan_sequences, split_group
 from treeward.tree.prefix import MIN_PREFIX_TOKENS, Prefix, PrefixCache
-from treeward.tree.token_tree import TokenIds
+from treeward.tree.token_tree import TokenIds, common_prefix_length
 
 DEFAULT_BATCH_TOKENS = 4096
 """Most tokens that scoring computes in one forward pass."""
@@ -47,6 +48,17 @@ class FeatureBatch(Movable):
 
     features_SKD: Tensor
     num_computed_tokens: ClassVar[int] = 0
+
+
+class _Computed(NamedTuple):
+    """What a forward pass gave for groups of sequences: `values` of all their reads, on the CPU, and
+    the beginnings to keep, by their tokens."""
+
+    groups: Sequence[Sequence[int]]
+    batch: Batch
+    values: Tensor
+    num_reused_tokens: int = 0
+    kept: Sequence[tuple[TokenIds, Prefix]] = ()
 
 
 class RewardModel(WrappedModel):
@@ -288,21 +300,10 @@ class RewardModel(WrappedModel):
             share = self.layout == "tree"
             if not share or (cache is not None and cache.max_bytes == 0):
                 cache = None
-            # How many of each sequence's first tokens need not be computed: cached ones before the
-            # first that is read. No value is kept for a cached token, only what others attend to.
             num_known: list[int] | None = None
             cached: list[Prefix | None] = []
             if cache is not None:
-                num_known = []
-                for ids, positions in zip(sequences, read_at, strict=True):
-                    length = cache.match(ids, most=min(positions, default=0))
-                    num_known.append(length)
-                    # Already here: what the first forward passes of this call keep may drop it
-                    # from the cache before a later one reads it.
-                    prefix = None
-                    if length:
-                        prefix = cache.get(ids, length)
-                    cached.append(prefix)
+                num_known, cached = _known_beginnings(cache, sequences, read_at)
             for groups in plan_sequences(
                 sequences,
                 max_tokens=max_tokens,
@@ -310,29 +311,34 @@ class RewardModel(WrappedModel):
                 share=share,
                 num_cached=num_known,
             ):
-                if cache is None or num_known is None:
-                    batch_groups = []
-                    for group in groups:
-                        batch_groups.append([sequences[i] for i in group])
-                    batch = self.make_batch(batch_groups)
-                    batch_values = self.heads(batch)
-                else:
+                if cache is not None and num_known is not None:
                     groups = _by_known_beginning(sequences, num_known, groups)
-                    batch, batch_values = self._heads_with(
-                        cache,
-                        sequences,
-                        read_at,
-                        cached,
-                        groups,
-                        prompt_lengths or [0] * len(sequences),
-                    )
-                members = list(itertools.chain.from_iterable(groups))
-                self.num_computed_tokens += batch.num_computed_tokens
-                self.num_row_tokens += sum(len(sequences[i]) for i in members)
-                counts = [self._num_values(read_at[i]) for i in members]
-                member_values = batch_values.cpu().split(counts)
-                for i, values_of_sequence in zip(members, member_values, strict=True):
-                    values[i] = values_of_sequence
+
+                def compute(part: Sequence[Sequence[int]]) -> _Computed:
+                    with torch.no_grad() if is_sharded else torch.inference_mode():
+                        if cache is None:
+                            batch = self.make_batch([[sequences[i] for i in g] for g in part])
+                            return _Computed(part, batch, self.heads(batch).cpu())
+                        return self._compute_with(
+                            cached,
+                            sequences,
+                            read_at,
+                            part,
+                            prompt_lengths or [0] * len(sequences),
+                        )
+
+                for computed in side_by_side(compute, self._parts(sequences, num_known, groups)):
+                    members = list(itertools.chain.from_iterable(computed.groups))
+                    self.num_computed_tokens += computed.batch.num_computed_tokens
+                    self.num_row_tokens += sum(len(sequences[i]) for i in members)
+                    if cache is not None:
+                        cache.num_reused_tokens += computed.num_reused_tokens
+                        for tokens, kept in computed.kept:
+                            cache.put(tokens, kept)
+                    counts = [self._num_values(read_at[i]) for i in members]
+                    member_values = computed.values.split(counts)
+                    for i, values_of_sequence in zip(members, member_values, strict=True):
+                        values[i] = values_of_sequence
             # Masked attention multiplies hidden values by zero, and zero times NaN is NaN: one
             # broken conversation may break others of its batch. Alone it breaks none.
             for i, values_of_sequence in enumerate(values):
@@ -352,29 +358,29 @@ class RewardModel(WrappedModel):
             return len(positions)
         return 1
 
-    def _heads_with(
+    def _compute_with(
         self,
-        cache: PrefixCache,
+        cached: Sequence[Prefix | None],
         sequences: Sequence[TokenIds],
         read_at: Sequence[Sequence[int]],
-        cached: Sequence[Prefix | None],
         groups: Sequence[Sequence[int]],
         prompt_lengths: Sequence[int],
-    ) -> tuple[TreeBatch, Tensor]:
-        """The values of groups of sequences, computed only beyond the cached beginnings; and the
-        batch. `cached`: the beginning of each sequence, the same for all of a group."""
+    ) -> _Computed:
+        """The values of groups of sequences, computed only beyond the cached beginnings. `cached`:
+        the beginning of each sequence, the same for all of a group."""
         prefixes: list[Prefix | None] = []
         keep: list[tuple[int, int, int]] = []
         prompts: list[TokenIds] = []
         remainders: list[list[TokenIds]] = []
         remaining_reads: list[list[int]] = []
+        num_reused_tokens = 0
         for g, group in enumerate(groups):
             prefix = cached[group[0]]
             start = 0
             if prefix is not None:
                 start = len(prefix)
             prefixes.append(prefix)
-            cache.num_reused_tokens += start * len(group)
+            num_reused_tokens += start * len(group)
             remainders.append([sequences[i][start:] for i in group])
             prompt_places: dict[tuple[int, ...], int] = {}  # each prompt of the group once
             for k, i in enumerate(group):
@@ -389,11 +395,32 @@ class RewardModel(WrappedModel):
             remainders, prefixes=prefixes, keep=keep, read_at=remaining_reads
         )
         batch = batch.to(self.device)
-        values = self.heads(batch)
+        values = self.heads(batch).cpu()
         assert batch.layout.exchange is not None
-        for tokens, kept in zip(prompts, batch.layout.exchange.kept(), strict=True):
-            cache.put(tokens, kept)
-        return batch, values
+        kept = list(zip(prompts, batch.layout.exchange.kept(), strict=True))
+        return _Computed(groups, batch, values, num_reused_tokens, kept)
+
+    def _parts(
+        self,
+        sequences: Sequence[TokenIds],
+        num_known: Sequence[int] | None,
+        groups: Sequence[Sequence[int]],
+    ) -> list[Sequence[Sequence[int]]]:
+        """The groups of a batch in parts that are computed at the same time."""
+        if not can_divide(self):
+            return [groups]
+        sizes = []
+        for group in groups:
+            size = 0
+            before: TokenIds | None = None
+            for i in group:
+                shared = 0 if num_known is None else num_known[i]
+                if before is not None and self.layout == "tree":
+                    shared = common_prefix_length(np.asarray(before), np.asarray(sequences[i]))
+                before = sequences[i]
+                size += len(before) - shared
+            sizes.append(size)
+        return [[groups[g] for g in part] for part in divided(sizes)]
 
     def _check_sequences(self, sequences: Sequence[TokenIds]) -> None:
         limit = self.max_positions
@@ -485,6 +512,25 @@ def values_of_reads(head: nn.Module, values_RH: Tensor) -> Tensor:
         combined: Tensor = gate.combine(values_RH)
         return combined
     return values_RH
+
+
+def _known_beginnings(
+    cache: PrefixCache, sequences: Sequence[TokenIds], read_at: Sequence[Sequence[int]]
+) -> tuple[list[int], list[Prefix | None]]:
+    """How many of each sequence's first tokens need not be computed, and what is known of them.
+
+    They are cached ones before the first that is read: no value is kept for a cached token, only
+    what others attend to.
+    """
+    num_known = []
+    cached: list[Prefix | None] = []
+    for ids, positions in zip(sequences, read_at, strict=True):
+        length = cache.match(ids, most=min(positions, default=0))
+        num_known.append(length)
+        # Fetched already here: what the first forward passes of a call keep may drop it from the
+        # cache before a later one reads it.
+        cached.append(cache.get(ids, length) if length else None)
+    return num_known, cached
 
 
 def _by_known_beginning(
