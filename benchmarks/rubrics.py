@@ -15,15 +15,29 @@ round, and `share` its part of that limit.
 from __future__ import annotations
 
 import argparse
+import tempfile
+from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from common import describe, interleave, median_ratio, use_device
-from scoring import load_prompts
+from common import (
+    SIZES,
+    add_model,
+    build_causal,
+    describe,
+    interleave,
+    median_ratio,
+    model_name,
+    tokenizer_of,
+    use_device,
+)
+from scoring import Prompt, load_prompts
 
 from treeward.config.reward_environments import RubricEnvironmentConfig
 from treeward.data.conversation import Message
+from treeward.data.rendering import Renderer
 from treeward.scoring.judge_local import LocalJudge
 from treeward.scoring.verdicts import NoVerdict, Verdict, make_question
 from treeward.tables import Column, results_table
@@ -43,16 +57,24 @@ Question = tuple[Message, ...]
 
 
 def main() -> None:
-    arguments = _parse()
+    arguments = parse()
+    with tempfile.TemporaryDirectory() as temporary:
+        _run(arguments, Path(temporary))
+
+
+def _run(arguments: argparse.Namespace, temporary: Path) -> None:
     device = use_device("cpu")
-    data, prompts = load_prompts(arguments.model)
+    data, prompts = load_prompts(arguments.size)
     chosen = [(prompt, texts) for prompt, texts in prompts if len(texts) >= arguments.completions]
     criteria = CRITERIA[: arguments.criteria]
+    folder = arguments.size
+    if folder in SIZES:
+        folder = str(_written(folder, prompts, temporary))
     section = RubricEnvironmentConfig(
-        model=arguments.model, use_logprobs=True, dtype="float32", device=device.type
+        model=folder, use_logprobs=True, dtype="float32", device=device.type
     )
     judge = LocalJudge(section)
-    print(f"{data}, {arguments.model}, {describe(device)}")
+    print(f"{data}, {model_name(arguments.size)}, {describe(device)}")
     rows = []
     for prompt, texts in chosen[: arguments.prompts]:
         questions = []
@@ -72,6 +94,16 @@ def main() -> None:
         Column("difference", title="largest difference", format=".1e"),
     ]
     print(results_table(rows, columns))
+
+
+def _written(size: str, prompts: Sequence[Prompt], folder: Path) -> Path:
+    """A judge with random weights, and a tokenizer of these texts."""
+    texts = (text for prompt, answers in prompts for text in (prompt, *answers))
+    tokenizer = tokenizer_of(size, texts)
+    build_causal(size, tokenizer).save_pretrained(folder)
+    tokenizer.chat_template = Renderer(tokenizer).chat_template
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def _measure(
@@ -115,11 +147,11 @@ def _value(answer: Verdict | NoVerdict) -> float:
     return answer.value
 
 
-def _parse() -> argparse.Namespace:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", required=True, help="the judge, a folder of a causal model")
+    add_model(parser)
     parser.add_argument("--prompts", type=int, default=2)
     parser.add_argument("--completions", type=int, default=8)
     parser.add_argument("--criteria", type=int, default=6)

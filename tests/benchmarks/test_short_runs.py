@@ -25,6 +25,7 @@ SHORT = {
     "planning.py": "--comparisons 10_000",
     "two_processes.py": "--rounds 1 --steps 3 --hidden-size 64",
     "hybrids.py": "lfm2 --prompts 64 --completions 2 --rounds 1",
+    "rubrics.py": "--size tiny --prompts 1 --completions 2 --criteria 2 --rounds 1",
     "labels.py": "--size tiny --steps 2 --seeds 1 --rounds 1",
     "check_data.py": "--rows 300",
     "soak.py": "--minutes 0.1 --clients 8",
