@@ -31,6 +31,11 @@ def components(**changed: list[list[float]]) -> dict[str, torch.Tensor]:
     return {name: torch.tensor(rows) for name, rows in values.items()}
 
 
+def advantages_of(given: dict[str, torch.Tensor], chosen: GRPOConfig) -> torch.Tensor:
+    """Where nothing is missing the sum is known."""
+    return component_advantages(sum(given.values(), torch.zeros(())), given, chosen)
+
+
 WORKED = {
     "NeMo RL": (config(), [[1.3762, -0.2752, -1.1010], [0.5505, 0.5505, -1.1010]]),
     "NeMo RL, leave one out": (
@@ -47,7 +52,7 @@ WORKED = {
 @pytest.mark.parametrize("source", WORKED)
 def test_it_is_the_formula_of_its_source(source: str) -> None:
     chosen, want = WORKED[source]
-    got = component_advantages(components(), chosen)
+    got = advantages_of(components(), chosen)
     assert got.dtype == torch.float32
     assert torch.allclose(got, torch.tensor(want), atol=6e-5)
 
@@ -55,7 +60,7 @@ def test_it_is_the_formula_of_its_source(source: str) -> None:
 def test_a_missing_component_adds_nothing_to_its_completion() -> None:
     """B2's correctness is missing; its form is all that it has, and that does not vary."""
     given = components(correct=[CORRECT[0], [1.0, MISSING, 0.0]])
-    got = component_advantages(given, config("normalize_then_sum"))
+    got = advantages_of(given, config("normalize_then_sum"))
     want = [[1.521, -0.304, -1.217], [0.745, 0.0, -0.745]]
     assert torch.allclose(got, torch.tensor(want), atol=6e-4)
 
@@ -64,7 +69,7 @@ def test_a_completion_without_components_counts_nowhere() -> None:
     given = components(
         correct=[CORRECT[0], [1.0, MISSING, 0.0]], form=[FORM[0], [0.5, MISSING, 0.5]]
     )
-    got = component_advantages(given, config("normalize_then_sum"))
+    got = advantages_of(given, config("normalize_then_sum"))
     assert torch.allclose(got[1], torch.tensor([0.6666, 0.0, -0.6666]), atol=6e-5)
     assert float(got[0, 0]) == pytest.approx(1.3607, abs=6e-5)
     estimator = config("normalize_then_sum").adv_estimator
@@ -82,34 +87,32 @@ def test_equal_rewards_are_no_signal_however_they_round(name: str, leaves_one_ou
     equal = torch.full((2, 7), 0.3)
     given = {"correct": equal, "form": equal.clone()}
     chosen = config(name, use_leave_one_out_baseline=leaves_one_out)
-    assert torch.equal(component_advantages(given, chosen), torch.zeros(2, 7))
+    assert torch.equal(advantages_of(given, chosen), torch.zeros(2, 7))
 
 
 def test_two_equal_components_are_one() -> None:
     """The sum is twice one of them, and over the batch it is divided by twice its std."""
     given = torch.tensor([[1.0, 2.0, 4.0], [0.0, 3.0, 1.0]])
-    got = component_advantages({"a": given, "b": given}, config(weights=None))
+    got = advantages_of({"a": given, "b": given}, config(weights=None))
     once = advantages(given, GRPOConfig())
     assert torch.allclose(got, once / once.std(), atol=1e-5)
 
 
 def test_advantages_are_cut() -> None:
-    got = component_advantages(
-        components(), config(advantage_clip_low=-1.0, advantage_clip_high=1.0)
-    )
+    got = advantages_of(components(), config(advantage_clip_low=-1.0, advantage_clip_high=1.0))
     assert float(got.max()) == 1.0
     assert float(got.min()) == -1.0
 
 
 def test_a_list_of_weights_is_in_alphabetical_order() -> None:
-    by_name = component_advantages(components(), config())
-    assert torch.equal(component_advantages(components(), config(weights=[1.0, 0.5])), by_name)
+    by_name = advantages_of(components(), config())
+    assert torch.equal(advantages_of(components(), config(weights=[1.0, 0.5])), by_name)
 
 
 def test_components_of_members_stand_for_themselves_in_the_members_reward() -> None:
     given = components() | {"judge/position_bias": torch.rand(2, 3)}
-    got = component_advantages(given, config(weights=None))
-    assert torch.equal(got, component_advantages(components(), config(weights=None)))
+    got = advantages_of(given, config(weights=None))
+    assert torch.equal(got, advantages_of(components(), config(weights=None)))
 
 
 @pytest.mark.parametrize(
@@ -122,7 +125,7 @@ def test_components_of_members_stand_for_themselves_in_the_members_reward() -> N
 )
 def test_weights_that_do_not_fit_are_refused(weights: Any, given: Any, got: str) -> None:
     with pytest.raises(ConfigError, match="components") as caught:
-        component_advantages(given, config(weights=weights))
+        advantages_of(given, config(weights=weights))
     assert caught.value.field == "grpo.adv_estimator.reward_weights"
     assert caught.value.got == got
 
@@ -146,3 +149,21 @@ def test_keys_that_have_no_effect_together_are_refused(keys: dict[str, Any], fie
     given = {"adv_estimator": {"name": "gdpo"}, **keys}
     with pytest.raises((ConfigError, ValueError), match=field):
         GRPOConfig.model_validate(given)
+
+
+@pytest.mark.parametrize("weights", [WEIGHTS, None])
+def test_a_component_that_a_whole_batch_lacks_is_missing_where_rewards_failed(weights: Any) -> None:
+    """A judge that does not answer for a while ends no run, and the other component is learnt from."""
+    failed = torch.full((2, 3), MISSING)
+    chosen = config(weights=weights)
+    given = {"correct": torch.tensor(CORRECT)}
+    once = advantages(given["correct"], GRPOConfig())
+    got = component_advantages(failed, given, chosen)
+    assert torch.allclose(got, once / once.std(), atol=1e-5)
+    assert rewarded(failed, given, chosen.adv_estimator).all()
+
+
+def test_without_any_component_nothing_is_learnt() -> None:
+    failed = torch.full((2, 3), MISSING)
+    assert torch.equal(component_advantages(failed, {}, config()), torch.zeros(2, 3))
+    assert not rewarded(failed, {}, config().adv_estimator).any()

@@ -3,7 +3,7 @@ beside it.
 
     rewards_PG = shaped_rewards(config, groups, rewards_PG)     # scaled, less penalties of length
     advantages(rewards_PG, GRPOConfig())                        # (P, G), compared in each group
-    component_advantages({"correct": ..., "format": ...}, config.grpo)      # (P, G), GDPO
+    component_advantages(rewards_PG, components, config.grpo)   # (P, G), GDPO
     used_completions(groups, rewards_PG.isfinite(), config.grpo)    # which of them are learnt from
 
 A missing reward is NaN: it enters no mean and no std, and its completion's advantage is 0.
@@ -92,11 +92,14 @@ def advantages(rewards_PG: Tensor, config: GRPOConfig) -> Tensor:
     return _clipped(_unclipped(rewards_PG, config), config)
 
 
-def component_advantages(components: Mapping[str, Tensor], config: GRPOConfig) -> Tensor:
+def component_advantages(
+    rewards_PG: Tensor, components: Mapping[str, Tensor], config: GRPOConfig
+) -> Tensor:
     """The advantages from several rewards, float32 (P, G): GDPO (Liu et al. 2026, arXiv
     2601.05242).
 
-    `components`: rewards by name, (P, G), NaN for missing. Each is normalised in its group as by
+    `rewards_PG`: their sums, NaN where one has failed; only that is read of them. `components`:
+    rewards by name, (P, G), NaN for missing. Each is normalised in its group as by
     `advantages`; A = sum_k w_k A_k; the result is (A - mean) / std of the batch, std with n - 1.
     A missing component adds 0 to its completion's sum, and enters no mean and no std. A completion
     without any component has the advantage 0, and is not counted in the batch.
@@ -108,10 +111,11 @@ def component_advantages(components: Mapping[str, Tensor], config: GRPOConfig) -
 
     Raises `ConfigError` for weights that do not fit the components.
     """
-    weights = component_weights(list(components), config.adv_estimator)
+    has_failed = not bool(rewards_PG.isfinite().all())
+    weights = component_weights(list(components), config.adv_estimator, has_failed=has_failed)
     is_trl = config.adv_estimator.name == "normalize_then_sum"
     floor = _TRL_FLOOR if is_trl else STD_FLOOR
-    sums = torch.zeros_like(next(iter(components.values())), dtype=torch.float64)
+    sums = torch.zeros_like(rewards_PG, dtype=torch.float64)
     is_known = torch.zeros_like(sums, dtype=torch.bool)
     for name, weight in weights.items():
         values = components[name]
@@ -135,12 +139,13 @@ def component_advantages(components: Mapping[str, Tensor], config: GRPOConfig) -
 
 
 def component_weights(
-    names: Sequence[str], estimator: AdvantageEstimatorConfig
+    names: Sequence[str], estimator: AdvantageEstimatorConfig, *, has_failed: bool = False
 ) -> dict[str, float]:
     """The weight of each component that is learnt from, by name.
 
-    `names`: the components that the rewards have. Raises `ConfigError` for fewer than two, for a
-    list of another length, and for a name that no reward has.
+    `names`: the components that the rewards have. `has_failed`: some rewards have failed, so that a
+    component may be missing in a whole batch; it is left out then. Raises `ConfigError` for fewer
+    than two, for a list of another length, and for a name that no reward has.
     """
     chosen = estimator.reward_weights
     weights: dict[str, float] = {}
@@ -152,6 +157,8 @@ def component_weights(
     elif len(chosen) == len(names):
         weights = dict(zip(sorted(names), chosen, strict=True))
     missing = sorted(weights.keys() - set(names))
+    if has_failed and not isinstance(chosen, tuple):
+        return {name: weight for name, weight in weights.items() if name in names}
     if len(weights) >= 2 and not missing:
         return weights
     got = ", ".join(sorted(names)) or "rewards without components"
@@ -249,7 +256,8 @@ def rewarded(
     if not estimator.takes_components:
         return rewards_PG.isfinite()
     is_rewarded_PG = torch.zeros_like(rewards_PG, dtype=torch.bool)
-    for name in component_weights(list(components), estimator):
+    has_failed = not bool(rewards_PG.isfinite().all())
+    for name in component_weights(list(components), estimator, has_failed=has_failed):
         is_rewarded_PG |= components[name].isfinite()
     return is_rewarded_PG
 
