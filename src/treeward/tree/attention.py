@@ -426,12 +426,13 @@ def _merged(
             out[:, :, q] = part_out
             lse[:, :, q] = part_lse
             continue
-        # L and o of `SlicedAttention`, one more part at a time.
-        merged = torch.logaddexp(lse[:, :, q], part_lse)
-        old_weight = torch.exp(lse[:, :, q] - merged).unsqueeze(-1)
-        weight = torch.exp(part_lse - merged).unsqueeze(-1)
-        out[:, :, q] = out[:, :, q] * old_weight + part_out * weight
-        lse[:, :, q] = merged
+        # L and o of `SlicedAttention`, one more part at a time: of two parts the second has the weight
+        # exp(l_2 - L) = sigmoid(l_2 - l_1). So written it is one pass over the outputs, and more
+        # exact: L is large beside the difference.
+        before = lse[:, :, q]
+        weight = torch.sigmoid(part_lse - before).unsqueeze(-1)
+        out[:, :, q].lerp_(part_out, weight)
+        lse[:, :, q] = torch.logaddexp(before, part_lse)
     return out, lse
 
 
