@@ -46,6 +46,7 @@ class RuleScorer:
     """
 
     renderer = SimpleNamespace(tokenizer=None)
+    num_computed_tokens = 0
 
     def __init__(
         self,

@@ -152,11 +152,13 @@ def test_a_judge_is_evaluated_like_a_model_with_its_cost_and_position_bias(
     own = found.pop("judge-pairwise-m")
     # The tie counts as wrong.
     assert own["headline"]["value"] == pytest.approx(29 / 30)
-    usage = own["details"]["usage"]
+    usage = own["usage"]
     assert usage["num_requests"] == 60
     assert usage["seconds"] > 0
-    assert usage["position_bias"] == pytest.approx(1 / 30)
-    assert ["usage" in one["details"] for one in found.values()] == [False]
+    assert usage["judge/position_bias"] == pytest.approx(1 / 30)
+    [model] = found.values()
+    assert "num_requests" not in model["usage"]
+    assert model["usage"]["num_prompt_tokens"] > 0
     assert "As a judge: 60 requests" in (output / "report.html").read_text("utf-8")
     rows = read_jsonl(output / "judge-pairwise-m" / "held_out" / "examples.jsonl")
     assert rows[0]["judgements"] == ["[[A]]\n\n[[B]]"] * 2

@@ -45,7 +45,7 @@ def test_a_rating_becomes_a_reward_from_0_to_1(endpoint: FakeJudge) -> None:
     endpoint.answer = lambda request: f"Hm. Rating: [[{between_tags(request, 'completion')}]]"
     result = judge(endpoint).step([chat("1"), chat("9"), chat("5.0")], [{}, {}, {}])
     assert result.rewards.tolist() == [0, 1, 0.5]
-    assert [one["rating"] for one in details(result, "components")] == [1, 9, 5.0]
+    assert [one["judge/rating"] for one in details(result, "components")] == [1, 9, 5.0]
     assert judge(endpoint, lowest_rating=0, highest_rating=20).step(
         [chat("10")], [{}]
     ).rewards.tolist() == [0.5]
@@ -229,7 +229,7 @@ def test_equivalence_is_asked_in_both_orders(endpoint: FakeJudge) -> None:
         [chat("one half"), chat("2"), chat("3"), chat("one half"), chat("1")], infos
     )
     assert result.rewards.tolist()[:4] == [1.0, 0.0, 0.0, 1.0] and math.isnan(result.rewards[4])
-    assert [one.get("inconsistent") for one in details(result, "components")] == [
+    assert [one.get("judge/inconsistent") for one in details(result, "components")] == [
         0.0,
         1.0,
         0.0,
@@ -263,12 +263,12 @@ def test_neighbours_are_compared_in_both_orders_and_the_worth_of_a_position_canc
     circle = ["ab", "bc", "cd", "da"]
     shown = sorted("".join(places(request)) for request in endpoint.requests)
     assert shown == sorted([*circle, *(pair[::-1] for pair in circle)])
-    assert [one["position_bias"] for one in details(fair, "components")] == [0] * 4
+    assert [one["judge/position_bias"] for one in details(fair, "components")] == [0] * 4
     endpoint.answer = biased(qualities, 1.5)  # more than the difference of any neighbours
     favoured = judge(endpoint, mode="pairwise").step(logs, infos)
     assert favoured.rewards.tolist() == [0.5] * 4
-    assert [one["position_bias"] for one in details(favoured, "components")] == [1] * 4
-    assert [one["inconsistent"] for one in details(favoured, "components")] == [1] * 4
+    assert [one["judge/position_bias"] for one in details(favoured, "components")] == [1] * 4
+    assert [one["judge/inconsistent"] for one in details(favoured, "components")] == [1] * 4
 
 
 def test_groups_are_of_one_prompt_or_as_the_loop_says(endpoint: FakeJudge) -> None:
@@ -327,15 +327,17 @@ def test_log_probabilities_make_expected_ratings(endpoint: FakeJudge) -> None:
     result = environment.step([chat("four")], [{}])
     rating = (0.6 * 7 + 0.2 * 9) / 0.8  # 0 is not on the scale
     assert result.rewards.tolist() == pytest.approx([(rating - 1) / 8])
-    assert details(result, "components")[0] == pytest.approx({"rating": rating, "label_mass": 0.8})
+    assert details(result, "components")[0] == pytest.approx(
+        {"judge/rating": rating, "judge/label_mass": 0.8}
+    )
     assert (endpoint.requests[0]["logprobs"], endpoint.requests[0]["top_logprobs"]) == (True, 20)
     endpoint.answer = lambda request: "Rating: [[5]]"  # an endpoint that sends none
-    assert details(environment.step([chat("four")], [{}]), "components")[0] == {"rating": 5}
+    assert details(environment.step([chat("four")], [{}]), "components")[0] == {"judge/rating": 5}
     verdict = with_tokens("I say ", "[[", {"A": 0.5, "B": 0.3, "C": 0.1, "a": 0.1}, "]]")
     endpoint.answer = lambda request: verdict
     environment = judge(endpoint, use_logprobs=True, mode="pairwise")
     result = environment.step([chat("four")], [{"reference_answers": "five"}])
-    assert details(result, "components")[0]["forward"] == pytest.approx((0.5 + 0.1 / 2) / 0.9)
+    assert details(result, "components")[0]["judge/forward"] == pytest.approx((0.5 + 0.1 / 2) / 0.9)
     # the same in both orders: a bias of place
     assert result.rewards.tolist() == pytest.approx([0.5])
 
@@ -424,7 +426,7 @@ def test_a_model_in_the_process_compares_by_expectation(policy_folder: Path) -> 
     assert environment.cost.num_prompt_tokens == len(beginnings)
     reward = (values[0] + 1 - values[1]) / 2
     assert result.rewards.tolist() == pytest.approx([reward, 1 - reward], abs=1e-5)
-    assert details(result, "components")[0]["position_bias"] == pytest.approx(
+    assert details(result, "components")[0]["judge/position_bias"] == pytest.approx(
         values[0] - (1 - values[1]), abs=1e-5
     )
 
@@ -458,5 +460,5 @@ def test_a_model_in_the_process_writes_its_verdict(policy_folder: Path, tmp_path
     environment = JudgeEnvironment({"model": str(tmp_path), **section})
     result = environment.step([chat("four"), chat("4")], [{"reference_answers": "five"}] * 2)
     assert result.rewards.tolist() == [0, 0], details(result, "error")
-    assert [one["inconsistent"] for one in details(result, "components")] == [0, 0]
+    assert [one["judge/inconsistent"] for one in details(result, "components")] == [0, 0]
     assert environment.cost.num_requests == 4

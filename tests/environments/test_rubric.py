@@ -57,15 +57,23 @@ def test_the_reward_is_the_sum_of_what_is_met(endpoint: FakeJudge) -> None:
     good, rude = rewards(rubric_of(endpoint), "4, if you please", "4, you fool")
     assert good.value == 1.0
     assert rude.value == pytest.approx((3 - 2) / 4)
-    assert rude.components == {"Right": 1.0, "Polite": 0.0, "Rude": 1.0}
     assert good.score.judgement is not None and good.score.judgement.count("I looked.") == 3
+
+
+def test_more_of_each_component_is_better_of_bad_things_too(endpoint: FakeJudge) -> None:
+    # GDPO adds the components up: a bad thing must not be a reward.
+    polite, rude = rewards(rubric_of(endpoint), "4, if you please", "4, you fool")
+    assert polite.components == {"Right": 1.0, "Polite": 1.0, "Rude": 1.0}
+    assert rude.components == {"Right": 1.0, "Polite": 0.0, "Rude": 0.0}
 
 
 def test_each_criterion_is_one_question(endpoint: FakeJudge) -> None:
     rewards(rubric_of(endpoint), "4, if you please", "5")
     assert len(endpoint.requests) == 6
-    asked = endpoint.requests[0]["messages"][1]["content"]
-    assert between_tags(endpoint.requests[0], "conversation") == "user: 2 + 2?"
+    # Questions are asked at the same time, and arrive in any order.
+    [first, _] = [one for one in endpoint.requests if "It says 4." in one["messages"][1]["content"]]
+    asked = first["messages"][1]["content"]
+    assert between_tags(first, "conversation") == "user: 2 + 2?"
     # The criterion is last, so that questions about a completion begin alike.
     assert asked.index("completion") < asked.index("It says 4.")
 
@@ -96,7 +104,7 @@ def test_a_criterion_without_a_verdict_is_missing_and_no_0(endpoint: FakeJudge) 
     without_verdicts_on(endpoint, "polite")
     [found] = rewards(rubric_of(endpoint), "4")
     assert found.value == 1.0
-    assert found.components == {"Right": 1.0, "Rude": 0.0}
+    assert found.components == {"Right": 1.0, "Rude": 1.0}
 
 
 def test_with_too_few_verdicts_there_is_no_reward(endpoint: FakeJudge) -> None:
@@ -104,7 +112,7 @@ def test_with_too_few_verdicts_there_is_no_reward(endpoint: FakeJudge) -> None:
     [found] = rewards(rubric_of(endpoint, least_weight=0.6), "4")
     assert found.value is None
     assert found.error == "1 of 3 criteria have no verdict: the judge gave no verdict"
-    assert found.components == {"Polite": 0.0, "Rude": 0.0}
+    assert found.components == {"Polite": 0.0, "Rude": 1.0}
 
 
 def test_one_question_with_the_whole_rubric(endpoint: FakeJudge) -> None:
@@ -207,7 +215,11 @@ def test_verdicts_are_probabilities_of_plain_rows(
             of_tokens = logits[0, :-1].gather(-1, row[0, 1:, None])[:, 0]
             log_probs.append(of_tokens[start - 1 :].double().sum())
         want.append(float(torch.stack(log_probs).softmax(0)[0]))
-    got = [reward.components[name] for reward in found for name in ("Right", "Polite", "Rude")]
+    got = []
+    for reward in found:
+        # Of a bad thing the component is how sure the judge is that it is not there.
+        not_rude = reward.components["Rude"]
+        got += [reward.components["Right"], reward.components["Polite"], 1.0 - not_rude]
     assert got == pytest.approx(want, abs=1e-5)
 
 

@@ -107,7 +107,7 @@ def test_a_judge_by_structured_output(judging: str) -> None:
     environment = judge(judging, extra_body=STRUCTURED, use_logprobs=True)
     rewards = environment.reward(LOGS, [{}] * 4)
     assert all(reward.value is not None for reward in rewards), rewards
-    assert all(reward.components["label_mass"] > 0.5 for reward in rewards)
+    assert all(reward.components["judge/label_mass"] > 0.5 for reward in rewards)
     assert environment.cost.num_requests == 4 and environment.cost.num_prompt_tokens > 400
     assert all(str(reward.score.judgement).startswith("Rating: [[") for reward in rewards)
     pairs = judge(

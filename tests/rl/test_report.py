@@ -16,7 +16,7 @@ from treeward.errors import ConfigError, DataError
 from treeward.evaluation.report.build import build_report
 from treeward.evaluation.report.charts import Place
 from treeward.formatting import format_number
-from treeward.rl.report import RLPage, RLRun, rl_page, write_rl_report
+from treeward.rl.report import SAMPLES_FILE, RLPage, RLRun, rl_page, write_rl_report
 from treeward.rl.watch import ALARMS_FILE, Alarm, OverOptimisationWatch, write_alarms
 
 NUM_STEPS, NUM_PROMPTS = 200, 48
@@ -320,3 +320,37 @@ def test_components_that_fall_while_the_proxy_rises_are_named(tmp_path: Path) ->
 
 def test_a_run_without_components_has_no_place_for_them(runs: list[RLRun]) -> None:
     assert "Components of the proxy" not in text_of(*runs)
+
+
+def test_criteria_of_the_last_completions_are_held_against_gold(tmp_path: Path) -> None:
+    """All completions have "form", which teaches nothing, and those with "truth" have less gold."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    lines = []
+    for step in (0, 10):
+        line = {
+            "step": step,
+            "time": 1.7e9,
+            "validation/reward": 1.0,
+            "validation/gold_reward": 0.5,
+        }
+        lines.append(json.dumps(line) + "\n")
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    samples = []
+    for step, truth in ((0, 0.0), (10, 1.0)):
+        for number in range(3):
+            completions = []
+            for gold in (0.2, 0.7):
+                parts = {"form": 1.0, "truth": truth if gold < 0.5 else 0.0}
+                completions.append(
+                    {"text": "It is.", "reward": 1.0, "gold_reward": gold, "components": parts}
+                )
+            prompt = [{"role": "user", "content": f"Question {number}"}]
+            samples.append({"step": step, "prompt": prompt, "completions": completions})
+    (folder / SAMPLES_FILE).write_text("".join(json.dumps(line) + "\n" for line in samples))
+    run = RLRun.read("rubric", folder)
+    assert run.criteria is not None
+    assert run.criteria.components["form"].always_met == 1.0
+    assert run.criteria.components["truth"].agreement.value == 0.0
+    assert run.criteria.components["truth"].agreement.count == 3
+    assert "The parts of the last rewards" in text_of(run)

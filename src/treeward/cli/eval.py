@@ -47,6 +47,7 @@ from treeward.progress import ShownProgress
 from treeward.tables import Column, results_table
 
 if TYPE_CHECKING:
+    from treeward.evaluation.diagnostics.agreement import CostAndAgreement
     from treeward.evaluation.findings import Summary
 
 _FILE_SUFFIXES = re.compile(r"(\.(jsonl|json|csv|parquet|arrow|gz))+$")
@@ -147,8 +148,9 @@ def run(
 
 
 def _tell(summaries: Sequence[Summary]) -> None:
-    """Write the table, a sentence on each model, and what judges used."""
-    from treeward.evaluation.findings import usage_finding, verdict
+    """Write the table, a sentence on each model, and what judges used and agree on."""
+    from treeward.evaluation.findings import criteria_finding, usage_finding, verdict
+    from treeward.evaluation.page import judge_costs
 
     rows: list[dict[str, Any]] = []
     for summary in summaries:
@@ -164,9 +166,48 @@ def _tell(summaries: Sequence[Summary]) -> None:
     for summary in summaries:
         sys.stdout.write(f"\n{verdict(summary)}\n")
     for summary in summaries:
-        usage = usage_finding(summary.result.details.get("usage", {}))
+        usage = usage_finding(summary.usage)
         if usage:
             sys.stdout.write(f"\n{summary.model} on {summary.suite.name}: {usage}\n")
+        criteria = criteria_finding(summary.components)
+        if criteria:
+            sys.stdout.write(f"\n{summary.model} on {summary.suite.name}: {criteria}\n")
+    # One table for each suite that a judge has seen.
+    by_suite: dict[str, list[Summary]] = {}
+    for summary in summaries:
+        by_suite.setdefault(summary.suite.name, []).append(summary)
+    for name, of_suite in by_suite.items():
+        costs = judge_costs(of_suite)
+        if costs:
+            sys.stdout.write(f"\n{_costs_table(name, costs)}\n")
+
+
+def _costs_table(suite: str, costs: Sequence[CostAndAgreement]) -> str:
+    """What each model has used on a suite, and how often it says the same as each other one."""
+    columns = [
+        Column("number", title=""),
+        Column("model", title=f"on {suite}"),
+        Column("num_requests", title="requests"),
+        Column("num_prompt_tokens", title="tokens read"),
+        Column("num_completion_tokens", title="written"),
+        Column("seconds", format=",.1f"),
+        Column("verdicts", title="with a score", format="percent"),
+        Column("both_orders", title="both orders alike", format="percent"),
+    ]
+    rows: list[dict[str, Any]] = []
+    for number, cost in enumerate(costs, 1):
+        row = {"number": number, "model": cost.model, "both_orders": cost.both_orders}
+        row |= cost.usage
+        row["verdicts"] = cost.verdicts.value
+        for name, metric in cost.agreement.items():
+            row[f"with {name}"] = metric.value
+        rows.append(row)
+    if len(costs) > 1:
+        # By numbers: the names of models would make the table too wide.
+        for number, cost in enumerate(costs, 1):
+            title = f"agrees with {number}"
+            columns.append(Column(f"with {cost.model}", title=title, format="percent"))
+    return results_table(rows, columns)
 
 
 def _suites(

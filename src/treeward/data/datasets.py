@@ -17,7 +17,7 @@ import hashlib
 import itertools
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -25,7 +25,9 @@ from typing import Any, TypeVar
 from treeward.config.data import DatasetConfig
 from treeward.config.dataset_table import COMPARISON_SETS, KnownDataset
 from treeward.data.columns import (
+    CONVERSATION_COLUMNS,
     EVERY_CONVERSATION,
+    PROMPT_COLUMNS,
     prompt_column,
     unread_columns,
     with_named_prompt,
@@ -213,7 +215,17 @@ class RowDataset(RowSource):
             columns_read = read if prompt is None else read | {prompt}
             unread |= dict.fromkeys(unread_columns(row.values, columns_read))
         if unread:
-            logger.info("%s: these columns are not read: %s", self.name, ", ".join(unread))
+            # An environment may read them, as a judge its rubric: a reward model never does.
+            columns = ", ".join(unread)
+            logger.info("%s: no conversation has these columns: %s", self.name, columns)
+
+    def _info(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The columns of a row that are no part of its conversations; nothing where these are
+        unknown."""
+        if self.columns is None:
+            return {}
+        read = {*self.columns, *EVERY_CONVERSATION, *PROMPT_COLUMNS, *CONVERSATION_COLUMNS}
+        return {name: value for name, value in values.items() if name not in read}
 
     def __iter__(self) -> Iterator[tuple[Preference, str]]:
         num_rows = 0
@@ -243,7 +255,7 @@ class RowDataset(RowSource):
             except DataError as error:
                 self.broken(error)
                 continue
-            yield replace(preference, context=context), row.where
+            yield replace(preference, context=context, info=self._info(row.values)), row.where
         if num_alone:
             logger.warning(
                 "%s: %d of %d prompts have fewer than two completions: left out",
@@ -300,6 +312,11 @@ class KnownRows(RowDataset):
                 self.broken(error)
                 continue
             yield Row(dict(values), row.where)
+
+    def _info(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        if self.known.prepare is not None:
+            return {}  # a row is made of several, whose columns are those of its completions
+        return super()._info(values)
 
     def to_preference(self, row: Row) -> Preference | None:
         # The parser is of any type, because it is named by text.

@@ -88,7 +88,7 @@ class Preference:
 
     `strength`: by how much a better completion is better; see `rm.loss.strength`.
     `template_kwargs`: the row's tools and further variables of the chat template. `id`: the name in
-    an evaluation. `info`: further columns of the row, which rules read. `where`: file and row.
+    an evaluation. `info`: further columns of the row, which rules and judges read. `where`: file and row.
     """
 
     context: Messages

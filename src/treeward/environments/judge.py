@@ -13,9 +13,10 @@ Rewards are from 0 to 1. By `mode`:
 - `equivalence`: whether the final answer equals a reference's (`[[A=B]]`, `[[A!=B]]`).
 
 Judges favour a position (Zheng et al. 2023, arXiv 2306.05685, section 3.4). So two texts are
-compared in both orders: a judge that always says A gives 0.5 to all. The component `position_bias`,
-from -1 to 1, is the advantage of the first place; `inconsistent` is the share of pairs whose winner
-changed with the order.
+compared in both orders: a judge that always says A gives 0.5 to all. The component
+`judge/position_bias`, from -1 to 1, is the advantage of the first place; `judge/inconsistent` is the
+share of pairs whose winner changed with the order. With a slash: details, and no rewards of their
+own to `gdpo`.
 
 A sample with a question without a verdict has no reward. What the judge wrote is in
 `Reward.score.judgement`. A judge without a verdict on the first few questions stops the run.
@@ -150,19 +151,22 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
         components: dict[str, float] = {}
         masses = [verdict.mass for verdict in verdicts if verdict.mass is not None]
         if masses:
-            components["label_mass"] = statistics.fmean(masses)
+            components["judge/label_mass"] = statistics.fmean(masses)
         if self.config.mode == "rating":
             [verdict] = verdicts
-            components["rating"] = verdict.value
+            components["judge/rating"] = verdict.value
             return Reward(share_of_scale(verdict.value, self.config), score, components)
         forward, swapped = values
         reward = statistics.fmean(forward + swapped)
-        components |= {"forward": statistics.fmean(forward), "swapped": statistics.fmean(swapped)}
-        components["position_bias"] = components["forward"] - components["swapped"]
+        in_first_place = statistics.fmean(forward)
+        in_second_place = statistics.fmean(swapped)
+        components["judge/forward"] = in_first_place
+        components["judge/swapped"] = in_second_place
+        components["judge/position_bias"] = in_first_place - in_second_place
         num_changed = 0
         for first, second in zip(forward, swapped, strict=True):
             num_changed += _winner(first) != _winner(second)
-        components["inconsistent"] = num_changed / len(forward)
+        components["judge/inconsistent"] = num_changed / len(forward)
         if self.config.mode == "equivalence":
             # One reference is enough, and it must be equal in both orders.
             reward = max(map(min, forward, swapped))

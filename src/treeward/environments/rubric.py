@@ -9,7 +9,8 @@ the reward. With `use_logprobs` a model in this process answers by the probabili
 all criteria of all completions of a prompt are branches below the prompt and the completion, which
 are computed once.
 
-Each criterion is a component of the reward by its name: how far it is met, from 0 to 1. A criterion
+Each criterion is a component of the reward by its name, from 0 to 1: how far it is met, or with a
+negative weight how far the bad thing is absent, so that more is better in all of them. A criterion
 without a verdict is missing, and no 0. With `mode: rubric` one question has the whole list, and the
 answer is a rating.
 """
@@ -112,7 +113,8 @@ class RubricEnvironment(ConfiguredEnvironment[RubricEnvironmentConfig]):
                 continue
             is_met = 1.0 - answer.value if criterion.is_met_by_no else answer.value
             met.append(is_met)
-            components[criterion.name] = is_met
+            # To whoever weighs components, as `gdpo`, more of each is better.
+            components[criterion.name] = is_met if criterion.weight >= 0.0 else 1.0 - is_met
         value = rubric_reward(
             rubric, met, self.config.aggregation, least_weight=self.config.least_weight
         )

@@ -13,10 +13,11 @@ A finding is reported only where its interval supports it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from treeward.evaluation.diagnostics.biases import diagnose_length, diagnose_style
+from treeward.evaluation.diagnostics.components import ComponentsSummary
 from treeward.evaluation.diagnostics.perturbations import REWRITES
 from treeward.evaluation.diagnostics.scores import reliability_of, statistics_of
 from treeward.evaluation.report.intervals import interval_text
@@ -28,8 +29,13 @@ from treeward.scoring.score import are_equal
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Every number of one model in one suite. `reliability`: bins of
-    `statistics.reliability_curve`."""
+    """Every number of one model in one suite.
+
+    `reliability`: bins of `statistics.reliability_curve`. `components`: of the rewards of an
+    environment, as the criteria of a rubric; None of a reward model. `usage`: what this evaluation
+    has used, as `num_prompt_tokens` and `seconds`, and the means of a judge's details, as
+    `judge/position_bias`.
+    """
 
     model: str
     suite: Suite
@@ -40,6 +46,13 @@ class Summary:
     examples: tuple[ScoredExample, ...]
     reliability: list[dict[str, Any]]
     perturbations: Diagnostic | None = None
+    components: ComponentsSummary | None = None
+    usage: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def is_judge(self) -> bool:
+        """Whether it asked a language model."""
+        return bool(self.usage.get("num_requests"))
 
     @property
     def title(self) -> str:
@@ -73,6 +86,8 @@ def summarize(
     model: str,
     *,
     perturbations: Diagnostic | None = None,
+    components: ComponentsSummary | None = None,
+    usage: Mapping[str, float] | None = None,
 ) -> Summary:
     """The numbers of one model in one suite."""
     result = suite.summarize(examples)
@@ -86,6 +101,8 @@ def summarize(
         examples=examples,
         reliability=reliability_of(examples),
         perturbations=perturbations,
+        components=components,
+        usage=usage or {},
     )
 
 
@@ -147,11 +164,13 @@ def _robustness(summary: Summary) -> str:
 
 def findings(summary: Summary) -> tuple[str, ...]:
     """What is below the verdict, a sentence each: the length bias in numbers, the rewrite that
-    costs the most pairs, what a judge used, the note of the headline."""
-    usage = usage_finding(summary.result.details.get("usage", {}))
+    costs the most pairs, the criteria that tell nothing, what a judge used, the note of the
+    headline."""
+    usage = usage_finding(summary.usage)
     reasons = [
         length_finding(summary.length.numbers),
         rewrite_finding(summary.perturbations),
+        criteria_finding(summary.components),
         None if usage is None else f"As a judge: {usage}",
         summary.result.headline.note,
     ]
@@ -215,6 +234,27 @@ def rewrite_finding(perturbations: Diagnostic | None) -> str | None:
     )
 
 
+def criteria_finding(components: ComponentsSummary | None) -> str | None:
+    """One sentence on the criteria of a rubric: how many tell no completions apart, and whether the
+    others agree with the labels; None without criteria."""
+    if components is None or not components.num_criteria:
+        return None
+    count = f"{components.num_criteria:,}"
+    always = f"{components.num_always_met:,}"
+    never = f"{components.num_never_met:,}"
+    sentence = (
+        f"Of {count} criteria {always} are met by all completions of their prompt and {never} by "
+        "none, which tells these apart in nothing"
+    )
+    agreement = components.agreement
+    if agreement.value is None:
+        return f"{sentence}."
+    return (
+        f"{sentence}; where a criterion differs in a pair, the better completion meets it more in "
+        f"{percent(agreement)} of {agreement.count:,}."
+    )
+
+
 def usage_finding(usage: Mapping[str, float]) -> str | None:
     """What a judge has used, and what it saw of itself; None of a scorer that says nothing."""
     parts = []
@@ -224,10 +264,12 @@ def usage_finding(usage: Mapping[str, float]) -> str | None:
             f"{usage['num_requests']:,.0f} requests, {usage['num_prompt_tokens']:,.0f} tokens read "
             f"and {usage['num_completion_tokens']:,.0f} written, {usage['seconds']:,.1f} seconds"
         )
-    if "position_bias" in usage:
-        parts.append(f"the first place is worth {usage['position_bias']:+.3f}")
-    if "inconsistent" in usage:
-        parts.append(f"{usage['inconsistent']:.1%} of pairs change their winner with the order")
+    position_bias = usage.get("judge/position_bias")
+    if position_bias is not None:
+        parts.append(f"the first place is worth {position_bias:+.3f}")
+    inconsistent = usage.get("judge/inconsistent")
+    if inconsistent is not None:
+        parts.append(f"{inconsistent:.1%} of pairs change their winner with the order")
     if not parts:
         return None
     return f"{'; '.join(parts)}."

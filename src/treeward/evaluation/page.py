@@ -17,6 +17,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from treeward.evaluation.diagnostics.agreement import CostAndAgreement, costs_and_agreement
+from treeward.evaluation.diagnostics.components import ComponentsSummary, ComponentStatistics
 from treeward.evaluation.diagnostics.perturbations import REWRITES
 from treeward.evaluation.findings import Summary, findings, standing, verdict
 from treeward.evaluation.report.build import write_report
@@ -25,6 +27,9 @@ from treeward.evaluation.report.intervals import known_ends
 from treeward.evaluation.results import Metric, SuiteResult, to_row
 from treeward.version import VERSION
 
+_MOST_COMPONENTS = 30
+"""In the report; results.json has all of them."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelInSuite:
@@ -32,7 +37,8 @@ class ModelInSuite:
 
     `verdict` and `findings`: sentences. `diagnostics`: the metrics of each, by their names in
     `results.json`. `reliability`: how often a prediction was right over how sure it was; None
-    without predictions. `worst_chance`: what a guess reaches in the worst subset.
+    without predictions. `worst_chance`: what a guess reaches in the worst subset. `components`: of
+    the rewards of an environment.
     """
 
     name: str
@@ -42,6 +48,14 @@ class ModelInSuite:
     diagnostics: Mapping[str, Mapping[str, Metric]]
     reliability: Line | None
     worst_chance: float | None
+    components: ComponentsSummary | None
+
+    @property
+    def frequent_components(self) -> list[ComponentStatistics]:
+        """The most frequent components, which a reader can take in."""
+        if self.components is None:
+            return []
+        return list(self.components.components.values())[:_MOST_COMPONENTS]
 
     @property
     def numbers(self) -> dict[str, Metric]:
@@ -72,8 +86,11 @@ class Breakdown:
 
 @dataclass(frozen=True, slots=True)
 class SuitePage:
-    """The chapter of one suite. `chance`: what a guess reaches. `examples`: rows of
-    `examples.jsonl` with a `model`."""
+    """The chapter of one suite.
+
+    `chance`: what a guess reaches. `examples`: rows of `examples.jsonl` with a `model`. `costs`: of
+    each model, where one of them is a judge.
+    """
 
     name: str
     title: str
@@ -81,6 +98,7 @@ class SuitePage:
     models: tuple[ModelInSuite, ...]
     breakdowns: tuple[Breakdown, ...]
     examples: Sequence[Mapping[str, Any]]
+    costs: tuple[CostAndAgreement, ...] = ()
 
     def diagnostic(self, name: str) -> dict[str, Mapping[str, Metric]]:
         """The metrics of a diagnostic by model, of those that have it."""
@@ -165,6 +183,7 @@ def write_results(output: Path, summaries: Sequence[Summary], *, subtitle: str =
                 "standing": standing(summary.result, chance),
                 **numbers,
                 "diagnostics": diagnostics,
+                **_costs_and_components(summary, summaries),
             }
         )
     content: dict[str, Any] = {
@@ -184,6 +203,31 @@ def write_results(output: Path, summaries: Sequence[Summary], *, subtitle: str =
         subtitle=subtitle,
         files={"results.json": content},
     )
+
+
+def _costs_and_components(summary: Summary, summaries: Sequence[Summary]) -> dict[str, Any]:
+    """What a model has used and whom it agrees with, and the components of its rewards, as
+    results.json has them."""
+    content: dict[str, Any] = {"usage": dict(summary.usage)}
+    for row in judge_costs([one for one in summaries if one.suite is summary.suite]):
+        if row.model == summary.model:
+            content["verdicts"] = dataclasses.asdict(row.verdicts)
+            content["agreement"] = {
+                name: dataclasses.asdict(metric) for name, metric in row.agreement.items()
+            }
+    if summary.components is not None:
+        content["components"] = dataclasses.asdict(summary.components)
+    return content
+
+
+def judge_costs(summaries: Sequence[Summary]) -> tuple[CostAndAgreement, ...]:
+    """What each model has used on one suite and whom it agrees with; empty where none is a
+    judge."""
+    if not any(summary.is_judge for summary in summaries):
+        return ()
+    scored = {summary.model: summary.examples for summary in summaries}
+    usage = {summary.model: summary.usage for summary in summaries}
+    return tuple(costs_and_agreement(scored, usage))
 
 
 def evaluation_page(summaries: Sequence[Summary]) -> EvaluationPage:
@@ -210,6 +254,7 @@ def _suite_page(summaries: Sequence[Summary]) -> SuitePage:
             reliability=_reliability(summary, order) if summary.reliability else None,
             # The note of the worst subset is its name.
             worst_chance=summary.suite.chance(summary.statistics.worst_subset.note),
+            components=summary.components,
         )
         models.append(model)
     sections = {model.name: _by_name(model.result.sections) for model in models}
@@ -232,6 +277,7 @@ def _suite_page(summaries: Sequence[Summary]) -> SuitePage:
         models=tuple(models),
         breakdowns=tuple(breakdowns),
         examples=examples,
+        costs=judge_costs(summaries),
     )
 
 

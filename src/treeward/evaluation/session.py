@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from typing import Any
 
 from treeward.data.preference import Preference
 from treeward.errors import ConfigError, DataError
+from treeward.evaluation.diagnostics.components import components_of
 from treeward.evaluation.diagnostics.perturbations import (
     REWRITES,
     diagnose_perturbations,
@@ -127,11 +129,12 @@ def run_evaluation(
 @dataclass(frozen=True, slots=True)
 class _LoadedSuite:
     """A suite with its examples; `digest` identifies all that it has, whatever the limit, in their
-    order."""
+    order, and `columns_digest` what environments read beside the conversations."""
 
     suite: Suite
     examples: tuple[Preference, ...]
     digest: str
+    columns_digest: str
 
 
 def _load_suite(suite: Suite, source: str | None, limit: int | None) -> _LoadedSuite:
@@ -151,6 +154,7 @@ def _load_suite(suite: Suite, source: str | None, limit: int | None) -> _LoadedS
         )
     # The digest is of all examples: the rows of one limit are of use to another.
     digest = hashlib.sha256()
+    columns_digest = hashlib.sha256()
     for example in examples:
         completions = [
             (completion.rank, completion.messages, completion.grades)
@@ -158,7 +162,10 @@ def _load_suite(suite: Suite, source: str | None, limit: int | None) -> _LoadedS
         ]
         parts = [example.id, example.task_name, example.context, completions]
         digest.update(json.dumps(parts, sort_keys=True, default=str).encode() + b"\n")
-    return _LoadedSuite(suite, tuple(examples[:limit]), digest.hexdigest())
+        columns = json.dumps(example.info, sort_keys=True, default=str)
+        columns_digest.update(columns.encode() + b"\n")
+    kept = tuple(examples[:limit])
+    return _LoadedSuite(suite, kept, digest.hexdigest(), columns_digest.hexdigest())
 
 
 def _evaluate(
@@ -176,10 +183,21 @@ def _evaluate(
         what = f"{candidate.name} on {suite.name}"
         # A row that was kept is valid for this model on this data, and for nothing else.
         full_identity = {**identity, "examples": loaded.digest}
+        if isinstance(scorer, GroupScorer):
+            full_identity["columns"] = loaded.columns_digest
         folder = None if output is None else output / candidate.name / suite.name
         rows_file = None if folder is None else folder / "examples.jsonl"
+        started = time.perf_counter()
+        num_tokens_before = _num_computed_tokens(scorer)
         scored = score_rows(scorer, loaded.examples, what, rows_file, full_identity, on_progress)
-        usage = judge_usage(scorer, scored)
+        usage = {
+            "num_prompt_tokens": _num_computed_tokens(scorer) - num_tokens_before,
+            "seconds": time.perf_counter() - started,
+        }
+        components = None
+        if isinstance(scorer, GroupScorer):
+            usage = judge_usage(scorer, scored)
+            components = components_of(scored)
         perturbations = None
         sampled = sample_examples(loaded.examples, num_perturbations or 0)
         if sampled:
@@ -200,13 +218,23 @@ def _evaluate(
                 suite.name,
             )
         logger.info("Computing the numbers of %s.", what)
-        summary = summarize(suite, scored, candidate.name, perturbations=perturbations)
-        if usage:
-            # The suite knows nothing of what the scorer has used.
-            details = {**summary.result.details, "usage": usage}
-            summary = replace(summary, result=replace(summary.result, details=details))
+        summary = summarize(
+            suite,
+            scored,
+            candidate.name,
+            perturbations=perturbations,
+            components=components,
+            usage=usage,
+        )
         summaries.append(summary)
     return summaries
+
+
+def _num_computed_tokens(scorer: ConversationScorer | GroupScorer) -> int:
+    """Those of reward models; an environment counts what it uses by itself."""
+    if isinstance(scorer, GroupScorer):
+        return 0
+    return scorer.num_computed_tokens
 
 
 def score_rows(

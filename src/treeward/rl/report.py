@@ -30,6 +30,12 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from treeward.errors import ConfigError, DataError
+from treeward.evaluation.diagnostics.components import (
+    ComponentsSummary,
+    ComponentStatistics,
+    RatedGroup,
+    component_statistics,
+)
 from treeward.evaluation.report.build import write_report
 from treeward.evaluation.report.charts import DOTTED, SOLID, Line, Place
 from treeward.evaluation.report.intervals import size_of
@@ -52,6 +58,7 @@ Z95 = 1.959964
 
 _MOST_POINTS = 60  # of a curve over the steps
 _MOST_PROMPTS = 12
+_MOST_CRITERIA = 30
 _OVER_STEPS = (
     "gold_reward",
     "reward",
@@ -189,6 +196,27 @@ class RLRun:
                 found[f"{environment.removesuffix('_env')}/{component}"] = change
         return found
 
+    @cached_property
+    def criteria(self) -> ComponentsSummary | None:
+        """The components of the completions that were logged at the last step, against gold; None
+        where no prompt has several completions."""
+        if not self.samples:
+            return None
+        last_step = max(line["step"] for line in self.samples)
+        groups = []
+        for line in self.samples:
+            completions = line["completions"]
+            if line["step"] < last_step or len(completions) < 2:
+                continue
+            groups.append(
+                RatedGroup(
+                    json.dumps(line["prompt"], sort_keys=True),
+                    [completion.get("components", {}) for completion in completions],
+                    [completion.get("gold_reward") for completion in completions],
+                )
+            )
+        return component_statistics(groups)
+
     @property
     def best_step(self) -> int | None:
         """The validation whose gold reward is highest."""
@@ -253,8 +281,11 @@ class RLRun:
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """What became of a run. `lengths`: mean tokens of a completion at the first and last
-    validation, if known."""
+    """What became of a run.
+
+    `lengths`: mean tokens of a completion at the first and last validation, if known. `criteria`:
+    the most frequent components of the completions that were logged last.
+    """
 
     name: str
     outcome: Outcome
@@ -267,6 +298,7 @@ class RunSummary:
     lengths: tuple[float, float] | None
     alarms: tuple[Alarm, ...]
     components: Mapping[str, Change]
+    criteria: tuple[ComponentStatistics, ...]
 
     @property
     def sacrificed(self) -> list[str]:
@@ -390,6 +422,9 @@ def _summary(run: RLRun) -> RunSummary:
     lengths = None
     if len(run.lengths) > 1:
         lengths = (run.lengths[0], run.lengths[-1])
+    criteria: list[ComponentStatistics] = []
+    if run.criteria is not None:
+        criteria = list(run.criteria.components.values())
     return RunSummary(
         name=run.name,
         outcome=run.outcome,
@@ -402,6 +437,7 @@ def _summary(run: RLRun) -> RunSummary:
         lengths=lengths,
         alarms=run.alarms,
         components=run.components,
+        criteria=tuple(criteria[:_MOST_CRITERIA]),
     )
 
 

@@ -123,6 +123,10 @@ def plain(value: Any) -> Any:
 class ConversationScorer(Protocol):
     """A `Scorer`, or an ensemble of them: conversations in, scores out, in order."""
 
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens that went through the models so far."""
+
     def score(
         self,
         conversations: Sequence[AnyConversation],

@@ -157,6 +157,11 @@ class RewardScorer:
         self.scorer = scorer
         self.shaper = shaper
 
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens that the scorer has computed so far."""
+        return self.scorer.num_computed_tokens
+
     def score(
         self,
         conversations: Sequence[AnyConversation],
