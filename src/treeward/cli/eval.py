@@ -11,7 +11,8 @@ examples:
   treeward eval MODEL --suite llmbar \
       "{type: judge, base_url: http://localhost:8000/v1, model: qwen, mode: pairwise}"
 
-A suite is read from the hub, or from a copy as rewardbench=FOLDER. A judge is an environment
+A suite is read from the hub, or from a copy as rewardbench=FOLDER; `published` is those that model
+cards report, as published=FOLDER with a copy of each. A judge is an environment
 (docs/environments.md). An example without a score counts as wrong, and the exit code is 1.
 docs/evaluation.md explains the report.
 """
@@ -76,7 +77,8 @@ def run(
         list[str] | None,
         typer.Option(
             metavar="NAME[=FOLDER],...",
-            help="Benchmarks: rewardbench, rewardbench2, rmbench, judgebench, llmbar.",
+            help="Benchmarks: rewardbench, rewardbench2, ppepreference, ppecorrectness, rmb, "
+            "rmbench, judgebench, llmbar, ifrewardbench; or published, the first seven.",
         ),
     ] = None,
     data: Annotated[
@@ -220,14 +222,17 @@ def _suites(
     """The suites with their folders, and the files of comparisons, or the dataset called `name`, as
     suites.
     """
-    from treeward.evaluation.suites import PreferenceSuite, get_suite
+    from treeward.evaluation.suites import PreferenceSuite, get_suite, published_suites
 
     suites: list[tuple[Any, str | None]] = []
     # An option may be repeated, or hold several names with commas.
     for text in ",".join(named).split(","):
         if text:
             suite, _, source = text.strip().partition("=")
-            suites.append((get_suite(suite), source or None))
+            if suite == "published":
+                suites += published_suites(source or None)
+            else:
+                suites.append((get_suite(suite), source or None))
     paths: list[str | None] = [*data]
     if not paths and name is not None:
         paths = [None]  # a dataset that brings its own data

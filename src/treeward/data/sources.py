@@ -180,7 +180,7 @@ def _locate(path: str, split: str | None, subset: str | None) -> tuple[list[str]
     if not files and is_pair and file_suffix(path) not in KINDS:
         return [], *dataset_table(path, split, subset)
     if not files:
-        raise _missing(path)
+        raise missing_file(path)
     if subset is not None:
         summary = "a file has no subset"
         fix = "remove subset"
@@ -254,7 +254,8 @@ def _files_of_splits(folder: str, subset: str | None) -> dict[str, list[str]]:
     return splits
 
 
-def _missing(path: str) -> DataError:
+def missing_file(path: str) -> DataError:
+    """The error of a file, or of files by a pattern, that are not there, with the nearest name."""
     folder = os.path.dirname(path) or "."
     if glob.has_magic(path):
         return DataError("no file fits the pattern", where=path, got=folder, fix="check the path")

@@ -7,8 +7,8 @@ files hold them.
     scored.outcome, scored.margin            # "right", 1.25
 
 In an evaluation the id of a preference is unique within its suite, and `task_name` is its subset. A
-row of `examples.jsonl` is a scored example (`to_row`, `scored_from_row`): `results.json` can be
-computed again from the rows.
+row of `examples.jsonl` is a scored example (`to_row`, `scored_from_row`), without the `info` that
+some suites read.
 """
 
 from __future__ import annotations

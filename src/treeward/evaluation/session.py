@@ -254,8 +254,10 @@ def score_rows(
         # A larger limit may have kept more.
         scored_by_id = {}
         for scored in rows.kept:
-            if scored.example.id in by_id:
-                scored_by_id[scored.example.id] = scored
+            example = by_id.get(scored.example.id)
+            if example is not None:
+                # The suite's own has what a row does not keep: its `info`.
+                scored_by_id[example.id] = replace(scored, example=example)
         if scored_by_id:
             logger.info("%s: %d of %d examples were scored before.", what, len(scored_by_id), total)
         on_progress(what, len(scored_by_id), total)

@@ -162,6 +162,7 @@ def test_the_headline_and_the_categories(judged: list[Preference]) -> None:
         "Reasoning": 1.0,
         "Math": 0.5,
         "Coding": 0.5,
+        "Mean of the categories": 0.625,
     }
     assert "8 of 350" in str(result.headline.note)
 

@@ -18,11 +18,23 @@ from treeward.evaluation.suites import SUITES, PreferenceSuite, get_suite
 
 
 def test_names() -> None:
-    assert list(SUITES) == ["rewardbench", "rewardbench2", "rmbench", "judgebench", "llmbar"]
+    assert list(SUITES) == [
+        "rewardbench",
+        "rewardbench2",
+        "ppepreference",
+        "ppecorrectness",
+        "rmb",
+        "rmbench",
+        "judgebench",
+        "llmbar",
+        "ifrewardbench",
+    ]
+    # Of these the mean is over parts in which a guess is right in different shares.
+    without_chance = ("rewardbench2", "rmb")
     for name, cls in SUITES.items():
         suite = get_suite(name)
         assert type(suite) is cls and suite.name == name and suite.title
-        assert suite.chance() == (None if name == "rewardbench2" else 0.5)
+        assert suite.chance() == (None if name in without_chance else 0.5)
     assert get_suite("RM-Bench").name == "rmbench"
     assert (get_suite("rewardbench2").chance("Ties"), get_suite("rewardbench2").chance("Math")) == (
         None,

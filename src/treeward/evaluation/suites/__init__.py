@@ -2,23 +2,78 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from pathlib import Path
 
-from treeward.errors import ConfigError
+from treeward.errors import ConfigError, DataError
 from treeward.evaluation.suites.benchmarks import JudgeBench, LLMBar, RMBench
 from treeward.evaluation.suites.interface import PreferenceSuite, Suite
+from treeward.evaluation.suites.ppe import PPECorrectness, PPEPreference
 from treeward.evaluation.suites.rewardbench import RewardBench, RewardBench2
+from treeward.evaluation.suites.rmb import RMB, IFRewardBench
 
-__all__ = ["SUITES", "PreferenceSuite", "Suite", "get_suite"]
+logger = logging.getLogger(__name__)
+
+__all__ = ["PUBLISHED", "SUITES", "PreferenceSuite", "Suite", "get_suite", "published_suites"]
+
+PUBLISHED = (
+    RewardBench,
+    RewardBench2,
+    PPEPreference,
+    PPECorrectness,
+    RMB,
+    RMBench,
+    JudgeBench,
+)
+"""The suites that model cards report, in the order of Skywork-Reward-V2 (arXiv 2507.01352)."""
 
 SUITES: Mapping[str, type[Suite]] = {
-    suite.name: suite for suite in (RewardBench, RewardBench2, RMBench, JudgeBench, LLMBar)
+    suite.name: suite for suite in (*PUBLISHED, LLMBar, IFRewardBench)
 }
+
+
+def published_suites(source: str | None) -> list[tuple[Suite, str | None]]:
+    """Those of `PUBLISHED` that are there, each with its source.
+
+    `source`: a folder with a copy of each, which has the suite's name or that of its repository;
+    None for the hub, where RMB is not. Those that are missing are named in the log. Raises
+    `DataError` for a folder without any.
+    """
+    copies: dict[str, str] = {}
+    if source is not None:
+        folder = Path(source)
+        if folder.is_dir():
+            copies = {_key(path.name.split(".")[0]): str(path) for path in folder.iterdir()}
+    found: list[tuple[Suite, str | None]] = []
+    missing = []
+    for kind in PUBLISHED:
+        suite = kind()
+        places = (suite.name, suite.hub_path, suite.git_url)
+        names = [_key(place.split("/")[-1]) for place in places if place is not None]
+        copy = next((copies[name] for name in names if name in copies), None)
+        if copy is not None or (source is None and suite.hub_path is not None):
+            found.append((suite, copy))
+        else:
+            missing.append(suite.name)
+    if not found:
+        raise DataError(
+            "there is no copy of a published suite here",
+            where=source,
+            need=f"folders or files with the names {', '.join(missing)}",
+        )
+    if missing:
+        logger.warning("Left out, because there is no copy: %s.", ", ".join(missing))
+    return found
+
+
+def _key(name: str) -> str:
+    return name.lower().replace("-", "").replace("_", "").replace(" ", "")
 
 
 def get_suite(name: str) -> Suite:
     """The suite of that name; raises `ConfigError` with the nearest one."""
-    key = name.lower().replace("-", "").replace("_", "").replace(" ", "")
+    key = _key(name)
     if key not in SUITES:
         fix = "for data of your own give the file instead"
         raise ConfigError.unknown(

@@ -10,7 +10,8 @@ lacks a score is wrong in every cell.
 JudgeBench: pairs of which one is objectively right (Tan et al. 2024, arXiv 2410.12784). A judge
 sees each pair in both orders; a reward model's two votes are the same unless its scores tie, so a
 pair is right where the better completion scores higher. The pairs are the 350 that GPT-4o wrote, of
-which the headline is (ScalerLab/JudgeBench at d8740a8; `compute_final_metrics`).
+which the headline is (ScalerLab/JudgeBench at d8740a8; `compute_final_metrics`). Model cards as that
+of Skywork-Reward-V2 have the plain mean of the four categories instead, which is a section here.
 
 LLMBar: 419 expert comparisons of who follows the instruction (Zeng et al. 2023, arXiv 2310.07641).
 The headline is the plain mean of the sets in the data, the section Adversarial that of its four
@@ -170,8 +171,12 @@ class JudgeBench(Suite):
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
         groups = by_subset(scored)
         categories = tuple(self.part(name, groups[name]) for name in CATEGORIES if name in groups)
+        mean = combined("Mean of the categories", categories)
         return SuiteResult(
-            self.name, self.part("accuracy", scored), sections=categories, subsets=categories
+            self.name,
+            self.part("accuracy", scored),
+            sections=(*categories, mean),
+            subsets=categories,
         )
 
 

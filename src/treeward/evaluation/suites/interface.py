@@ -25,7 +25,7 @@ from treeward.config.data import DatasetConfig
 from treeward.data.conversation import check_messages
 from treeward.data.datasets import KnownRows, open_dataset
 from treeward.data.preference import Completion, Preference
-from treeward.data.sources import KINDS, Row, file_suffix, read_rows
+from treeward.data.sources import KINDS, Row, file_suffix, missing_file, read_rows
 from treeward.errors import DataError
 from treeward.evaluation.results import Metric, ScoredExample, SuiteResult, by_subset
 from treeward.evaluation.statistics import accuracy_metric
@@ -42,6 +42,8 @@ class Suite(ABC):
     """As its authors write it."""
     hub_path: ClassVar[str | None] = None
     """The dataset on the hub that `load(None)` reads."""
+    git_url: ClassVar[str | None] = None
+    """The repository of a suite that is not on the hub."""
     split: ClassVar[str | None] = None
     """Its split."""
     schema: ClassVar[type[BaseModel]]
@@ -59,6 +61,22 @@ class Suite(ABC):
         """
         rows = suite_rows(source, str(self.hub_path), split=self.split)
         return [self._example(read_as(self.schema, row), row.where) for row in rows]
+
+    def copy_of(self, source: str | None) -> str:
+        """The source of a suite that has no data on the hub.
+
+        Raises `DataError` where there is none, or nothing lies there.
+        """
+        if source is None:
+            raise DataError(
+                f"{self.title} is not on the hub",
+                where=self.name,
+                need="a copy of its repository",
+                fix=f"git clone {self.git_url} FOLDER, and --suite {self.name}=FOLDER",
+            )
+        if not os.path.exists(source):
+            raise missing_file(source)
+        return source
 
     def _example(self, row: Any, where: str) -> Preference:
         """The example of a row, which is of `schema`."""

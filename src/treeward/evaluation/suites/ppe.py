@@ -1,0 +1,282 @@
+"""PPE, Preference Proxy Evaluations: choices of people, and whether answers are correct (Frick et
+al. 2024, arXiv 2410.14872).
+
+Preference: 16,038 conversations of an arena with two answers and who won. The accuracy is over
+those with a winner; ties are not read. A part is a kind of prompt, and a prompt may be of several
+kinds.
+
+Correctness: prompts of five benchmarks, each with up to 32 answers of one model, of which some are
+correct. Accuracy is over the pairs of a correct and a wrong answer that the data names
+(`sampled_conflict_pairs`; some come twice, and count twice). The headline is the mean of the five,
+as Skywork's report has it (arXiv 2507.01352); the paper's own code was not seen. Beside it stand
+the area under the curve of score against correctness, within a prompt, and how often the best of k
+answers is correct.
+
+The fields are those that users' loaders read: the authors' repository was not at hand.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from treeward.data.preference import Preference
+from treeward.data.sources import missing_file
+from treeward.errors import DataError
+from treeward.evaluation.results import Metric, ScoredExample, SuiteResult, by_subset
+from treeward.evaluation.statistics import accuracy_metric, combined
+from treeward.evaluation.suites.interface import (
+    Prompt,
+    Suite,
+    published_example,
+    read_as,
+    suite_rows,
+)
+
+# --- preference -----------------------------------------------------------------------------------
+
+KINDS = {
+    "Hard": "hard_prompt",
+    "Easy": "easy_prompt",
+    "Instruction following": "if_prompt",
+    "Code": "is_code",
+    "Math": "math_prompt",
+}
+"""The columns that say of which kind a prompt is."""
+
+
+class ArenaRow(BaseModel):
+    """A row of the split `test`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    question_id: str | int
+    prompt: Prompt
+    response_1: str
+    response_2: str
+    winner: str
+    """`model_a`, `model_b`, or a word for a tie."""
+
+
+class PPEPreference(Suite):
+    """Whom people preferred; the headline is the accuracy over the conversations with a winner."""
+
+    name = "ppepreference"
+    title = "PPE Preference"
+    hub_path = "lmarena-ai/PPE-Human-Preference-V1"
+    split = "test"
+    schema = ArenaRow
+
+    def load(self, source: str | None = None) -> list[Preference]:
+        """The conversations with a winner; `source` as of `Suite.load`."""
+        examples = []
+        for row in suite_rows(source, str(self.hub_path), split=self.split):
+            arena = read_as(ArenaRow, row)
+            if arena.winner in ("model_a", "model_b"):
+                examples.append(self._example(arena, row.where))
+        return examples
+
+    def _example(self, row: ArenaRow, where: str) -> Preference:
+        texts = (row.response_1, row.response_2)
+        ranks = (0, 1) if row.winner == "model_a" else (1, 0)
+        columns = row.model_extra or {}
+        kinds = [kind for kind, column in KINDS.items() if columns.get(column) is True]
+        example = published_example(where, "all", row.question_id, row.prompt, texts, ranks)
+        return replace(example, info={"kinds": kinds})
+
+    def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
+        parts = []
+        for kind in KINDS:
+            of_kind = [one for one in scored if kind in one.example.info["kinds"]]
+            if of_kind:
+                parts.append(self.part(kind, of_kind))
+        return SuiteResult(
+            self.name, self.part("accuracy", scored), sections=tuple(parts), subsets=tuple(parts)
+        )
+
+
+# --- correctness ----------------------------------------------------------------------------------
+
+BENCHMARKS = ("MMLU-Pro", "MATH", "GPQA", "IFEval", "MBPP-Plus")
+_RESPONSE = re.compile(r"response_(\d+)")
+
+
+class BestOfKRow(BaseModel):
+    """A row of the split `train`; its other columns are `response_1`, `response_2`, ..."""
+
+    model_config = ConfigDict(extra="allow")
+
+    question_id: str | int
+    prompt: Prompt
+    scores: list[bool]
+    """Whether each response is correct."""
+    sampled_conflict_pairs: list[tuple[int, int]]
+    """Indices of a correct and a wrong response, in either order, from 0."""
+
+    def responses(self, where: str) -> list[str]:
+        """The responses in the order of their numbers.
+
+        Raises `DataError` for other columns than one text for each of the scores, and for a pair
+        that is not one of a correct and a wrong response.
+        """
+        found: dict[int, Any] = {}
+        for name, value in (self.model_extra or {}).items():
+            match = _RESPONSE.fullmatch(name)
+            if match is not None:
+                found[int(match[1])] = value
+        texts = [found[number] for number in sorted(found)]
+        if len(texts) != len(self.scores) or not all(isinstance(text, str) for text in texts):
+            raise DataError(
+                "the row does not have a response for each score",
+                where=where,
+                field="response_1 scores",
+                got=f"{len(texts)} responses, {len(self.scores)} scores",
+                need="as many texts response_1, response_2, ... as scores",
+            )
+        for pair in self.sampled_conflict_pairs:
+            is_known = all(0 <= index < len(texts) for index in pair)
+            if not is_known or self.scores[pair[0]] == self.scores[pair[1]]:
+                raise DataError(
+                    "this is no pair of a correct and a wrong response",
+                    where=where,
+                    field="sampled_conflict_pairs",
+                    got=list(pair),
+                    need="the indices of two responses of which one is correct, from 0",
+                )
+        return texts
+
+
+class PPECorrectness(Suite):
+    """Which answers are correct, in five benchmarks; the headline is the mean of their
+    accuracies."""
+
+    name = "ppecorrectness"
+    title = "PPE Correctness"
+    hub_path = "lmarena-ai/PPE-{}-Best-of-K"
+    split = "train"
+    schema = BestOfKRow
+
+    def load(self, source: str | None = None) -> list[Preference]:
+        """The prompts of all benchmarks. `source`: a folder in which each benchmark is a file or a
+        folder that has its name, of which some may be missing; or the file of one."""
+        places: Mapping[str, str | None] = dict.fromkeys(BENCHMARKS)
+        if source is not None:
+            places = _places(Path(source))
+        examples = []
+        for benchmark, place in places.items():
+            hub_path = self.hub_path.format(benchmark)
+            for row in suite_rows(place, hub_path, split=self.split):
+                best_of_k = read_as(BestOfKRow, row)
+                examples.append(_correctness_example(benchmark, best_of_k, row.where))
+        return examples
+
+    def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
+        groups = by_subset(scored)
+        parts = tuple(_accuracy(name, group) for name, group in groups.items())
+        details: dict[str, Any] = {
+            "auc": {name: _mean_auc(group) for name, group in groups.items()},
+            "best_of_k": {name: _best_of_k(group) for name, group in groups.items()},
+        }
+        return SuiteResult(
+            self.name, combined("accuracy", parts), sections=parts, subsets=parts, details=details
+        )
+
+
+def _places(source: Path) -> dict[str, str]:
+    """The file or folder of each benchmark that is there."""
+    if not source.exists():
+        raise missing_file(str(source))
+    paths = sorted(source.iterdir()) if source.is_dir() else [source]
+    places = {}
+    for benchmark in BENCHMARKS:
+        for path in paths:
+            if benchmark.lower() in path.name.lower():
+                places[benchmark] = str(path)
+    if not places and source.is_file():
+        return {source.stem: str(source)}
+    if not places:
+        raise DataError(
+            "there is no benchmark of PPE here",
+            where=str(source),
+            need=f"files or folders with the names {', '.join(BENCHMARKS)}",
+        )
+    return places
+
+
+def _correctness_example(benchmark: str, row: BestOfKRow, where: str) -> Preference:
+    texts = row.responses(where)
+    ranks = [0 if is_correct else 1 for is_correct in row.scores]
+    example = published_example(where, benchmark, row.question_id, row.prompt, texts, ranks)
+    return replace(example, info={"pairs": row.sampled_conflict_pairs})
+
+
+def _accuracy(name: str, scored: Sequence[ScoredExample]) -> Metric:
+    """Over the sampled pairs; a tie and a missing score are wrong."""
+    outcomes = []
+    prompts = []
+    for example in scored:
+        ranks = example.example.ranks
+        for pair in example.example.info["pairs"]:
+            correct, wrong = sorted(pair, key=lambda index: ranks[index])
+            better = example.scores[correct]
+            worse = example.scores[wrong]
+            is_right = better is not None and worse is not None and better > worse
+            outcomes.append(float(is_right))
+            prompts.append(example.example.context_key)
+    return accuracy_metric(outcomes, name, prompts)
+
+
+def _mean_auc(scored: Sequence[ScoredExample]) -> float | None:
+    """The mean over prompts of P(correct > wrong) + P(tie) / 2; None without a prompt that has
+    both."""
+    areas = []
+    for example in scored:
+        correct, wrong = _by_correctness(example)
+        if not correct or not wrong:
+            continue
+        wins = 0.0
+        for score in correct:
+            wins += sum((score > other) + (score == other) / 2 for other in wrong)
+        areas.append(wins / (len(correct) * len(wrong)))
+    return fmean(areas) if areas else None
+
+
+def _best_of_k(scored: Sequence[ScoredExample]) -> Mapping[int, float]:
+    """For k = 1, 2, 4, ... how often the highest score among the first k answers is that of a
+    correct one; joint maxima share it. Answers without a score are never chosen."""
+    curve: dict[int, float] = {}
+    most = min(len(example.scores) for example in scored)
+    k = 1
+    while k <= most:
+        shares = []
+        for example in scored:
+            known = []
+            for score, rank in zip(example.scores[:k], example.example.ranks[:k], strict=True):
+                if score is not None:
+                    known.append((score, rank == 0))
+            best = max((score for score, _ in known), default=None)
+            chosen = [is_correct for score, is_correct in known if score == best]
+            shares.append(fmean(chosen) if chosen else 0.0)
+        curve[k] = fmean(shares)
+        k *= 2
+    return curve
+
+
+def _by_correctness(example: ScoredExample) -> tuple[list[float], list[float]]:
+    """The scores of the correct and of the wrong answers that have one."""
+    correct = []
+    wrong = []
+    for score, rank in zip(example.scores, example.example.ranks, strict=True):
+        if score is None:
+            continue
+        if rank == 0:
+            correct.append(score)
+        else:
+            wrong.append(score)
+    return correct, wrong
