@@ -34,7 +34,7 @@ COMPLETIONS = [
 
 LEARNT = """
 The true quality of these completions is known (right or wrong, in the format, courteous): of the {pairs} pairs among
-them the model has {right} in its order. In the data of the report it is right this often where the better completion is
+them the model has {right} in its order. In the data of the report it is correct this often where the better completion is
 the longer one, and where it is the shorter:
 
 {length}

@@ -48,7 +48,7 @@ def test_table(treeward: Command, models: tuple[Path, Path]) -> None:
     assert cells["hard"][-1] == "0.0039"
     assert cells["easy"][-2:] == ["1", "1"]
     text = "\n".join(lines)
-    assert "mine is right more often than other: p = 0.002 over 40 examples." in text
+    assert "mine is correct more often than other: p = 0.002 over 40 examples." in text
     assert "corrected for looking at 2 parts" in text
 
 

@@ -97,7 +97,7 @@ def check_report(folder: Path, accuracies: dict[str, float], shown: str) -> None
         for name in ("longer", "shorter")
     )
     page = (folder / "report.html").read_text(encoding="utf-8")
-    assert f"It likes longer completions too much: right in {longer:.1%}" in page
+    assert f"It likes longer completions too much: correct in {longer:.1%}" in page
     assert shown.count("but it likes longer completions too much") == 2
     for text in (f"{longer:.1%}", f"{shorter:.1%}", f"{controlled['value']:.1%}"):
         assert text in page and text in shown

@@ -151,8 +151,8 @@ def test_ties_and_failures_are_not_right_and_counted() -> None:
         3,
         5,
     )
-    assert "Not right for a model: 1 example on which it ties." in metrics.notes
-    assert "Not right for a model: 2 examples that it could not score." in metrics.notes
+    assert "Not correct for a model: 1 example on which it ties." in metrics.notes
+    assert "Not correct for a model: 2 examples that it could not score." in metrics.notes
 
 
 def test_what_only_one_has_or_another_content_is_left_out_and_said() -> None:

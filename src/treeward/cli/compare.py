@@ -65,7 +65,7 @@ def run(
         better, worse = a, b
         if (overall.difference.value or 0) <= 0:
             better, worse = b, a
-        verdict = f"{better} is right more often than {worse}"
+        verdict = f"{better} is correct more often than {worse}"
     sentence = f"{verdict}: p = {overall.p_value:.2g} over {overall.count} examples."
     lines = [_table(comparison), "", sentence, *comparison.notes]
     sys.stdout.write("\n".join(lines) + "\n")

@@ -31,10 +31,10 @@ _ROWS = "examples.jsonl"
 _NOTES = {
     "left_out": "Left out: {} that one of them lacks, of other content, or without a better and a "
     "worse completion.",
-    "several": "{} with more than two completions: right is to have the best-ranked all ahead of "
+    "several": "{} with more than two completions: correct is to have the best-ranked all ahead of "
     "the others, which is stricter than the accuracy over pairs that `treeward eval` shows.",
-    "ties": "Not right for a model: {} on which it ties.",
-    "failed": "Not right for a model: {} that it could not score.",
+    "ties": "Not correct for a model: {} on which it ties.",
+    "failed": "Not correct for a model: {} that it could not score.",
 }
 """What a reader must know of the numbers, by the name of its count; {}: so many examples."""
 

@@ -159,7 +159,7 @@ def _robustness(summary: Summary) -> str:
     before = percent(made.accuracy)
     after = percent(made.robust_accuracy)
     pairs = f"of {made.robust_accuracy.count:,} rewritten pairs"
-    return f"{pairs} {before} are right before and {after} stay right after changes of style"
+    return f"{pairs} {before} are correct before and {after} stay correct after changes of style"
 
 
 def findings(summary: Summary) -> tuple[str, ...]:
@@ -210,7 +210,7 @@ def length_finding(length: Mapping[str, Metric]) -> str | None:
     shorter = percent(length["accuracy_shorter_right"])
     controlled = percent(length["length_controlled_accuracy"])
     return (
-        f"{likes[0].upper()}{likes[1:]}: right in {longer} of the pairs whose better completion is "
+        f"{likes[0].upper()}{likes[1:]}: correct in {longer} of the pairs whose better completion is "
         f"the longer, in {shorter} where it is the shorter, {abs(gap.value) * 100:.1f} points "
         f"({low:.1f} to {high:.1f}) apart; length-controlled {controlled}."
     )
@@ -230,7 +230,7 @@ def rewrite_finding(perturbations: Diagnostic | None) -> str | None:
     share = percent(flips[worst])
     return (
         f"It can be fooled: a worse completion that is rewritten ({label}) scores as high as the "
-        f"better one in {share} of the {flips[worst].count:,} right pairs."
+        f"better one in {share} of the {flips[worst].count:,} correct pairs."
     )
 
 

@@ -78,7 +78,7 @@ def test_the_verdict_names_robustness_and_the_worst_rewrite() -> None:
     made = summarize(BestOf(), tuple(examples), "m", perturbations=numbers)
     before = percent(numbers.accuracy)
     after = percent(numbers.robust_accuracy)
-    sentence = f"of 80 rewritten pairs {before} are right before and {after} stay right after changes of style"
+    sentence = f"of 80 rewritten pairs {before} are correct before and {after} stay correct after changes of style"
     assert sentence in verdict(made)
     assert any(
         "a worse completion that is rewritten (empty) scores as high as the better one in 100.0%"
@@ -91,7 +91,7 @@ def test_the_length_bias_is_named() -> None:
     liking = summary(by_length)
     assert "it likes longer completions too much" in verdict(liking)
     assert (
-        "right in 100.0%" in findings(liking)[0]
+        "correct in 100.0%" in findings(liking)[0]
         and "length-controlled 50.0%" in findings(liking)[0]
     )
     assert findings(summary(perfect)) == () and "likes" not in verdict(summary(perfect))
@@ -118,7 +118,7 @@ def test_several_models_stand_side_by_side() -> None:
         < text.index("At a glance")
     )
     row = next(
-        row for row in every_number(a, b) if row[0].startswith("Shorter completion is right")
+        row for row in every_number(a, b) if row[0].startswith("Shorter completion is correct")
     )
     assert row[1].startswith("0.0% (") and row[2].startswith("100.0% (")
     rows = Page(build_report("evaluation/page.html", "t", page)).rows

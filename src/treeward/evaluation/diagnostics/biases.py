@@ -185,7 +185,7 @@ def stratify(
     else:
         missing = trait.less if more.count else trait.more
         stratum = missing.removeprefix("accuracy_").removesuffix("_right").replace("_", " ")
-        note = f'There is no scored pair whose right completion is "{stratum}".'
+        note = f'There is no scored pair whose better completion is "{stratum}".'
         gap = Metric(trait.gap, None)
         controlled = Metric(trait.controlled, None)
     count = (more.count or 0) + (less.count or 0)

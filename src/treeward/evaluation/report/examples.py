@@ -13,7 +13,7 @@ from treeward.formatting import ABSENT
 OUTCOMES = {
     "wrong": "✗ wrong",
     "tie": "= tie",
-    "right": "✓ right",
+    "right": "✓ correct",
     "failed": "! failed",
     "none": "· no order",
 }
