@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import operator
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,14 +12,21 @@ from typing import Any
 
 import pytest
 import torch
-from environments.conftest import chat, details
+from environments.conftest import chat, details, numbers
 from fake_judge import FakeJudge, between_tags, completion, places
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from treeward.data.rendering import Renderer
 from treeward.environments.judge import JudgeEnvironment
 from treeward.errors import ModelError
-from treeward.scoring.verdicts import Answer, TokenChoice, Verdict, make_question, read_answer
+from treeward.scoring.verdicts import (
+    Answer,
+    TokenChoice,
+    Verdict,
+    labels,
+    make_question,
+    read_answer,
+)
 
 
 @pytest.fixture
@@ -271,6 +280,27 @@ def test_neighbours_are_compared_in_both_orders_and_the_worth_of_a_position_canc
     assert [one["judge/inconsistent"] for one in details(favoured, "components")] == [1] * 4
 
 
+def test_scores_say_who_wins_and_the_ranking_decides_between_equal_ones(
+    endpoint: FakeJudge,
+) -> None:
+    scores = {"good": 4, "other": 4, "bad": 2}
+
+    def answer(request: dict[str, Any]) -> str:
+        first, second = places(request)
+        # Between equal scores this judge prefers `good`.
+        ranking = 2 if first == "good" else 5
+        verdict = {"score_1": scores[first], "score_2": scores[second], "ranking": ranking}
+        return f"Both are read. ```json\n{json.dumps(verdict)}\n```"
+
+    endpoint.answer = answer
+    environment = judge(endpoint, mode="pairwise", verdict="scores")
+    result = environment.step([chat("good"), chat("other"), chat("bad")], [{}] * 3)
+    assert result.rewards.tolist() == pytest.approx([1.0, 0.5, 0.0])
+    endpoint.answer = lambda request: "[[A]]"
+    result = environment.step([chat("good"), chat("bad")], [{}] * 2)
+    assert numbers(result) == [None, None]
+
+
 def test_groups_are_of_one_prompt_or_as_the_loop_says(endpoint: FakeJudge) -> None:
     endpoint.answer = biased({"a": 1.0, "b": 0.0, "five": 0.5}, 0.0)
     environment = judge(endpoint, mode="pairwise")
@@ -429,6 +459,21 @@ def test_a_model_in_the_process_compares_by_expectation(policy_folder: Path) -> 
     assert details(result, "components")[0]["judge/position_bias"] == pytest.approx(
         values[0] - (1 - values[1]), abs=1e-5
     )
+
+
+def test_a_model_in_the_process_gives_expected_scores(policy_folder: Path) -> None:
+    section = {"model": str(policy_folder), "use_logprobs": True, "mode": "pairwise"}
+    template = "{conversation}{completion_a}{completion_b}"
+    environment = JudgeEnvironment({**section, "verdict": "scores", "template": template, **SHORT})
+    result = environment.step([chat("four"), chat("4")], [{}] * 2)
+    values = []
+    outcomes = labels(environment.config)
+    for texts in (["four", "4"], ["4", "four"]):
+        question = make_question(environment.config, "user: 2 + 2?", texts)
+        weights = by_hand(policy_folder, question[1]["content"], list(outcomes))
+        values.append(sum(map(operator.mul, weights, outcomes.values())))
+    reward = (values[0] + 1 - values[1]) / 2
+    assert result.rewards.tolist() == pytest.approx([reward, 1 - reward], abs=1e-5)
 
 
 @pytest.mark.slow

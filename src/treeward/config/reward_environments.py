@@ -204,6 +204,10 @@ class JudgePromptConfig(Strict):
     """`rating`: for a number. `pairwise`: which of two is better. `equivalence`: whether two
     answers are the same. `criterion`: whether something is true of the completion. `rubric`: for a
     number, by a list of criteria."""
+    verdict: Literal["label", "scores"] = "label"
+    """The form of a pairwise verdict. `label`: `[[A]]`, `[[B]]`, or `[[C]]` for a tie. `scores`: the
+    JSON of generative reward models, `{"score_1": 4, "score_2": 3, "ranking": 2}`: how good each
+    is, from 1 to 5, and from 1 (the first is much better) to 6 (the second is)."""
     template: str | None = None
     """The prompt of the judge, with the placeholders `{conversation}` and `{completion}`, or
     `{completion_a}` and `{completion_b}`; for a rubric also `{criterion}`, or `{rubric}`. None: the
@@ -234,6 +238,8 @@ class JudgePromptConfig(Strict):
         return ["{completion_a}", "{completion_b}"]
 
     def check(self) -> None:
+        if self.verdict == "scores" and self.mode != "pairwise":
+            raise self.error("verdict mode", "verdict: scores with mode: pairwise alone")
         places = self.placeholders
         if self.template is not None and any(place not in self.template for place in places):
             need = f"{' and '.join(places)} in the template, where the texts to judge go"
@@ -285,6 +291,11 @@ class JudgeModelConfig(JudgePromptConfig):
             need = "ratings of one digit, as lowest_rating: 1 and highest_rating: 9: one token's "
             need += "probabilities"
             raise self.error("highest_rating use_logprobs", need)
+        # An endpoint gives the alternatives of each token, and a verdict of scores has three.
+        is_remote = self.base_url is not None
+        if self.use_logprobs and self.verdict == "scores" and is_remote:
+            need = "use_logprobs: false at an endpoint, or a model in this process (no base_url)"
+            raise self.error("verdict use_logprobs base_url", need)
 
 
 class JudgeEnvironmentConfig(JudgeModelConfig):

@@ -13,7 +13,6 @@ Shapes: S messages, L tokens of the longest.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,6 +31,7 @@ from treeward.scoring.verdicts import (
     Answer,
     NoVerdict,
     Verdict,
+    expected_verdict,
     labels,
     read_answer,
     verdict_line,
@@ -40,7 +40,7 @@ from treeward.tree.token_tree import TokenIds, common_prefix_length
 
 _MESSAGES_AT_ONCE = 8
 _ROOM_FOR_A_LABEL = 16
-"""Tokens for a message that is a label alone, as `Rating: [[7]]`."""
+"""Tokens for a message that is a label alone, as `Rating: [[7]]`, at least."""
 
 
 class LocalJudge:
@@ -62,6 +62,11 @@ class LocalJudge:
             max_length=self.policy.max_positions,
         )
         self._max_tokens = config.max_tokens or 1024
+        self._room = self._max_tokens
+        if config.use_logprobs:
+            self._lines = [verdict_line(label, config) for label in labels(config)]
+            longest = max(map(len, self.renderer.encode_texts(self._lines)))
+            self._room = max(_ROOM_FOR_A_LABEL, longest)
 
     @torch.no_grad()
     def ask(self, questions: Sequence[Sequence[Message]]) -> list[Verdict | NoVerdict]:
@@ -98,10 +103,7 @@ class LocalJudge:
         except DataError as error:
             return error
         [token_ids] = self.renderer.encode_texts([text])
-        room = self._max_tokens
-        if self.config.use_logprobs:
-            room = _ROOM_FOR_A_LABEL
-        length = len(token_ids) + room
+        length = len(token_ids) + self._room
         limit = self.renderer.max_length
         if limit is not None and length > limit:
             return DataError(
@@ -111,12 +113,11 @@ class LocalJudge:
 
     def _expected(self, prompts: Sequence[str]) -> list[Verdict | NoVerdict]:
         """Verdicts from the probability of each label as the judge's message."""
-        lines = [verdict_line(label, self.config) for label in labels(self.config)]
         verdicts: list[Verdict | NoVerdict] = []
         together: list[Sequence[TokenIds]] = []
         num_tokens = 0
         for prompt in prompts:
-            rows = self.renderer.encode_texts([prompt + line for line in lines])
+            rows = self.renderer.encode_texts([prompt + line for line in self._lines])
             cost = self._num_computed(rows, after=together[-1][-1] if together else None)
             if together and num_tokens + cost > DEFAULT_BATCH_TOKENS:
                 verdicts += self._expected_of(together)
@@ -145,8 +146,6 @@ class LocalJudge:
 
     def _expected_of(self, groups: Sequence[Sequence[TokenIds]]) -> list[Verdict | NoVerdict]:
         """The same for the rows of each question, in one forward pass."""
-        names = list(labels(self.config))
-        values = list(labels(self.config).values())
         all_rows: list[TokenIds] = []
         prompt_lengths: list[int] = []
         for rows in groups:
@@ -159,16 +158,14 @@ class LocalJudge:
         self.cost += Cost(num_prompt_tokens=result.num_computed_tokens)
         log_probs_S = result.values_SL.double().sum(dim=-1).cpu()
         verdicts: list[Verdict | NoVerdict] = []
-        for log_probs in log_probs_S.view(-1, len(values)):
+        for log_probs in log_probs_S.view(-1, len(groups[0])):
             if not bool(log_probs.isfinite().all()):
                 verdicts.append(NoVerdict("the judge's log-probabilities are not finite"))
                 continue
             weights = log_probs.softmax(dim=-1).tolist()
-            mean = math.fsum(map(operator.mul, weights, values))
             # Rounding can make the total more than 1.
             mass = math.exp(min(0.0, float(log_probs.logsumexp(-1))))
-            label = names[int(np.argmax(weights))]
-            verdicts.append(Verdict(mean, label, mass=mass))
+            verdicts.append(expected_verdict(self.config, weights, mass))
         return verdicts
 
     def _messages(self, prompts: Sequence[str]) -> list[Answer]:

@@ -28,7 +28,7 @@ from treeward.config.reward_environments import (
 from treeward.errors import CheckpointError
 from treeward.scoring.diagnosis import Check, Verification
 from treeward.scoring.judge_local import LocalJudge
-from treeward.scoring.verdicts import SYSTEM_PROMPT, TEMPLATES, NoVerdict, make_question
+from treeward.scoring.verdicts import SYSTEM_PROMPT, NoVerdict, built_in_template, make_question
 from treeward.storage import write_text
 
 TOLERANCE = 1e-3
@@ -114,7 +114,7 @@ def write_judge_contract(
     """
     keys = {key: getattr(section, key) for key in JudgePromptConfig.model_fields}
     # In full: the texts of a later version would ask another question than the trained one.
-    keys["template"] = section.template or TEMPLATES[section.mode]
+    keys["template"] = section.template or built_in_template(section)
     keys["system_prompt"] = section.system_prompt or SYSTEM_PROMPT
     prompt = JudgePromptConfig(**keys)
     variables = dict(chat_template_kwargs or {})

@@ -8,13 +8,15 @@ digest of all texts of the question), only the judge's message is parsed, and it
 counts.
 
 The label of a verdict is `A`, `B` or `C` (a tie); `A=B` or `A!=B`; or a rating, whose value is an
-expectation if the judge gives log-probabilities.
+expectation if the judge gives log-probabilities. With `verdict: scores` a pairwise verdict is JSON
+(`PairScores`), and its label says which place is better.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +24,12 @@ from typing import NamedTuple
 
 from treeward.config.reward_environments import JudgePromptConfig
 from treeward.data.conversation import Message
+from treeward.scoring.pair_scores import (
+    PairScores,
+    all_pair_scores,
+    pair_scores_line,
+    read_pair_scores,
+)
 
 # A judge reads these texts to the letter: where a line ends with a backslash, theirs goes on.
 SYSTEM_PROMPT = """You are a careful and impartial judge of completions. The texts to judge stand \
@@ -65,6 +73,33 @@ order nor their length is a merit in itself. First explain your judgement in a f
 end with a line that
 is exactly [[A]] if completion A is better, [[B]] if completion B is better, or [[C]] if they are \
 equally good."""
+
+# What the numbers mean stands in the card of NVIDIA's GenRMs and in NeMo Gym's `genrm_compare`.
+_PAIR_SCORES = """Here is a conversation:
+
+{conversation}
+
+Completion 1:
+
+{completion_a}
+
+Completion 2:
+
+{completion_b}
+
+How good is each of the two completions, and which is better? Consider whether they are correct, \
+helpful, relevant and
+honest. Neither their order nor their length is a merit in itself. First explain your judgement in \
+a few sentences. Then
+end with a line of JSON of exactly this form:
+
+{"score_1": 3, "score_2": 3, "ranking": 4}
+
+score_1 and score_2 are whole numbers from 1 (useless) to 5 (could not be better): how good \
+completion 1 and completion 2
+are. ranking is a whole number from 1 to 6: 1, 2 and 3 if completion 1 is much better, better or \
+slightly better; 4, 5 and
+6 if completion 2 is slightly better, better or much better."""
 
 _EQUIVALENCE = """Here is a problem:
 
@@ -165,13 +200,19 @@ class Verdict:
     """`value`: a rating, or from 0 to 1 the outcome of place A or whether both are equivalent.
 
     `label`: as the judge wrote it. `mass`: the total probability of all labels, if the value is an
-    expectation. `text`: the judge's message.
+    expectation. `text`: the judge's message. `scores`: of a verdict in the form of scores.
     """
 
     value: float
     label: str
     mass: float | None = None
     text: str = ""
+    scores: PairScores | None = None
+
+    @property
+    def pair_scores(self) -> PairScores:
+        """The scores of a pairwise verdict of either form."""
+        return self.scores or PairScores.of_outcome(self.value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,12 +220,13 @@ class NoVerdict:
     """Why there is no verdict.
 
     `text`: the judge's message; None where it wrote none. `is_temporary`: asked again, there may be
-    a verdict.
+    a verdict. `is_cut`: the message was longer than it may be.
     """
 
     reason: str
     text: str | None = None
     is_temporary: bool = False
+    is_cut: bool = False
 
 
 def make_question(
@@ -227,11 +269,18 @@ def make_question(
         return values.get(placeholder[1], placeholder[0])
 
     # In one pass: a placeholder in a completion is part of the completion.
-    question = _PLACEHOLDER.sub(fill, config.template or TEMPLATES[config.mode])
+    question = _PLACEHOLDER.sub(fill, config.template or built_in_template(config))
     return (
         {"role": "system", "content": config.system_prompt or SYSTEM_PROMPT},
         {"role": "user", "content": question},
     )
+
+
+def built_in_template(config: JudgePromptConfig) -> str:
+    """The prompt of a judge whose section has none of its own."""
+    if config.verdict == "scores":
+        return _PAIR_SCORES
+    return TEMPLATES[config.mode]
 
 
 def _number_of(*texts: str) -> int:
@@ -252,7 +301,14 @@ def read_answer(answer: Answer, config: JudgePromptConfig) -> Verdict | NoVerdic
     A message that was cut has none, nor one with a rating beyond the scale.
     """
     if answer.is_cut:
-        return NoVerdict("the judge's message was cut: longer than max_tokens", answer.text)
+        reason = "the judge's message was cut: longer than max_tokens"
+        return NoVerdict(reason, answer.text, is_cut=True)
+    if config.verdict == "scores":
+        scores = read_pair_scores(answer.text)
+        if scores is None:
+            return NoVerdict("the judge gave no scores and ranking in JSON", answer.text)
+        value = _OUTCOMES["pairwise"][scores.label]
+        return Verdict(value, scores.label, text=answer.text, scores=scores)
     match = _last(answer.text, config)
     if match is None:
         return NoVerdict("the judge gave no verdict", answer.text)
@@ -305,11 +361,36 @@ def labels(config: JudgePromptConfig) -> dict[str, float]:
 
     They are outcomes, or the whole numbers of the scale.
     """
+    if config.verdict == "scores":
+        outcomes = _OUTCOMES["pairwise"]
+        return {pair_scores_line(scores): outcomes[scores.label] for scores in all_pair_scores()}
     if config.is_rated:
         lowest = math.ceil(config.lowest_rating)
         highest = math.floor(config.highest_rating)
         return {str(i): float(i) for i in range(lowest, highest + 1)}
     return dict(_OUTCOMES[config.mode])
+
+
+def expected_verdict(
+    config: JudgePromptConfig,
+    weights: Sequence[float],
+    mass: float,
+) -> Verdict:
+    """The verdict of a judge that gives each of `labels(config)` its probability, in their
+    order."""
+    values = labels(config)
+    mean = math.fsum(map(operator.mul, weights, values.values()))
+    likeliest = max(range(len(weights)), key=weights.__getitem__)
+    label = list(values)[likeliest]
+    if config.verdict != "scores":
+        return Verdict(mean, label, mass=mass)
+    every = list(all_pair_scores())
+    expected = PairScores(
+        math.fsum(weight * each.score_1 for weight, each in zip(weights, every, strict=True)),
+        math.fsum(weight * each.score_2 for weight, each in zip(weights, every, strict=True)),
+        math.fsum(weight * each.ranking for weight, each in zip(weights, every, strict=True)),
+    )
+    return Verdict(mean, every[likeliest].label, mass=mass, scores=expected)
 
 
 def share_of_scale(rating: float, config: JudgePromptConfig) -> float:
@@ -319,6 +400,8 @@ def share_of_scale(rating: float, config: JudgePromptConfig) -> float:
 
 def verdict_line(label: str, config: JudgePromptConfig) -> str:
     """A label as the last line of a judge's message."""
+    if config.verdict == "scores":
+        return label
     if config.is_rated:
         return f"Rating: [[{label}]]"
     return f"[[{label}]]"
