@@ -18,6 +18,7 @@ from treeward.config.base import Strict, meaning, sections
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.reward_environments import ENVIRONMENTS
 from treeward.config.run import RewardModelRunConfig
+from treeward.config.served_judge import ServedJudgeConfig
 from treeward.config.server import ServedModelConfig, ServerConfig
 from treeward.config.spellings import SAMPLED_ALIKE, spellings
 
@@ -40,6 +41,7 @@ def config_reference(page: str) -> str:
     parts["server"] = [
         ("", ServerConfig),
         ("models[]", ServedModelConfig),
+        ("judge", ServedJudgeConfig),
     ]
     for part, tables in parts.items():
         known = {path for path, _ in train} if part == "grpo" else set()

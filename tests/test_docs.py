@@ -295,7 +295,7 @@ def check_yaml(code: str, folder: Path) -> None:
         for environment in make_environments(OmegaConf.create(code).env).values():
             environment.shutdown()
         return
-    if code.startswith("models:"):
+    if code.startswith(("models:", "judge:")):
         file = folder / "server.yaml"
         file.write_text(code, encoding="utf-8")
         load_file(ServerConfig, file)

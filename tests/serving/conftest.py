@@ -117,6 +117,21 @@ def own_client(service: Service, asgi_client: Callable[..., Any]) -> Any:
 
 
 @pytest.fixture(scope="session")
+def judge_section(policy_folder: Path) -> dict[str, Any]:
+    """The section of a judge in this process, which gives every question a verdict: its model has
+    random weights and reads 256 tokens."""
+    return {
+        "model": str(policy_folder),
+        "verdict": "label",
+        "use_logprobs": True,
+        "dtype": "float32",
+        "device": "cpu",
+        "system_prompt": "Judge.",
+        "template": "{conversation}{completion_a}{completion_b}",
+    }
+
+
+@pytest.fixture(scope="session")
 def client(served: tuple[ServedModel, Scorer]) -> Iterator[Any]:
     """A client of a service of `tiny` that all tests share."""
     from starlette.testclient import TestClient

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,12 @@ from hypothesis import strategies as st
 from schemathesis import checks
 from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi import checks as openapi_checks
+from starlette.testclient import TestClient
 
+from treeward.config.server import ServerConfig
 from treeward.serving import dialects
+from treeward.serving.app import create_app
+from treeward.serving.service import Service
 
 
 def described_routes() -> dict[str, Any]:
@@ -65,6 +70,28 @@ HOSTILE_BODIES = [
 EXAMPLES = int(os.environ.get("TREEWARD_FUZZ_EXAMPLES", "8"))
 
 
+JUDGED_ROUTES = ("/compare",)
+"""Routes that need a judge."""
+
+
+@pytest.fixture(scope="module")
+def judge_client(judge_section: dict[str, Any]) -> Iterator[Any]:
+    service = Service.load(ServerConfig.model_validate({"judge": judge_section}))
+    with TestClient(
+        create_app(service),
+        base_url="http://localhost",
+        raise_server_exceptions=False,
+    ) as client:
+        yield client
+    service.close()
+
+
+@pytest.fixture(scope="module")
+def client_of(client: Any, judge_client: Any) -> Callable[[str], Any]:
+    """The client of a server that has what the route needs."""
+    return lambda route: judge_client if route in JUDGED_ROUTES else client
+
+
 @pytest.fixture(scope="module")
 def app(client: Any) -> Any:
     return client.app
@@ -87,7 +114,8 @@ def check_documented(document: Any, route: str, response: Any) -> None:
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_the_server_is_as_it_describes_itself(route: str, app: Any) -> None:
+def test_the_server_is_as_it_describes_itself(route: str, client_of: Callable[[str], Any]) -> None:
+    app = client_of(route).app
     operation = schemathesis.openapi.from_asgi("/openapi.json", app, headers=LOCAL)[route]["POST"]
     for mode in GenerationMode:
 
@@ -101,7 +129,10 @@ def test_the_server_is_as_it_describes_itself(route: str, app: Any) -> None:
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_whatever_is_sent_gets_a_documented_response(route: str, client: Any) -> None:
+def test_whatever_is_sent_gets_a_documented_response(
+    route: str, client_of: Callable[[str], Any]
+) -> None:
+    client = client_of(route)
     document = client.get("/openapi.json").json()
     content = json.dumps(ROUTES[route]).encode()
 

@@ -1,5 +1,5 @@
-r"""`treeward serve`: reward models behind an HTTP address, in the API formats that RL frameworks
-use.
+r"""`treeward serve`: reward models, or a judge that compares completions, behind an HTTP address, in
+the API formats that RL frameworks use.
 
 examples:
   treeward serve results/quickstart/final
@@ -10,6 +10,7 @@ examples:
       shaping: {length_penalty: {coefficient: 0.001}}}"
   treeward serve MODEL --replicas 4 "ray_actor_options={num_gpus: 1}"
   treeward serve --config server.yaml --port 8001 deadline_seconds=30
+  treeward serve "judge={model: Qwen/Qwen3-0.6B, use_logprobs: true, num_rollouts_per_prompt: 8}"
 
 http://127.0.0.1:8000/ is a page to try the models. docs/serving.md has every route with an example.
 """
@@ -68,11 +69,12 @@ def run(
             overrides.append(word)
         else:
             models.append(word)
-    if not models and config is None:
+    has_judge = any(override.startswith("judge") for override in overrides)
+    if not models and config is None and not has_judge:
         raise ConfigError(
             "there is nothing to serve",
             where="MODEL",
-            need="a reward model, or --config FILE",
+            need="a reward model, a judge, or --config FILE",
         )
     # The models of the file have their own keys, which options would contradict.
     if not models and options.keys != ModelOptions().keys:

@@ -298,17 +298,8 @@ class JudgeModelConfig(JudgePromptConfig):
             raise self.error("verdict use_logprobs base_url", need)
 
 
-class JudgeEnvironmentConfig(JudgeModelConfig):
-    """Rewards by a language model, behind an OpenAI-compatible endpoint (needs the extra `judge`)
-    or in the process."""
-
-    mode: Literal["rating", "pairwise", "equivalence"] = "rating"
-    """`rating`: a number, scaled to 0 to 1. `pairwise`: against references, else against
-    neighbouring completions; win 1, tie 0.5, loss 0. `equivalence`: 1 where the final answer is
-    that of a reference, else 0."""
-    reference_key: str = "reference_answers"
-    """The key of `env_infos` with the reference completion, or with a list of them: `pairwise`
-    averages, and for `equivalence` one is enough."""
+class TrainedJudgeConfig(JudgeModelConfig):
+    """A judge that may have been trained: the contract in its folder says how it is asked."""
 
     @model_validator(mode="before")
     @classmethod
@@ -326,6 +317,19 @@ class JudgeEnvironmentConfig(JudgeModelConfig):
         values.pop("num_samples", None)
         values["chat_template_kwargs"] = trained.get("chat_template_kwargs", {})
         return {**values, **raw}
+
+
+class JudgeEnvironmentConfig(TrainedJudgeConfig):
+    """Rewards by a language model, behind an OpenAI-compatible endpoint (needs the extra `judge`)
+    or in the process."""
+
+    mode: Literal["rating", "pairwise", "equivalence"] = "rating"
+    """`rating`: a number, scaled to 0 to 1. `pairwise`: against references, else against
+    neighbouring completions; win 1, tie 0.5, loss 0. `equivalence`: 1 where the final answer is
+    that of a reference, else 0."""
+    reference_key: str = "reference_answers"
+    """The key of `env_infos` with the reference completion, or with a list of them: `pairwise`
+    averages, and for `equivalence` one is enough."""
 
     def check(self) -> None:
         super().check()

@@ -1,4 +1,4 @@
-"""`ServerConfig`: the models of `treeward serve`, the address, and the limits on requests.
+"""`ServerConfig`: the models or the judge of `treeward serve`, the address, and the limits on requests.
 
 models:
   - model: results/rm/final
@@ -17,6 +17,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from treeward.config.base import Strict
 from treeward.config.scoring import ScoringConfig
+from treeward.config.served_judge import ServedJudgeConfig
 from treeward.errors import ConfigError
 
 
@@ -45,8 +46,12 @@ class ServedModelConfig(ScoringConfig):
 class ServerConfig(Strict):
     """What `treeward serve` reads."""
 
-    models: tuple[ServedModelConfig, ...] = Field(min_length=1)
-    """The models; the first one serves requests without a model name."""
+    models: tuple[ServedModelConfig, ...] = ()
+    """The models; the first one serves requests without a model name. At least one, unless there is
+    a judge."""
+    judge: ServedJudgeConfig | None = None
+    """A judge, which compares the completions of a prompt. `/compare` and NeMo Gym's `/verify` are
+    its routes then. None: no judge."""
     host: str = "127.0.0.1"
     """The address to listen on; 0.0.0.0 for every network."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
@@ -97,6 +102,18 @@ class ServerConfig(Strict):
         return self.replicas > 1 or self.tensor_parallel_size > 1
 
     def check(self) -> None:
+        if not self.models and self.judge is None:
+            raise ConfigError(
+                "there is nothing to serve",
+                field="models",
+                got="no models and no judge",
+                need="a reward model, or a judge",
+            )
+        if self.judge is not None and self.needs_ray:
+            need = "a server of one process, which keeps the rollouts that wait for each other"
+            raise self.error("replicas tensor_parallel_size", need, "serve the judge by itself")
+        if self.judge is not None and self.running:
+            raise self.error("running", "false with a judge, whose rewards are of a group")
         if self.tensor_parallel_size > 1 and len(self.models) > 1:
             raise self.error("tensor_parallel_size models", "one model, which is divided")
         names = [model.served_name for model in self.models]

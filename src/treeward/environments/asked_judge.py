@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 from treeward.config.reward_environments import JudgeModelConfig
 from treeward.data.conversation import Message
-from treeward.environments.judge_endpoint import EndpointJudge
 from treeward.errors import ModelError
+from treeward.scoring.judge_endpoint import EndpointJudge
 from treeward.scoring.judge_local import LocalJudge
 from treeward.scoring.score import Cost
 from treeward.scoring.verdicts import NoVerdict, Verdict

@@ -385,11 +385,14 @@ def expected_verdict(
     if config.verdict != "scores":
         return Verdict(mean, label, mass=mass)
     every = list(all_pair_scores())
-    expected = PairScores(
-        math.fsum(weight * each.score_1 for weight, each in zip(weights, every, strict=True)),
-        math.fsum(weight * each.score_2 for weight, each in zip(weights, every, strict=True)),
-        math.fsum(weight * each.ranking for weight, each in zip(weights, every, strict=True)),
-    )
+    score_1 = 0.0
+    score_2 = 0.0
+    ranking = 0.0
+    for weight, scores in zip(weights, every, strict=True):
+        score_1 += weight * scores.score_1
+        score_2 += weight * scores.score_2
+        ranking += weight * scores.ranking
+    expected = PairScores(score_1, score_2, ranking)
     return Verdict(mean, every[likeliest].label, mass=mass, scores=expected)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-ERRORS = (401, 403, 404, 413, 421, 422, 429, 500, 503, 504)
+ERRORS = (401, 403, 404, 409, 413, 421, 422, 429, 500, 503, 504)
 """The statuses of errors."""
 
 

@@ -211,7 +211,7 @@ class _Request(Request):
         return self._json
 
 
-_Parsed = TypeVar("_Parsed")
+_Result = TypeVar("_Result")
 
 
 class _Server:
@@ -225,7 +225,7 @@ class _Server:
         self.model = self.service.model
         self._is_long: bool = request.state.is_long
 
-    async def parsed(self, parse: Callable[..., _Parsed], *arguments: Any) -> _Parsed:
+    async def parsed(self, parse: Callable[..., _Result], *arguments: Any) -> _Result:
         """`parse(*arguments)`; of a long body in a thread, so that other requests go on
         meanwhile.
         """
@@ -242,7 +242,11 @@ class _Server:
     ) -> list[Reward]:
         """As `Service.rewards`; given up when the client leaves."""
         rewards = self.service.rewards(model, inputs, deadline=self.deadline, **options)
-        work = asyncio.ensure_future(rewards)
+        return await self.while_connected(rewards)
+
+    async def while_connected(self, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
+        """The result of a coroutine, which is cancelled when the client leaves."""
+        work = asyncio.ensure_future(coroutine)
         # After the body only the client's end is left to receive.
         client = asyncio.ensure_future(self.receive())
         client.add_done_callback(lambda _: work.cancel())

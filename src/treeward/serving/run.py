@@ -47,7 +47,10 @@ def serve(config: ServerConfig) -> int:
         listener.listen(_BACKLOG)
         host, port = listener.getsockname()[:2]
         address = f"[{host}]" if ":" in host else host
-        logger.info("Serving %s at http://%s:%d", ", ".join(service.models), address, port)
+        names = list(service.models)
+        if config.judge is not None:
+            names.append(f"the judge {config.judge.model}")
+        logger.info("Serving %s at http://%s:%d", ", ".join(names), address, port)
         server.run(sockets=[listener])
         service.close()
     logger.info("Shut down.")

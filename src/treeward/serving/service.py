@@ -21,6 +21,7 @@ from treeward.serving.batcher import AnyBatcher, Batcher, FailedScore, ServerMet
 from treeward.serving.models import ServedModel, load_served
 from treeward.serving.rendered_text import RenderedText
 from treeward.serving.running import RunningRewards
+from treeward.serving.served_judge import ServedJudge
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,8 @@ SHUTDOWN_SECONDS = 60
 
 
 class Service:
-    """The models, their batcher (here, or replicas elsewhere), and the server's metrics."""
+    """The models, their batcher (here, or replicas elsewhere), the judge, and the server's
+    metrics."""
 
     def __init__(
         self,
@@ -43,6 +45,7 @@ class Service:
         self.metrics = metrics
         self.batcher = batcher
         self.started = time.time()
+        self.judge: ServedJudge | None = None
         # Only /verify normalises by what it has seen.
         self.running = RunningRewards() if config.running else None
         # Models whose clients send texts without their end: one warning is enough.
@@ -63,7 +66,11 @@ class Service:
             if model.contract_sha256 is None:
                 checked = "no contract was checked"
             logger.info("%s: loaded %s in %.1f s; %s.", model.name, names, seconds, checked)
-        return cls.of(pairs, config)
+        service = cls.of(pairs, config)
+        if config.judge is not None:
+            service.judge = ServedJudge(config.judge)
+            logger.info("%s: loaded the judge.", config.judge.model)
+        return service
 
     @classmethod
     def of(
@@ -85,6 +92,9 @@ class Service:
             # Clients of vLLM name a model by the folder or hub name that it was loaded from.
             if name is None or [name] == list(model.members):
                 return model
+        if not self.models:
+            message = "this server has a judge and no reward model: ask /compare or /verify"
+            raise APIError(404, "model_not_found", message, param="model")
         names = ", ".join(self.models)
         message = f"no model is called {str(name)[:100]!r}; the models are: {names}"
         raise APIError(404, "model_not_found", message, param="model")
@@ -150,5 +160,7 @@ class Service:
         return rewards
 
     def close(self) -> None:
-        """Stop the batcher."""
+        """Stop the batcher and the judge."""
         self.batcher.close()
+        if self.judge is not None:
+            self.judge.close()

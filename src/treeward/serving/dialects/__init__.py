@@ -11,10 +11,18 @@ from __future__ import annotations
 from fastapi import APIRouter
 
 from treeward.serving.api_error import ErrorBody
-from treeward.serving.dialects import nemo_gym, openrlhf, rewards, slime, tei, vllm_sglang
+from treeward.serving.dialects import (
+    genrm_compare,
+    nemo_gym,
+    openrlhf,
+    rewards,
+    slime,
+    tei,
+    vllm_sglang,
+)
 
 router = APIRouter()
 error_bodies: dict[str, ErrorBody] = {}
-for _dialect in (rewards, vllm_sglang, openrlhf, tei, slime, nemo_gym):
+for _dialect in (rewards, vllm_sglang, openrlhf, tei, slime, nemo_gym, genrm_compare):
     router.include_router(_dialect.router)
     error_bodies |= getattr(_dialect, "ERROR_BODIES", {})

@@ -12,6 +12,9 @@ the values of members and heads, each at the top level too); for a row with a `r
 A conversation without a reward gets a 200 and NeMo Gym's form of a failure: reward 0.0,
 `mask_sample` true, `failure_reason`. The row stays out of the metrics and is tried again on resume;
 any other status would end the collection. A body that is not a rollout gets 422.
+
+On a server with a judge `/verify` waits for the other rollouts of the prompt, and the judge
+compares them (`genrm_compare`).
 """
 
 from __future__ import annotations
@@ -33,8 +36,17 @@ from treeward.data.responses_items import conversation_of
 from treeward.errors import DataError
 from treeward.scoring.score import Reward
 from treeward.serving.api_error import APIError
+from treeward.serving.dialects.genrm_compare import (
+    GROUP_ATTEMPT,
+    GROUP_ID,
+    ROLLOUT_INDEX,
+    TASK_INDEX,
+    lone_reward,
+    rollout_of,
+)
 from treeward.serving.models import ServedModel
 from treeward.serving.requests import JSON, Body, Items, JSONRoute, Server, example
+from treeward.serving.served_judge import ServedJudge
 
 VERDICT_KEYS = frozenset(
     [
@@ -51,6 +63,8 @@ VERDICT_KEYS = frozenset(
     ],
 )
 """The keys of an earlier verdict, in a body that is verified again."""
+
+Row = Mapping[str, Any]
 
 router = APIRouter(tags=["NeMo Gym"], route_class=JSONRoute)
 sessions = APIRouter(route_class=JSONRoute)
@@ -112,9 +126,12 @@ _ROLLOUT: dict[str, Any] = {
 )
 @router.post(ROLLOUT_PREFIX + "/verify", include_in_schema=False)
 async def verify(body: VerifyBody, request: Request, server: Server) -> JSON:
-    model = server.model(None)
     # As it was sent: the validated body lacks the keys that are echoed.
     rollout = await request.json()
+    judge = server.service.judge
+    if judge is not None:
+        return await _verify_in_cohort(rollout, judge, server)
+    model = server.model(None)
     try:
         conversation = await server.parsed(parse, rollout, model)
         # Masked: any other status than 200 would end NeMo Gym's collection.
@@ -138,6 +155,33 @@ async def verify(body: VerifyBody, request: Request, server: Server) -> JSON:
     except orjson.JSONEncodeError as error:
         message = f"the body cannot be written again: {error}"
         raise APIError(422, "invalid_request", message) from error
+
+
+_COHORT_KEYS = (
+    "responses_create_params",
+    "response",
+    GROUP_ID,
+    GROUP_ATTEMPT,
+    ROLLOUT_INDEX,
+)
+"""What the response to a rollout of a cohort repeats, as that of Gym's `genrm_compare`."""
+
+
+async def _verify_in_cohort(rollout: Row, judge: ServedJudge, server: Server) -> JSON:
+    """The reward of a rollout among those of its prompt, once all are here."""
+    echoed = {key: rollout[key] for key in _COHORT_KEYS if key in rollout}
+    if judge.config.num_rollouts_per_prompt == 1:
+        return JSON(echoed | {"reward": lone_reward(judge)})
+    member = await server.parsed(rollout_of, rollout)
+    try:
+        reward = await server.while_connected(judge.cohorts.reward(member))
+    except APIError as error:
+        # A rollout that contradicts its cohort is a mistake of the client's.
+        if judge.config.on_error == "refuse" or error.status == 409:
+            raise
+        server.service.metrics.errors.labels(error.code).inc()
+        return JSON(echoed | failure(error.message, kind="judge_failed"))
+    return JSON(echoed | {"reward": reward})
 
 
 @sessions.post(
@@ -223,9 +267,8 @@ def verdict(reward: Reward, threshold: float | None = None) -> dict[str, Any]:
     return keys
 
 
-def failure(reason: str) -> dict[str, Any]:
+def failure(reason: str, kind: str = "verifier_error") -> dict[str, Any]:
     """The keys of a rollout without a reward."""
-    kind = "verifier_error"
     return {
         "reward": 0.0,
         "mask_sample": True,
@@ -233,12 +276,6 @@ def failure(reason: str) -> dict[str, Any]:
         "failure_kind": kind,
         "failure_reason": reason,
     }
-
-
-TASK_INDEX = "_ng_task_index"
-ROLLOUT_INDEX = "_ng_rollout_index"
-
-Row = Mapping[str, Any]
 
 
 def aggregate_metrics(rows: Sequence[Row]) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from treeward.config.reward_environments import JudgeModelConfig
 from treeward.data.conversation import Message
-from treeward.environments.interface import WHERE
 from treeward.errors import ModelError
 from treeward.http import ServerError, run_async
 from treeward.openai_client import check_openai, key_from, openai_client, post
@@ -37,16 +36,23 @@ class EndpointJudge:
         self.url = config.base_url
         self.cost = Cost()
         check_openai()
-        self._key = key_from(config.api_key_env, where=WHERE, field="api_key_env")
+        self._key = key_from(config.api_key_env, where="judge", field="api_key_env")
 
     def ask(self, questions: Sequence[Sequence[Message]]) -> list[Verdict | NoVerdict]:
         """A verdict for each question, or the reason for none. Raises `ModelError` if the endpoint
         refuses the key or the model."""
-        return run_async(self._ask_all(questions)) if questions else []
+        return run_async(self.ask_async(questions)) if questions else []
 
-    async def _ask_all(self, questions: Sequence[Sequence[Message]]) -> list[Verdict | NoVerdict]:
+    async def ask_async(
+        self,
+        questions: Sequence[Sequence[Message]],
+        slots: asyncio.Semaphore | None = None,
+    ) -> list[Verdict | NoVerdict]:
+        """As `ask`. `slots`: what bounds the requests of several callers of one event loop
+        together; by default `max_concurrency` bounds those of this call."""
         config = self.config
-        slots = asyncio.Semaphore(config.max_concurrency)
+        if slots is None:
+            slots = asyncio.Semaphore(config.max_concurrency)
         # Each time a new one: a client belongs to an event loop, and `run_async` makes one for
         # each step.
         client = openai_client(
