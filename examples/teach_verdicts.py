@@ -9,8 +9,10 @@ needs no such step.
 """
 
 import argparse
+import dataclasses
 import random
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,14 @@ from imitation import Group, imitate
 
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.load import load_grpo_config
+from treeward.config.reward_environments import PreferenceVerdictConfig
 from treeward.data.rendering import Renderer
-from treeward.environments.preference_verdict import LABEL, open_questions
+from treeward.environments.preference_verdict import LABEL, SCORES, open_questions
 from treeward.model.export import export_model
 from treeward.model.loading import Loaded, load_policy
 from treeward.model.policy_model import PolicyModel
 from treeward.progress import configure_logging
+from treeward.scoring.pair_scores import all_pair_scores, pair_scores_line
 from treeward.scoring.trained_judge import write_judge_contract
 from treeward.scoring.verdicts import verdict_line
 
@@ -52,8 +56,7 @@ def teach(
     renderer = Renderer(loaded.tokenizer, chat_template_kwargs=variables)
     groups, draw = list[Group](), random.Random(0)
     for question in open_questions(dataset, section)[:max_questions]:
-        label = question.info[LABEL]
-        line = verdict_line(draw.choice(RATINGS.get(label, label)), section)
+        line = verdict_line(right_label(question.info, section, draw), section)
         whole = renderer.encode([*question.messages, {"role": "assistant", "content": line}])
         prompt = renderer.encode_prompt(question.messages)
         if len(whole) <= config.policy.max_total_sequence_length:
@@ -63,6 +66,23 @@ def teach(
     export_model(loaded.model, loaded.tokenizer, making, chat_template=renderer.chat_template)
     write_judge_contract(making, section, variables)
     making.rename(folder)
+
+
+def right_label(
+    info: Mapping[str, Any], section: PreferenceVerdictConfig, draw: random.Random
+) -> str:
+    """One of the verdicts that the label of a question allows."""
+    label: str = info[LABEL]
+    if section.verdict == "label":
+        return draw.choice(RATINGS.get(label, label))
+    allowed = []
+    for scores in all_pair_scores():
+        numbers = dataclasses.asdict(scores)
+        fits = all(abs(numbers[name] - value) <= 0.5 for name, value in info[SCORES].items())
+        # Grades may contradict the preference, and then the label's side is not asked for.
+        if fits and (scores.label == label or "score_1" in info[SCORES]):
+            allowed.append(pair_scores_line(scores))
+    return draw.choice(allowed)
 
 
 def run() -> None:

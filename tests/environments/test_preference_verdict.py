@@ -15,6 +15,7 @@ from treeward.data.prompt_sets import FAMILY, PromptSet, prompts_summary
 from treeward.environments.interface import Reward
 from treeward.environments.preference_verdict import (
     LABEL,
+    SCORES,
     PreferenceVerdictEnvironment,
     open_questions,
 )
@@ -100,6 +101,75 @@ def test_the_reward_of_every_verdict(asked: Asked) -> None:
     assert [reward.components.get("consistent") for reward in second] == [1, 0, 1, None, None, None]
     (other,) = rewards(asked(PAIR)[:1], [["Hm."]], no_verdict=-0.25)  # type: ignore[arg-type]
     assert other[0].value == -0.25
+
+
+HELPSTEER = {
+    "context": [{"role": "user", "content": "2 + 2?"}],
+    "response1": "Four.",
+    "response2": "Five.",
+    "overall_preference": -3,
+}
+
+
+def test_the_ranking_of_the_label_follows_from_the_strength(asked: Asked) -> None:
+    for grade, (first, second) in {-3: (1, 6), -2: (2, 5), -1: (3, 4)}.items():
+        questions = asked({**HELPSTEER, "overall_preference": grade}, verdict="scores")
+        assert [question.info[LABEL] for question in questions] == ["A", "B"]
+        assert [question.info[SCORES] for question in questions] == [
+            {"ranking": first},
+            {"ranking": second},
+        ]
+    [first, second] = asked(PAIR, verdict="scores")
+    assert (first.info[SCORES], second.info[SCORES]) == ({"ranking": 2}, {"ranking": 5})
+    assert '"score_1"' in first.messages[-1]["content"]
+    with pytest.raises(DataError, match="scale of rankings"):
+        asked({**PAIR, "strength": 7}, verdict="scores")
+
+
+def test_the_reward_of_scores_is_their_distance_from_the_label(
+    asked: Asked, tmp_path: Path
+) -> None:
+    messages = [
+        [
+            'So {"score_1": 5, "score_2": 2, "ranking": 1}',
+            '{"score_1": 3, "score_2": 3, "ranking": 5}',
+            '{"score_1": 5, "score_2": 2}',
+            '{"score_1": 5, "score_2": 2, "ranking": 9}',
+            "[[A]]",
+            '{"score_1": 5, "score_2": 2, "ranking": 1}<cut>',
+        ],
+        [],
+    ]
+    without, _ = rewards(asked(HELPSTEER, verdict="scores"), messages, verdict="scores")
+    # The ranking of the label is 1, and the row has no helpfulness.
+    assert [reward.value for reward in without] == [0, -4, -10, -10, -10, -10]
+    assert without[1].components["ranking_error"] == 4
+    assert "helpfulness_error" not in without[1].components
+    # An equal score with the ranking 5 says that the second is better.
+    assert [reward.components["accuracy"] for reward in without] == [1, 0, 0, 0, 0, 0]
+    assert [reward.components["no_verdict"] for reward in without] == [0, 0, 1, 1, 1, 1]
+
+    row = {
+        "prompt": "2 + 2?",
+        "completions": [
+            {"completion": "Four.", "score": 1, "helpfulness": 4},
+            {"completion": "Five.", "score": 0, "helpfulness": 1},
+        ],
+        "strength": 3,
+    }
+    path = write_jsonl(tmp_path / "graded.jsonl", row)
+    section = {"verdict": "scores", "helpfulness": "helpfulness", "lowest_helpfulness": 0}
+    config = PromptSetConfig(data_path=path)
+    questions = open_questions(config, PreferenceVerdictConfig(**section))
+    assert questions[0].info[SCORES] == {"ranking": 1, "score_1": 5, "score_2": 2}
+    assert questions[1].info[SCORES] == {"ranking": 6, "score_1": 2, "score_2": 5}
+    graded, _ = rewards(questions, messages, **section)
+    assert [reward.value for reward in graded] == [0, -(4 + 2 + 1), -10, -10, -10, -10]
+    assert graded[1].components["helpfulness_error"] == 3
+    with pytest.raises(DataError, match="lowest_helpfulness"):
+        open_questions(config, PreferenceVerdictConfig(**{**section, "lowest_helpfulness": 2}))
+    (own,) = rewards(questions[:1], [["Hm."]], no_verdict=-3, **section)  # type: ignore[arg-type]
+    assert own[0].value == -3
 
 
 def test_a_rating_is_right_of_the_ratings_of_the_other_completion(asked: Asked) -> None:

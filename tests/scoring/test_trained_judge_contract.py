@@ -3,6 +3,7 @@ questions."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from treeward.config.reward_environments import (
     PreferenceVerdictConfig,
 )
 from treeward.config.scoring import ScoringConfig
+from treeward.config.served_judge import ServedJudgeConfig
 from treeward.errors import CheckpointError, ConfigError
 from treeward.scoring.ensemble import load_scorer
 from treeward.scoring.trained_judge import read_judge_contract, verify_judge, write_judge_contract
@@ -32,7 +34,7 @@ def judge(own_policy_folder: Path) -> Path:
     return own_policy_folder
 
 
-@pytest.mark.parametrize("mode", ["pairwise", "rating"])
+@pytest.mark.parametrize("mode", ["pairwise", "rating", "scores"])
 def test_golden_questions_replay_and_changed_weights_show(
     mode: str, judge: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -41,6 +43,10 @@ def test_golden_questions_replay_and_changed_weights_show(
             judge,
             PreferenceVerdictConfig(mode="rating", system_prompt="Judge.", template="{completion}"),
         )
+    if mode == "scores":
+        scored = {"verdict": "scores", "template": "{completion_a}", "system_prompt": "Judge."}
+        scored["template"] += "{completion_b}"
+        write_judge_contract(judge, PreferenceVerdictConfig(**scored))
     result = verify_judge(judge)
     assert result.equal and result.num_scores == 6
     assert main(["verify", str(judge)]) == 0 and "equal: 6 golden scores" in capsys.readouterr().out
@@ -56,6 +62,15 @@ def test_questions_that_a_model_is_too_short_for_are_no_golden_ones(judge: Path)
     contract = read_judge_contract(judge)
     assert contract is not None and contract.golden == ()
     assert contract.prompt.template == TEMPLATES["pairwise"]
+
+
+def test_a_contract_from_before_there_were_scores_is_of_labels(judge: Path) -> None:
+    contract = json.loads((judge / JUDGE_FILE).read_text(encoding="utf-8"))
+    del contract["prompt"]["verdict"]
+    edit_json(judge / JUDGE_FILE, prompt=contract["prompt"])
+    assert ServedJudgeConfig(model=str(judge)).verdict == "label"
+    write_judge_contract(judge, PreferenceVerdictConfig(verdict="scores"))
+    assert JudgeEnvironmentConfig(model=str(judge)).verdict == "scores"
 
 
 def test_a_judge_is_asked_as_it_was_trained_unless_it_is_told_otherwise(judge: Path) -> None:

@@ -315,6 +315,8 @@ class TrainedJudgeConfig(JudgeModelConfig):
         values: dict[str, Any] = dict(trained.get("prompt", {}))
         # An earlier version could ask a question several times, and its contracts have this key.
         values.pop("num_samples", None)
+        # Before there were others, each pairwise verdict was a label.
+        values.setdefault("verdict", "label")
         values["chat_template_kwargs"] = trained.get("chat_template_kwargs", {})
         return {**values, **raw}
 
@@ -360,17 +362,35 @@ class RubricEnvironmentConfig(JudgeModelConfig):
 
 class PreferenceVerdictConfig(JudgePromptConfig):
     """Rewards of a policy that learns to judge: its prompts are questions about comparisons, and 1
-    is the reward of the verdict that the label gives, 0 that of any other."""
+    is the reward of the verdict that the label gives, 0 that of any other. With `verdict: scores`
+    the reward is how far the numbers are from those of the label, with a minus."""
 
     mode: Literal["pairwise", "rating"] = "pairwise"
     """`pairwise`: which of two completions is better, in both orders. `rating`: a number for each
     of the two, which is right if it is above (or below) those that the other one got in the same
     step."""
-    no_verdict: NonPositiveFloat = -1.0
-    """The reward of a message without a verdict, or one that was cut."""
+    no_verdict: NonPositiveFloat | None = None
+    """The reward of a message without a verdict, or one that was cut. None: -1, and -10 with
+    `verdict: scores`."""
+    helpfulness: str | None = None
+    """With `verdict: scores`: the grade of a completion that the scores are to equal, a key of the
+    completions, or `score`, the rating of those that have one. None, and for rows without it: the
+    ranking alone is learnt."""
+    lowest_helpfulness: float = 1.0
+    """The grade of the data that is the score 1; each point more is a score more. 0 for
+    HelpSteer2's grades from 0 to 4."""
+
+    @property
+    def reward_of_no_verdict(self) -> float:
+        """The reward of a message without a verdict."""
+        if self.no_verdict is not None:
+            return self.no_verdict
+        return -10.0 if self.verdict == "scores" else -1.0
 
     def check(self) -> None:
         super().check()
+        if self.helpfulness is not None and self.verdict != "scores":
+            raise self.error("helpfulness verdict", "verdict: scores, which has scores to learn")
         if not 0 <= self.lowest_rating < self.highest_rating <= 9:
             raise self.error("lowest_rating highest_rating", "ratings of one digit, from 0 to 9")
 
