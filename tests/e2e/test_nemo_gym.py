@@ -1,8 +1,7 @@
 """The real NeMo Gym starts the folders of `resources_servers/`, and its agent and its collector
 call them.
 
-NeMo Gym lives in an environment of its own: `TREEWARD_GYM_VENV`, or one that is made here, which
-takes minutes and a package index. The policy is a small server on loopback.
+The policy is a small server on loopback.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -29,46 +27,6 @@ REPOSITORY = Path(__file__).parent.parent.parent
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
-GYM = "nemo-gym==0.7.0"
-NEEDS = [
-    *(
-        "openai==2.44.0",
-        "anthropic<=0.109.2",
-        "tqdm",
-        "pydantic",
-        "devtools",
-        "packaging>=24.2",
-        "fastapi",
-    ),
-    *(
-        "mcp>=1.28.1,<2",
-        "itsdangerous",
-        "uvicorn",
-        "httptools",
-        "uvloop",
-        "hydra-core",
-        "omegaconf",
-        "rich",
-    ),
-    *(
-        "aiohttp>=3.14.4",
-        "yappi>=1.7.6",
-        "ray[default]>=2.58.0",
-        "psutil",
-        "orjson>=3.11.6",
-        "pandas",
-        "scipy",
-    ),
-    *(
-        "wandb>=0.30.0",
-        "pydot",
-        "python-multipart",
-        "datasets",
-        "mlflow-skinny>=3.16.1",
-        "jinja2",
-        "requests",
-    ),
-]
 PROBLEM = r"What is 1/4 + 1/4? Put the answer inside \boxed{}."
 
 BRIEFLY = [{"role": "developer", "content": "Be brief."}, user("How do I boil an egg?")]
@@ -77,39 +35,6 @@ ROWS: list[dict[str, Any]] = [
     for asked in ([user("Name a river in Peru.")], BRIEFLY, [user("long " * 400)])
 ]
 ROWS[1] |= {"reward_threshold": -1000.0, "note": {"kept": [1, 2.5, None]}}
-
-
-@pytest.fixture(scope="module")
-def gym() -> Path:
-    """The environment with NeMo Gym."""
-    given = os.environ.get("TREEWARD_GYM_VENV")
-    venv = (
-        Path(given) if given else Path(tempfile.gettempdir()) / f"treeward-gym-{GYM.split('==')[1]}"
-    )
-    if not (venv / "bin" / "gym").exists():
-        if given:
-            pytest.skip(f"there is no NeMo Gym in TREEWARD_GYM_VENV ({given})")
-        try:
-            subprocess.run([sys.executable, "-m", "venv", venv], check=True, capture_output=True)
-            pip = [
-                str(venv / "bin" / "python"),
-                "-m",
-                "pip",
-                "install",
-                "-q",
-                "--retries",
-                "1",
-                "--timeout",
-                "20",
-            ]
-            subprocess.run([*pip, *NEEDS], check=True, capture_output=True, timeout=900)
-            # it declares Python 3.13 and runs on 3.11
-            gym_only = ["--no-deps", "--ignore-requires-python", GYM]
-            subprocess.run([*pip, *gym_only], check=True, capture_output=True, timeout=300)
-        except (OSError, subprocess.SubprocessError) as error:
-            shutil.rmtree(venv, ignore_errors=True)
-            pytest.skip(f"NeMo Gym cannot be installed here: {error}")
-    return venv
 
 
 @pytest.fixture
