@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from treeward.config.load import load_section
@@ -116,6 +118,17 @@ def test_the_question_asks_for_scores_and_the_answer_is_read_strictly() -> None:
     assert isinstance(cut, NoVerdict) and cut.is_cut
     label = read_answer(Answer("[[A]]"), config())
     assert isinstance(label, NoVerdict) and "JSON" in label.reason
+
+
+def test_the_pairs_of_a_group_begin_alike() -> None:
+    def question(*texts: str) -> str:
+        return str(make_question(config(), "user: 2 + 2?", texts)[1]["content"])
+
+    # Up to the second completion, as one prefix tree computes it once.
+    first, second = question("four", "five"), question("four", "six")
+    beginning = os.path.commonprefix([first, second])
+    assert "\nfour\n" in beginning and "<completion_b " in beginning
+    assert "user: 2 + 2?" in os.path.commonprefix([first, question("six", "four")])
 
 
 def test_probabilities_give_the_expected_scores() -> None:

@@ -255,6 +255,14 @@ def make_question(
             ),
             config.mode: judged_by,
         }
+    elif config.verdict == "scores":
+        # The pairs of a group have the conversation in common, and often the first completion too:
+        # these have numbers of their own. Labels keep the one number that judges were trained on.
+        values = {
+            "conversation": _between_tags("conversation", _number_of(conversation), conversation),
+        }
+        for name, text in zip(["completion_a", "completion_b"], texts, strict=True):
+            values[name] = _between_tags(name, _number_of(conversation, text), text)
     else:
         values = {"conversation": _between_tags("conversation", number, conversation)}
         for name, text in zip(["completion_a", "completion_b"], texts, strict=True):
