@@ -76,6 +76,7 @@ check: env-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy resources_servers/math_with_judge/app.py
+	$(BIN)/mypy resources_servers/genrm_compare/app.py
 	$(BIN)/lint-imports
 
 benchmark: env-dev

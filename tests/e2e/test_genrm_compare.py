@@ -13,8 +13,11 @@ from typing import Any
 
 import httpx
 import pytest
+from e2e.conftest import gym_servers
 from fake_judge import FakeJudge, places
+from fake_policy import FakePolicy
 from loopback import serving_on_loopback
+from messages import read_jsonl
 
 from treeward.config.load import load_section
 from treeward.config.served_judge import ServedJudgeConfig
@@ -146,3 +149,40 @@ def test_gyms_arithmetic_is_ours_and_its_clients_get_our_rewards(
     assert asked["again"] == rows[0]
     # Three for each of the two groups, and none for the request that was sent again.
     assert len(judge.requests) == 6
+
+
+def test_the_real_collector_gets_the_rewards_of_the_cohort(
+    gym: Path, workplace: Path, judge: FakeJudge
+) -> None:
+    policy = FakePolicy()
+    (workplace / "env.yaml").write_text(
+        f"policy_base_url: {policy.url}\npolicy_api_key: none\npolicy_model_name: policy\n",
+        encoding="utf-8",
+    )
+
+    def answer(request: dict[str, Any]) -> str:
+        # "Answer 2 to ...": the number says how good it is.
+        first, second = [int(text.split()[1]) for text in places(request)]
+        verdict = {"score_1": first, "score_2": second, "ranking": 2 if first > second else 5}
+        return json.dumps(verdict)
+
+    judge.answer = answer
+    server = "++genrm_compare_resources_server.resources_servers.genrm_compare"
+    arguments = [
+        *("--config", "resources_servers/genrm_compare/configs/genrm_compare.yaml"),
+        *(f"{server}.model=judge", f"{server}.base_url={judge.url}"),
+        f"{server}.num_rollouts_per_prompt=3",
+    ]
+    with gym_servers(gym, workplace, arguments) as run:
+        command = ["eval", "run", "--no-serve", "--agent", "genrm_simple_agent"]
+        command += ["--input", "resources_servers/genrm_compare/data/example.jsonl"]
+        command += ["--output", "data/rollouts.jsonl", "--num-repeats", "3", "--concurrency", "9"]
+        run(command)
+
+    rollouts = read_jsonl(workplace / "data" / "rollouts.jsonl")
+    assert len(rollouts) == 9
+    for row in rollouts:
+        text = row["response"]["output"][-1]["content"][0]["text"]
+        assert row["reward"] == int(text.split()[1])
+    # A circle of three for each of the three prompts.
+    assert len(judge.requests) == 9

@@ -7,16 +7,11 @@ The policy is a small server on loopback.
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from e2e.conftest import gym_servers
 from fake_policy import FakePolicy
 from messages import assistant, read_jsonl, user, write_jsonl
 from signed import write_signed_model
@@ -37,30 +32,6 @@ ROWS: list[dict[str, Any]] = [
 ROWS[1] |= {"reward_threshold": -1000.0, "note": {"kept": [1, 2.5, None]}}
 
 
-@pytest.fixture
-def workplace(gym: Path, tmp_path: Path) -> Path:
-    """A folder as a user of NeMo Gym has it: the resources server, `env.yaml`, and environments
-    that are there."""
-    if not (Path(sys.prefix) / "bin" / "activate").exists():
-        pytest.skip(
-            "these tests do not run in a virtual environment, which gym needs for the server"
-        )
-    shutil.copytree(REPOSITORY / "resources_servers", tmp_path / "resources_servers")
-    for kind, name, venv in (
-        ("responses_api_agents", "simple_agent", gym),
-        ("responses_api_models", "openai_model", gym),
-        ("environment_servers", "legacy_agent", gym),
-        ("resources_servers", "reward_model", Path(sys.prefix)),
-        ("resources_servers", "math_with_judge", Path(sys.prefix)),
-    ):
-        folder = tmp_path / "venvs" / kind / name
-        folder.mkdir(parents=True)
-        (folder / ".venv").symlink_to(venv)
-    (tmp_path / "data").mkdir()
-    write_jsonl(tmp_path / "data" / "train.jsonl", *ROWS)
-    return tmp_path
-
-
 def test_the_real_collector_gets_the_rewards_of_the_scorer(
     gym: Path, workplace: Path, served_model: Path
 ) -> None:
@@ -69,64 +40,21 @@ def test_the_real_collector_gets_the_rewards_of_the_scorer(
         f"policy_base_url: {policy.url}\npolicy_api_key: none\npolicy_model_name: policy\n",
         encoding="utf-8",
     )
-    environment = {
-        **{
-            key: value for key, value in os.environ.items() if not key.startswith(("PYTEST", "COV"))
-        },
-        **{
-            "RAY_AUTH_MODE": "disabled",
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-        },
-        "PATH": f"{gym / 'bin'}:{os.environ['PATH']}",
-    }
+    write_jsonl(workplace / "data" / "train.jsonl", *ROWS)
     configs = []
     for name in ("reward_model", "math_with_judge"):
         configs += ["--config", f"resources_servers/{name}/configs/{name}.yaml"]
     policy.replies[PROBLEM] = r"That is \boxed{\frac{1}{2}}."
-    log = workplace / "gym.log"
-    with log.open("wb") as stream:
-        command = [
-            str(gym / "bin" / "gym"),
-            "env",
-            "start",
-            *configs,
-            "+skip_venv_if_present=true",
-            f"+uv_venv_dir={workplace / 'venvs'}",
-            f"++reward_model_server.resources_servers.reward_model.model_path={served_model}",
-        ]
-        servers = subprocess.Popen(
-            command,
-            cwd=workplace,
-            env=environment,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        _wait_for("servers ready", servers, log, seconds=240)
+    given = f"++reward_model_server.resources_servers.reward_model.model_path={served_model}"
+    with gym_servers(gym, workplace, [*configs, given]) as run:
         examples = "resources_servers/math_with_judge/data/example.jsonl"
         for agent, rows, output, more in (
             ("reward_model", "data/train.jsonl", "data/rollouts.jsonl", ["--num-repeats", "2"]),
             ("math_with_judge", examples, "data/math.jsonl", []),
         ):
-            collect = [str(gym / "bin" / "gym"), "eval", "run", "--no-serve"]
-            collect += ["--agent", f"{agent}_simple_agent"]
+            collect = ["eval", "run", "--no-serve", "--agent", f"{agent}_simple_agent"]
             collect += ["--input", rows, "--output", output, "--concurrency", "4", *more]
-            done = subprocess.run(
-                collect, cwd=workplace, env=environment, capture_output=True, text=True, timeout=240
-            )
-            assert done.returncode == 0, (
-                f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}\n{log.read_text()[-4000:]}"
-            )
-    finally:
-        os.killpg(servers.pid, signal.SIGINT)
-        try:
-            servers.wait(60)
-        except subprocess.TimeoutExpired:
-            os.killpg(servers.pid, signal.SIGKILL)
-            servers.wait(20)
+            run(collect)
 
     rollouts = read_jsonl(workplace / "data" / "rollouts.jsonl")
     indices = sorted((row["_ng_task_index"], row["_ng_rollout_index"]) for row in rollouts)
@@ -179,11 +107,3 @@ def _conversation(row: dict[str, Any]) -> list[dict[str, Any]]:
     ]
     [message] = [item for item in row["response"]["output"] if item["type"] == "message"]
     return [*asked, assistant(message["content"][0]["text"])]
-
-
-def _wait_for(text: str, process: subprocess.Popen[bytes], log: Path, *, seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while text not in log.read_text(encoding="utf-8", errors="replace"):
-        assert process.poll() is None, f"gym env start ended:\n{log.read_text()[-6000:]}"
-        assert time.monotonic() < end, f"gym env start is not ready:\n{log.read_text()[-6000:]}"
-        time.sleep(0.5)
