@@ -81,7 +81,10 @@ Evaluate = Callable[[Sequence[Rollout]], Awaitable[Sequence[float]]]
 
 
 class Cohorts:
-    """The cohorts of a server that are not complete, are judged, or have a name and were judged."""
+    """The cohorts of a server that are not complete, are judged, or have a name and were judged.
+
+    `num_waiting`: the requests that wait for a reward.
+    """
 
     def __init__(self, config: ServedJudgeConfig, evaluate: Evaluate) -> None:
         self._config = config
@@ -90,6 +93,7 @@ class Cohorts:
         # Cohorts with a name, whose clients may send a request again that was answered.
         self._judged: OrderedDict[str, tuple[dict[Any, str], dict[Any, float]]] = OrderedDict()
         self._attempts: OrderedDict[str, int] = OrderedDict()
+        self.num_waiting = 0
 
     async def reward(self, rollout: Rollout) -> float:
         """The reward of a rollout, once its cohort is complete and judged.
@@ -107,6 +111,7 @@ class Cohorts:
         place = self._join(cohort, rollout)
         member = cohort.members[place]
         member.num_waiting += 1
+        self.num_waiting += 1
         if cohort.task is None and len(cohort.members) == self._config.num_rollouts_per_prompt:
             cohort.timer.cancel()
             cohort.task = asyncio.create_task(self._judge(rollout.key, cohort))
@@ -118,6 +123,7 @@ class Cohorts:
             rewards = await asyncio.shield(cohort.outcome)
         finally:
             member.num_waiting -= 1
+            self.num_waiting -= 1
             if not cohort.outcome.done():
                 self._leave(rollout.key, cohort, place)
         return rewards[place]

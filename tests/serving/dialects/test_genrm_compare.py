@@ -7,6 +7,7 @@ import json
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,19 @@ def verify(url: str, bodies: Sequence[dict[str, Any]]) -> list[httpx.Response]:
         return list(
             threads.map(lambda body: httpx.post(f"{url}/verify", json=body, timeout=600), bodies),
         )
+
+
+@contextmanager
+def waiting(url: str, body: dict[str, Any]) -> Iterator[None]:
+    """A rollout waits at the server, until the context ends and its client leaves."""
+    address = httpx.URL(url)
+    content = json.dumps(body).encode()
+    head = f"POST /verify HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(content)}\r\n\r\n"
+    with socket.create_connection((address.host, address.port)) as connection:
+        connection.sendall(head.encode() + content)
+        # The server reads connections in the order in which they come.
+        assert httpx.get(f"{url}/health").status_code == 200
+        yield
 
 
 def test_compare_gives_the_rewards_of_the_worked_example(
@@ -237,13 +251,8 @@ def test_a_client_that_goes_away_frees_its_place(
     remote.answer = by_quality(a=5, b=1)
     url = serve_on_loopback(judged(num_rollouts_per_prompt=2))
 
-    address = httpx.URL(url)
-    body = json.dumps(rollout("gone", 0)).encode()
-    head = f"POST /verify HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
-    with socket.create_connection((address.host, address.port)) as connection:
-        connection.sendall(head.encode() + body)
-        # The server reads connections in the order in which they come.
-        assert httpx.get(f"{url}/health").status_code == 200
+    with waiting(url, rollout("gone", 0)):
+        pass
     wait_until(lambda: 'code="client_disconnected"}' in httpx.get(f"{url}/metrics").text)
     got = verify(url, [rollout("a", 0), rollout("b", 1)])
     assert [answer.json().get("reward") for answer in got] == [5, 1]
@@ -256,6 +265,19 @@ def test_a_cohort_that_stays_incomplete_gets_an_error(
     refused = client.post("/verify", json=rollout("a", 0))
     assert (refused.status_code, refused.json()["error"]["code"]) == (504, "incomplete_cohort")
     assert "1 of 2 rollouts" in refused.json()["error"]["message"]
+
+
+def test_rollouts_that_wait_are_bounded(
+    judge_section: dict[str, Any], serve_on_loopback: Callable[..., str]
+) -> None:
+    section = {**judge_section, "num_rollouts_per_prompt": 3}
+    config = load_section(ServerConfig, {"judge": section, "max_queued": 1}, where="server")
+    service = Service.load(config)
+    url = serve_on_loopback(service)
+    with waiting(url, rollout("a", 0)):
+        refused = httpx.post(f"{url}/verify", json=rollout("b", 1), timeout=600)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+    service.close()
 
 
 @pytest.mark.parametrize("answer", [(503, b"down"), "I like both.", (401, b"who?")])

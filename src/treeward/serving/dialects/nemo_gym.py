@@ -36,6 +36,7 @@ from treeward.data.responses_items import conversation_of
 from treeward.errors import DataError
 from treeward.scoring.score import Reward
 from treeward.serving.api_error import APIError
+from treeward.serving.batcher import check_queue
 from treeward.serving.dialects.genrm_compare import (
     GROUP_ATTEMPT,
     GROUP_ID,
@@ -173,6 +174,8 @@ async def _verify_in_cohort(rollout: Row, judge: ServedJudge, server: Server) ->
     if judge.config.num_rollouts_per_prompt == 1:
         return JSON(echoed | {"reward": lone_reward(judge)})
     member = await server.parsed(rollout_of, rollout)
+    # Those that wait hold their bodies, for as long as the others of their cohorts take.
+    check_queue(judge.cohorts.num_waiting, 1, server.service.config.max_queued)
     try:
         reward = await server.while_connected(judge.cohorts.reward(member))
     except APIError as error:
