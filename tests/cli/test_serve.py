@@ -65,6 +65,19 @@ def test_a_section_may_be_an_ensemble(config_of: Callable[..., ServerConfig]) ->
     assert model.ensemble is not None
 
 
+def test_a_judge_needs_no_model(config_of: Callable[..., ServerConfig], tmp_path: Path) -> None:
+    config = config_of("judge={model: j, num_rollouts_per_prompt: 4}", "port=0")
+    assert config.models == ()
+    assert config.judge is not None and config.judge.num_rollouts_per_prompt == 4
+    # A GenRM writes scores, unless it is told otherwise.
+    assert config.judge.verdict == "scores"
+    file = tmp_path / "judge.yaml"
+    file.write_text("judge: {model: j}\n")
+    both = config_of("a", "--config", file, "judge.verdict=label")
+    assert both.judge is not None and both.judge.verdict == "label"
+    assert both.models[0].served_name == "a"
+
+
 @pytest.fixture
 def server_file(tmp_path: Path) -> Path:
     """A configuration of one model."""
@@ -97,6 +110,8 @@ def test_options_of_models_are_not_for_those_of_a_file(
     [
         ([], "there is nothing to serve"),
         (["a", "prot=1"], "prot"),
+        (["judge={model: j, num_rollout_per_prompt: 4}"], "num_rollouts_per_prompt"),
+        (["judge={model: j}", "replicas=2"], "serve the judge by itself"),
         (["{models: [a, b], ensemble: [1]}"], "ensemble"),
         (["{models: a, shaping: {nonsense: 1}}"], "nonsense"),
         (
