@@ -14,8 +14,9 @@ from typing import Any
 import nemo_gym.server_utils as http
 from nemo_gym.openai_utils import NeMoGymResponse, NeMoGymResponseCreateParamsNonStreaming
 from omegaconf import OmegaConf
-from resources_servers.genrm_compare import app, utils
 from resources_servers.genrm_compare.comparison_strategies import GenRMStrategy, GenRMStrategyConfig
+
+from resources_servers.genrm_compare import app, utils
 
 HISTORY = [{"role": "user", "content": "2 + 2?"}]
 SERVER = "genrm_compare"

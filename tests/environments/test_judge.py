@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from treeward.data.rendering import Renderer
 from treeward.environments.judge import JudgeEnvironment
-from treeward.errors import ModelError
+from treeward.errors import ConfigError, ModelError
 from treeward.scoring.verdicts import (
     Answer,
     TokenChoice,
@@ -507,3 +507,43 @@ def test_a_model_in_the_process_writes_its_verdict(policy_folder: Path, tmp_path
     assert result.rewards.tolist() == [0, 0], details(result, "error")
     assert [one["judge/inconsistent"] for one in details(result, "components")] == [0, 0]
     assert environment.cost.num_requests == 4
+
+
+@pytest.mark.parametrize(
+    ("section", "verdict", "value"),
+    [
+        ({"mode": "rating"}, "Rating: [[7]]", 0.75),
+        ({"mode": "equivalence"}, "[[A=B]]", 1.0),
+    ],
+    ids=["rating", "equivalence"],
+)
+def test_an_endpoint_is_held_to_the_form_of_a_verdict(
+    endpoint: FakeJudge, section: dict[str, Any], verdict: str, value: float
+) -> None:
+    """The judge quotes another verdict before its own."""
+    said = json.dumps({"explanation": "It says Rating: [[1]] and [[A!=B]].", "verdict": verdict})
+    endpoint.answer = lambda request: said
+    environment = judge(endpoint, structured_output=True, **section)
+    result = environment.step([chat("four")], [{"reference_answers": ["4"]}])
+    assert result.rewards.tolist() == [value]
+    form = endpoint.requests[0]["response_format"]["json_schema"]
+    assert form["strict"] is True
+    fields = form["schema"]["properties"]
+    # Last, so that it is what counts.
+    assert list(fields) == ["explanation", "verdict"]
+    assert verdict in fields["verdict"]["enum"]
+
+
+def test_scores_are_held_to_their_scales(endpoint: FakeJudge) -> None:
+    said = {"explanation": "Well.", "score_1": 4, "score_2": 2, "ranking": 2}
+    endpoint.answer = lambda request: json.dumps(said)
+    environment = judge(endpoint, structured_output=True, mode="pairwise", verdict="scores")
+    environment.step([chat("four"), chat("five")], [{}, {}])
+    form = endpoint.requests[0]["response_format"]["json_schema"]["schema"]
+    assert form["required"] == ["explanation", "score_1", "score_2", "ranking"]
+    assert form["properties"]["ranking"]["enum"] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_model_in_this_process_has_no_structured_output() -> None:
+    with pytest.raises(ConfigError, match="structured_output"):
+        JudgeEnvironment({"model": "some/model", "structured_output": True})

@@ -94,11 +94,32 @@ def test_the_reward_of_every_verdict(asked: Asked) -> None:
     assert [reward.value for reward in first] == [1, 0, 0, -1, -1, 1]
     assert [reward.value for reward in second] == [1, 1, 0, 0, 1, -1]
     assert [reward.components["accuracy"] for reward in first] == [1, 0, 0, 0, 0, 1]
-    assert [reward.components["no_verdict"] for reward in first] == [0, 0, 0, 1, 1, 0]
-    assert [reward.components.get("position_bias") for reward in first] == [1, -1, 0, None, None, 1]
+    assert [reward.components["judge/no_verdict"] for reward in first] == [0, 0, 0, 1, 1, 0]
+    assert [reward.components.get("judge/position_bias") for reward in first] == [
+        1,
+        -1,
+        0,
+        None,
+        None,
+        1,
+    ]
     # of the messages with the same number about both orders
-    assert [reward.components.get("consistent") for reward in first] == [1, 0, 1, None, None, None]
-    assert [reward.components.get("consistent") for reward in second] == [1, 0, 1, None, None, None]
+    assert [reward.components.get("judge/consistent") for reward in first] == [
+        1,
+        0,
+        1,
+        None,
+        None,
+        None,
+    ]
+    assert [reward.components.get("judge/consistent") for reward in second] == [
+        1,
+        0,
+        1,
+        None,
+        None,
+        None,
+    ]
     (other,) = rewards(asked(PAIR)[:1], [["Hm."]], no_verdict=-0.25)  # type: ignore[arg-type]
     assert other[0].value == -0.25
 
@@ -143,11 +164,11 @@ def test_the_reward_of_scores_is_their_distance_from_the_label(
     without, _ = rewards(asked(HELPSTEER, verdict="scores"), messages, verdict="scores")
     # The ranking of the label is 1, and the row has no helpfulness.
     assert [reward.value for reward in without] == [0, -4, -10, -10, -10, -10]
-    assert without[1].components["ranking_error"] == 4
-    assert "helpfulness_error" not in without[1].components
+    assert without[1].components["judge/ranking_error"] == 4
+    assert "judge/helpfulness_error" not in without[1].components
     # An equal score with the ranking 5 says that the second is better.
     assert [reward.components["accuracy"] for reward in without] == [1, 0, 0, 0, 0, 0]
-    assert [reward.components["no_verdict"] for reward in without] == [0, 0, 1, 1, 1, 1]
+    assert [reward.components["judge/no_verdict"] for reward in without] == [0, 0, 1, 1, 1, 1]
 
     row = {
         "prompt": "2 + 2?",
@@ -165,7 +186,7 @@ def test_the_reward_of_scores_is_their_distance_from_the_label(
     assert questions[1].info[SCORES] == {"ranking": 6, "score_1": 2, "score_2": 5}
     graded, _ = rewards(questions, messages, **section)
     assert [reward.value for reward in graded] == [0, -(4 + 2 + 1), -10, -10, -10, -10]
-    assert graded[1].components["helpfulness_error"] == 3
+    assert graded[1].components["judge/helpfulness_error"] == 3
     with pytest.raises(DataError, match="lowest_helpfulness"):
         open_questions(config, PreferenceVerdictConfig(**{**section, "lowest_helpfulness": 2}))
     (own,) = rewards(questions[:1], [["Hm."]], no_verdict=-3, **section)  # type: ignore[arg-type]
@@ -191,7 +212,7 @@ def test_a_rating_is_right_of_the_ratings_of_the_other_completion(asked: Asked) 
         -1,
     ]
     assert [reward.value for reward in worse] == [0.5, 0.5, -1]
-    assert better[0].components == {"accuracy": 1, "no_verdict": 0, "rating": 7}
+    assert better[0].components == {"accuracy": 1, "judge/no_verdict": 0, "judge/rating": 7}
     (alone,) = rewards(questions[:1], [["Rating: [[7]]"]], mode="rating")  # type: ignore[arg-type]
     assert alone[0].value == 0  # nothing to compare with is no success
 

@@ -276,6 +276,9 @@ class JudgeModelConfig(JudgePromptConfig):
     chat_template_kwargs: dict[str, Any] = {}
     """Variables of the judge's chat template, as `{enable_thinking: false}`; of an endpoint, a
     field of the request."""
+    structured_output: bool = False
+    """Hold an endpoint to JSON with an explanation and a verdict (`response_format` of OpenAI's
+    API, which vLLM and SGLang have too), for models that forget the verdict's form."""
     max_concurrency: PositiveInt = 16
     """Most requests at a time."""
     timeout_seconds: PositiveFloat = 60.0
@@ -291,6 +294,9 @@ class JudgeModelConfig(JudgePromptConfig):
             need = "ratings of one digit, as lowest_rating: 1 and highest_rating: 9: one token's "
             need += "probabilities"
             raise self.error("highest_rating use_logprobs", need)
+        if self.structured_output and self.base_url is None:
+            need = "an endpoint (base_url); a model in this process has use_logprobs: true"
+            raise self.error("structured_output base_url", need)
         # An endpoint gives the alternatives of each token, and a verdict of scores has three.
         is_remote = self.base_url is not None
         if self.use_logprobs and self.verdict == "scores" and is_remote:

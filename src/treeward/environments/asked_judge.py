@@ -68,8 +68,7 @@ class AskedJudge:
             return
         fix = (
             "take a larger model; or use_logprobs: true, which compares the probabilities of "
-            "the verdicts; or hold an endpoint to the form, as by extra_body: "
-            "{structured_outputs: {regex: ...}} of vLLM"
+            "the verdicts; or structured_output: true, which holds an endpoint to the form"
         )
         if reasons[0].text is None:  # the server has refused the request
             fix = "send only settings that the server knows (null: not sent), and shorter prompts"

@@ -21,10 +21,10 @@ with the ratings that the other completion got in the same step: the reward is t
 above, or for the worse completion below. A message that has no verdict, or was cut, has
 `no_verdict`.
 
-Components, which the run logs as means: `accuracy` (0 without a verdict), `no_verdict`,
-`position_bias` (1 for the first place, -1 for the second), `consistent` (the g-th messages about
-both orders have one winner), `rating`, `ranking_error`, `helpfulness_error` (of the two scores
-together).
+Components, which the run logs as means: `accuracy` (0 without a verdict), and details under
+`judge/`: `no_verdict`, `position_bias` (1 for the first place, -1 for the second), `consistent`
+(the g-th messages about both orders have one winner), `rating`, `ranking_error`,
+`helpfulness_error` (of the two scores together).
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class PreferenceVerdictEnvironment(ConfiguredEnvironment[PreferenceVerdictConfig
                 rewards.append(Reward(None, error=_NO_QUESTION))
                 continue
             if i not in verdicts:
-                parts = {"accuracy": 0.0, "no_verdict": 1.0}
+                parts = {"accuracy": 0.0, "judge/no_verdict": 1.0}
                 rewards.append(Reward(self.config.reward_of_no_verdict, components=parts))
                 continue
             verdict = verdicts[i]
@@ -216,17 +216,17 @@ class PreferenceVerdictEnvironment(ConfiguredEnvironment[PreferenceVerdictConfig
                         lead = -lead
                     right_sides.append(float(lead > 0))
                 right = fmean(right_sides) if right_sides else 0.0
-                parts = {"accuracy": right, "no_verdict": 0.0, "rating": verdict.value}
+                parts = {"accuracy": right, "judge/no_verdict": 0.0, "judge/rating": verdict.value}
             else:
                 right = float(verdict.label == label)
-                parts = {"accuracy": right, "no_verdict": 0.0}
+                parts = {"accuracy": right, "judge/no_verdict": 0.0}
                 # A verdict's value is the chance that the first place wins.
-                parts["position_bias"] = 2.0 * verdict.value - 1.0
+                parts["judge/position_bias"] = 2.0 * verdict.value - 1.0
                 # Against the message about the other order that has the same number.
                 number = answers[family, label].index(i)
                 if number < len(others) and others[number] in verdicts:
                     swapped = verdicts[others[number]]
-                    parts["consistent"] = float(verdict.value == 1.0 - swapped.value)
+                    parts["judge/consistent"] = float(verdict.value == 1.0 - swapped.value)
             value = right
             if verdict.scores is not None:
                 value = _distance_reward(verdict.scores, info[SCORES], parts)
@@ -239,13 +239,13 @@ def _distance_reward(
 ) -> float:
     """How far the numbers are from the label's, with a minus. Adds the errors to `parts`."""
     ranking_error = abs(scores.ranking - label["ranking"])
-    parts["ranking_error"] = ranking_error
+    parts["judge/ranking_error"] = ranking_error
     reward = -ranking_error
     # A pair without both grades has none: a row's rewards are compared with each other.
     if "score_1" in label and "score_2" in label:
         first_error = abs(scores.score_1 - label["score_1"])
         second_error = abs(scores.score_2 - label["score_2"])
-        parts["helpfulness_error"] = first_error + second_error
+        parts["judge/helpfulness_error"] = first_error + second_error
         reward -= first_error + second_error
     return reward
 

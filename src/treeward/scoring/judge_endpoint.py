@@ -19,7 +19,14 @@ from treeward.errors import ModelError
 from treeward.http import ServerError, run_async
 from treeward.openai_client import check_openai, key_from, openai_client, post
 from treeward.scoring.score import Cost
-from treeward.scoring.verdicts import Answer, NoVerdict, TokenChoice, Verdict, read_answer
+from treeward.scoring.verdicts import (
+    Answer,
+    NoVerdict,
+    TokenChoice,
+    Verdict,
+    read_answer,
+    response_format,
+)
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -108,6 +115,8 @@ class EndpointJudge:
             request |= {"logprobs": True, "top_logprobs": _NUM_ALTERNATIVES}
         if config.chat_template_kwargs:
             request["chat_template_kwargs"] = config.chat_template_kwargs
+        if config.structured_output:
+            request["response_format"] = response_format(config)
         request |= {**config.extra_body, "messages": messages}
         seconds = config.timeout_seconds * (config.max_retries + 1)
         content = await post(client, "/chat/completions", request, total_seconds=seconds)

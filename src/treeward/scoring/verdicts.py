@@ -20,11 +20,15 @@ import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from treeward.config.reward_environments import JudgePromptConfig
 from treeward.data.conversation import Message
 from treeward.scoring.pair_scores import (
+    HIGHEST_RANKING,
+    HIGHEST_SCORE,
+    LOWEST_RANKING,
+    LOWEST_SCORE,
     PairScores,
     all_pair_scores,
     pair_scores_line,
@@ -416,6 +420,33 @@ def verdict_line(label: str, config: JudgePromptConfig) -> str:
     if config.is_rated:
         return f"Rating: [[{label}]]"
     return f"[[{label}]]"
+
+
+def response_format(config: JudgePromptConfig) -> dict[str, Any]:
+    """What holds a server of OpenAI's API to a message with a verdict: a schema of JSON.
+
+    The verdict's text is that of a free message, so that both are read alike; it stands last,
+    because the last one counts.
+    """
+    fields: dict[str, Any] = {"explanation": {"type": "string"}}
+    if config.verdict == "scores":
+        for name in ("score_1", "score_2"):
+            fields[name] = {"type": "integer", "enum": list(range(LOWEST_SCORE, HIGHEST_SCORE + 1))}
+        rankings = list(range(LOWEST_RANKING, HIGHEST_RANKING + 1))
+        fields["ranking"] = {"type": "integer", "enum": rankings}
+    else:
+        lines = [verdict_line(label, config) for label in labels(config)]
+        fields["verdict"] = {"type": "string", "enum": lines}
+    schema = {
+        "type": "object",
+        "properties": fields,
+        "required": list(fields),
+        "additionalProperties": False,
+    }
+    return {
+        "type": "json_schema",
+        "json_schema": {"name": "verdict", "strict": True, "schema": schema},
+    }
 
 
 def _last(text: str, config: JudgePromptConfig) -> re.Match[str] | None:
