@@ -26,7 +26,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +44,9 @@ from treeward.tree.batch import Movable
 
 Strength = Literal["margin", "soft_label", "weight"]
 """What the strength of a pair becomes; see `ranked_pairs`."""
+PairLabels = Sequence[tuple[float, float]]
+"""For each ordered pair of a group, in the order of its better and then its worse completion, what
+it counts and the probability that its better one wins; () where each counts 1 and is right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,7 @@ def ranked_pairs(
     ranks: Sequence[Sequence[int]],
     *,
     strengths: Sequence[float | Sequence[float | None] | None] | None = None,
+    pair_labels: Sequence[PairLabels] | None = None,
     strength: Strength = "margin",
     strength_scale: float = 1.0,
     ties: Literal["drop", "half"] = "drop",
@@ -82,8 +86,9 @@ def ranked_pairs(
     `ranks`: for each group the rank of each completion, lower is better. `strengths`: one per
     group, None for none, or a number for each completion, whose difference is a pair's strength, 0
     where it contradicts the ranks. Times `strength_scale` it is the pair's `margin`, its `weight`
-    (both at least 0), or the log-odds of its `soft_label`. `ties`: completions of equal rank are no
-    pair ("drop"), or a tied one ("half"). `weight`: each group weighs 1, or each pair. `unit`: what
+    (both at least 0), or the log-odds of its `soft_label`. `pair_labels`: one per group, what was
+    found of its ordered pairs; see `PairLabels`. `ties`: completions of equal rank are no pair
+    ("drop"), or a tied one ("half"). `weight`: each group weighs 1, or each pair. `unit`: what
     shares the weight of a group, its pairs, or the choices of `plackett_luce`.
     """
     better: list[int] = []
@@ -95,25 +100,21 @@ def ranked_pairs(
     num_units = 0
     offset = 0  # of the group's scores among all
     for g, group in enumerate(ranks):
-        # Places in the group, the better one first; a tied pair comes once.
-        pairs: list[tuple[int, int]] = []
-        for i, rank in enumerate(group):
-            for j, other in enumerate(group):
-                if rank < other or (ties == "half" and rank == other and i < j):
-                    pairs.append((i, j))
+        pairs = _pairs_of_group(group, ties, pair_labels[g] if pair_labels else ())
         if unit == "pair":
             units = len(pairs)
         else:
-            units = len({i for i, _ in pairs})
+            units = len({pair.better for pair in pairs})
         if weight == "pair":
             num_units += units
         elif pairs:
             num_units += 1
-        for i, j in pairs:
+        for i, j, label_weight, target in pairs:
             is_tie = group[i] == group[j]
-            pair_weight = 1.0 if weight == "pair" else 1 / units
+            pair_weight = label_weight
+            if weight == "group":
+                pair_weight = label_weight / units
             margin = 0.0
-            target = 0.5 if is_tie else 1.0
             value = None
             if strengths is not None and not is_tie:
                 value = _strength(strengths[g], i, j)
@@ -141,6 +142,39 @@ def ranked_pairs(
         num_units=num_units,
         num_ordered=len(tied) - sum(tied),
     )
+
+
+class _Pair(NamedTuple):
+    """Places in a group, the better one's first; what the pair counts, and the probability that the
+    better one wins."""
+
+    better: int
+    worse: int
+    weight: float
+    target: float
+
+
+def _pairs_of_group(
+    group: Sequence[int], ties: Literal["drop", "half"], labels: PairLabels
+) -> list[_Pair]:
+    """The pairs of a group, as its ranks and its labels have them; a tied pair comes once."""
+    pairs: list[_Pair] = []
+    next_label = iter(labels)
+    for i, rank in enumerate(group):
+        for j, other in enumerate(group):
+            if rank == other and ties == "half" and i < j:
+                pairs.append(_Pair(i, j, 1.0, 0.5))
+            if rank >= other:
+                continue
+            weight, target = next(next_label, (1.0, 1.0))
+            if weight == 0:
+                continue  # it is no pair, so that the others of the group share its weight
+            if target < 0.5:
+                # The other one is the likelier winner: accuracy and margins are then of that order.
+                pairs.append(_Pair(j, i, weight, 1 - target))
+            else:
+                pairs.append(_Pair(i, j, weight, target))
+    return pairs
 
 
 def _strength(
@@ -292,7 +326,10 @@ class Heads:
             strengths = []
             for item in comparisons:
                 strengths.append(item.scores if item.strength is None else item.strength)
-        pairs = ranked_pairs(ranks, strengths=strengths, **self.pair_options)
+        pair_labels = [item.pair_labels for item in comparisons]
+        pairs = ranked_pairs(
+            ranks, strengths=strengths, pair_labels=pair_labels, **self.pair_options
+        )
         if not self.attributes:
             return Labels(pairs)
         grades = [item.grades for item in comparisons]

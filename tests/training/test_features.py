@@ -137,7 +137,7 @@ def test_other_weights_tokens_numbers_or_rows_are_read_again(
         before = files(tmp_path)
         config = tiny_run(*options, "policy.max_total_sequence_length=128", *own, FROZEN, *more)
         setup = with_features(set_up(config))
-        states = setup.features[next(iter(setup.training_sets.values())).path](3)
+        states = setup.features[next(iter(setup.training_sets.values())).fingerprint](3)
         assert states.shape == (3, 1, 32)
         assert states.dtype == (
             torch.bfloat16 if "policy.precision=bfloat16" in more else torch.float32

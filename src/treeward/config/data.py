@@ -11,7 +11,7 @@ turns into this one.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -28,6 +28,11 @@ def _split_at_commas(value: Any) -> Any:
 _COMMAS = BeforeValidator(_split_at_commas)
 
 Ties = Literal["drop", "half"]
+Proposal = Literal["keep", "drop", "flip", "soft", "weight"]
+"""What becomes of a pair: it is learnt as it is, not at all, the other way round, with its
+probability as a soft label, or with that as its weight."""
+PROPOSALS: tuple[Proposal, ...] = get_args(Proposal)
+Suspects = Literal["proposed", "drop", "flip", "soft", "weight"]
 
 
 class SetConfig(Strict):
@@ -157,6 +162,13 @@ class DataConfig(_Sets[DatasetConfig]):
     their oldest tokens (`truncate_left`), or are an `error`."""
     ties: Ties = "drop"
     """Pairs of equal rank: left out and counted (`drop`), or half a win for each side (`half`)."""
+    labels: Annotated[tuple[str, ...], _COMMAS] = ()
+    """Files of `treeward check-labels`, a list or text with commas: what becomes of the pairs whose
+    labels look wrong. The data stays as it is."""
+    suspects: Suspects = "proposed"
+    """What becomes of each pair that `labels` does not keep: what its line proposes (`proposed`);
+    or it is left out (`drop`), turned round (`flip`), learnt with the probability that its label is
+    right (`soft`), or weighed by that (`weight`)."""
     cache_dir: str | None = None
     """Where tokenized data is kept. None: `.treeward_cache` in the working folder."""
 

@@ -37,6 +37,9 @@ def check_inputs(config: RewardModelRunConfig | GRPORunConfig) -> None:
             if not glob.has_magic(path) and not _HUB_NAME.fullmatch(path):
                 field = f"data.{kind}[{i}].data_path"
                 _check_path(path, field, "a file, a folder or a hub name, as org/name")
+    if isinstance(config, RewardModelRunConfig):
+        for path in config.data.labels:
+            _check_path(path, "data.labels", "a file that treeward check-labels has written")
     # A run that may resume needs no folder of its first weights.
     if not Path(config.checkpointing.checkpoint_dir).exists():
         _check_model(config.policy.model_name, "policy.model_name")

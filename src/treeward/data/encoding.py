@@ -29,7 +29,14 @@ import pyarrow.compute
 
 from treeward.config.data import Ties
 from treeward.data.conversation import Conversation, last_text
-from treeward.data.preference import Completion, Preference
+from treeward.data.preference import (
+    Completion,
+    Preference,
+    contradicts_scores,
+    digest_of,
+    num_unanswered,
+    pair_ids,
+)
 from treeward.digests import has_its_digest, write_digest
 from treeward.errors import ConfigError, DataError
 from treeward.progress import ShownProgress
@@ -42,7 +49,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FORMAT_VERSION = 13
+_FORMAT_VERSION = 14
 """Raise it with the file's layout, the rules for keeping a comparison or the parsing of rows: files
 of another version are not read."""
 
@@ -79,6 +86,8 @@ _SCHEMA = pa.schema(
         ("scores", pa.list_(pa.float64())),
         ("grades", pa.list_(pa.list_(pa.float64()))),
         ("digest", pa.int64()),
+        ("pair_ids", pa.list_(pa.int64())),  # of its ordered pairs, as `ranked_pairs` lists them
+        ("all_pair_ids", pa.list_(pa.int64())),  # those that are not learnt from too
         ("longest", pa.int64()),
         *((name, pa.int64()) for name in _SUMMED),
     ]
@@ -92,7 +101,9 @@ class Comparison:
     `token_ids`: K different int32 arrays, read-only. `lengths`: characters of each completion's
     last message. `grades`: the learnt ones, per attribute, NaN for none. `subset`: the preference's
     `task_name`. `tree_tokens`: tokens when common beginnings are held once. `prompt`: a digest of
-    the context; statistics treat comparisons with the same one as dependent.
+    the context; statistics treat comparisons with the same one as dependent. `pair_labels`: the
+    weight of each ordered pair, and the probability that its better one wins; () where the ranks
+    say all (see `data.pair_labels`).
     """
 
     token_ids: tuple[npt.NDArray[np.int32], ...]
@@ -105,6 +116,7 @@ class Comparison:
     scores: tuple[float | None, ...] = ()
     grades: tuple[tuple[float, ...], ...] = ()
     prompt: int = 0
+    pair_labels: tuple[tuple[float, float], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -114,9 +126,10 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class EncodingCounts:
-    """The outcomes of the comparisons: `read` = `kept` + the four `dropped_*`: no two completions
+    """The outcomes of the comparisons: `read` = `kept` + the five `dropped_*`: no two completions
     of different rank fit (`too_long`), no pair of different completions is left (`identical`), none
-    outranks another (`ties`), none has a grade to learn (`ungraded`). The others count kept
+    outranks another (`ties`), none has a grade to learn (`ungraded`), `data.labels` drops every
+    pair (`suspects`). The others count kept
     comparisons, except `longest`: tokens of the longest conversation before truncation, kept or
     not. `truncated`: lost context. `deduplicated`: completions with the tokens of another.
     `completions`, and left out of them `completions_too_long`. `contradicted`: a completion
@@ -129,6 +142,7 @@ class EncodingCounts:
     dropped_identical: int = 0
     dropped_ties: int = 0
     dropped_ungraded: int = 0
+    dropped_suspects: int = 0
     truncated: int = 0
     deduplicated: int = 0
     tied_pairs: int = 0
@@ -147,6 +161,7 @@ class EncodingCounts:
             "identical completions": self.dropped_identical,
             "ties": self.dropped_ties,
             "without a grade": self.dropped_ungraded,
+            "wrong labels by data.labels": self.dropped_suspects,
         }
         reasons = ", ".join(f"{number:,} {reason}" for reason, number in dropped.items() if number)
         why = f" (dropped: {reasons})" if reasons else ""
@@ -224,6 +239,7 @@ class EncodedDataset(Sequence[Comparison]):
             scores=tuple(table["scores"][row].as_py()),
             grades=tuple(map(tuple, table["grades"][row].as_py())),
             prompt=table["prompt"][row].as_py(),
+            pair_labels=self.pair_labels(index),
         )
 
     def ranks(self, index: int) -> tuple[int, ...]:
@@ -231,9 +247,22 @@ class EncodedDataset(Sequence[Comparison]):
         table, row = self._place(index)
         return tuple(table["ranks"][row].as_py())
 
+    def pair_labels(self, index: int) -> tuple[tuple[float, float], ...]:
+        """`Comparison.pair_labels` of a comparison."""
+        return ()
+
+    def pair_ids(self, index: int) -> list[int]:
+        """`preference.pair_ids` of a comparison."""
+        table, row = self._place(index)
+        return list(table["pair_ids"][row].as_py())
+
+    def ids_of_pairs(self, column: str = "pair_ids") -> npt.NDArray[np.int64]:
+        """The ids of all pairs of the file, one row after another; or of its other column."""
+        ids: npt.NDArray[np.int64] = pa.compute.list_flatten(self._column(column)).to_numpy()
+        return ids
+
     def _place(self, index: int) -> tuple[Any, int]:
-        """The batch and the row of a comparison; by hand, as a table of many batches would search
-        all of them."""
+        """The batch and the row of a comparison; a table of many batches would search them all."""
         row = int(self._kept[index])
         batch = int(np.searchsorted(self._starts, row, side="right")) - 1
         return self._batches[batch], row - int(self._starts[batch])
@@ -445,13 +474,11 @@ def _write(
             writer.write_batch(pa.RecordBatch.from_pylist(records, schema=_SCHEMA))
         write_digest(path)
     except OSError as error:
-        summary = f"the token cache cannot be written: {error.strerror or error}"
-        need = "a folder with room that can be written"
         raise ConfigError(
-            summary,
+            f"the token cache cannot be written: {error.strerror or error}",
             where=str(path.parent),
             field="data.cache_dir",
-            need=need,
+            need="a folder with room that can be written",
         ) from error
 
 
@@ -487,14 +514,16 @@ def encode_rows(
     fitted = iter(renderer.fit_many(conversations, where=places))
     for preference, where in rows:
         # The row of a comparison without anything to learn from. A kept comparison replaces every
-        # column but `where`; one that `_encode_row` drops only its outcome and `longest`.
+        # column but `where` and `all_pair_ids`; one that `_encode_row` drops only its outcome and
+        # `longest`.
         record: dict[str, Any] = dict.fromkeys(_SCHEMA.names, 0)
-        for name in ("token_ids", "ranks", "lengths", "scores", "grades"):
+        for name in ("token_ids", "ranks", "lengths", "scores", "grades", "pair_ids"):
             record[name] = []
         record["where"] = where
         record["subset"] = ""
         record["strength"] = None
         record["outcome"] = "dropped_ungraded" if rules.attributes else "dropped_ties"
+        record["all_pair_ids"] = pair_ids(preference, preference.completions)
         if _is_trainable(preference, rules):
             own = [next(fitted) for _ in preference.completions]
             record |= _encode_row(preference, own, rules)
@@ -541,8 +570,9 @@ def _encode_row(
         "outcome": "kept",
         "subset": preference.task_name,
         "strength": preference.strength,
-        "prompt": _digest(preference.context_key),
-        "digest": _digest(repr(ranked_tokens)),
+        "prompt": digest_of(preference.context_key),
+        "digest": digest_of(repr(ranked_tokens)),
+        "pair_ids": pair_ids(preference, completions),
         "truncated": int(is_truncated),
         "deduplicated": len(kept) - len(best),
         "tied_pairs": num_tied,
@@ -559,28 +589,6 @@ def _encode_row(
         "tree_tokens": count_tree_tokens(list(best)),
         "longest": longest,
     }
-
-
-def contradicts_scores(completions: Sequence[Completion]) -> bool:
-    """Whether a completion outranks one that has a higher score."""
-    for better, worse in itertools.permutations(completions, 2):
-        if better.score is None or worse.score is None:
-            continue
-        if better.rank < worse.rank and better.score < worse.score:
-            return True
-    return False
-
-
-def num_unanswered(completions: Sequence[Completion]) -> int:
-    """How many of the completions do not end with a message of the assistant."""
-    return sum(completion.messages[-1]["role"] != "assistant" for completion in completions)
-
-
-def _digest(text: str) -> int:
-    """A hash of 64 bits, the same in every process."""
-    # JSON can hold lone surrogates, at which UTF-8 would fail.
-    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8)
-    return int.from_bytes(digest.digest(), "little", signed=True)
 
 
 def _is_trainable(preference: Preference, rules: Rules) -> bool:

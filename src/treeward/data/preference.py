@@ -17,6 +17,8 @@ value and the fix.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -122,6 +124,48 @@ class Preference:
         if self.template_kwargs:
             parts = [parts, dict(self.template_kwargs)]
         return json.dumps(parts, sort_keys=True, default=str)
+
+
+def pair_ids(preference: Preference, completions: Sequence[Completion]) -> list[int]:
+    """The id of each ordered pair of completions of this context, in the order of
+    `losses.ranked_pairs`.
+
+    A digest of the texts, the better completion first: it does not depend on the place of the row,
+    nor on a tokenizer, and a pair that is labelled the other way round has another id.
+    """
+    context = digest_of(preference.context_key)
+    digests = []
+    for completion in completions:
+        messages = json.dumps(list(completion.messages), sort_keys=True, default=str)
+        digests.append(digest_of(messages))
+    ids = []
+    for better, better_digest in zip(completions, digests, strict=True):
+        for worse, worse_digest in zip(completions, digests, strict=True):
+            if better.rank < worse.rank:
+                ids.append(digest_of(f"{context} {better_digest} {worse_digest}"))
+    return ids
+
+
+def contradicts_scores(completions: Sequence[Completion]) -> bool:
+    """Whether a completion outranks one that has a higher score."""
+    for better, worse in itertools.permutations(completions, 2):
+        if better.score is None or worse.score is None:
+            continue
+        if better.rank < worse.rank and better.score < worse.score:
+            return True
+    return False
+
+
+def num_unanswered(completions: Sequence[Completion]) -> int:
+    """How many of the completions do not end with a message of the assistant."""
+    return sum(completion.messages[-1]["role"] != "assistant" for completion in completions)
+
+
+def digest_of(text: str) -> int:
+    """A hash of 64 bits, the same in every process."""
+    # JSON can hold lone surrogates, at which UTF-8 would fail.
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8)
+    return int.from_bytes(digest.digest(), "little", signed=True)
 
 
 def completions_of(

@@ -1,7 +1,7 @@
 """Head-only training: the backbone is frozen, and reads the data once.
 
     setup = with_features(set_up(config))  # for `policy.reward_model_cfg.freeze_backbone`
-    setup.features[dataset.path](7)        # the head's inputs for comparison 7, (C, K, D)
+    setup.features[dataset.fingerprint](7) # the head's inputs for comparison 7, (C, K, D)
 
 The hidden states lie in `data.cache_dir`, one file per data set, whose name is a hash of everything
 that they depend on.
@@ -58,15 +58,15 @@ def with_features(setup: RewardModelSetup, show_progress: bool = False) -> Rewar
     if not setup.policy.reward_model_cfg.freeze_backbone:
         return setup
     # A set that is trained and validated on is read once, and whole: its validation may be a part.
-    datasets: dict[Path, EncodedDataset] = {}
+    datasets: dict[str, EncodedDataset] = {}
     for dataset in [*setup.validation_sets.values(), *setup.training_sets.values()]:
-        datasets[dataset.path] = dataset
+        datasets[dataset.fingerprint] = dataset
     model = setup.model
     shape = model.feature_shape
     backbone = _backbone(model, setup.policy.matmul_precision)
     preparer = BatchPreparer(setup)
-    features: dict[Path, Callable[[int], Tensor]] = {}
-    for path, dataset in datasets.items():
+    features: dict[str, Callable[[int], Tensor]] = {}
+    for fingerprint, dataset in datasets.items():
         tokens = processes.on_main(dataset.tokens_sha256)
         key = hashlib.sha256(f"{backbone} {tokens}".encode()).hexdigest()[:32]
         file = setup.cache_dir / "features" / key / "features.bin"
@@ -78,7 +78,7 @@ def with_features(setup: RewardModelSetup, show_progress: bool = False) -> Rewar
         size = num_completions * math.prod(shape)
         mapped = torch.from_file(str(file), size=size, dtype=_dtype(model))
         features_NKD = mapped.view(num_completions, *shape)
-        features[path] = partial(_features, features_NKD, starts, counts)
+        features[fingerprint] = partial(_features, features_NKD, starts, counts)
     return replace(setup, features=features)
 
 

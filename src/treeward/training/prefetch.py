@@ -103,7 +103,9 @@ class BatchPreparer:
         num_units = len(rows)
         if self.weighs_pairs:
             ranks = [dataset.ranks(row) for dataset, row in rows]
-            num_units = ranked_pairs(ranks, **self.heads.pair_options).num_units
+            pair_labels = [dataset.pair_labels(row) for dataset, row in rows]
+            pairs = ranked_pairs(ranks, pair_labels=pair_labels, **self.heads.pair_options)
+            num_units = pairs.num_units
         return StepBatches(num_units, tuple(micro_batches), num_row_tokens=num_row_tokens)
 
     def shares(
@@ -192,7 +194,7 @@ class BatchPreparer:
             return None
         if not rows:
             return FeatureBatch(torch.empty(0, *self.model.feature_shape))
-        states = [self.features[dataset.path](row) for dataset, row in rows]
+        states = [self.features[dataset.fingerprint](row) for dataset, row in rows]
         return FeatureBatch(torch.cat(states))
 
     def _num_passes(self, rows: Sequence[tuple[EncodedDataset, int]]) -> int:

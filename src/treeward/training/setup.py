@@ -29,6 +29,7 @@ from treeward.config.policy import PolicyConfig
 from treeward.config.run import HubConfig, RewardModelRunConfig, RMConfig
 from treeward.data.datasets import RowDataset, open_dataset
 from treeward.data.encoding import EncodedDataset, encode_dataset
+from treeward.data.pair_labels import labelled, read_pair_labels
 from treeward.data.rendering import Renderer
 from treeward.data.tokenizers import texts_of
 from treeward.errors import DataError
@@ -74,8 +75,8 @@ class RewardModelSetup:
 
     `policy`, `rm` and `hub` are sections of its configuration. `ranking`: the metric that ranks
     checkpoints, None where nothing does. `cache_dir`: the folder of everything that is computed
-    once. `validation_sets`: what a validation measures of each set. `features`: by the file of a
-    data set, the features of a comparison (`training.features`); empty unless the backbone is
+    once. `validation_sets`: what a validation measures of each set. `features`: by the fingerprint of
+    a data set, the features of a comparison (`training.features`); empty unless the backbone is
     frozen.
     """
 
@@ -96,7 +97,7 @@ class RewardModelSetup:
     total_steps: int
     identity: dict[str, Any]
     heads: Heads
-    features: Mapping[Path, Callable[[int], Tensor]] = field(default_factory=dict)
+    features: Mapping[str, Callable[[int], Tensor]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +164,9 @@ def read_data(
         training_sets: dict[str, EncodedDataset] = {}
         for name, stream in zip(names, streams, strict=True):
             training_sets[name] = encode(stream)
+        if config.data.labels:
+            pair_labels = read_pair_labels(config.data.labels, config.data.suspects)
+            training_sets = labelled(training_sets, encoded_sets, pair_labels, config.data.ties)
         _check_grades(labels, training_sets, where=streams[0].name)
         return training_sets, encoded_sets
 

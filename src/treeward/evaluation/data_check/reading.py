@@ -22,13 +22,11 @@ from treeward.data.datasets import RowDataset
 from treeward.data.encoding import (
     EncodingCounts,
     Rules,
-    contradicts_scores,
     encode_rows,
     nothing_left_error,
-    num_unanswered,
     portions,
 )
-from treeward.data.preference import Preference
+from treeward.data.preference import Preference, contradicts_scores, num_unanswered
 from treeward.data.rendering import Renderer
 from treeward.errors import DataError
 from treeward.evaluation.diagnostics.biases import markdown_density
