@@ -262,7 +262,7 @@ def run_command(line: str) -> None:
             env={"PATH": path, "HF_HUB_OFFLINE": "1"},
         )
     elif words[0] == "treeward":
-        if "--model" in words:
+        if words[1] == "train" and "--model" in words:
             options = dict(zip(words, words[1:], strict=False))
             named = (options.get(name) for name in ("--model", "--data", "--validation"))
             overrides = [word for word in words if "=" in word]

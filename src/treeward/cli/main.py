@@ -34,6 +34,7 @@ from treeward.version import VERSION
 VERBS = {
     "train": "Train a reward model on comparisons.",
     "check-data": "Find what is wrong with comparisons, before training on them.",
+    "check-labels": "Find comparisons whose labels look wrong, with what any model sees in them.",
     "plan": "Estimate the memory of a run, without a GPU.",
     "score": "Score conversations with a reward model.",
     "eval": "Measure the accuracy and the biases of reward models, and write a report.",

@@ -1,0 +1,168 @@
+"""What `treeward check-labels` shows: sentences, a table, labels.jsonl and the report.
+
+    write_label_check(Path("results/labels"), numbers, lines, examples, model="...", data="...")
+
+`label_page.html` has the words of the report that are not sentences of the terminal too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from treeward.evaluation.label_check.label_numbers import LabelNumbers, SourceNumbers
+from treeward.evaluation.report.build import write_report
+from treeward.evaluation.report.charts import Line
+from treeward.formatting import format_number
+from treeward.storage import write_text
+from treeward.tables import Column
+
+_NOTABLE = 0.1
+"""By how much the longer side must lose more often among suspects than elsewhere to be told."""
+
+
+@dataclass(frozen=True, slots=True)
+class LabelPage:
+    """The numbers of the report. `sentences`: what the terminal says too. `bound`: the curve of the
+    upper bound over the share of pairs that are the surest. `flips`, `sources`: rows of tables.
+    `examples`: the most suspicious pairs with their texts. `num_unread`: pairs without a margin."""
+
+    model: str
+    data: str
+    numbers: LabelNumbers
+    sentences: tuple[str, ...]
+    bound: tuple[Line, ...]
+    flips: tuple[dict[str, Any], ...]
+    sources: tuple[dict[str, Any], ...]
+    examples: Sequence[Mapping[str, Any]]
+    num_unread: int
+
+
+def write_label_check(folder: Path, page: LabelPage, lines: Sequence[Mapping[str, Any]]) -> Path:
+    """Write labels.jsonl, report.json and report.html; returns the path of the last. Raises
+    `DataError` where the report cannot be written, and `OSError` for the lines."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    write_text(folder / "labels.jsonl", text)
+    return write_report(
+        folder,
+        "evaluation/label_check/label_page.html",
+        f"Labels: {page.data}",
+        page,
+        subtitle=f"read by {page.model}",
+    )
+
+
+def label_page(
+    numbers: LabelNumbers,
+    examples: Sequence[Mapping[str, Any]],
+    *,
+    model: str,
+    data: str,
+    num_unread: int,
+) -> LabelPage:
+    """The page. `model`, `data`: their names."""
+    curve = numbers.curve
+    labels = [f"the {format_number(point.share, 'percent')} surest" for point in curve]
+    bound = Line(
+        "upper bound",
+        [100 * point.share for point in curve],
+        [point.bound.value for point in curve],
+        [point.bound.low for point in curve],
+        [point.bound.high for point in curve],
+        labels,
+    )
+    sources = [_source_row(name, source) for name, source in numbers.sources.items()]
+    return LabelPage(
+        model=model,
+        data=data,
+        numbers=numbers,
+        sentences=label_sentences(numbers, num_unread),
+        bound=(bound,),
+        flips=tuple(flip_rows(numbers)),
+        sources=tuple(sources),
+        examples=examples,
+        num_unread=num_unread,
+    )
+
+
+FLIP_COLUMNS = (
+    Column("share", "labels flipped on purpose", "percent"),
+    Column("auroc", "AUROC", ".3f"),
+    Column("precision", "found, of as many as flipped", "percent"),
+    Column("suspect_recall", "flipped that are suspects", "percent"),
+    Column("suspect_precision", "suspects that are flipped", "percent"),
+)
+
+
+def flip_rows(numbers: LabelNumbers) -> list[dict[str, Any]]:
+    """A row for each share of labels that is flipped on purpose."""
+    rows = []
+    for flips in numbers.overall.flips:
+        rows.append(
+            {
+                "share": flips.share,
+                "auroc": numbers.overall.auroc.value,
+                "precision": flips.precision,
+                "suspect_recall": flips.suspect_recall,
+                "suspect_precision": flips.suspect_precision,
+            }
+        )
+    return rows
+
+
+def _source_row(name: str, source: SourceNumbers) -> dict[str, Any]:
+    count = source.accuracy.count or 0
+    row: dict[str, Any] = {"source": name, "accuracy": source.accuracy, "auroc": source.auroc.value}
+    for flips in source.flips:
+        row[f"precision_{flips.share}"] = flips.precision
+    return row | {"suspects": source.num_suspects, "share": source.num_suspects / max(count, 1)}
+
+
+def label_sentences(numbers: LabelNumbers, num_unread: int = 0) -> tuple[str, ...]:
+    """What the numbers say, and what they do not."""
+    accuracy = numbers.accuracy
+    pairs = f"{numbers.num_pairs:,} pairs of {numbers.num_prompts:,} prompts"
+    agreement = (
+        f"A head that has not seen a pair's prompt agrees with {_percent(accuracy.value)} of the "
+        f"labels ({_percent(accuracy.low)} to {_percent(accuracy.high)}; {pairs})."
+    )
+    sentences = [agreement]
+    if num_unread > 0:
+        sentences.append(
+            f"{num_unread:,} pairs were not read, as they are too long or have equal tokens: they "
+            "are kept."
+        )
+    if not numbers.is_informed:
+        sentences.append(
+            "That is no better than chance: this model does not see what the labels say, so "
+            "nothing is proposed. Try another --model."
+        )
+        return tuple(sentences)
+    sentences.append(
+        f"At most {_percent(numbers.bound.high)} of the labels are wrong, if errors fall on pairs "
+        "whatever their texts. This is an upper bound and no estimate: the head's own mistakes are "
+        "in it, and agreement alone cannot tell a worse head from worse labels."
+    )
+    suspects = numbers.suspects
+    sentences.append(
+        f"{suspects.count:,} pairs ({_percent(suspects.value)}) are suspects, and proposed to be "
+        "dropped. A label looks wrong too where the model does not see what the label is about: "
+        "read them before you drop them."
+    )
+    among = numbers.longer_lost["suspects"].value
+    overall = numbers.longer_lost["all pairs"].value
+    if among is not None and overall is not None and among - overall > _NOTABLE:
+        sentences.append(
+            f"The longer completion is the worse one in {_percent(among)} of the suspects, and in "
+            f"{_percent(overall)} of all pairs: this head likes length, and accuses honest labels "
+            "of it."
+        )
+    return tuple(sentences)
+
+
+def _percent(share: float | None) -> str:
+    return format_number(share, "percent")
