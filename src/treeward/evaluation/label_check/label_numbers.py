@@ -13,7 +13,8 @@ how many labels are wrong: a worse head and cleaner labels look alike. Two thing
 
        D(t) = P(m <= -t) / P(|m| >= t) = (1 - e)(1 - a) + e a = e + (1 - a)(1 - 2 e) >= e
 
-   for e <= 1/2: the head's own mistakes only add to the wrong labels.
+   for e <= 1/2: the head's own mistakes only add to the wrong labels. Where labelers err more often
+   on pairs that are hard, only t = 0 is safe: surer pairs then have fewer errors than all.
 2. The power of the search. To flip a held-out label only negates its margin. So recall and
    precision of planted errors are known without training again; labels that were wrong before
    count as right there, so that the true precision is higher.
@@ -145,8 +146,7 @@ def label_numbers(pairs: CheckedPairs) -> LabelNumbers:
     accuracy = _accuracy(pairs, "accuracy")
     curve = bound_curve(pairs)
     is_suspect_P = suspects_of(pairs)
-    # A point without an interval is one of too few prompts.
-    ends = [1.0 if point.bound.high is None else point.bound.high for point in curve]
+    lowest = min(curve, key=lambda point: point.bound.high or 0.0)
     differs_P = pairs.longer_P != 0
     longer_lost = {
         "suspects": _longer_lost(pairs, differs_P & is_suspect_P),
@@ -165,7 +165,7 @@ def label_numbers(pairs: CheckedPairs) -> LabelNumbers:
         accuracy=accuracy,
         is_informed=is_informed(accuracy),
         curve=curve,
-        bound=curve[int(np.argmin(ends))].bound,
+        bound=lowest.bound,
         suspects=Metric("suspects", float(is_suspect_P.mean()), count=int(is_suspect_P.sum())),
         longer_lost=longer_lost,
         overall=_source_numbers(pairs, "all", int(is_suspect_P.sum())),

@@ -67,21 +67,20 @@ def label_page(
     """The page. `model`, `data`: their names."""
     curve = numbers.curve
     labels = [f"the {format_number(point.share, 'percent')} surest" for point in curve]
-    bound = Line(
-        "upper bound",
-        [100 * point.share for point in curve],
-        [point.bound.value for point in curve],
-        [point.bound.low for point in curve],
-        [point.bound.high for point in curve],
-        labels,
-    )
+    bounds = [point.bound for point in curve]
+    # Over per cent: an axis of a chart has plain numbers.
+    places = [100 * point.share for point in curve]
+    values = [bound.value for bound in bounds]
+    lows = [bound.low for bound in bounds]
+    highs = [bound.high for bound in bounds]
+    line = Line("upper bound", places, values, lows, highs, labels)
     sources = [_source_row(name, source) for name, source in numbers.sources.items()]
     return LabelPage(
         model=model,
         data=data,
         numbers=numbers,
         sentences=label_sentences(numbers, num_unread),
-        bound=(bound,),
+        bound=(line,),
         flips=tuple(flip_rows(numbers)),
         sources=tuple(sources),
         examples=examples,
