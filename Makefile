@@ -90,6 +90,7 @@ benchmark: env-dev
 	$(BIN)/python benchmarks/planning.py
 	$(BIN)/python benchmarks/two_processes.py
 	$(BIN)/python benchmarks/labels.py
+	$(BIN)/python benchmarks/wrong_labels.py
 
 benchmark-gpu: env-dev
 	$(BIN)/python benchmarks/gpu.py
