@@ -38,6 +38,8 @@ Flags = NDArray[np.bool_]
 
 INJECTED = (0.05, 0.1, 0.2)
 """Shares of labels that are flipped on purpose."""
+TYPICAL_SHARE = 0.1
+"""The one of them that stands for all in a sentence."""
 _SHARES = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1, 0.05)
 """The surest shares of the pairs, at whose smallest |m| the bound is taken."""
 _FEWEST_SURE = 50

@@ -13,7 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from treeward.evaluation.label_check.label_numbers import LabelNumbers, SourceNumbers
+from treeward.evaluation.label_check.label_numbers import (
+    TYPICAL_SHARE,
+    LabelNumbers,
+    SourceNumbers,
+)
 from treeward.evaluation.report.build import write_report
 from treeward.evaluation.report.charts import Line
 from treeward.formatting import format_number
@@ -152,6 +156,14 @@ def label_sentences(numbers: LabelNumbers, num_unread: int = 0) -> tuple[str, ..
         "dropped. A label looks wrong too where the model does not see what the label is about: "
         "read them before you drop them."
     )
+    for flips in numbers.overall.flips:
+        # The share in the middle stands for all; the table has the others.
+        if flips.share == TYPICAL_SHARE and flips.suspect_precision < 0.5:
+            sentences.append(
+                f"Most suspects may be right: if {_percent(flips.share)} of the labels were "
+                f"flipped, {_percent(flips.suspect_recall)} of these would be suspects, and only "
+                f"{_percent(flips.suspect_precision)} of the suspects would be flipped."
+            )
     among = numbers.longer_lost["suspects"].value
     overall = numbers.longer_lost["all pairs"].value
     if among is not None and overall is not None and among - overall > _NOTABLE:
