@@ -14,7 +14,7 @@ from treeward.config.data import DatasetConfig
 from treeward.data.datasets import open_dataset
 from treeward.data.pair_labels import pair_name
 from treeward.data.preference import pair_ids
-from treeward.errors import ConfigError
+from treeward.errors import ConfigError, TreewardError
 from treeward.training.train import train
 
 STEPS = ("rm={max_num_steps: 3, max_num_epochs: 9, seed: 7}", "checkpointing.metric_name=null")
@@ -85,3 +85,21 @@ def test_what_the_loss_cannot_learn_is_refused(tiny_run: Callable[..., Any]) -> 
     with pytest.raises(ConfigError, match=r"drop, or no rm\.loss\.strength"):
         tiny_run("+data.labels=x", "+data.suspects=soft", "+rm.loss.strength=margin")
     assert tiny_run("+data.labels=x,y", "+data.suspects=drop").data.labels == ("x", "y")
+
+
+def test_a_run_resumes_with_its_own_labels_alone(
+    write_rows: Callable[..., Path], tiny_run: Callable[..., Any]
+) -> None:
+    data = write_rows("data.jsonl", rows(0, 24))
+    lines = []
+    for n, (preference, _) in enumerate(open_dataset(DatasetConfig(data_path=str(data)))):
+        [pair] = pair_ids(preference, preference.completions)
+        lines.append({"pair": pair_name(pair), "proposal": "drop" if n < 4 else "keep"})
+    labels = write_rows("labels.jsonl", lines)
+    options = (f"data.train=[{{data_path: {data}}}]", *STEPS, f"+data.labels={labels}")
+    assert train(tiny_run(*options), show_progress=False).step == 3
+    # The same labels in another order are the same run.
+    write_rows("labels.jsonl", reversed(lines))
+    assert train(tiny_run(*options), show_progress=False).step == 3
+    with pytest.raises(TreewardError, match="the training data"):
+        train(tiny_run(*options, "+data.suspects=flip"), show_progress=False)
