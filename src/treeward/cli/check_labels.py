@@ -80,6 +80,7 @@ def run(
     from treeward.evaluation.label_check.label_page import (
         FLIP_COLUMNS,
         flip_rows,
+        is_precise,
         label_page,
         write_label_check,
     )
@@ -109,7 +110,7 @@ def run(
         lines += textwrap.wrap(sentence, _WIDTH, break_on_hyphens=False, break_long_words=False)
     table = results_table(flip_rows(checked.numbers), FLIP_COLUMNS)
     lines += ["", table, "", f"The pairs to read, the most suspicious first, are in {report}"]
-    if checked.numbers.is_informed:
+    if is_precise(checked.numbers):
         labels = folder / "labels.jsonl"
         lines.append(f"Train without the suspects:  treeward train ... data.labels={labels}")
     sys.stdout.write("".join(f"{line}\n" for line in lines))

@@ -15,6 +15,7 @@ from typing import Any
 
 from treeward.evaluation.label_check.label_numbers import (
     TYPICAL_SHARE,
+    FlippedLabels,
     LabelNumbers,
     SourceNumbers,
 )
@@ -156,14 +157,14 @@ def label_sentences(numbers: LabelNumbers, num_unread: int = 0) -> tuple[str, ..
         "dropped. A label looks wrong too where the model does not see what the label is about: "
         "read them before you drop them."
     )
-    for flips in numbers.overall.flips:
-        # The share in the middle stands for all; the table has the others.
-        if flips.share == TYPICAL_SHARE and flips.suspect_precision < 0.5:
-            sentences.append(
-                f"Most suspects may be right: if {_percent(flips.share)} of the labels were "
-                f"flipped, {_percent(flips.suspect_recall)} of these would be suspects, and only "
-                f"{_percent(flips.suspect_precision)} of the suspects would be flipped."
-            )
+    typical = _typical_flips(numbers)
+    if not is_precise(numbers):
+        sentences.append(
+            f"Most suspects may be right: if {_percent(typical.share)} of the labels were flipped, "
+            f"{_percent(typical.suspect_recall)} of these would be suspects, and only "
+            f"{_percent(typical.suspect_precision)} of the suspects would be flipped. On such data "
+            "dropping them did not help (docs/labels.md)."
+        )
     among = numbers.longer_lost["suspects"].value
     overall = numbers.longer_lost["all pairs"].value
     if among is not None and overall is not None and among - overall > _NOTABLE:
@@ -173,6 +174,19 @@ def label_sentences(numbers: LabelNumbers, num_unread: int = 0) -> tuple[str, ..
             "of it."
         )
     return tuple(sentences)
+
+
+def is_precise(numbers: LabelNumbers) -> bool:
+    """Whether at least half of the suspects are wrong where `TYPICAL_SHARE` of the labels is."""
+    return numbers.is_informed and _typical_flips(numbers).suspect_precision >= 0.5
+
+
+def _typical_flips(numbers: LabelNumbers) -> FlippedLabels:
+    """What is found of the share of flips that stands for all in a sentence."""
+    for flips in numbers.overall.flips:
+        if flips.share == TYPICAL_SHARE:
+            return flips
+    raise AssertionError("it is one of the shares")
 
 
 def _percent(share: float | None) -> str:
