@@ -228,7 +228,8 @@ def _features(path: Path, model: str, cache: Path) -> tuple[FeaturePairs, NDArra
         comparison = dataset[index]
         features_CD = features_of(index).float().flatten(start_dim=1).numpy()
         pairs = ranked_pairs([comparison.ranks])
-        better, worse = int(pairs.better_P[0]), int(pairs.worse_P[0])
+        better = int(pairs.better_P[0])
+        worse = int(pairs.worse_P[0])
         differences.append(features_CD[better] - features_CD[worse])
         prompts.append(comparison.prompt)
         lengths.append(comparison.lengths[better] - comparison.lengths[worse])

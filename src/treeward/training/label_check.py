@@ -114,6 +114,7 @@ def _read_pairs(setup: RewardModelSetup) -> _ReadPairs:
         features_of = setup.features[dataset.fingerprint]
         for index in range(len(dataset)):
             comparison = dataset[index]
+            # A head that reads several hidden states has them side by side.
             features_CD = features_of(index).float().flatten(start_dim=1).numpy()
             # In the order of the ids; a comparison counts 1, however many pairs it has.
             pairs = ranked_pairs([comparison.ranks])
@@ -164,7 +165,10 @@ def _lines(read: _ReadPairs, pairs: CheckedPairs) -> list[dict[str, Any]]:
     sureness_P = pairs.sureness_P
     lines: dict[int, dict[str, Any]] = {}
     for place in np.argsort(sureness_P, kind="stable").tolist():
-        proposal: Proposal = "drop" if is_suspect_P[place] else "keep"
+        proposal: Proposal = "keep"
+        # Dropping beats flipping where either helps: docs/labels.md has the measurements.
+        if is_suspect_P[place]:
+            proposal = "drop"
         line = {
             "pair": pair_name(read.ids[place]),
             "where": read.places[place],
@@ -174,6 +178,7 @@ def _lines(read: _ReadPairs, pairs: CheckedPairs) -> list[dict[str, Any]]:
             "probability": float(probability_P[place]),
             "proposal": proposal,
         }
+        # A copy has the same features in the same fold, and so the same margin.
         lines.setdefault(read.ids[place], line)
     return list(lines.values())
 
@@ -231,11 +236,15 @@ def _example(pair: Preference, line: Mapping[str, Any]) -> dict[str, Any]:
     """The pair with its texts: a row of a report's examples."""
     sureness = line["margin"] / line["spread"]
     lengths = [len(last_text(completion.messages)) for completion in pair.completions]
+    outcome = "wrong"
+    if line["margin"] > 0:
+        outcome = "right"
+    # The table's columns have the names of an evaluation; the page gives them other titles.
     return {
         "id": line["where"],
         "subset": line["source"],
         "model": line["proposal"],
-        "outcome": "right" if line["margin"] > 0 else "wrong",
+        "outcome": outcome,
         "margin": sureness,
         "context": pair.context,
         "ranks": [0, 1],

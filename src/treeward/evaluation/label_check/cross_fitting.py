@@ -113,8 +113,10 @@ def cross_fit(
     penalties = []
     for fold in range(num_folds):
         is_held_out = fold_P == fold
+        # One split for the choice and not four: the held-out loss is flat around its minimum.
         is_choosing = fold_P == (fold + 1) % num_folds
         penalty = _choose_penalty(pairs, ~is_held_out & ~is_choosing, is_choosing)
+        # With the penalty chosen, the fold that chose it is fitted on too.
         head = fit_head(pairs.differences_PD[~is_held_out], pairs.weight_P[~is_held_out], penalty)
         held_out_PD = pairs.differences_PD[is_held_out]
         margin_P[is_held_out] = head.margins(held_out_PD)
@@ -137,6 +139,8 @@ def fit_head(
     `weight_N`: c. `target_N`: q, the probability that the better one wins; None: 1. `start_D`:
     where Newton's method begins, in units of the scaled features.
     """
+    # Hidden states have a few features that are a thousand times the others; one penalty for all
+    # would leave those alone and silence the rest. No mean is taken off: z and -z are one pair.
     scale_D = _root_mean_square(differences_ND)
     if target_N is None:
         target_N = np.ones(len(weight_N))
@@ -182,8 +186,10 @@ def _choose_penalty(
     num_worse = 0
     for penalty in _PENALTIES:
         head = fit_head(fitted_ND, weight_N, penalty, start_D)
+        # The next fit begins here, a step or two from its end.
         start_D = head.weights_D
         margin_P = head.margins(choosing_PD)
+        # softplus(-m), the negative log-likelihood of a label.
         loss = float(choosing_weight_P @ np.logaddexp(0.0, -margin_P))
         if loss < lowest:
             lowest = loss

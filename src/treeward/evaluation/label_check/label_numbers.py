@@ -149,6 +149,7 @@ def label_numbers(pairs: CheckedPairs) -> LabelNumbers:
     curve = bound_curve(pairs)
     is_suspect_P = suspects_of(pairs)
     lowest = min(curve, key=lambda point: point.bound.high or 0.0)
+    # Of two equally long completions none is the longer one.
     differs_P = pairs.longer_P != 0
     longer_lost = {
         "suspects": _longer_lost(pairs, differs_P & is_suspect_P),
@@ -156,6 +157,7 @@ def label_numbers(pairs: CheckedPairs) -> LabelNumbers:
     }
     sources: dict[str, SourceNumbers] = {}
     names = sorted(set(pairs.sources))
+    # A table of one source would repeat the numbers of all.
     if len(names) > 1:
         suspects_by_source = np.array(pairs.sources)[is_suspect_P].tolist()
         for name in names:
@@ -198,8 +200,11 @@ def suspects_of(pairs: CheckedPairs) -> Flags:
 def bound_curve(pairs: CheckedPairs) -> tuple[BoundPoint, ...]:
     """D(t) with 95 % intervals, for thresholds that leave ever fewer pairs; prompts are drawn."""
     size_P = np.abs(pairs.margin_P)
-    shares = [share for share in _SHARES if share * len(pairs) >= _FEWEST_SURE] or [1.0]
+    shares = [share for share in _SHARES if share * len(pairs) >= _FEWEST_SURE]
+    if not shares:
+        shares = [1.0]
     thresholds_T = np.quantile(size_P, [1 - share for share in shares])
+    # All pairs; the quantile is the smallest margin, and rounding could leave that out.
     thresholds_T[0] = 0.0
     is_sure_PT = size_P[:, None] >= thresholds_T
     disagrees_PT = is_sure_PT & (pairs.margin_P[:, None] < 0)
@@ -208,6 +213,7 @@ def bound_curve(pairs: CheckedPairs) -> tuple[BoundPoint, ...]:
 
     _, prompt_P = np.unique(pairs.prompt_P, return_inverse=True)
     num_prompts = int(prompt_P.max()) + 1
+    # Pairs of one prompt err together, so prompts are drawn; one draw serves all thresholds.
     sums_CK = np.zeros((num_prompts, 2 * len(shares)))
     np.add.at(sums_CK, prompt_P, np.concatenate([disagrees_PT, is_sure_PT], axis=1))
     means_RK = resampled(sums_CK, _NUM_RESAMPLES)
@@ -216,6 +222,7 @@ def bound_curve(pairs: CheckedPairs) -> tuple[BoundPoint, ...]:
 
     points = []
     for i, share in enumerate(shares):
+        # A resample may have no pair beyond a high threshold.
         is_drawn = sure_RT[:, i] > 0
         ratios = disagree_RT[is_drawn, i] / sure_RT[is_drawn, i]
         low, high = np.quantile(ratios, [tail, 1 - tail])
@@ -245,6 +252,7 @@ def flipped_labels(score_P: Floats, suspect_below: float, share: float) -> Flipp
     scores = np.concatenate([score_P, -score_P])
     weights = np.concatenate([np.full(len(score_P), 1 - share), np.full(len(score_P), share)])
     is_flipped = np.arange(len(scores)) >= len(score_P)
+    # The lowest scores first, until as much weight is named as was flipped.
     order = np.argsort(scores, kind="stable")
     cumulative = np.cumsum(weights[order])
     num_flipped = share * len(score_P)
@@ -273,6 +281,7 @@ def _source_numbers(pairs: CheckedPairs, name: str, num_suspects: int) -> Source
 
 
 def _accuracy(pairs: CheckedPairs, name: str) -> Metric:
+    # A margin of 0 is half right.
     outcomes_P = (np.sign(pairs.margin_P) + 1) / 2
     return accuracy_metric(outcomes_P.tolist(), name, clusters=pairs.prompt_P.tolist())
 
