@@ -285,7 +285,8 @@ def test_no_run_and_two_of_one_name_are_refused(tmp_path: Path) -> None:
 
 
 def with_components(folder: Path) -> RLRun:
-    """The proxy and one component rise, and another component falls, over 40 prompts."""
+    """The proxy, one component and that of gold rise, and another component of each falls, over 40
+    prompts."""
     folder.mkdir()
     rng = np.random.default_rng(0)
     watch = OverOptimisationWatch()
@@ -295,10 +296,18 @@ def with_components(folder: Path) -> RLRun:
         form = 0.2 + 0.6 * moved + rng.normal(0, 0.05, 40)
         truth = 0.8 - 0.3 * moved + rng.normal(0, 0.05, 40)
         components = {"form": form, "truth": truth, "judge/label_mass": np.ones(40)}
-        watch.observe(step, proxy_by_prompt=form + truth, components_by_prompt=components)
+        gold_components = {"form": form - 0.1, "tact": 1 - form}
+        watch.observe(
+            step,
+            proxy_by_prompt=form + truth,
+            components_by_prompt=components,
+            gold_components_by_prompt=gold_components,
+        )
         line = {"step": step, "time": 1.7e9, "validation/reward": float((form + truth).mean())}
         for name, values in components.items():
             line[f"validation/mixed_env/component/{name}"] = float(values.mean())
+        for name, values in gold_components.items():
+            line[f"validation/gold/component/{name}"] = float(values.mean())
         lines.append(line | watch.metrics())
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return RLRun.read("mixed", folder)
@@ -310,16 +319,23 @@ def test_components_that_fall_while_the_proxy_rises_are_named(tmp_path: Path) ->
         "mixed/form": "rose",
         "mixed/truth": "fell",
     }
-    [summary] = rl_page([run]).runs
-    assert summary.sacrificed == ["mixed/truth"]
+    gold_verbs = {name: change.verb for name, change in run.gold_components.items()}
+    assert gold_verbs == {"form": "rose", "tact": "fell"}
+    page = rl_page([run])
+    [summary] = page.runs
+    assert summary.sacrificed == ["mixed/truth", "gold/tact"]
+    low, high = page.change_range("gold")
+    assert -0.7 < low < -0.6 and 0.6 < high < 0.7
     text = text_of(run)
-    assert "While the proxy rose, mixed/truth fell." in text
+    assert "While the proxy rose, mixed/truth and gold/tact fell." in text
+    assert "gold/form rose from 0.09" in text
+    assert "Components of the proxy" in text and "Components of gold" in text
     assert "mixed/form rose from 0.19" in text
     assert "label_mass" not in text.partition("Over the steps")[0]
 
 
 def test_a_run_without_components_has_no_place_for_them(runs: list[RLRun]) -> None:
-    assert "Components of the proxy" not in text_of(*runs)
+    assert "Components" not in text_of(*runs)
 
 
 def test_criteria_of_the_last_completions_are_held_against_gold(tmp_path: Path) -> None:

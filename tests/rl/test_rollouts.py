@@ -248,6 +248,34 @@ def test_metrics_by_set(
     assert {"validation-few/gold_reward", "validation-many/gold_reward"} <= found.metrics.keys()
 
 
+def test_components_of_gold_are_measured_beside_those_of_the_proxy(
+    opened: Callable[..., GRPOSetup],
+) -> None:
+    """Both rewards have components of the same names, of which no mean is mixed."""
+    of_proxy = "{type: custom, function: planted.vowels_and_order}"
+    of_gold = "{type: hybrid, members: {vowels: {type: custom, function: planted.consonants}}}"
+    run = opened(
+        f"env={{planted: {of_proxy}, gold: {of_gold}}}",
+        "grpo.gold_environment=gold",
+        "grpo.num_val_generations=2",
+    )
+    found = measured(run)
+    texts = [completion["text"] for completion in in_samples(found.samples)]
+    vowels = [planted.consonants("", text) for text in texts]
+    mean = sum(vowels) / len(vowels)
+    assert found.metrics["validation/gold/component/vowels"] == pytest.approx(mean)
+    assert found.metrics["validation/planted_env/component/vowels"] == pytest.approx(1 - mean)
+    assert 0 < found.metrics["validation/planted_env/component/order"] < 1
+    by_prompt = found.watched["gold_components_by_prompt"]["vowels"].tolist()
+    pairs = [sum(vowels[i : i + 2]) / 2 for i in range(0, len(vowels), 2)]
+    assert by_prompt == pytest.approx(pairs)
+    run.watch.observe(0, **found.watched)
+    metrics = run.watch.metrics()
+    # Paired with itself, nothing has changed, and both have a place of their own.
+    assert metrics["watch/gold_component/vowels_change"] == 0.0
+    assert metrics["watch/component/vowels_change"] == 0.0
+
+
 def test_rewards_that_fail_are_in_no_mean(
     opened: Callable[..., GRPOSetup], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,7 @@ prompt.
 
     runner = make_environment_runner(config, prompts)    # those that config and prompts name
     rewards = runner.reward(groups)                      # rewards_PG, raw_PG, failures, ...
-    runner.gold(groups)                                  # (P, G), to watch; never trained on
+    runner.gold(groups)                                  # the same, to watch; never trained on
 
 `info["environment"]` of a prompt names its environment. Environments run side by side; each gets
 raw messages and, as `env_infos`, copies of the prompt's `info` with `truncated`.
@@ -45,6 +45,9 @@ logger = logging.getLogger(__name__)
 
 CHOICE = "environment"
 """The key of a prompt's `info` with the environment that rewards it."""
+
+GOLD_LABEL = "gold"
+"""The name of the gold environment in metrics, as in `gold/component/<name>`."""
 
 _GOLD = "grpo.gold_environment"
 _LARGEST = torch.finfo(torch.float32).max
@@ -89,12 +92,31 @@ class EnvironmentRunner:
 
         Raises `ConfigError` or `ModelError` for an environment that is wrong itself.
         """
-        shape = batch_shape(groups)
         names: list[str] = []
         for group in groups:
             name = str(group.prompt.info.get(CHOICE) or self._default)
             assert name in self.environments, "`make_environment_runner` makes all that are named"
             names += [name] * len(group.completions)
+        rewards = self._group_rewards(names, groups)
+        _warn_of_failures(rewards, "reward")
+        return rewards
+
+    def gold(self, groups: Sequence[CompletionGroup]) -> GroupRewards:
+        """Rewards of the gold environment. Raises as `reward` does."""
+        rewards = self._group_rewards([_GOLD] * math.prod(batch_shape(groups)), groups)
+        _warn_of_failures(rewards, "gold reward")
+        return rewards
+
+    def shutdown(self) -> None:
+        """Free the models, workers and connections of the environments. Safe to repeat."""
+        for environment in self.environments.values():
+            environment.shutdown()
+
+    def _group_rewards(
+        self, names: Sequence[str], groups: Sequence[CompletionGroup]
+    ) -> GroupRewards:
+        """`names`: the environment of each completion, through all groups."""
+        shape = batch_shape(groups)
         rewards_by_name = self._ask(names, groups)
         # Each environment has kept the order of its completions.
         in_order = {name: iter(rewards) for name, rewards in rewards_by_name.items()}
@@ -106,14 +128,6 @@ class EnvironmentRunner:
                 p, g = divmod(i, shape[1])
                 where = f"{groups[p].prompt.where or f'prompt {p}'}, completion {g}"
                 failures.append((f"{names[i]}: {reward.error}", where))
-        if failures:
-            summary = failure_summary(failures)
-            logger.warning(
-                "%d of %d completions have no reward: %s",
-                len(failures),
-                len(rewards),
-                summary,
-            )
         values = [reward.value for reward in rewards]
         # `_ask` has looked at the values alone, and an infinite raw one would spoil its mean.
         raw_values = [_finite(Reward(reward.raw)).value for reward in rewards]
@@ -124,7 +138,9 @@ class EnvironmentRunner:
             components[key] = parts_N.reshape(shape)
         by_environment: dict[str, list[Reward]] = {}
         for name, own_rewards in rewards_by_name.items():
-            by_environment[self.environments[name].name] = own_rewards
+            # Gold may be of a class that rewards completions too.
+            label = GOLD_LABEL if name == _GOLD else self.environments[name].name
+            by_environment[label] = own_rewards
         return GroupRewards(
             rewards_PG=_tensor(values).reshape(shape),
             raw_PG=_tensor(raw_values).reshape(shape),
@@ -133,33 +149,12 @@ class EnvironmentRunner:
             failures=failures,
         )
 
-    def gold(self, groups: Sequence[CompletionGroup]) -> Tensor:
-        """Rewards of the gold environment, float32 (P, G), NaN for none. Raises as `reward`
-        does."""
-        shape = batch_shape(groups)
-        rewards = self._ask([_GOLD] * math.prod(shape), groups).get(_GOLD, [])
-        errors = [reward.error for reward in rewards if reward.value is None]
-        if errors:
-            logger.warning(
-                "%d of %d completions have no gold reward: %s",
-                len(errors),
-                len(rewards),
-                errors[0],
-            )
-        return _tensor([reward.value for reward in rewards]).reshape(shape)
-
-    def shutdown(self) -> None:
-        """Free the models, workers and connections of the environments. Safe to repeat."""
-        for environment in self.environments.values():
-            environment.shutdown()
-
     def _ask(
         self,
         names: Sequence[str],
         groups: Sequence[CompletionGroup],
     ) -> dict[str, list[Reward]]:
-        """The rewards of each environment. `names`: the environment of each completion, through all
-        groups."""
+        """The rewards of each environment. `names`: as in `_group_rewards`."""
         conversations: list[Conversation] = []
         infos: list[dict[str, Any]] = []
         for group in groups:
@@ -281,6 +276,17 @@ def most_frequent(num_known: Mapping[str, int]) -> list[str]:
     criteria for each prompt, and a tracker of metrics has no place for thousands."""
     kept = sorted(num_known, key=lambda name: num_known[name], reverse=True)[:_MOST_COMPONENTS]
     return [name for name in num_known if name in set(kept)]
+
+
+def _warn_of_failures(rewards: GroupRewards, what: str) -> None:
+    if rewards.failures:
+        logger.warning(
+            "%d of %d completions have no %s: %s",
+            len(rewards.failures),
+            rewards.rewards_PG.numel(),
+            what,
+            failure_summary(rewards.failures),
+        )
 
 
 def failure_summary(failures: Sequence[tuple[str, str]]) -> str:

@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
 
@@ -41,8 +41,11 @@ from treeward.evaluation.report.charts import DOTTED, SOLID, Line, Place
 from treeward.evaluation.report.intervals import size_of
 from treeward.evaluation.results import Metric
 from treeward.formatting import format_number
+from treeward.rl.environment_runner import GOLD_LABEL
 from treeward.rl.watch import ALARMS_FILE, Alarm, read_alarms
 from treeward.training.tracking import read_metrics
+
+Content = TypeVar("Content")
 
 SAMPLES_FILE = "samples.jsonl"
 
@@ -184,17 +187,39 @@ class RLRun:
     def components(self) -> dict[str, Change]:
         """The change of each component of the proxy, by `environment/component`. Details, whose
         names have a slash, are left out."""
-        found = {}
-        names = dict.fromkeys(name for row in self.steps.values() for name in row)
-        for name in names:
-            match = _COMPONENT.fullmatch(name)
-            if match is None:
+        changes = {}
+        for environment, component in self._component_names:
+            if environment == GOLD_LABEL:
                 continue
-            environment, component = match.groups()
             change = self._change(f"{environment}/component/{component}", f"component/{component}")
             if change is not None:
-                found[f"{environment.removesuffix('_env')}/{component}"] = change
-        return found
+                changes[f"{environment.removesuffix('_env')}/{component}"] = change
+        return changes
+
+    @cached_property
+    def gold_components(self) -> dict[str, Change]:
+        """The change of each component of gold, by its name."""
+        changes = {}
+        for environment, component in self._component_names:
+            if environment != GOLD_LABEL:
+                continue
+            change = self._change(
+                f"{environment}/component/{component}", f"gold_component/{component}"
+            )
+            if change is not None:
+                changes[component] = change
+        return changes
+
+    @cached_property
+    def _component_names(self) -> list[tuple[str, str]]:
+        """The environment, as metrics name it, and the component of each logged mean."""
+        pairs = []
+        metric_names = dict.fromkeys(name for row in self.steps.values() for name in row)
+        for name in metric_names:
+            match = _COMPONENT.fullmatch(name)
+            if match is not None:
+                pairs.append((match[1], match[2]))
+        return pairs
 
     @cached_property
     def criteria(self) -> ComponentsSummary | None:
@@ -299,13 +324,18 @@ class RunSummary:
     alarms: tuple[Alarm, ...]
     components: Mapping[str, Change]
     criteria: tuple[ComponentStatistics, ...]
+    gold_components: Mapping[str, Change]
 
     @property
     def sacrificed(self) -> list[str]:
-        """The components that fell while the proxy rose."""
+        """The components, of the proxy and of gold, that fell while the proxy rose."""
         if self.proxy is None or self.proxy.verb != "rose":
             return []
-        return [name for name, change in self.components.items() if change.verb == "fell"]
+        fallen = [name for name, change in self.components.items() if change.verb == "fell"]
+        for name, change in self.gold_components.items():
+            if change.verb == "fell":
+                fallen.append(f"{GOLD_LABEL}/{name}")
+        return fallen
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,7 +371,8 @@ class RLPage:
 
     `over_distance`: gains of "gold" and "proxy" over the first validation, over sqrt(KL);
     `over_steps`: metrics by name. Both without those that no run has. `alarm_distances` and
-    `alarm_steps`: where runs had an alarm.
+    `alarm_steps`: where runs had an alarm. `component_changes`: by run and component, of "gold" and
+    of "proxy", if a run has any.
     """
 
     runs: tuple[RunSummary, ...]
@@ -349,7 +380,17 @@ class RLPage:
     alarm_distances: Sequence[Place]
     over_steps: Mapping[str, Sequence[Line]]
     alarm_steps: Sequence[Place]
+    component_changes: Mapping[str, Mapping[str, Mapping[str, Metric]]]
     samples: Sequence[PromptSamples]
+
+    def change_range(self, whose: str) -> tuple[float, float]:
+        """The ends of an axis on which all changes of components, with their intervals, have a
+        place."""
+        ends = [0.0]
+        for changes in self.component_changes[whose].values():
+            for change in changes.values():
+                ends += [end for end in (change.value, change.low, change.high) if end is not None]
+        return min(ends), max(ends)
 
     def is_zero(self, name: str) -> bool:
         """Whether a metric over the steps is 0 everywhere."""
@@ -399,6 +440,10 @@ def rl_page(runs: Sequence[RLRun]) -> RLPage:
         alarm_steps.append(Place(run.alarm_step, label, number))
         if _has_moved(run) and run.alarm_step in run.distances:
             alarm_distances.append(Place(run.distances[run.alarm_step], label, number))
+    component_changes = {
+        "gold": _component_changes({run.name: run.gold_components for run in runs}),
+        "proxy": _component_changes({run.name: run.components for run in runs}),
+    }
     summaries = [_summary(run) for run in runs]
     return RLPage(
         runs=tuple(summaries),
@@ -406,12 +451,29 @@ def rl_page(runs: Sequence[RLRun]) -> RLPage:
         alarm_distances=alarm_distances,
         over_steps=_not_empty(over_steps),
         alarm_steps=alarm_steps,
+        component_changes=_not_empty(component_changes),
         samples=_samples(runs),
     )
 
 
-def _not_empty(lines_by_name: Mapping[str, Sequence[Line]]) -> dict[str, Sequence[Line]]:
-    return {name: lines for name, lines in lines_by_name.items() if lines}
+def _not_empty(by_name: Mapping[str, Content]) -> dict[str, Content]:
+    return {name: content for name, content in by_name.items() if content}
+
+
+def _component_changes(
+    runs: Mapping[str, Mapping[str, Change]],
+) -> dict[str, dict[str, Metric]]:
+    """By run and component. A run without a component of another has a place without a number."""
+    names = list(dict.fromkeys(name for components in runs.values() for name in components))
+    if not names:
+        return {}
+    changes: dict[str, dict[str, Metric]] = {}
+    for run, components in runs.items():
+        changes[run] = {}
+        for name in names:
+            change = components.get(name)
+            changes[run][name] = Metric("change", None) if change is None else change.by
+    return changes
 
 
 def _summary(run: RLRun) -> RunSummary:
@@ -438,6 +500,7 @@ def _summary(run: RLRun) -> RunSummary:
         alarms=run.alarms,
         components=run.components,
         criteria=tuple(criteria[:_MOST_CRITERIA]),
+        gold_components=run.gold_components,
     )
 
 

@@ -154,9 +154,9 @@ def collect(run: GRPOSetup, *, step: int, drawn: int) -> Rollouts:
     if grpo.gold_environment is not None:
         # Of the groups that are kept alone, unlike the metrics above.
         started = time.monotonic()
-        gold_PG = processes.on_main(lambda: run.rewards.gold(groups))
-        measurements["gold_reward"] = gold_PG
-        metrics["train/gold_reward"] = float(gold_PG.nanmean())
+        gold = processes.on_main(lambda: run.rewards.gold(groups))
+        measurements["gold_reward"] = gold.rewards_PG
+        metrics["train/gold_reward"] = float(gold.rewards_PG.nanmean())
         rewarding += time.monotonic() - started
     is_rewarded_PG = rewarded(rewards_PG, components, grpo.adv_estimator)
     used_PG = used_completions(groups, is_rewarded_PG, grpo)
@@ -269,6 +269,7 @@ def validate(
     groups: list[CompletionGroup] = []
     measurements: dict[str, list[Tensor]] = defaultdict(list)
     draws: list[GroupRewards] = []
+    gold_draws: list[GroupRewards] = []
     for number, start in enumerate(range(0, len(run.validation), _VALIDATION_BATCH)):
         if should_stop():
             return None
@@ -290,15 +291,16 @@ def validate(
         measurements["raw_reward"].append(draw.raw_PG)
         measurements["entropy"].append(entropy_PG)
         if grpo.gold_environment is not None:
-            gold_PG = processes.on_main(partial(run.rewards.gold, batch))
-            measurements["gold_reward"].append(gold_PG)
+            gold = processes.on_main(partial(run.rewards.gold, batch))
+            gold_draws.append(gold)
+            measurements["gold_reward"].append(gold.rewards_PG)
         if kl_PG is not None:
             measurements["kl"].append(kl_PG)
 
     values = {name: torch.cat(tensors) for name, tensors in measurements.items()}
-    summary = _summary(run, groups, values, _components(draws))
+    summary = _summary(run, groups, values, _components(draws), _components(gold_draws))
     metrics = dict(summary.metrics)
-    for name, value in environment_metrics(draws).items():
+    for name, value in environment_metrics([*draws, *gold_draws]).items():
         # Its other metrics are left to the steps: the mean of its rewards is `raw_reward` here.
         if "/component/" in name:
             metrics[f"validation/{name}"] = value
@@ -310,8 +312,9 @@ def _summary(
     groups: Sequence[CompletionGroup],
     values: Mapping[str, Tensor],
     components: Mapping[str, Tensor],
+    gold_components: Mapping[str, Tensor],
 ) -> PolicyValidation:
-    """`values` and `components`: by name, one number per completion, (P, G)."""
+    """`values`, `components` and `gold_components`: by name, one number per completion, (P, G)."""
     lengths_PG = completion_lengths(groups)
     means = {name: _mean(values_PG) for name, values_PG in values.items()}
     # The entropy of a completion is a mean over its tokens: this one is over all tokens.
@@ -335,14 +338,11 @@ def _summary(
     gold_by_prompt = None
     if "gold_reward" in values:
         gold_by_prompt = values["gold_reward"].nanmean(dim=1).numpy()
-    num_known = {name: int(value.isfinite().sum()) for name, value in components.items()}
-    components_by_prompt = {}
-    for name in most_frequent(num_known):
-        components_by_prompt[name] = components[name].nanmean(dim=1).numpy()
     watched = {
         "proxy_by_prompt": values["reward"].nanmean(dim=1).numpy(),
         "gold_by_prompt": gold_by_prompt,
-        "components_by_prompt": components_by_prompt,
+        "components_by_prompt": _by_prompt(components),
+        "gold_components_by_prompt": _by_prompt(gold_components),
         "length": means["mean_gen_tokens_per_sample"],
         "length_correlation": length_correlation(values["reward"], lengths_PG),
         "kl": means.get("kl"),
@@ -350,6 +350,15 @@ def _summary(
         "truncation_rate": means["truncation_rate"],
     }
     return PolicyValidation(metrics, watched, _samples(groups, values, components))
+
+
+def _by_prompt(components: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The means of each prompt, (P,), of the components that are measured."""
+    num_known = {name: int(values_PG.isfinite().sum()) for name, values_PG in components.items()}
+    means = {}
+    for name in most_frequent(num_known):
+        means[name] = components[name].nanmean(dim=1).numpy()
+    return means
 
 
 def _samples(

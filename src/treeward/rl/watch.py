@@ -59,7 +59,8 @@ class Alarm:
 
 class _Validation(NamedTuple):
     """What is observed at one step; NaN for what is not known. `proxy`, `gold` and each of
-    `components` (P,): by prompt."""
+    `components` (P,): by prompt. Names of components begin with whose they are, as in
+    `component/right` of the proxy and `gold_component/right` of gold."""
 
     proxy: list[float]
     gold: list[float]
@@ -129,6 +130,7 @@ class OverOptimisationWatch:
         proxy_by_prompt: ArrayLike | None = None,
         gold_by_prompt: ArrayLike | None = None,
         components_by_prompt: Mapping[str, ArrayLike] | None = None,
+        gold_components_by_prompt: Mapping[str, ArrayLike] | None = None,
         length: float | None = None,
         length_correlation: float | None = None,
         kl: float | None = None,
@@ -139,17 +141,20 @@ class OverOptimisationWatch:
         """Observe the validation at `step`; returns the alarms of kinds that were not raised yet.
 
         `proxy_by_prompt`, `gold_by_prompt` (P,): mean reward of each prompt, in the same order
-        every time, NaN where scoring failed; `components_by_prompt`: the same of each component of
-        the proxy, by name. `length`: mean tokens of a completion;
-        `length_correlation`: of reward and length within groups, see the function of that name.
+        every time, NaN where scoring failed; `components_by_prompt` and
+        `gold_components_by_prompt`: the same of each of their components, by name. `length`: mean
+        tokens of a completion; `length_correlation`: of reward and length within groups, see the function of that name.
         `kl` and `entropy`: in nats.
         """
+        components: dict[str, list[float]] = {}
+        for name, values in (components_by_prompt or {}).items():
+            components[f"component/{name}"] = _values(values)
+        for name, values in (gold_components_by_prompt or {}).items():
+            components[f"gold_component/{name}"] = _values(values)
         now = _Validation(
             proxy=_values(proxy_by_prompt),
             gold=_values(gold_by_prompt),
-            components={
-                name: _values(values) for name, values in (components_by_prompt or {}).items()
-            },
+            components=components,
             length=_known(length),
             correlation=_known(length_correlation),
             kl=_known(kl),
@@ -177,9 +182,9 @@ class OverOptimisationWatch:
         """Metrics of the last validation, in the units of the rewards; without unknown values.
 
         watch/alarm: 1 while an alarm of any kind holds. watch/{proxy,gold}_error: standard errors
-        of the means. watch/{proxy,gold}_change, watch/component/<name>_change and their
-        _change_error: since the first validation, paired by prompt. watch/gold_fall and
-        _fall_error: from the best validation so far.
+        of the means. watch/{proxy,gold}_change, watch/component/<name>_change,
+        watch/gold_component/<name>_change and their _change_error: since the first validation,
+        paired by prompt. watch/gold_fall and _fall_error: from the best validation so far.
         """
         return {"watch/alarm": float(bool(self.active)), **self._metrics}
 
@@ -207,8 +212,7 @@ class OverOptimisationWatch:
             "length": now.length,
             "entropy": now.entropy,
         }
-        for name, values in now.components.items():
-            first[f"component/{name}"] = values
+        first |= now.components
         for name, value in first.items():
             if not math.isnan(_mean(value)):
                 self._first.setdefault(name, value)
@@ -228,8 +232,7 @@ class OverOptimisationWatch:
             "gold_fall": _difference(now.gold, best_gold),
         }
         for name, values in now.components.items():
-            key = f"component/{name}"
-            changes[f"{key}_change"] = _difference(self._first.get(key, []), values)
+            changes[f"{name}_change"] = _difference(self._first.get(name, []), values)
         metrics = {"proxy_error": _error(now.proxy), "gold_error": _error(now.gold)}
         for name, change in changes.items():
             metrics[name] = change.value
