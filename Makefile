@@ -2,6 +2,7 @@
 # make real-demo    SmolLM2-135M learns what people preferred: 30 to 45 minutes, up to 0.3 GB of download
 # make rlhf-demo    a small policy against that reward model: kept close, hacked, cured
 # make judge-demo   a small policy learns to judge, beside the quickstart's classifier
+# make rubric-demo  a small judge of three criteria, and a policy against their sum and by GDPO
 # make test         the tests (a few minutes on two cores); make test-slow: the slow ones, some in Chromium; make check: style, types, layers
 # make test-vllm    against a real vLLM (in .venv-vllm) and SmolLM2 (in .models), downloaded once: 2 GB, five minutes
 # make benchmark    the side-by-side measurements; make benchmark-gpu: those of a GPU, in nine minutes
@@ -19,7 +20,7 @@ MAKE_VENV := test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); $(BIN)/python -
 # One thread for each of two test processes: tiny models gain nothing from more.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
-.PHONY: env env-dev quickstart real-demo rlhf-demo judge-demo test test-slow test-vllm check benchmark benchmark-gpu soak docs clean
+.PHONY: env env-dev quickstart real-demo rlhf-demo judge-demo rubric-demo test test-slow test-vllm check benchmark benchmark-gpu soak docs clean
 
 env: $(VENV)/.ready
 env-dev: $(VENV)/.ready-dev
@@ -45,6 +46,9 @@ rlhf-demo: env
 
 judge-demo: env
 	$(BIN)/python examples/judge_demo.py
+
+rubric-demo: env
+	$(BIN)/python examples/rubric_demo.py
 
 test: env-dev
 	$(PYTEST) $(PYTEST_ARGS)

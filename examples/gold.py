@@ -13,7 +13,8 @@ the share of words that do not repeat three words in a row; less if most words a
 
 The closed world (facts, phrasings, polite and rude phrases) is in `world.json`. As an environment:
 
-    {type: custom, function: examples/gold.py:gold_reward}
+    {type: custom, function: examples/gold.py:gold_reward}         # one number
+    {type: custom, function: examples/gold.py:gold_criteria}       # with its three criteria as components
 """
 
 from __future__ import annotations
@@ -121,6 +122,7 @@ def known_words() -> frozenset[str]:
     return frozenset(word for text in texts for word in words_of(text))
 
 
+CRITERIA = ("right", "format", "courteous")
 _CORRECT, _FORMAT, _COURTESY = 0.6, 0.25, 0.15
 _STANDING = "from now on"
 _KIND = {kind.name: kind for kind in KINDS}
@@ -184,8 +186,23 @@ def gold_reward(conversation: Sequence[Message], env_info: Mapping[str, Any]) ->
     return gold_quality(conversation[:-1], last_text(conversation))
 
 
+def gold_criteria(conversation: Sequence[Message], env_info: Mapping[str, Any]) -> dict[str, float]:
+    """`gold_reward` with the criteria as components, each 0 or 1."""
+    question = parse_question(conversation[:-1])
+    completion = last_text(conversation)
+    met = criteria(question, completion)
+    return {"reward": grade(question, completion), **dict(zip(CRITERIA, met, strict=True))}
+
+
 def grade(question: Question, completion: str) -> float:
     """The gold quality of a completion of a question that has been read already."""
+    correct, kept, courteous = criteria(question, completion)
+    readable = _readable(words_of(completion))
+    return round(readable * (_CORRECT * correct + _FORMAT * kept + _COURTESY * courteous), 6)
+
+
+def criteria(question: Question, completion: str) -> tuple[bool, bool, bool]:
+    """Whether a completion is `correct`, `format_kept` and `courteous`, as the module has them."""
     words = words_of(completion)
     named = _named(question.fact, words)
     right = {word.lower() for word in question.fact.answers}
@@ -195,9 +212,7 @@ def grade(question: Question, completion: str) -> float:
     )
     bare = question.format == "one_word" and kept
     courteous = not _says(words, _RUDE) and (bare or _says(words, _POLITE))
-    return round(
-        _readable(words) * (_CORRECT * correct + _FORMAT * kept + _COURTESY * courteous), 6
-    )
+    return correct, kept, courteous
 
 
 def parse_question(context: Sequence[Message] | str) -> Question:

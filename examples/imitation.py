@@ -9,8 +9,9 @@ import torch
 from treeward.model.policy_model import PolicyModel
 from treeward.tree.plan import plan_parts
 
-# the tokens of a prompt, and those of each completion to it
-Group = tuple[list[int], list[list[int]]]
+# The tokens of each prompt and of its completion. What prompts of a group begin with is computed
+# once.
+Group = list[tuple[list[int], list[int]]]
 
 SMALL_POLICY = {
     "model_type": "qwen3",
@@ -34,8 +35,7 @@ def imitate(
     groups_per_step: int = 64,
     log_period: int = 50,
 ) -> None:
-    """Minimise the mean of -log p over the tokens of completions; a prompt is computed once for all
-    its completions.
+    """Minimise the mean of -log p over the tokens of completions, of each group on one tree.
 
     AdamW with a warm-up of a twentieth and a cosine decay to a tenth.
     """
@@ -53,16 +53,13 @@ def imitate(
         for chosen in torch.randperm(len(groups), generator=generator).split(groups_per_step):
             batch = [groups[i] for i in chosen.tolist()]
             sequences = [
-                [[*prompt, *completion] for completion in completions]
-                for prompt, completions in batch
+                [[*prompt, *completion] for prompt, completion in group] for group in batch
             ]
-            num_tokens = sum(
-                len(completion) for _, completions in batch for completion in completions
-            )
+            num_tokens = sum(len(completion) for group in batch for _, completion in group)
             total = 0.0
             for parts in plan_parts(sequences, max_tokens=4096):
                 trees = [[sequences[part.group][i] for i in part.members] for part in parts]
-                starts = [[len(batch[part.group][0])] * len(part.members) for part in parts]
+                starts = [[len(batch[part.group][i][0]) for i in part.members] for part in parts]
                 loss = -policy.log_probs(trees, starts).values_SL.sum() / num_tokens
                 loss.backward()
                 total += float(loss.detach())

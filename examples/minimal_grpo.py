@@ -47,7 +47,7 @@ groups = []
 for row in rows:
     prompt = renderer.encode_prompt(row["context"])
     chats = [[*row["context"], *item["completion"]] for item in row["completions"]]
-    groups.append((prompt, [renderer.encode(chat)[len(prompt) :] for chat in chats]))
+    groups.append([(prompt, renderer.encode(chat)[len(prompt) :]) for chat in chats])
 policy.train()
 imitate(policy, groups, epochs=2)
 

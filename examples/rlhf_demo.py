@@ -18,6 +18,7 @@ import random
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -69,11 +70,12 @@ COLUMNS = [
 
 
 def run() -> int:
-    steps: list[Callable[[], int]] = [reward_models, fine_tuned_policy]
-    steps += [
-        lambda name=name, overrides=overrides: optimise(name, overrides)  # type: ignore[misc]
-        for name, overrides in RUNS.items()
+    steps: list[Callable[[], int]] = [
+        reward_models,
+        partial(fine_tuned_policy, SFT_EPOCHS),
     ]
+    for name, overrides in RUNS.items():
+        steps.append(partial(optimise, name, overrides))
     for step in steps:
         code = step()
         if code != 0:
@@ -147,7 +149,7 @@ def with_other_answers() -> Iterator[dict[str, Any]]:
         yield row | {"completions": [*row["completions"], other | {"rank": len(own)}]}
 
 
-def fine_tuned_policy() -> int:
+def fine_tuned_policy(epochs: int) -> int:
     """A policy that imitates all completions of the training data, good and bad."""
     if SFT.is_dir():
         return 0
@@ -161,9 +163,9 @@ def fine_tuned_policy() -> int:
             renderer.encode([*preference.context, *completion.messages])
             for completion in preference.completions
         ]
-        groups.append((prompt, [tokens[len(prompt) :] for tokens in whole]))
+        groups.append([(prompt, tokens[len(prompt) :]) for tokens in whole])
     policy = build_policy(SMALL_POLICY, tokenizer, seed=0).model
-    imitate(policy, groups, epochs=SFT_EPOCHS)
+    imitate(policy, groups, epochs=epochs)
     making = SFT.with_name("sft.making")
     export_model(policy, tokenizer, making, chat_template=renderer.chat_template)
     making.rename(SFT)

@@ -60,7 +60,7 @@ def teach(
         whole = renderer.encode([*question.messages, {"role": "assistant", "content": line}])
         prompt = renderer.encode_prompt(question.messages)
         if len(whole) <= config.policy.max_total_sequence_length:
-            groups.append((prompt, [whole[len(prompt) :]]))
+            groups.append([(prompt, whole[len(prompt) :])])
     imitate(loaded.model, groups, **how)
     making = folder.with_name(f"{folder.name}.making")
     export_model(loaded.model, loaded.tokenizer, making, chat_template=renderer.chat_template)

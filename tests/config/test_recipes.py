@@ -23,7 +23,7 @@ def elsewhere(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_a_recipe_has_its_name_and_the_path_that_it_has_in_the_repository(name):
-    load = load_grpo_config if name.startswith(("grpo", "rlhf", "judge")) else load_config
+    load = load_grpo_config if name.startswith(("grpo", "rlhf", "judge", "rubric")) else load_config
     assert load(name) == load(f"examples/configs/{name}.yaml")
     in_repository = ROOT / "examples" / "configs" / f"{name}.yaml"
     assert load(name) == load(in_repository.resolve())
@@ -40,7 +40,9 @@ def test_defaults_may_name_a_recipe(elsewhere):
 
 
 def test_an_unknown_name_says_which_recipes_there_are(elsewhere):
-    with pytest.raises(ConfigError, match=r"quickstart, .*rm, rm_tulu3_8b, small") as error:
+    with pytest.raises(
+        ConfigError, match=r"quickstart, .*rm, rm_tulu3_8b, rubric_demo, small"
+    ) as error:
         load_config("quickstar")
     assert error.value.fix == "did you mean quickstart?"
     (elsewhere / "mine.yaml").write_text("defaults: qickstart\n", encoding="utf-8")

@@ -81,6 +81,31 @@ def test_rlhf_makes_everything_it_needs_and_reports(
     assert (tmp_path / "results/rlhf_demo/sft/model.safetensors").stat().st_mtime_ns == made
 
 
+@pytest.mark.slow
+def test_a_judge_of_criteria_is_taught_and_both_runs_show_what_they_give_up(
+    demo: Callable[..., dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is learnt in two steps: the tables and the page have every criterion."""
+    shorter = [
+        "grpo.max_num_steps=2",
+        "grpo.max_val_samples=8",
+        "policy.generation.max_new_tokens=16",
+    ]
+    names = demo("rubric_demo", JUDGE_EPOCHS=1, JUDGED_ROWS=40, SFT_EPOCHS=1, SHORTER=shorter)
+    assert names["run"]() == 0
+    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    criteria = ("right", "format", "courteous")
+    rows = [line[:2] for line in printed if line[:1] in (["sum"], ["gdpo"])]
+    assert rows == list(map(list, product(("sum", "gdpo"), criteria)))
+    # The table of the judge, whose completions are all of the validation set.
+    assert [line[0] for line in printed if line[-1:] == ["968"]] == list(criteria)
+    page = (tmp_path / "results/rubric_demo/report.html").read_text(encoding="utf-8")
+    assert "Components of gold" in page and "rubric/courteous" in page
+    made = (tmp_path / "results/rubric_demo/judge/model.safetensors").stat().st_mtime_ns
+    assert names["run"]() == 0  # again: what is done stands
+    assert (tmp_path / "results/rubric_demo/judge/model.safetensors").stat().st_mtime_ns == made
+
+
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with gzip.open(path, "wt", encoding="utf-8") as stream:

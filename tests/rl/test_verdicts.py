@@ -183,9 +183,8 @@ def taught(folder: Path, run: GRPOSetup) -> Path:
             if draw.random() < 0.7
             else "AB".replace(str(prompt.info[LABEL]), "")
         )
-        groups.append(
-            (token_ids.tolist(), [[*run.renderer.encode_texts([f"[[{label}]]"])[0], end]])
-        )
+        [verdict] = run.renderer.encode_texts([f"[[{label}]]"])
+        groups.append([(token_ids.tolist(), [*verdict, end])])
     imitate(run.policy, groups, epochs=20, groups_per_step=16)
     export_model(
         run.policy, run.tokenizer, folder / "taught", chat_template=run.renderer.chat_template
