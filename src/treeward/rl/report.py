@@ -188,9 +188,7 @@ class RLRun:
         """The change of each component of the proxy, by `environment/component`. Details, whose
         names have a slash, are left out."""
         changes = {}
-        for environment, component in self._component_names:
-            if environment == GOLD_LABEL:
-                continue
+        for environment, component in self._component_names(of_gold=False):
             change = self._change(f"{environment}/component/{component}", f"component/{component}")
             if change is not None:
                 changes[f"{environment.removesuffix('_env')}/{component}"] = change
@@ -200,9 +198,7 @@ class RLRun:
     def gold_components(self) -> dict[str, Change]:
         """The change of each component of gold, by its name."""
         changes = {}
-        for environment, component in self._component_names:
-            if environment != GOLD_LABEL:
-                continue
+        for environment, component in self._component_names(of_gold=True):
             change = self._change(
                 f"{environment}/component/{component}", f"gold_component/{component}"
             )
@@ -210,15 +206,17 @@ class RLRun:
                 changes[component] = change
         return changes
 
-    @cached_property
-    def _component_names(self) -> list[tuple[str, str]]:
+    def _component_names(self, *, of_gold: bool) -> list[tuple[str, str]]:
         """The environment, as metrics name it, and the component of each logged mean."""
         pairs = []
         metric_names = dict.fromkeys(name for row in self.steps.values() for name in row)
         for name in metric_names:
             match = _COMPONENT.fullmatch(name)
-            if match is not None:
-                pairs.append((match[1], match[2]))
+            if match is None:
+                continue
+            environment, component = match.groups()
+            if (environment == GOLD_LABEL) == of_gold:
+                pairs.append((environment, component))
         return pairs
 
     @cached_property
