@@ -34,8 +34,8 @@ COMPLETIONS = [
 
 LEARNT = """
 The true quality of these completions is known (right or wrong, in the format, courteous): of the {pairs} pairs among
-them the model has {right} in its order. In the data of the report it is correct this often where the better completion is
-the longer one, and where it is the shorter:
+them the model has {right} in its order. In the data of the report it is correct this often where the better completion
+is the longer one, and where it is the shorter:
 
 {length}
 

@@ -33,7 +33,8 @@ from treeward.data.rendering import Renderer
 from treeward.data.tokenizers import texts_of, train_tokenizer
 from treeward.model.export import export_model
 from treeward.model.loading import build_policy
-from treeward.rl.report import RLRun, write_rl_report
+from treeward.rl.logged_run import RLRun
+from treeward.rl.report import write_rl_report
 from treeward.storage import atomic_file
 from treeward.tables import Column, results_table
 

@@ -34,7 +34,8 @@ from treeward.data.tokenizers import train_tokenizer
 from treeward.environments.rubric import RubricEnvironment
 from treeward.model.export import export_model
 from treeward.model.loading import build_policy
-from treeward.rl.report import Change, RLRun, write_rl_report
+from treeward.rl.logged_run import Change, RLRun
+from treeward.rl.report import write_rl_report
 from treeward.scoring.score import transcript
 from treeward.scoring.verdicts import make_question, verdict_line
 from treeward.storage import atomic_file

@@ -22,7 +22,8 @@ from treeward.evaluation.findings import Summary, summarize
 from treeward.evaluation.page import evaluation_page
 from treeward.evaluation.results import ScoredExample, SuiteResult, by_subset
 from treeward.evaluation.suites.interface import Suite
-from treeward.rl.report import RLRun, rl_page
+from treeward.rl.logged_run import RLRun
+from treeward.rl.report import rl_page
 from treeward.rl.watch import Alarm
 
 MODELS = ("qwen3-tiny-bt", "qwen3-tiny-ensemble")

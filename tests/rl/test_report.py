@@ -16,7 +16,8 @@ from treeward.errors import ConfigError, DataError
 from treeward.evaluation.report.build import build_report
 from treeward.evaluation.report.charts import Place
 from treeward.formatting import format_number
-from treeward.rl.report import SAMPLES_FILE, RLPage, RLRun, rl_page, write_rl_report
+from treeward.rl.logged_run import SAMPLES_FILE, RLRun
+from treeward.rl.report import RLPage, rl_page, write_rl_report
 from treeward.rl.watch import ALARMS_FILE, Alarm, OverOptimisationWatch, write_alarms
 
 NUM_STEPS, NUM_PROMPTS = 200, 48

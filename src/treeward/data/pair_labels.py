@@ -250,8 +250,8 @@ def labelled(
                 "the labels do not fit the data: pairs have no line",
                 where=labels.name,
                 field="data.labels",
-                got=f"no line for {len(view.missing_ids):,} of {len(view.ids_of_pairs()):,} pairs of "
-                f"{dataset.name}, the first at {_place_of(dataset, view.missing_ids[0])}",
+                got=f"no line for {len(view.missing_ids):,} of {len(view.ids_of_pairs()):,} pairs, "
+                f"the first at {_place_of(dataset, view.missing_ids[0])}",
                 need="a line for each pair, labelled as in the data",
                 fix=_FIX,
             )

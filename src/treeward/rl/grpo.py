@@ -31,8 +31,9 @@ from treeward.formatting import metric_text
 from treeward.model.export import export_model
 from treeward.rl.advantages import advantages, component_advantages
 from treeward.rl.generation import completion_lengths
+from treeward.rl.logged_run import SAMPLES_FILE, RLRun
 from treeward.rl.policy_loss import UpdateMetrics
-from treeward.rl.report import SAMPLES_FILE, RLRun, write_rl_report
+from treeward.rl.report import write_rl_report
 from treeward.rl.rollouts import Rollouts, collect, validate
 from treeward.rl.setup import GRPOSetup, set_up_grpo
 from treeward.rl.watch import ALARMS_FILE, Alarm, write_alarms

@@ -34,7 +34,8 @@ from treeward.evaluation.report.charts import bar_chart
 from treeward.evaluation.report.tables import cell_text, table_layout
 from treeward.evaluation.results import Metric
 from treeward.formatting import format_number
-from treeward.rl.report import RLRun, rl_page
+from treeward.rl.logged_run import RLRun
+from treeward.rl.report import rl_page
 from treeward.rl.watch import Alarm
 
 DOCS = Path(__file__).parents[3] / "docs"
