@@ -16,7 +16,7 @@ from treeward.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "src/treeward/config/recipes").glob("*.yaml"))
-GRPO = ("grpo", "rlhf", "judge")
+GRPO = ("grpo", "rlhf", "rubric", "judge")
 
 TEXTS = st.text(
     st.characters(codec="utf-8", exclude_categories=["Cc", "Cs", "Zl", "Zp", "Co", "Cn"]),
