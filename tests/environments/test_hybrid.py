@@ -53,6 +53,17 @@ def test_weighted(functions: str) -> None:
     assert last.startswith("rules: the sample has no ground_truth") and "; told:" in last
 
 
+def test_a_member_counts_by_its_weight_to_whoever_weighs_components(functions: str) -> None:
+    # GDPO would take a penalty for a reward without it.
+    members = {
+        "rules": {"weight": 3.0, "rule": "exact_match"},
+        "told": {"type": "custom", "function": f"{functions}:told", "weight": -0.5},
+    }
+    environment = HybridEnvironment({"members": members})
+    for reward in environment.rewards([chat("4")] * 5, INFOS):
+        assert reward.weights == {"rules": 3.0, "told": -0.5}
+
+
 SECOND = [
     {"ground_truth": "a", "second": 0.1},
     {"ground_truth": "x", "second": 0.2},

@@ -67,6 +67,13 @@ def test_more_of_each_component_is_better_of_bad_things_too(endpoint: FakeJudge)
     assert rude.components == {"Right": 1.0, "Polite": 0.0, "Rude": 0.0}
 
 
+def test_criteria_count_by_their_points_to_whoever_weighs_components(endpoint: FakeJudge) -> None:
+    [found] = rewards(rubric_of(endpoint), "4, you fool")
+    assert found.weights == {"Right": 3.0, "Polite": 1.0, "Rude": 2.0}
+    [mean] = rewards(rubric_of(endpoint, aggregation="mean"), "4, you fool")
+    assert mean.weights == {"Right": 1.0, "Polite": 1.0, "Rude": 1.0}
+
+
 def test_each_criterion_is_one_question(endpoint: FakeJudge) -> None:
     rewards(rubric_of(endpoint), "4, if you please", "5")
     assert len(endpoint.requests) == 6

@@ -167,3 +167,24 @@ def test_without_any_component_nothing_is_learnt() -> None:
     failed = torch.full((2, 3), MISSING)
     assert torch.equal(component_advantages(failed, {}, config()), torch.zeros(2, 3))
     assert not rewarded(failed, {}, config().adv_estimator).any()
+
+
+def test_without_weights_of_the_configuration_components_count_as_in_their_rewards() -> None:
+    """The points of a rubric differ from prompt to prompt."""
+    given = components()
+    total = sum(given.values(), torch.zeros(()))
+    own = {"correct": torch.ones(2, 3), "form": torch.full((2, 3), 0.5)}
+    unweighted = config(weights=None)
+    got = component_advantages(total, given, unweighted, own)
+    assert torch.allclose(got, torch.tensor(WORKED["NeMo RL"][1]), atol=6e-5)
+    # The second prompt's form does not vary, so that its weight there changes nothing.
+    own["form"][1] = 9.0
+    assert torch.equal(component_advantages(total, given, unweighted, own), got)
+
+
+def test_weights_of_the_configuration_replace_those_of_the_rewards() -> None:
+    given = components()
+    total = sum(given.values(), torch.zeros(()))
+    own = {"correct": torch.full((2, 3), 7.0), "form": torch.full((2, 3), -7.0)}
+    got = component_advantages(total, given, config(), own)
+    assert torch.allclose(got, torch.tensor(WORKED["NeMo RL"][1]), atol=6e-5)

@@ -115,13 +115,19 @@ def _weighted_sum(parts: Mapping[str, Reward], weights: Mapping[str, float]) -> 
     judgement = "\n\n".join(filter(None, judgements)) or None
     error = _errors(parts)
     if error is not None:
-        return Reward(None, Score(None, judgement=judgement), components=components, error=error)
+        return Reward(
+            None,
+            Score(None, judgement=judgement),
+            components=components,
+            error=error,
+            weights=weights,
+        )
     # No value is None here: `_errors` would have named it.
     total = sum(weights[name] * (part.value or 0.0) for name, part in parts.items())
     if not math.isfinite(total):
         return Reward(None, components=components, error="the weighted sum is not finite")
     raw = sum(weights[name] * (part.raw or 0.0) for name, part in parts.items())
-    return Reward(total, Score(raw, judgement=judgement), components=components)
+    return Reward(total, Score(raw, judgement=judgement), components=components, weights=weights)
 
 
 def _components(parts: Mapping[str, Reward]) -> dict[str, float]:

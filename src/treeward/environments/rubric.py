@@ -31,7 +31,13 @@ from treeward.environments.interface import (
     Reward,
 )
 from treeward.errors import DataError
-from treeward.scoring.rubrics import Rubric, check_weights, read_rubric, rubric_reward
+from treeward.scoring.rubrics import (
+    Rubric,
+    check_weights,
+    read_rubric,
+    rubric_reward,
+    weight_in,
+)
 from treeward.scoring.score import NO_COMPLETION, Cost, Score, completion_text, transcript
 from treeward.scoring.verdicts import NoVerdict, Verdict, make_question, share_of_scale
 
@@ -107,6 +113,7 @@ class RubricEnvironment(ConfiguredEnvironment[RubricEnvironmentConfig]):
             return Reward(share_of_scale(answer.value, self.config), score, components)
         met: list[float | None] = []
         components = {}
+        weights = {}
         for criterion, answer in zip(rubric.criteria, answers, strict=True):
             if isinstance(answer, NoVerdict):
                 met.append(None)
@@ -115,16 +122,17 @@ class RubricEnvironment(ConfiguredEnvironment[RubricEnvironmentConfig]):
             met.append(is_met)
             # To whoever weighs components, as `gdpo`, more of each is better.
             components[criterion.name] = is_met if criterion.weight >= 0.0 else 1.0 - is_met
+            weights[criterion.name] = abs(weight_in(criterion, self.config.aggregation))
         value = rubric_reward(
             rubric, met, self.config.aggregation, least_weight=self.config.least_weight
         )
         components |= _label_mass(answers)
         if value is None:
             error = f"{len(reasons)} of {len(met)} criteria have no verdict: {reasons[0]}"
-            return Reward(None, score, components, error=error)
+            return Reward(None, score, components, error=error, weights=weights)
         if self.config.clip:
             value = min(max(value, 0.0), 1.0)
-        return Reward(value, score, components)
+        return Reward(value, score, components, weights=weights)
 
 
 def _label_mass(answers: Answers) -> dict[str, float]:

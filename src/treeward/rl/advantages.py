@@ -93,13 +93,17 @@ def advantages(rewards_PG: Tensor, config: GRPOConfig) -> Tensor:
 
 
 def component_advantages(
-    rewards_PG: Tensor, components: Mapping[str, Tensor], config: GRPOConfig
+    rewards_PG: Tensor,
+    components: Mapping[str, Tensor],
+    config: GRPOConfig,
+    own_weights: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     """The advantages from several rewards, float32 (P, G): GDPO (Liu et al. 2026, arXiv
     2601.05242).
 
     `rewards_PG`: their sums, NaN where one has failed; only that is read of them. `components`:
-    rewards by name, (P, G), NaN for missing. Each is normalised in its group as by
+    rewards by name, (P, G), NaN for missing. `own_weights` (P, G): how much each counts in the
+    rewards, which the weights of the configuration replace; 1 without either. Each is normalised in its group as by
     `advantages`; A = sum_k w_k A_k; the result is (A - mean) / std of the batch, std with n - 1.
     A missing component adds 0 to its completion's sum, and enters no mean and no std. A completion
     without any component has the advantage 0, and is not counted in the batch.
@@ -127,7 +131,10 @@ def component_advantages(
             normalised = _centred(rewards)
             if config.normalize_rewards:
                 normalised = normalised / (_std(normalised, rewards.isfinite(), dim=1) + floor)
-        sums += weight * normalised
+        if own_weights is not None and config.adv_estimator.reward_weights is None:
+            sums += own_weights[name].double() * normalised
+        else:
+            sums += weight * normalised
     # Over the batch as one row of completions.
     centred = torch.where(is_known, sums - sums[is_known].mean(), 0.0)
     std = _std(centred.flatten(), is_known.flatten(), dim=0)

@@ -57,7 +57,8 @@ _MOST_COMPONENTS = 32
 @dataclass(frozen=True, slots=True)
 class GroupRewards:
     """`rewards_PG`: float32, NaN for none. `raw_PG`: before the environments' shaping, NaN if
-    unknown. `components`: float32 (P, G) by name, NaN where a reward has no such component.
+    unknown. `components`: float32 (P, G) by name, NaN where a reward has no such component, and
+    `weights`: how much each counts in the rewards.
     `by_environment`: rewards by the name of their metrics. `failures`: (reason, place) of each
     missing reward.
     """
@@ -65,6 +66,7 @@ class GroupRewards:
     rewards_PG: Tensor
     raw_PG: Tensor
     components: Mapping[str, Tensor]
+    weights: Mapping[str, Tensor]
     by_environment: Mapping[str, Sequence[Reward]]
     failures: Sequence[tuple[str, str]]
 
@@ -133,9 +135,12 @@ class EnvironmentRunner:
         raw_values = [_finite(Reward(reward.raw)).value for reward in rewards]
         names_of_components = dict.fromkeys(key for reward in rewards for key in reward.components)
         components = {}
+        weights = {}
         for key in names_of_components:
             parts_N = _tensor([reward.components.get(key) for reward in rewards])
             components[key] = parts_N.reshape(shape)
+            weights_N = _tensor([reward.weights.get(key, 1.0) for reward in rewards])
+            weights[key] = weights_N.reshape(shape)
         by_environment: dict[str, list[Reward]] = {}
         for name, own_rewards in rewards_by_name.items():
             # Gold may be of a class that rewards completions too.
@@ -145,6 +150,7 @@ class EnvironmentRunner:
             rewards_PG=_tensor(values).reshape(shape),
             raw_PG=_tensor(raw_values).reshape(shape),
             components=components,
+            weights=weights,
             by_environment=by_environment,
             failures=failures,
         )

@@ -212,7 +212,9 @@ class GRPORun(Run):
             used_PG = used_PG & ~is_mismatched_PG
         # Of all rewards: a completion that is not learnt from still counts in its group's baseline.
         if self.grpo.adv_estimator.takes_components:
-            advantages_PG = component_advantages(rewards_PG, rollouts.components, self.grpo)
+            advantages_PG = component_advantages(
+                rewards_PG, rollouts.components, self.grpo, rollouts.weights
+            )
         else:
             advantages_PG = advantages(rewards_PG, self.grpo)
         # Read before the update, which advances the schedule.

@@ -21,7 +21,7 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -65,7 +65,7 @@ _SAMPLED = ("reward", "raw_reward", "gold_reward", "kl")
 @dataclass(frozen=True, slots=True)
 class Rollouts:
     """The groups of a step. `rewards_PG`: the rewards to optimise, NaN for none; `components`:
-    those that they are made of, by name; `used_PG`: which completions to learn from. `metrics`:
+    those that they are made of, by name, with their `weights`; `used_PG`: which completions to learn from. `metrics`:
     over all sampled completions, as logged; `watched`: for the watch. `samples`: as in
     `PolicyValidation`.
     """
@@ -73,6 +73,7 @@ class Rollouts:
     groups: list[CompletionGroup]
     rewards_PG: Tensor
     components: Mapping[str, Tensor]
+    weights: Mapping[str, Tensor]
     used_PG: Tensor
     prompts_drawn: int
     metrics: Mapping[str, float]
@@ -136,6 +137,7 @@ def collect(run: GRPOSetup, *, step: int, drawn: int) -> Rollouts:
     metrics = _metrics(groups, rewards_PG, draws)
     raw_PG = torch.cat([draw.raw_PG for draw in draws])
     components = _components(draws)
+    weights = _weights(draws, components)
     for name, values_PG in components.items():
         share = float(informative_groups(values_PG).float().mean())
         metrics[f"train/component_without_signal/{name}"] = 1 - share
@@ -149,6 +151,7 @@ def collect(run: GRPOSetup, *, step: int, drawn: int) -> Rollouts:
         rewards_PG = rewards_PG[kept]
         raw_PG = raw_PG[kept]
         components = {name: values_PG[kept] for name, values_PG in components.items()}
+        weights = {name: weights_PG[kept] for name, weights_PG in weights.items()}
 
     measurements = {"reward": rewards_PG, "raw_reward": raw_PG}
     if grpo.gold_environment is not None:
@@ -168,6 +171,7 @@ def collect(run: GRPOSetup, *, step: int, drawn: int) -> Rollouts:
         groups=groups,
         rewards_PG=rewards_PG,
         components=components,
+        weights=weights,
         used_PG=used_PG,
         prompts_drawn=len(draws) * count,
         metrics=finite_metrics,
@@ -197,6 +201,17 @@ def _components(draws: Sequence[GroupRewards]) -> dict[str, Tensor]:
             parts.append(draw.components.get(name, unknown_PG))
         components[name] = torch.cat(parts)
     return components
+
+
+def _weights(draws: Sequence[GroupRewards], names: Collection[str]) -> dict[str, Tensor]:
+    """The weights of the components of all draws; 1 in a draw that does not have them."""
+    weights = {}
+    for name in names:
+        parts = []
+        for draw in draws:
+            parts.append(draw.weights.get(name, torch.ones_like(draw.rewards_PG)))
+        weights[name] = torch.cat(parts)
+    return weights
 
 
 def _check_failures(rewards: GroupRewards, grpo: GRPOConfig) -> None:

@@ -282,7 +282,7 @@ def rubric_reward(
         return min(good)
     if aggregation == "max":
         return max(good)
-    weights = [_weight_in(one, aggregation) for one, _ in known]
+    weights = [weight_in(one, aggregation) for one, _ in known]
     total = _denominator(weights, aggregation)
     if total <= 0.0:
         return None
@@ -296,7 +296,7 @@ def rubric_reward(
 def check_weights(rubric: Rubric, aggregation: Aggregation) -> None:
     """Raise `DataError` for weights that the aggregation cannot divide by, as only negative
     ones."""
-    weights = [_weight_in(one, aggregation) for one in rubric.criteria]
+    weights = [weight_in(one, aggregation) for one in rubric.criteria]
     if _denominator(weights, aggregation) <= 0.0:
         raise DataError(
             "the weights of the rubric have no sum to divide by",
@@ -307,7 +307,8 @@ def check_weights(rubric: Rubric, aggregation: Aggregation) -> None:
         )
 
 
-def _weight_in(criterion: Criterion, aggregation: Aggregation) -> float:
+def weight_in(criterion: Criterion, aggregation: Aggregation) -> float:
+    """How much a criterion counts; a negative weight is of something bad."""
     if aggregation in ("mean", "min", "max"):
         return 1.0
     if aggregation == "categories":

@@ -76,13 +76,15 @@ class Reward:
     """The reward of one conversation: a finite number, or None and `error` says why.
 
     `score`: the score that the reward was made of; without a reward model it has at most a
-    judgement. `components`: finite numbers by name, the parts of the reward.
+    judgement. `components`: finite numbers by name, the parts of the reward; more of each is
+    better. `weights`: how much a component counts in the reward, where that is not 1.
     """
 
     value: float | None
     score: Score = Score(None)
     components: Mapping[str, float] = field(default_factory=dict)
     error: str | None = None
+    weights: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def raw(self) -> float | None:
