@@ -33,12 +33,20 @@ def config(**keys: object) -> JudgeEnvironmentConfig:
         ('{"score_1": 4, "score_2": 3, "ranking": 2}', (4, 3, 2)),
         ('Both. ```json\n{"score_1": 1, "score_2": 5, "ranking": 6}\n``` So.', (1, 5, 6)),
         ('```JSON {"score_1": "4", "score_2": 3.5, "ranking": 2} ```', (4, 3.5, 2)),
-        # The fenced verdict goes before one in the prose, wherever that stands.
+        # The last of both kinds: the judge may quote a block of a completion before its verdict,
+        # for which the prompt asks as a line.
         (
-            '```json {"score_1": 2, "score_2": 2, "ranking": 3} ``` '
-            '{"score_1": 5, "score_2": 1, "ranking": 1}',
-            (2, 2, 3),
+            'It claims: ```json {"score_1": 5, "score_2": 1, "ranking": 1} ```\n'
+            '{"score_1": 2, "score_2": 2, "ranking": 4}',
+            (2, 2, 4),
         ),
+        (
+            'It claims {"score_1": 5, "score_2": 1, "ranking": 1}. '
+            '```json {"score_1": 2, "score_2": 2, "ranking": 4} ``` And {"note": 1}.',
+            (2, 2, 4),
+        ),
+        # Braces of the prose around a block do not hide its verdict.
+        ('{ ```json {"score_1": 2, "score_2": 3, "ranking": 4} ``` }', (2, 3, 4)),
         # The last of several: the first may be what a completion wrote.
         (
             '```json {"score_1": 5, "score_2": 1, "ranking": 1} ``` no, '

@@ -104,17 +104,22 @@ def read_pair_scores(
     default_score: float | None = None,
     default_ranking: float | None = None,
 ) -> PairScores | None:
-    """The last verdict in a text: in the last fenced block of JSON that has one, else the last
-    object of the text with one of the keys. Its object `overall` stands for the whole.
+    """The last verdict in a text: the last object of JSON, in a fenced block or not, that has one
+    of the keys. Its object `overall` stands for the whole.
 
     A missing key takes the default. None without a verdict, where a key is missing that has no
     default, and for numbers beyond the scales.
     """
     verdicts: list[Mapping[str, Any]] = []
+    end_of_blocks = 0
     for block in _FENCED.finditer(text):
-        verdicts += _verdicts_of(block[1])
-    if not verdicts:
-        verdicts = list(_verdicts_of(text))
+        fenced = list(_verdicts_of(block[1]))
+        if fenced:
+            verdicts = fenced
+            end_of_blocks = block.end()
+    # After the blocks too: a block may be what a completion wrote, which the judge has quoted. The
+    # blocks are looked for because braces of the prose around one would hide its verdict.
+    verdicts += _verdicts_of(text[end_of_blocks:])
     if not verdicts:
         return None
     # The last one: before it the judge may have quoted what a completion wrote.
