@@ -162,6 +162,30 @@ def test_garbage_is_no_reward(endpoint: FakeJudge) -> None:
     assert "longer than max_tokens" in details(judge(endpoint).step([chat("4")], [{}]), "error")[0]
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"usage": [1]},
+        {"usage": {"prompt_tokens": "many"}},
+        {"logprobs": {"content": [{"token": "7", "logprob": "likely"}]}},
+        {"logprobs": {"content": [{"token": "7", "logprob": "NaN"}]}},
+        {"logprobs": {"content": [{"token": "7", "logprob": 1000}]}},
+    ],
+)
+def test_a_garbled_chat_completion_costs_its_sample(
+    endpoint: FakeJudge, keys: dict[str, Any]
+) -> None:
+    body = completion("Rating: [[7]]")
+    if "usage" in keys:
+        body |= keys
+    else:
+        body["choices"][0] |= keys
+    endpoint.answer = lambda request: (200, body)
+    result = judge(endpoint, use_logprobs=True, max_retries=0).step([chat("4")], [{}])
+    assert math.isnan(result.rewards[0])
+    assert "no chat completion" in details(result, "error")[0]
+
+
 def test_what_the_judge_wrote_is_kept(endpoint: FakeJudge) -> None:
     endpoint.answer = lambda request: (
         "Both are fine." if "seven" in request["messages"][1]["content"] else "Mine: [[A]]"

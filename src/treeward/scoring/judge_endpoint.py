@@ -128,15 +128,26 @@ class EndpointJudge:
             tokens = []
             for token in logprobs.get("content") or ():
                 # The token that was sampled may not be among the likeliest.
-                log_probs = {token["token"]: float(token["logprob"])}
+                log_probs = {token["token"]: _log_prob(token["logprob"])}
                 for entry in token.get("top_logprobs") or ():
-                    log_probs[entry["token"]] = float(entry["logprob"])
+                    log_probs[entry["token"]] = _log_prob(entry["logprob"])
                 tokens.append(TokenChoice(token["token"], log_probs))
-        except (LookupError, TypeError, AttributeError) as error:
+            num_read = int(usage.get("prompt_tokens") or 0)
+            num_written = int(usage.get("completion_tokens") or 0)
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
             summary = "the server sends no chat completion"
             raise ServerError(summary, status=200, where=self.url, got=content) from error
-        self.cost += Cost(1, usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0)
+        self.cost += Cost(1, num_read, num_written)
         is_cut = choice.get("finish_reason") == "length"
         if not isinstance(text, str):
             return Answer("", is_cut)
         return Answer(text, is_cut, tokens)
+
+
+def _log_prob(value: Any) -> float:
+    """A log-probability. Raises `ValueError` for NaN, which would become a reward, and for a number
+    far above 0; rounding can make it a little more than 0."""
+    log_prob = float(value)
+    if not log_prob < 1.0:
+        raise ValueError(f"{log_prob} is no log-probability")
+    return log_prob
