@@ -163,6 +163,36 @@ def test_one_client_that_leaves_does_not_end_the_judging_and_all_of_them_do() ->
     run(body)
 
 
+def test_a_group_that_everybody_has_left_is_no_group_for_the_next_rollouts() -> None:
+    gate = asyncio.Event()
+
+    async def evaluate(rollouts: Sequence[Rollout]) -> list[float]:
+        try:
+            await gate.wait()
+        finally:
+            # As a judge that closes its connections.
+            await settle()
+        return [1.0] * len(rollouts)
+
+    async def body() -> None:
+        section = {"model": "m", "num_rollouts_per_prompt": 2}
+        cohorts = Cohorts(ServedJudgeConfig.model_validate(section), evaluate)
+
+        def send(text: str, number: int) -> asyncio.Task[float]:
+            return asyncio.create_task(cohorts.reward(rollout(text, number)))
+
+        gone = [send("a", 0), send("b", 1)]
+        await settle()
+        for task in gone:
+            task.cancel()
+        await asyncio.wait(gone)
+        gate.set()
+        # At once, while the judging still ends.
+        assert await asyncio.gather(send("a", 0), send("other", 1)) == [1.0, 1.0]
+
+    asyncio.run(body())
+
+
 def test_a_judge_that_fails_fails_the_whole_cohort_and_the_next_one_begins_anew() -> None:
     async def body(judge: Judge, send: Any) -> None:
         judge.error = APIError(503, "judge_failed", "down")

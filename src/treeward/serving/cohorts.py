@@ -168,6 +168,8 @@ class Cohorts:
             # The others still want the rewards, for which this completion is needed.
             if cohort.num_waiting == 0:
                 cohort.task.cancel()
+                # At once: until the judging has ended, it would end the next ones with it.
+                self._forget(key, cohort)
             return
         if cohort.members[place].num_waiting == 0:
             del cohort.members[place]
