@@ -82,6 +82,24 @@ def test_eval_reads_the_rubric_of_each_row_and_says_what_its_criteria_tell(
     assert "The parts of the reward of rubric-m" in page
 
 
+def test_criteria_may_have_the_names_of_the_tables_columns(
+    treeward: Command, judge: FakeJudge, write_rows: Write, tmp_path: Path
+) -> None:
+    named = [NUMBER | {"title": "model"}, SENTENCE | {"title": "seconds"}]
+    data = write_rows("rows.jsonl", [row(n) | {"rubric": named} for n in range(3)])
+    output = tmp_path / "eval"
+    ended = treeward("eval", section_of(judge), "--data", data, "--output", output)
+    assert ended.code == 0
+    # The table of costs names the model, which the table of accuracies does twice.
+    assert [line.split()[1:2] for line in ended.out.splitlines() if line[:2] == "1 "] == [
+        ["rubric-m"],
+    ]
+    [result] = json.loads((output / "results.json").read_text("utf-8"))["results"]
+    # Every completion is a sentence, so the mean of that criterion is 1.
+    assert result["usage"]["seconds"] != 1.0
+    assert "model" not in result["usage"]
+
+
 def test_kept_rows_are_not_used_for_another_rubric(
     treeward: Command, judge: FakeJudge, write_rows: Write, tmp_path: Path
 ) -> None:

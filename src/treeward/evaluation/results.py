@@ -221,8 +221,8 @@ def _scored(
 def judge_usage(
     scorer: ConversationScorer | GroupScorer, scored: Iterable[ScoredExample]
 ) -> dict[str, float]:
-    """What a judge has used since it was last asked, and the mean of each component of its rewards,
-    as `position_bias`, over all rows, those that were kept too. Empty for a reward model."""
+    """What a judge has used since it was last asked, and the mean of each detail of its rewards,
+    as `judge/position_bias`, over all rows, those that were kept too. Empty for a reward model."""
     if not isinstance(scorer, GroupScorer):
         return {}
     # Rows that an earlier run kept count too, so these are means of rows and not of requests.
@@ -230,7 +230,9 @@ def judge_usage(
     for row in scored:
         for heads in row.heads:
             for name, value in heads.items():
-                values_by_name[name].append(value)
+                # A criterion of a rubric may be called as a cost is, such as `seconds`.
+                if "/" in name:
+                    values_by_name[name].append(value)
     means = {name: fmean(values) for name, values in values_by_name.items()}
     return scorer.usage() | means
 
