@@ -13,6 +13,7 @@ import pytest
 
 from treeward.config.reward_environments import Aggregation
 from treeward.errors import DataError
+from treeward.evaluation.diagnostics.components import RatedGroup, component_statistics
 from treeward.scoring.rubrics import (
     Criterion,
     check_weights,
@@ -145,6 +146,12 @@ def test_paperbench_has_the_weights_of_its_leaves() -> None:
 def test_names_are_distinct() -> None:
     named = [{"title": "Tone", "text": "Polite."}, {"title": "Tone", "text": "Calm."}]
     assert [one.name for one in read({"rubric": named})] == ["Tone", "Tone_2"]
+
+
+def test_a_name_with_a_slash_is_no_detail_of_a_reward() -> None:
+    criteria = read({"rubric": [{"title": "Input/output", "text": "It names both."}]})
+    summary = component_statistics([RatedGroup("p", [{criteria[0].name: 1.0}], [None])])
+    assert summary is not None and list(summary.components) == ["Input-output"]
 
 
 @pytest.mark.parametrize(

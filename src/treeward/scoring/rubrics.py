@@ -220,11 +220,13 @@ def _is_met_by_no(value: Any, field: str) -> bool:
 
 
 def _with_distinct_names(criteria: Sequence[Criterion]) -> tuple[Criterion, ...]:
-    """Criteria without a name are numbered, and of a name that is there twice all but the first."""
+    """Criteria without a name are numbered, and of a name that is there twice all but the first.
+    A slash becomes a dash: a component with a slash is a detail of a reward, from which nothing is
+    learnt."""
     named = []
     taken: set[str] = set()
     for number, criterion in enumerate(criteria, 1):
-        name = criterion.name or f"criterion_{number}"
+        name = criterion.name.replace("/", "-") or f"criterion_{number}"
         if name in taken:
             name = f"{name}_{number}"
         taken.add(name)
