@@ -113,6 +113,11 @@ def test_components_of_members_stand_for_themselves_in_the_members_reward() -> N
     given = components() | {"judge/position_bias": torch.rand(2, 3)}
     got = advantages_of(given, config(weights=None))
     assert torch.equal(got, advantages_of(components(), config(weights=None)))
+    # A list has no place for them either.
+    assert torch.equal(
+        advantages_of(given, config(weights=[1.0, 0.5])),
+        advantages_of(components(), config(weights=[1.0, 0.5])),
+    )
 
 
 @pytest.mark.parametrize(

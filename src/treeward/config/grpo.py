@@ -144,7 +144,8 @@ class AdvantageEstimatorConfig(Strict):
     """With `gdpo` and `normalize_then_sum`: the components and their weights, as `{correct: 1.0,
     format: 0.5}`; others are not learnt from. A list, as in NeMo RL, has the components in
     alphabetical order. None: all components, each with its weight in the reward: that of a member
-    of a hybrid, the points of a rubric's criterion without their sign, else 1."""
+    of a hybrid, the points of a rubric's criterion without their sign, else 1. Only a mapping
+    reaches details, whose names have a slash."""
 
     @property
     def takes_components(self) -> bool:

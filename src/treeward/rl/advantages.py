@@ -156,13 +156,15 @@ def component_weights(
     """
     chosen = estimator.reward_weights
     weights: dict[str, float] = {}
+    # With a slash are details, as `judge/label_mass`, and the components of a hybrid's members,
+    # which stand for themselves in the member's reward. Only a mapping can name them.
+    rewards = sorted(name for name in names if "/" not in name)
     if isinstance(chosen, Mapping):
         weights = {name: weight for name, weight in chosen.items() if weight != 0.0}
     elif chosen is None:
-        # Those of a hybrid's members stand for themselves in the member's reward.
-        weights = {name: 1.0 for name in sorted(names) if "/" not in name}
-    elif len(chosen) == len(names):
-        weights = dict(zip(sorted(names), chosen, strict=True))
+        weights = dict.fromkeys(rewards, 1.0)
+    elif len(chosen) == len(rewards):
+        weights = dict(zip(rewards, chosen, strict=True))
     missing = sorted(weights.keys() - set(names))
     if has_failed and not isinstance(chosen, tuple):
         return {name: weight for name, weight in weights.items() if name in names}
@@ -177,7 +179,8 @@ def component_weights(
         got=got,
         need="two components or more, each with a weight",
         fix="rewards with components come from several members of a hybrid environment, several "
-        "heads of a reward model, or a function that returns reward/<name> for each",
+        "heads of a reward model, several criteria of a rubric, or a function that returns "
+        "reward/<name> for each",
     )
 
 
