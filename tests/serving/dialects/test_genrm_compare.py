@@ -245,6 +245,23 @@ def test_a_cohort_is_rewarded_by_number_however_it_arrives(
     assert pairs == [("a", "b"), ("a", "c"), ("b", "c")]
 
 
+def test_rollouts_with_other_instructions_are_of_another_prompt(
+    remote: FakeJudge, judged: Serve, serve_on_loopback: Callable[..., str]
+) -> None:
+    remote.answer = by_quality(a=5, b=1, c=4, d=2)
+    bodies = []
+    for text, instructions in zip("acbd", ["Be brief.", "Rhyme."] * 2, strict=True):
+        body = rollout(text, None, _ng_task_index=None)
+        body["responses_create_params"]["instructions"] = instructions
+        bodies.append(body)
+    got = verify(serve_on_loopback(judged(num_rollouts_per_prompt=2)), bodies)
+    assert [answer.json().get("reward") for answer in got] == [5, 4, 1, 2]
+    for request in remote.requests:
+        shown = "".join(sorted(places(request)))
+        expected = {"ab": "Be brief.", "cd": "Rhyme."}[shown]
+        assert f"system: {expected}" in request["messages"][1]["content"]
+
+
 def test_a_client_that_goes_away_frees_its_place(
     remote: FakeJudge, judged: Serve, serve_on_loopback: Callable[..., str]
 ) -> None:

@@ -106,8 +106,13 @@ def rollout_of(values: Mapping[str, Any]) -> Rollout:
     if not _is_integer(attempt):
         raise _wrong(GROUP_ATTEMPT, "a whole number")
     group_id = values.get(GROUP_ID)
-    # Without a name rollouts belong together by their task, and by what they answer.
-    prompt_digest = _digest({"input": params["input"], "principle": principle})
+    # Without a name rollouts belong together by their task, and by all that the judge is shown of
+    # what they answer.
+    compared = {"principle": principle}
+    for field in ("input", "instructions", "tools"):
+        # An empty list of tools is none.
+        compared[field] = params.get(field) or None
+    prompt_digest = _digest(compared)
     if group_id is not None:
         key = f"group_id::{group_id}"
     elif values.get(TASK_INDEX) is not None:
