@@ -262,6 +262,16 @@ def test_rollouts_with_other_instructions_are_of_another_prompt(
         assert f"system: {expected}" in request["messages"][1]["content"]
 
 
+@pytest.mark.parametrize("output", [{}, {"output": "4"}, {"choices": [{"message": "4"}]}])
+def test_a_body_of_another_api_is_no_empty_completion(
+    output: dict[str, Any], judged: Serve, asgi_client: Callable[..., Any]
+) -> None:
+    body = {"conversation_history": HISTORY, "response_objs": [response("a"), output]}
+    refused = asgi_client(judged()).post("/compare", json=body)
+    assert refused.status_code == 422
+    assert refused.json()["error"]["param"] == "response_objs[1].output"
+
+
 def test_a_client_that_goes_away_frees_its_place(
     remote: FakeJudge, judged: Serve, serve_on_loopback: Callable[..., str]
 ) -> None:

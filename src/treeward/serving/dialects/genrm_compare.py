@@ -90,7 +90,14 @@ async def compare(body: CompareBody, server: Server) -> JSON:
 def parse(body: CompareBody) -> tuple[ComparedPrompt, list[GroupCompletion]]:
     """The prompt and the completions of a body. Raises `APIError` 422."""
     prompt = _prompt({"input": body.conversation_history}, body.principle)
-    return prompt, [completion_of(response) for response in body.response_objs]
+    completions = []
+    for number, response in enumerate(body.response_objs):
+        # A body of another API, as a chat completion, would be an empty completion to the judge.
+        if not isinstance(response.get("output"), list):
+            place = f"response_objs[{number}].output"
+            raise _wrong(place, "the list of items of a response of the Responses API")
+        completions.append(completion_of(response))
+    return prompt, completions
 
 
 def rollout_of(values: Mapping[str, Any]) -> Rollout:
@@ -151,8 +158,7 @@ def completion_of(response: Mapping[str, Any]) -> GroupCompletion:
     items are not shown to the judge."""
     answers = []
     reasoning = []
-    items = response.get("output")
-    for item in items if isinstance(items, list) else ():
+    for item in response["output"]:
         kind = item.get("type") or "message" if isinstance(item, Mapping) else None
         if kind == "reasoning":
             reasoning += _texts(item.get("summary"), None)
