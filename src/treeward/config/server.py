@@ -77,8 +77,8 @@ class ServerConfig(Strict):
     """Memory of each model for the keys and values of prompts that were scored before; 0 disables
     the cache."""
     max_queued: PositiveInt = 20_000
-    """Most conversations in the queue. Beyond it requests get 429 with a time for a retry; one with
-    more gets 413."""
+    """Most conversations in the queue, and comparisons in a request. Beyond it requests get 429
+    with a time for a retry; one with more gets 413."""
     max_body_bytes: PositiveInt = 2**25
     """The largest request body; a larger one gets 413 as soon as its bytes show it."""
     max_body_items: PositiveInt = 500_000

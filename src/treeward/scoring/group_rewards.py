@@ -13,6 +13,7 @@ Lengths are in characters.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Sequence
 from statistics import fmean, pstdev
@@ -48,6 +49,13 @@ def pairs_of(num_completions: int, strategy: str) -> list[tuple[int, int]]:
         return list(itertools.combinations(range(num_completions), 2))
     # Two completions are compared in both orders.
     return [(i, (i + 1) % num_completions) for i in range(num_completions)]
+
+
+def num_pairs(num_completions: int, strategy: str) -> int:
+    """The number of `pairs_of`."""
+    if strategy == "all_pairs":
+        return math.comb(num_completions, 2)
+    return num_completions
 
 
 def mean_scores(verdicts: Sequence[PairVerdict], num_completions: int) -> list[float | None]:

@@ -91,10 +91,11 @@ class ServedJudge:
         """
         config = self.config
         pairs = pairs_of(len(completions), config.comparison_strategy)
+        conversation = transcript(prompt.history, prompt.tools)
         questions = []
         for first, second in pairs:
             shown = (completions[first], completions[second])
-            questions.append(self._question(prompt, shown))
+            questions.append(self._question(prompt, conversation, shown))
         num_judges = config.num_judges_per_comparison
         try:
             async with asyncio.timeout(config.cohort_evaluation_timeout_s):
@@ -126,8 +127,10 @@ class ServedJudge:
         """Judge no further group."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _question(self, prompt: ComparedPrompt, shown: Sequence[GroupCompletion]) -> Question:
-        """What the judge is asked about two completions."""
+    def _question(
+        self, prompt: ComparedPrompt, conversation: str, shown: Sequence[GroupCompletion]
+    ) -> Question:
+        """What the judge is asked about two completions. `conversation`: the prompt as a text."""
         config = self.config
         texts = []
         for completion in shown:
@@ -142,7 +145,7 @@ class ServedJudge:
                 system_prompt = config.system_prompt or SYSTEM_PROMPT
                 system_prompt += f"\n\nJudge by this principle:\n{principle}"
                 config = config.model_copy(update={"system_prompt": system_prompt})
-            return make_question(config, transcript(prompt.history, prompt.tools), texts)
+            return make_question(config, conversation, texts)
         # The roles and their order are those of Gym's `genrm_model`.
         messages: list[Message] = list(prompt.history)
         if principle is not None and config.supports_principle_role:

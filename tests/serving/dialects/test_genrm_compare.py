@@ -272,6 +272,23 @@ def test_a_body_of_another_api_is_no_empty_completion(
     assert refused.json()["error"]["param"] == "response_objs[1].output"
 
 
+@pytest.mark.parametrize(("strategy", "most"), [("circular", 10), ("all_pairs", 4)])
+def test_the_comparisons_of_a_request_are_bounded(
+    strategy: str,
+    most: int,
+    judge_section: dict[str, Any],
+    asgi_client: Callable[..., Any],
+) -> None:
+    section = {**judge_section, "comparison_strategy": strategy}
+    config = load_section(ServerConfig, {"judge": section, "max_queued": 10}, where="server")
+    service = Service.load(config)
+    client = asgi_client(service)
+    assert compare(client, *map(str, range(most))).status_code == 200
+    refused = compare(client, *map(str, range(most + 2)))
+    assert (refused.status_code, refused.json()["error"]["code"]) == (413, "too_many_comparisons")
+    service.close()
+
+
 def test_a_client_that_goes_away_frees_its_place(
     remote: FakeJudge, judged: Serve, serve_on_loopback: Callable[..., str]
 ) -> None:

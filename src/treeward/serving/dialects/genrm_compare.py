@@ -25,7 +25,7 @@ from fastapi import APIRouter
 
 from treeward.data.responses_items import messages_of_input, tools_of
 from treeward.errors import DataError
-from treeward.scoring.group_rewards import GroupCompletion, PairVerdict
+from treeward.scoring.group_rewards import GroupCompletion, PairVerdict, num_pairs
 from treeward.serving.api_error import APIError
 from treeward.serving.cohorts import ComparedPrompt, Rollout
 from treeward.serving.requests import JSON, Body, Items, JSONRoute, Server, example
@@ -74,6 +74,13 @@ async def compare(body: CompareBody, server: Server) -> JSON:
         message = "this server has no judge: start it with a `judge` section, or ask /v1/rewards"
         raise APIError(404, "no_judge", message)
     prompt, completions = await server.parsed(parse, body)
+    num_comparisons = num_pairs(len(completions), judge.config.comparison_strategy)
+    num_comparisons *= judge.config.num_judges_per_comparison
+    most = server.service.config.max_queued
+    if num_comparisons > most:
+        # All pairs of a few thousand completions are millions of questions.
+        message = f"{num_comparisons} comparisons in one request; at most {most} (max_queued)"
+        raise APIError(413, "too_many_comparisons", message)
     if len(completions) < 2:
         rewards = [lone_reward(judge) for _ in completions]
         return JSON({"rewards": rewards, "comparison_results": None, "metrics": None})
