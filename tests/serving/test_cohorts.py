@@ -25,6 +25,8 @@ class Judge:
     """Its rewards are the places at which the rollouts stand, times ten. `groups`: the texts of
     each group. `gate`: what it waits for."""
 
+    cohorts: Cohorts
+
     def __init__(self) -> None:
         self.groups: list[list[str]] = []
         self.gate = asyncio.Event()
@@ -48,8 +50,8 @@ def run(
     async def whole() -> None:
         judge = Judge()
         section = {"model": "m", "num_rollouts_per_prompt": 3, **keys}
-        cohorts = Cohorts(ServedJudgeConfig.model_validate(section), judge)
-        await body(judge, lambda sent: asyncio.create_task(cohorts.reward(sent)))
+        judge.cohorts = Cohorts(ServedJudgeConfig.model_validate(section), judge)
+        await body(judge, lambda sent: asyncio.create_task(judge.cohorts.reward(sent)))
 
     asyncio.run(whole())
 
@@ -205,6 +207,24 @@ def test_a_judge_that_fails_fails_the_whole_cohort_and_the_next_one_begins_anew(
         judge.error = None
         tasks = [send(rollout(text, number)) for number, text in enumerate("abc")]
         assert [await task for task in tasks] == [0, 10, 20]
+
+    run(body)
+
+
+def test_at_the_end_complete_cohorts_are_judged_and_no_other_one_waits() -> None:
+    async def body(judge: Judge, send: Any) -> None:
+        judge.gate.clear()
+        complete = [send(rollout(text, number)) for number, text in enumerate("abc")]
+        waiting = send(rollout("d", 0, key="b"))
+        await settle()
+        judge.cohorts.close()
+        assert await refusal(waiting) == (503, "shutting_down")
+        assert await refusal(send(rollout("e", 1, key="b"))) == (503, "shutting_down")
+        # One that is being judged answers again too.
+        complete.append(send(rollout("c", 2)))
+        await settle()
+        judge.gate.set()
+        assert [await task for task in complete] == [0, 10, 20, 20]
 
     run(body)
 

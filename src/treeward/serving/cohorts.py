@@ -93,20 +93,23 @@ class Cohorts:
         # Cohorts with a name, whose clients may send a request again that was answered.
         self._judged: OrderedDict[str, tuple[dict[Any, str], dict[Any, float]]] = OrderedDict()
         self._attempts: OrderedDict[str, int] = OrderedDict()
+        self._is_closed = False
         self.num_waiting = 0
 
     async def reward(self, rollout: Rollout) -> float:
         """The reward of a rollout, once its cohort is complete and judged.
 
         Raises `APIError`: 409 for a rollout that contradicts its cohort, 504 if the others do not
-        come in time, and what judging raises. A caller that is cancelled leaves its place to
-        another one.
+        come in time, 503 if they cannot come any more, and what judging raises. A caller that is
+        cancelled leaves its place to another one.
         """
         self._check_attempt(rollout)
         if rollout.key in self._judged:
             return self._judged_reward(rollout)
         cohort = self._open.get(rollout.key)
         if cohort is None:
+            if self._is_closed:
+                raise _shutting_down()
             cohort = self._begin(rollout)
         place = self._join(cohort, rollout)
         member = cohort.members[place]
@@ -127,6 +130,14 @@ class Cohorts:
             if not cohort.outcome.done():
                 self._leave(rollout.key, cohort, place)
         return rewards[place]
+
+    def close(self) -> None:
+        """Answer the rollouts whose cohorts are not complete with 503, now and from now on. Those
+        that are complete are judged."""
+        self._is_closed = True
+        for key, cohort in list(self._open.items()):
+            if cohort.task is None:
+                self._fail(key, cohort, _shutting_down())
 
     def _begin(self, rollout: Rollout) -> _Cohort:
         loop = asyncio.get_running_loop()
@@ -253,6 +264,11 @@ class Cohorts:
         # Another cohort may have begun under the key.
         if self._open.get(key) is cohort:
             del self._open[key]
+
+
+def _shutting_down() -> APIError:
+    message = "the server is shutting down, and the other rollouts of the prompt cannot come"
+    return APIError(503, "shutting_down", message, retry_after=5)
 
 
 def _order(item: tuple[Any, _Member]) -> tuple[bool, Any]:

@@ -87,7 +87,8 @@ def make_server(service: Service, *, token: str | None = None) -> uvicorn.Server
     `should_exit`.
     """
     logging.getLogger("uvicorn.access").setLevel(logging.INFO)
-    return uvicorn.Server(
+    return _Server(
+        service,
         uvicorn.Config(
             create_app(service, token=token),
             http=BoundedProtocol,
@@ -107,6 +108,18 @@ def make_server(service: Service, *, token: str | None = None) -> uvicorn.Server
             timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         ),
     )
+
+
+class _Server(uvicorn.Server):
+    """Tells the service of its end before it waits for the accepted requests."""
+
+    def __init__(self, service: Service, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._service = service
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._service.begin_shutdown()
+        await super().shutdown(sockets)
 
 
 def _bind(config: ServerConfig) -> socket.socket:

@@ -159,6 +159,11 @@ class Service:
                 raise APIError(422, "cannot_be_scored", message, param=f"[{i}]")
         return rewards
 
+    def begin_shutdown(self) -> None:
+        """Answer the requests that wait for others, because no others will be accepted."""
+        if self.judge is not None:
+            self.judge.cohorts.close()
+
     def close(self) -> None:
         """Stop the batcher and the judge."""
         self.batcher.close()

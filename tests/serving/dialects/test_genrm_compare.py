@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 from fake_judge import FakeJudge, places
-from loopback import wait_until
+from loopback import serving_on_loopback, wait_until
 from templates import PROMPTING_CHATML
 
 from treeward.config.load import load_section
@@ -309,6 +309,19 @@ def test_a_cohort_that_stays_incomplete_gets_an_error(
     refused = client.post("/verify", json=rollout("a", 0))
     assert (refused.status_code, refused.json()["error"]["code"]) == (504, "incomplete_cohort")
     assert "1 of 2 rollouts" in refused.json()["error"]["message"]
+
+
+def test_a_server_that_ends_answers_the_rollouts_whose_others_cannot_come(judged: Serve) -> None:
+    service = judged(num_rollouts_per_prompt=2)
+    judge = service.judge
+    assert judge is not None
+    with ThreadPoolExecutor(1) as threads:
+        with serving_on_loopback(service) as url:
+            body = rollout("a", 0)
+            sent = threads.submit(httpx.post, f"{url}/verify", json=body, timeout=600)
+            wait_until(lambda: judge.cohorts.num_waiting == 1)
+        refused = sent.result()
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
 
 
 def test_rollouts_that_wait_are_bounded(
