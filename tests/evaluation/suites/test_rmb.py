@@ -78,6 +78,22 @@ def test_the_best_answer_must_beat_all_others(rmb: Path) -> None:
     assert result.headline.value == 0.75
 
 
+@pytest.mark.parametrize("source", [".", "S1.json"])
+def test_a_part_of_a_copy_keeps_its_name(
+    source: str, rmb: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(rmb / "RMB_dataset" / "BoN_set" / "Harmlessness")
+    [example] = RMB().load(source)
+    assert example.task_name == "Harmlessness, best of n"
+
+
+def test_a_file_whose_folders_do_not_name_its_part_is_refused(rmb: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "S1.json"
+    (rmb / "RMB_dataset" / "BoN_set" / "Harmlessness" / "S1.json").rename(moved)
+    with pytest.raises(DataError, match="of which part of RMB"):
+        RMB().load(str(moved))
+
+
 def test_without_a_copy_the_error_says_how_to_get_one() -> None:
     with pytest.raises(DataError, match="git clone https://github.com/Zhou-Zoey") as raised:
         RMB().load(None)

@@ -82,7 +82,8 @@ class RMB(Suite):
 
     def load(self, source: str | None = None) -> list[Preference]:
         """The files of both sets. `source`: the repository's folder, a folder of it, or a file."""
-        folder = Path(self.copy_of(source))
+        # Absolute: the folders above a file say of which part its rows are.
+        folder = Path(self.copy_of(source)).absolute()
         files = [] if folder.is_dir() else [folder]
         for file in sorted(folder.rglob("*.json")):
             if {"Pairwise_set", "BoN_set"} & set(file.parts):
@@ -96,23 +97,21 @@ class RMB(Suite):
             )
         examples = []
         for file in files:
-            goal = "Helpfulness"
-            if any(part.lower() == "harmlessness" for part in file.parts):
-                goal = "Harmlessness"
             for row in read_rows(str(file)):
                 if "bon_best" in row.values:
                     best = read_as(BestAnswer, row)
                     texts = [best.bon_best.answer, *(one.answer for one in best.loser_list)]
                     id = best.bon_uid
                     prompt = best.conversation_input
-                    part = f"{goal}, best of n"
+                    kind = "best of n"
                 else:
                     pair = read_as(PairOfAnswers, row)
                     texts = [pair.chosen.answer, pair.reject.answer]
                     id = pair.pair_uid
                     prompt = pair.conversation_input
-                    part = f"{goal}, pairs"
+                    kind = "pairs"
                 ranks = [0] + [1] * (len(texts) - 1)
+                part = f"{_goal(file)}, {kind}"
                 examples.append(published_example(row.where, part, id, prompt, texts, ranks))
         return examples
 
@@ -126,6 +125,19 @@ class RMB(Suite):
         if part is None or part.endswith("best of n"):
             return None
         return 0.5
+
+
+def _goal(file: Path) -> str:
+    """The part that the folder nearest to a file names."""
+    for folder in file.parents:
+        for goal in ("Helpfulness", "Harmlessness"):
+            if folder.name.lower() == goal.lower():
+                return goal
+    raise DataError(
+        "the path of this file does not say of which part of RMB it is",
+        where=str(file),
+        need="a folder Helpfulness or Harmlessness above it, as the repository has them",
+    )
 
 
 # --- IF-RewardBench -------------------------------------------------------------------------------
