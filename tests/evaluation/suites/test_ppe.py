@@ -114,6 +114,25 @@ def test_a_missing_score_is_wrong_and_is_never_chosen(copy: Path) -> None:
     assert result.details["best_of_k"]["MATH"] == {1: 0.0, 2: 0.0, 4: 1.0}
 
 
+def test_a_benchmark_without_pairs_is_left_out_of_the_mean(copy: Path) -> None:
+    write_jsonl(copy / "PPE-IFEval-Best-of-K.jsonl", best_of_k(0, [True, True], []))
+    suite = PPECorrectness()
+    scored = []
+    for example in suite.load(str(copy)):
+        count = len(example.completions)
+        scored.append(rated(example, [float(-number) for number in range(count)]))
+    result = suite.summarize(scored)
+    # MATH: (0, 1) twice right, (2, 3) and (1, 0) wrong. GPQA: wrong.
+    assert {part.name: part.value for part in result.sections} == {"MATH": 0.5, "GPQA": 0.0}
+    assert result.headline.value == pytest.approx(0.25)
+
+
+def test_a_benchmark_in_two_files_is_refused(copy: Path) -> None:
+    write_jsonl(copy / "MATH-00001-of-00002.jsonl", best_of_k(2, [True, False], [(0, 1)]))
+    with pytest.raises(DataError, match="more than once"):
+        PPECorrectness().load(str(copy))
+
+
 @pytest.mark.parametrize(
     ("row", "field"),
     [

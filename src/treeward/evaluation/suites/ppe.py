@@ -178,13 +178,22 @@ class PPECorrectness(Suite):
 
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
         groups = by_subset(scored)
-        parts = tuple(_accuracy(name, group) for name, group in groups.items())
+        parts = []
+        for name, group in groups.items():
+            part = _accuracy(name, group)
+            # The first prompts of a benchmark may have no pairs, which is no accuracy.
+            if part.count:
+                parts.append(part)
         details: dict[str, Any] = {
             "auc": {name: _mean_auc(group) for name, group in groups.items()},
             "best_of_k": {name: _best_of_k(group) for name, group in groups.items()},
         }
         return SuiteResult(
-            self.name, combined("accuracy", parts), sections=parts, subsets=parts, details=details
+            self.name,
+            combined("accuracy", parts),
+            sections=tuple(parts),
+            subsets=tuple(parts),
+            details=details,
         )
 
 
@@ -195,9 +204,17 @@ def _places(source: Path) -> dict[str, str]:
     paths = sorted(source.iterdir()) if source.is_dir() else [source]
     places = {}
     for benchmark in BENCHMARKS:
-        for path in paths:
-            if benchmark.lower() in path.name.lower():
-                places[benchmark] = str(path)
+        named = [str(path) for path in paths if benchmark.lower() in path.name.lower()]
+        if len(named) > 1:
+            raise DataError(
+                "this benchmark of PPE is there more than once",
+                where=str(source),
+                got=named,
+                need=f"one file or folder with the name {benchmark}",
+                fix="put the parts of a benchmark into a folder of its own",
+            )
+        if named:
+            places[benchmark] = named[0]
     if not places and source.is_file():
         return {source.stem: str(source)}
     if not places:
