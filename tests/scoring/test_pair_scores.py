@@ -147,7 +147,11 @@ def test_probabilities_give_the_expected_scores() -> None:
     weights[names.index('{"score_1": 5, "score_2": 1, "ranking": 1}')] = 0.75
     weights[names.index('{"score_1": 3, "score_2": 3, "ranking": 5}')] = 0.25
     verdict = expected_verdict(config(), weights, 0.5)
-    assert verdict.scores == PairScores(4.5, 1.5, 2.0)
+    scores = verdict.scores
+    assert scores is not None
+    assert (scores.score_1, scores.score_2, scores.ranking) == (4.5, 1.5, 2.0)
+    # The second verdict is a tie, and its ranking makes (1.5, 4.5) of it.
+    assert scores.tie_broken == pytest.approx((0.75 * 5 + 0.25 * 1.5, 0.75 * 1 + 0.25 * 4.5))
     assert (verdict.value, verdict.label, verdict.mass) == (0.75, "A", 0.5)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,11 +36,16 @@ text, which a completion could make a judge repeat."""
 
 @dataclass(frozen=True, slots=True)
 class PairScores:
-    """`score_1`, `score_2`: from 1 to 5. `ranking`: from 1 to 6. Expectations are fractions."""
+    """`score_1`, `score_2`: from 1 to 5. `ranking`: from 1 to 6. Expectations are fractions.
+
+    `mean_tie_broken`: of an expectation, the mean of `tie_broken` over its verdicts; None of one
+    verdict.
+    """
 
     score_1: float
     score_2: float
     ranking: float
+    mean_tie_broken: tuple[float, float] | None = None
 
     @classmethod
     def of_outcome(cls, value: float) -> PairScores:
@@ -56,10 +61,29 @@ class PairScores:
             HIGHEST_RANKING - ranking_range * value,
         )
 
+    @classmethod
+    def expected(cls, weights: Sequence[float]) -> PairScores:
+        """The expectation, from the probability of each of `all_pair_scores`."""
+        score_1 = 0.0
+        score_2 = 0.0
+        ranking = 0.0
+        first = 0.0
+        second = 0.0
+        for weight, scores in zip(weights, all_pair_scores(), strict=True):
+            score_1 += weight * scores.score_1
+            score_2 += weight * scores.score_2
+            ranking += weight * scores.ranking
+            first += weight * scores.tie_broken[0]
+            second += weight * scores.tie_broken[1]
+        return cls(score_1, score_2, ranking, (first, second))
+
     @property
     def tie_broken(self) -> tuple[float, float]:
         """The score of each completion. Equal scores move apart by the ranking, which otherwise
         does not count (Gym's `simple_tiebreaker`)."""
+        # Expected scores are hardly ever equal, though many of the verdicts behind them have ties.
+        if self.mean_tie_broken is not None:
+            return self.mean_tie_broken
         if self.score_1 != self.score_2:
             return self.score_1, self.score_2
         lead = MIDDLE_RANKING - self.ranking

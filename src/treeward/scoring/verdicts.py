@@ -396,16 +396,8 @@ def expected_verdict(
     label = list(values)[likeliest]
     if config.verdict != "scores":
         return Verdict(mean, label, mass=mass)
-    every = list(all_pair_scores())
-    score_1 = 0.0
-    score_2 = 0.0
-    ranking = 0.0
-    for weight, scores in zip(weights, every, strict=True):
-        score_1 += weight * scores.score_1
-        score_2 += weight * scores.score_2
-        ranking += weight * scores.ranking
-    expected = PairScores(score_1, score_2, ranking)
-    return Verdict(mean, every[likeliest].label, mass=mass, scores=expected)
+    place = list(all_pair_scores())[likeliest].label
+    return Verdict(mean, place, mass=mass, scores=PairScores.expected(weights))
 
 
 def share_of_scale(rating: float, config: JudgePromptConfig) -> float:
