@@ -113,7 +113,7 @@ def test_kept_rows_are_not_used_for_another_rubric(
     write_rows("rows.jsonl", [row(n) | {"rubric": [NUMBER]} for n in range(3)])
     ended = treeward(*words)
     assert ended.code == 2
-    assert "columns" in ended.err
+    assert "another content of the columns" in ended.err
 
 
 def test_two_judges_and_a_model_stand_in_one_table(

@@ -184,7 +184,7 @@ def _evaluate(
         # A row that was kept is valid for this model on this data, and for nothing else.
         full_identity = {**identity, "examples": loaded.digest}
         if isinstance(scorer, GroupScorer):
-            full_identity["columns"] = loaded.columns_digest
+            full_identity["content of the columns"] = loaded.columns_digest
         folder = None if output is None else output / candidate.name / suite.name
         rows_file = None if folder is None else folder / "examples.jsonl"
         started = time.perf_counter()
