@@ -262,6 +262,27 @@ def test_slices_equal_masked_attention(
             torch.testing.assert_close(got, want, rtol=1e-5, atol=3e-6)
 
 
+@pytest.mark.parametrize("function", [causal, window, chunks])
+def test_slices_in_float64(function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parts and their merging are computed in float64 throughout, forward and backward."""
+    monkeypatch.setattr(position_mask, "CALL_COST", 0)
+    layout = layout_of([[[5, 6, 7, 8], [5, 6, 9, 10, 11], [5, 6, 9, 12]], [[3, 4], [3, 5]]])
+    positions = PositionMask(function, layout)
+    generator = torch.Generator().manual_seed(0)
+    inputs = []
+    for num_heads in (2, 1, 1):
+        shape = (1, num_heads, layout.num_tokens, 4)
+        values = torch.randn(shape, generator=generator, dtype=torch.float64)
+        inputs.append(values.requires_grad_())
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return attention.sliced_attention(query, key, value, positions.parts, 0.5)
+
+    dense = attention.masked_attention(*inputs, positions, 0.5)
+    torch.testing.assert_close(attend(*inputs), dense, rtol=1e-13, atol=1e-14)
+    assert torch.autograd.gradcheck(attend, inputs)
+
+
 class Largest(TorchDispatchMode):
     """The number of elements of the largest tensor that any operation returns."""
 

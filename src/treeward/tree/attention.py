@@ -401,7 +401,8 @@ def _merged(
     """The merged output of the parts of a row (J, R, T, D), and its log-sum-exp (J, R, T)."""
     query, key, value = _by_key_head(query_BHTD, key_BJTD, value_BJTD)
     out = torch.empty_like(query)
-    lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+    # In the kernel's own format: of float64, its backward pass takes no float32.
+    lse = query.new_empty(query.shape[:3])
     for part in parts:
         q = slice(part.q_start, part.q_end)
         k = slice(part.k_start, part.k_end)
@@ -426,9 +427,9 @@ def _merged(
             out[:, :, q] = part_out
             lse[:, :, q] = part_lse
             continue
-        # L and o of `SlicedAttention`, one more part at a time: of two parts the second has the weight
-        # exp(l_2 - L) = sigmoid(l_2 - l_1). So written it is one pass over the outputs, and more
-        # exact: L is large beside the difference.
+        # L and o of `SlicedAttention`, one more part at a time: of two parts the second has the
+        # weight exp(l_2 - L) = sigmoid(l_2 - l_1). So written it is one pass over the outputs, and
+        # more exact: L is large beside the difference.
         before = lse[:, :, q]
         weight = torch.sigmoid(part_lse - before).unsqueeze(-1)
         out[:, :, q].lerp_(part_out, weight)
