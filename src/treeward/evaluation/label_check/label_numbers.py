@@ -46,6 +46,11 @@ _FEWEST_SURE = 50
 """With fewer pairs beyond a threshold its bound says little, and the least of many would be a
 chance."""
 _NUM_RESAMPLES = 1000
+_CHANCE = 2.0
+"""By how many half-widths of its interval the accuracy must lie above 1/2. Random labels lie above
+one more often than the interval says: a pair that pulls another's margin up from its own fold is
+pulled up by it in turn, so that right margins come in twos. Of 500 sets of random labels (300 to
+1,000 pairs, 12 to 200 features) 6 % lay above one half-width, 1.4 % above 1.5 and none above 2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +153,7 @@ def label_numbers(pairs: CheckedPairs) -> LabelNumbers:
     accuracy = _accuracy(pairs, "accuracy")
     curve = bound_curve(pairs)
     is_suspect_P = suspects_of(pairs)
+    suspect_below = _suspect_below(pairs)
     lowest = min(curve, key=lambda point: point.bound.high or 0.0)
     # Of two equally long completions none is the longer one.
     differs_P = pairs.longer_P != 0
@@ -162,7 +168,8 @@ def label_numbers(pairs: CheckedPairs) -> LabelNumbers:
         suspects_by_source = np.array(pairs.sources)[is_suspect_P].tolist()
         for name in names:
             number = suspects_by_source.count(name)
-            sources[name] = _source_numbers(pairs.of_source(name), name, number)
+            of_source = pairs.of_source(name)
+            sources[name] = _source_numbers(of_source, name, number, suspect_below)
     return LabelNumbers(
         num_pairs=len(pairs),
         num_prompts=len(np.unique(pairs.prompt_P)),
@@ -172,14 +179,17 @@ def label_numbers(pairs: CheckedPairs) -> LabelNumbers:
         bound=lowest.bound,
         suspects=Metric("suspects", float(is_suspect_P.mean()), count=int(is_suspect_P.sum())),
         longer_lost=longer_lost,
-        overall=_source_numbers(pairs, "all", int(is_suspect_P.sum())),
+        overall=_source_numbers(pairs, "all", int(is_suspect_P.sum()), suspect_below),
         sources=sources,
     )
 
 
 def is_informed(accuracy: Metric) -> bool:
-    """Whether the head is better than chance: the interval of its accuracy lies above 1/2."""
-    return accuracy.low is not None and accuracy.low > 0.5
+    """Whether the head is better than chance, by its accuracy on all pairs."""
+    if accuracy.value is None or accuracy.low is None:
+        return False
+    half_width = accuracy.value - accuracy.low
+    return accuracy.value - 0.5 > _CHANCE * half_width
 
 
 def suspects_of(pairs: CheckedPairs) -> Flags:
@@ -190,11 +200,15 @@ def suspects_of(pairs: CheckedPairs) -> Flags:
     suspect where the probability of the other order is at least the mean probability of the orders
     that are given, 1 - p >= mean(p).
     """
-    probability_P = pairs.probability_P
-    threshold = float(probability_P.mean())
-    if threshold <= 0.5 or not is_informed(_accuracy(pairs, "accuracy")):
-        return np.zeros(len(pairs), dtype=bool)
-    return 1 - probability_P >= threshold
+    return pairs.probability_P <= _suspect_below(pairs)
+
+
+def _suspect_below(pairs: CheckedPairs) -> float:
+    """The highest probability of a suspect; -inf where there are none."""
+    mean = float(pairs.probability_P.mean())
+    if mean <= 0.5 or not is_informed(_accuracy(pairs, "accuracy")):
+        return -np.inf
+    return 1 - mean
 
 
 def bound_curve(pairs: CheckedPairs) -> tuple[BoundPoint, ...]:
@@ -270,12 +284,13 @@ def flipped_labels(score_P: Floats, suspect_below: float, share: float) -> Flipp
     )
 
 
-def _source_numbers(pairs: CheckedPairs, name: str, num_suspects: int) -> SourceNumbers:
-    # The suspects are those beyond a probability, which orders pairs as the moderated margin does.
-    probability_P = pairs.probability_P
-    score_P = probability_P - 0.5
-    suspect_below = 0.5 - max(float(probability_P.mean()), 0.5)
-    flips = [flipped_labels(score_P, suspect_below, share) for share in INJECTED]
+def _source_numbers(
+    pairs: CheckedPairs, name: str, num_suspects: int, suspect_below: float
+) -> SourceNumbers:
+    """`suspect_below`: the threshold of all pairs, by which the suspects were counted too."""
+    # A flip negates a score that is 0 where both orders are as likely.
+    score_P = pairs.probability_P - 0.5
+    flips = [flipped_labels(score_P, suspect_below - 0.5, share) for share in INJECTED]
     auroc = Metric("auroc", auroc_of_flips(score_P), count=len(pairs))
     return SourceNumbers(_accuracy(pairs, name), auroc, tuple(flips), num_suspects)
 
