@@ -1,7 +1,7 @@
 """`label_numbers`: what out-of-fold margins say of labels, as numbers.
 
     numbers = label_numbers(pairs)
-    numbers.bound.high             # at most so many of 100 labels are wrong, with 95 % confidence
+    numbers.bound.high             # at most this share of the labels is wrong
     numbers.flips["all"]           # what is found of labels that are flipped on purpose
     suspects_of(pairs)             # bool (P,): the pairs whose labels look wrong
 
@@ -16,8 +16,9 @@ how many labels are wrong: a worse head and cleaner labels look alike. Two thing
    for e <= 1/2: the head's own mistakes only add to the wrong labels. Where labelers err more often
    on pairs that are hard, only t = 0 is safe: surer pairs then have fewer errors than all.
 2. The power of the search. To flip a held-out label only negates its margin. So recall and
-   precision of planted errors are known without training again; labels that were wrong before
-   count as right there, so that the true precision is higher.
+   precision of planted errors are known without training again, exactly for a single one. Of many
+   they are too good: the heads were fitted before the flips. Labels that were wrong before count
+   as right, which makes the precision too low.
 
 Shapes: P pairs, T thresholds, R resamples, C prompts.
 """
@@ -133,8 +134,10 @@ class SourceNumbers:
 @dataclass(frozen=True, slots=True)
 class LabelNumbers:
     """`is_informed`: whether the head is better than chance; it proposes nothing if not. `curve`:
-    the bound over t; `bound`: its point with the lowest upper end. `longer_lost`: among suspects
-    and among all pairs, how often the longer completion is the worse one."""
+    the bound over t, each point with an interval of its own. `bound`: the point with the lowest
+    upper end; because it is the lowest, it lies too low more often than one of 40 would.
+    `longer_lost`: among suspects and among all pairs, how often the longer completion is the worse
+    one."""
 
     num_pairs: int
     num_prompts: int
@@ -262,7 +265,7 @@ def auroc_of_flips(score_P: Floats) -> float:
 
 def flipped_labels(score_P: Floats, suspect_below: float, share: float) -> FlippedLabels:
     """What is found where a label of this score is flipped with probability `share`, which negates
-    its score. Exact: each pair is both, with the weights 1 - share and share."""
+    its score. Of all draws at once: each pair is both, with the weights 1 - share and share."""
     scores = np.concatenate([score_P, -score_P])
     weights = np.concatenate([np.full(len(score_P), 1 - share), np.full(len(score_P), share)])
     is_flipped = np.arange(len(scores)) >= len(score_P)
