@@ -335,6 +335,32 @@ def test_components_that_fall_while_the_proxy_rises_are_named(tmp_path: Path) ->
     assert "label_mass" not in text.partition("Over the steps")[0]
 
 
+def test_a_component_of_several_environments_has_no_interval_of_both(tmp_path: Path) -> None:
+    """Prompts of two environments, whose rewards have a component of one name: the watch pairs all
+    prompts, and one rises while the other falls."""
+    rows = []
+    for step in (0, 10):
+        rows.append(
+            {
+                "step": step,
+                "validation/reward": 0.5 + step / 100,
+                "validation/math_env/component/form": 0.2 + step / 20,
+                "validation/code_env/component/form": 0.9 - step / 20,
+                "validation/code_env/component/tests": 0.1 + step / 20,
+                "watch/component/form_change": 0.1,
+                "watch/component/form_change_error": 0.01,
+                "watch/component/tests_change": 0.5,
+                "watch/component/tests_change_error": 0.01,
+            }
+        )
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    components = RLRun.read("two", tmp_path).components
+    changes = {name: change.by.value for name, change in components.items()}
+    assert changes == pytest.approx({"math/form": 0.5, "code/form": -0.5, "code/tests": 0.5})
+    verbs = {name: change.verb for name, change in components.items()}
+    assert verbs == {"math/form": "went", "code/form": "went", "code/tests": "rose"}
+
+
 def test_a_run_without_components_has_no_place_for_them(runs: list[RLRun]) -> None:
     assert "Components" not in text_of(*runs)
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -159,8 +160,15 @@ class RLRun:
         """The change of each component of the proxy, by `environment/component`. Details, whose
         names have a slash, are left out."""
         changes = {}
-        for environment, component in self._component_names(of_gold=False):
-            change = self._change(f"{environment}/component/{component}", f"component/{component}")
+        names = self._component_names(of_gold=False)
+        num_environments = Counter(component for _, component in names)
+        for environment, component in names:
+            # The watch knows a component by its own name, whichever environments have it: what it
+            # logs for several is the change of none of them.
+            watched = None
+            if num_environments[component] == 1:
+                watched = f"component/{component}"
+            change = self._change(f"{environment}/component/{component}", watched)
             if change is not None:
                 changes[f"{environment.removesuffix('_env')}/{component}"] = change
         return changes
@@ -254,13 +262,15 @@ class RLRun:
             return "worse"
         return "level"
 
-    def _change(self, key: str, name: str) -> Change | None:
-        """The change of a metric, with the watch's interval."""
+    def _change(self, key: str, name: str | None) -> Change | None:
+        """The change of a metric, with the interval that the watch has under `name`, if any."""
         curve = self.curve(f"validation/{key}")
         if len(curve) < 2:
             return None
         first = next(iter(curve.values()))
         last_step, last = list(curve.items())[-1]
+        if name is None:
+            return Change(first, last, Metric("change", last - first))
         # The watch pairs both ends by prompt, which makes the interval narrower.
         value = self.curve(f"watch/{name}_change").get(last_step)
         error = self.curve(f"watch/{name}_change_error").get(last_step)
