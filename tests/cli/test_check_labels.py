@@ -122,6 +122,14 @@ def test_mistakes_are_told(
     data = write_rows("data.jsonl", rows(40))
     misspelt = check(data, "policy.precison=float32")
     assert misspelt.code == 2 and "policy.precision" in misspelt.err
+    trained = check(data, "policy.reward_model_cfg.freeze_backbone=false")
+    assert trained.code == 2 and "only a head is fitted" in trained.err
+    # Pairs that are dropped would have given their lines to others.
+    assert check(data).code == 0
+    lines = read_lines(tmp_path / "out" / "labels.jsonl")
+    lines[0]["proposal"] = "drop"
+    labelled = check(data, f"data.labels={write_rows('labels.jsonl', lines)}")
+    assert labelled.code == 2 and "the labels of the data are checked" in labelled.err
 
 
 def test_what_it_writes_is_what_train_takes(

@@ -78,10 +78,16 @@ class _ReadPairs:
 def check_labels(config: RewardModelRunConfig, *, show_progress: bool = True) -> LabelCheck:
     """Check the labels of the training sets of a run whose backbone is frozen.
 
-    Raises `DataError` for too few prompts, `ModelError` for features that are not finite, and what
-    `set_up` raises.
+    Raises `ConfigError` for a backbone that is not frozen and for `data.labels`, `DataError` for
+    too few prompts, `ModelError` for features that are not finite, and what `set_up` raises.
     """
-    assert config.policy.reward_model_cfg.freeze_backbone
+    if not config.policy.reward_model_cfg.freeze_backbone:
+        need = "true: only a head is fitted"
+        raise config.error("policy.reward_model_cfg.freeze_backbone", need, "leave the key out")
+    if config.data.labels:
+        # A pair that they drop has no features, and one that they turn round another label.
+        need = "none: the labels of the data are checked"
+        raise config.error("data.labels", need, "leave the key out")
     setup = with_features(set_up(config, show_progress=show_progress), show_progress)
     read = _read_pairs(setup)
     with ShownProgress(unit="folds", enabled=show_progress) as progress:
