@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import WORDS
 from page_text import Page
+from safetensors.torch import load_file, save_file
 from verbs import Command, Ended
 
 from treeward.model.reward_model import RewardModel
@@ -107,6 +110,22 @@ def test_a_pair_that_was_not_read_has_a_line(
     assert "1 pairs were not read" in " ".join(ended.out.split())
     last = read_lines(tmp_path / "out" / "labels.jsonl")[-1]
     assert last["margin"] is None and last["proposal"] == "keep"
+
+
+def test_a_model_to_which_all_completions_are_alike_is_told_of(
+    treeward: Command, write_rows: Write, policy_folder: Path, tmp_path: Path
+) -> None:
+    blind = shutil.copytree(policy_folder, tmp_path / "blind")
+    for path in blind.glob("*.safetensors"):
+        weights = {name: torch.zeros_like(weight) for name, weight in load_file(path).items()}
+        save_file(weights, path, metadata={"format": "pt"})
+    data = write_rows("data.jsonl", rows(40))
+    words = ["--model", blind, "--output", tmp_path / "out", f"data.cache_dir={tmp_path}/cache"]
+    ended = treeward("check-labels", data, *words)
+    assert ended.code == 0, ended.err
+    assert "nothing is proposed" in " ".join(ended.out.split())
+    page = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
+    assert [row["margin"] for row in page["examples"]] == [0.0] * 40
 
 
 def test_mistakes_are_told(

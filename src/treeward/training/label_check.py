@@ -240,7 +240,10 @@ def _pairs_of(config: RewardModelRunConfig) -> Iterator[tuple[Preference, str, s
 
 def _example(pair: Preference, line: Mapping[str, Any]) -> dict[str, Any]:
     """The pair with its texts: a row of a report's examples."""
-    sureness = line["margin"] / line["spread"]
+    sureness = 0.0
+    # Completions with equal features have neither margin nor spread.
+    if line["spread"] > 0:
+        sureness = line["margin"] / line["spread"]
     lengths = [len(last_text(completion.messages)) for completion in pair.completions]
     outcome = "wrong"
     if line["margin"] > 0:

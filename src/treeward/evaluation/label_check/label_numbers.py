@@ -75,7 +75,8 @@ class CheckedPairs:
     @property
     def sureness_P(self) -> Floats:
         """The margin in units of its spread: the order in which pairs are read."""
-        return self.margin_P / self.spread_P
+        # Completions with equal features have neither: 0, and not 0 / 0.
+        return self.margin_P / np.maximum(self.spread_P, np.finfo(np.float64).tiny)
 
     @property
     def probability_P(self) -> Floats:
