@@ -6,10 +6,10 @@ examples:
       policy.max_total_sequence_length=1024
   treeward train --model MODEL --data train.jsonl data.labels=labels/labels.jsonl
 
-Any model will do, a bare one or a reward model. It costs what scoring the data costs: only a head is
-fitted. The folder has report.html, with the pairs to read, report.json, and labels.jsonl: for each
-pair its margin, the margin's spread and a proposal, which data.labels of a run takes. The data is
-not changed. A second start uses what the model has read, if it had come to its end.
+Any model will do, a bare one or a reward model. It costs what scoring the data costs: only a head
+is fitted. The folder has report.html, with the pairs to read, report.json, and labels.jsonl: for
+each pair its margin, the margin's spread and a proposal, which data.labels of a run takes. The data
+is not changed. A second start uses what the model has read, if it had come to its end.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     config = load_file(RewardModelRunConfig, None, values={...})    # with freeze_backbone
     checked = check_labels(config)
-    checked.lines[0]     # {"pair": "f3a0...", "margin": -2.9, "spread": 0.7, "proposal": "drop", ...}
+    checked.lines[0]     # {"pair": "f3a0...", "margin": -2.9, "proposal": "drop", ...}
     checked.numbers      # `LabelNumbers`
 
 The backbone reads the data once, by `with_features`: each prompt once for all its completions, and

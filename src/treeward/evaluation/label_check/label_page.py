@@ -142,8 +142,9 @@ def label_sentences(numbers: LabelNumbers, num_unread: int = 0) -> tuple[str, ..
         )
     if not numbers.is_informed:
         sentences.append(
-            "That may be chance: random labels would agree as often in some data. This model hardly "
-            "sees what the labels say, so nothing is proposed. Try another --model, or more pairs."
+            "That may be chance: random labels would agree as often in some data. This model "
+            "hardly sees what the labels say, so nothing is proposed. Try another --model, or more "
+            "pairs."
         )
         return tuple(sentences)
     sentences.append(
