@@ -108,6 +108,8 @@ def test_a_pair_that_was_not_read_has_a_line(
     long = {"prompt": "rain " * 300, "chosen": "yes", "rejected": "no"}
     ended = check(write_rows("data.jsonl", [*rows(40), long]))
     assert "1 pairs were not read" in " ".join(ended.out.split())
+    # All labels are right, so that there is nothing to train without.
+    assert "No pair is a suspect" in ended.out and "Train without" not in ended.out
     last = read_lines(tmp_path / "out" / "labels.jsonl")[-1]
     assert last["margin"] is None and last["proposal"] == "keep"
 

@@ -153,6 +153,9 @@ def label_sentences(numbers: LabelNumbers, num_unread: int = 0) -> tuple[str, ..
         "in it, and agreement alone cannot tell a worse head from worse labels."
     )
     suspects = numbers.suspects
+    if suspects.count == 0:
+        sentences.append("No pair is a suspect, so nothing is proposed.")
+        return tuple(sentences)
     sentences.append(
         f"{suspects.count:,} pairs ({_percent(suspects.value)}) are suspects, and proposed to be "
         "dropped. A label looks wrong too where the model does not see what the label is about: "
@@ -178,8 +181,11 @@ def label_sentences(numbers: LabelNumbers, num_unread: int = 0) -> tuple[str, ..
 
 
 def is_precise(numbers: LabelNumbers) -> bool:
-    """Whether at least half of the suspects are wrong where `TYPICAL_SHARE` of the labels is."""
-    return numbers.is_informed and _typical_flips(numbers).suspect_precision >= 0.5
+    """Whether there are suspects, at least half of which are wrong where `TYPICAL_SHARE` of the
+    labels is."""
+    if numbers.suspects.count == 0:
+        return False
+    return _typical_flips(numbers).suspect_precision >= 0.5
 
 
 def _typical_flips(numbers: LabelNumbers) -> FlippedLabels:
