@@ -1,7 +1,7 @@
-"""The tables of data sets in `docs/data.md`, from `config/dataset_table.py`; a test holds the page
-to it.
+"""The tables of data sets in `docs/data.md` and `docs/process_rewards.md`, from
+`config/dataset_table.py`; a test holds the pages to it.
 
-python docs/data_tables.py    # writes docs/data.md
+python docs/data_tables.py    # writes both
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from treeward.config.dataset_table import COMPARISONS, PROMPTS, KnownDataset
+from treeward.config.dataset_table import COMPARISONS, PROMPTS, STEP_FORMATS, KnownDataset
 
 PAGE = Path(__file__).parent / "data.md"
+STEPS_PAGE = Path(__file__).parent / "process_rewards.md"
 
 
 def data_tables(page: str) -> str:
@@ -41,6 +42,15 @@ def data_tables(page: str) -> str:
     return _with_table(page, "prompts", prompts)
 
 
+def step_table(page: str) -> str:
+    """The page about process reward models with its table generated anew."""
+    lines = ["| Keys of a row | Read by `dataset_name` |", "|---|---|"]
+    for known in STEP_FORMATS:
+        for row in known.rows:
+            lines.append(f"| {row} | `{known.name}` |")
+    return _with_table(page, "steps", lines)
+
+
 def _names(known: KnownDataset) -> str:
     return ", ".join(f"`{name}`" for name in (known.name, *known.aliases))
 
@@ -65,3 +75,4 @@ def _with_table(page: str, name: str, lines: Iterable[str]) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(data_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    STEPS_PAGE.write_text(step_table(STEPS_PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from treeward.config.loss import LOSSES, LabelConfig, LossConfig
+from treeward.config.loss import LOSSES, LabelConfig, LossConfig, StepLabelConfig
 from treeward.losses import (
     METRIC_NAMES,
     GradeSums,
@@ -31,6 +31,7 @@ from treeward.losses import (
     ranked_pairs,
     squared_error,
 )
+from treeward.step_losses import labelled_steps
 
 GROUPS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), min_size=1, max_size=5)
 MANY = [[i // 2 for i in range(32)], [0], [1, 0]]
@@ -284,6 +285,8 @@ def test_every_loss_of_the_configuration_is_there() -> None:
     read = {option for loss in LOSSES.values() for option in loss.options}
     assert read == LossConfig.model_fields.keys()
     assert LabelConfig.model_fields.keys() <= inspect.signature(ranked_pairs).parameters.keys()
+    of_steps = inspect.signature(labelled_steps).parameters.keys()
+    assert StepLabelConfig.model_fields.keys() <= of_steps
 
 
 def measure(scores: torch.Tensor, ranks: list[list[int]], ties: str = "drop") -> RewardMetrics:

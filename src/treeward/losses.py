@@ -40,6 +40,12 @@ from treeward.config.loss import LOSSES, LossConfig
 from treeward.config.policy import RewardModelConfig
 from treeward.data.encoding import Comparison
 from treeward.model.contract import ESTIMATE_MEANING, HeadContract
+from treeward.step_losses import (
+    StepLabels,
+    labelled_steps,
+    step_cross_entropy,  # noqa: F401  `function_of` finds it by its name
+    step_weights,
+)
 from treeward.tree.batch import Movable
 
 Strength = Literal["margin", "soft_label", "weight"]
@@ -283,21 +289,26 @@ def squared_error(values_SH: Tensor, targets: Targets) -> Tensor:
 
 
 def function_of(name: str) -> Callable[..., Tensor]:
-    """The function of this module that computes a loss of `config.loss.LOSSES`."""
+    """The function that computes a loss of `config.loss.LOSSES`, of this module or of
+    `step_losses`."""
     function: Callable[..., Tensor] = globals()[LOSSES[name].function]
     return function
 
 
 @dataclass(frozen=True, slots=True)
 class Labels(Movable):
-    """The labels of completions: `pairs` of them, and the `targets` of a loss of grades."""
+    """The labels of completions: `pairs` of them, the `targets` of a loss of grades, or the `steps`
+    of a process reward model."""
 
     pairs: Pairs
     targets: Targets | None = None
+    steps: StepLabels | None = None
 
     @property
-    def num_units(self) -> int:
+    def num_units(self) -> float:
         """What the sum of the loss is divided by."""
+        if self.steps is not None:
+            return self.steps.num_units
         return self.pairs.num_units if self.targets is None else self.targets.num_units
 
 
@@ -308,7 +319,8 @@ class Heads:
     `attributes`: the grades that are learnt; none where the score learns an order. `weights`: of
     each head in the score; `stds`: the standard deviations of its grades in the training data, 1
     without. `are_estimates`: several heads of one score, each from other initial weights.
-    `function`: of the loss, with its options. `pair_options`: of `ranked_pairs`.
+    `function`: of the loss, with its options. `pair_options`: of `ranked_pairs`. `step_options`: of
+    `labelled_steps`, for a process reward model; None for any other.
     """
 
     attributes: tuple[str, ...] = ()
@@ -317,9 +329,21 @@ class Heads:
     are_estimates: bool = False
     function: Callable[..., Tensor] = bradley_terry
     pair_options: Mapping[str, Any] = field(default_factory=dict)
+    step_options: Mapping[str, Any] | None = None
 
-    def labels(self, comparisons: Sequence[Comparison]) -> Labels:
-        """The labels of comparisons whose values lie one comparison after another."""
+    def labels(self, comparisons: Sequence[Comparison], *, validation: bool = False) -> Labels:
+        """The labels of comparisons whose values lie one comparison after another. A `validation`
+        measures all steps, also where training learns only the last ones."""
+        if self.step_options is not None:
+            options = dict(self.step_options)
+            if validation:
+                options["last_step_only"] = False
+            steps = labelled_steps(
+                [item.step_labels for item in comparisons],
+                [item.step_counts for item in comparisons],
+                **options,
+            )
+            return Labels(ranked_pairs([]), steps=steps)
         ranks = [item.ranks for item in comparisons]
         strengths = None
         if "strength" in self.pair_options:
@@ -335,8 +359,16 @@ class Heads:
         grades = [item.grades for item in comparisons]
         return Labels(pairs, graded(grades, self.stds[: len(self.attributes)]))
 
+    def num_units_of_steps(self, counts: Sequence[Sequence[Sequence[int]]]) -> float:
+        """What the loss of problems is divided by, from the `step_counts` of each."""
+        assert self.step_options is not None
+        total = 0.0
+        for problem in counts:
+            total += sum(map(sum, step_weights(problem, **self.step_options)))
+        return total
+
     def combine(self, values_SH: Tensor) -> Tensor:
-        """The scores (S,)."""
+        """The scores (S,); of a process reward model the log-odds of each step."""
         weighted = []
         for weight, values_S in zip(self.weights, values_SH.unbind(dim=1), strict=True):
             weighted.append(weight * values_S)
@@ -355,7 +387,10 @@ class Heads:
         return torch.stack(losses).mean()
 
     def score_loss(self, values_SH: Tensor, labels: Labels) -> Tensor:
-        """The sum of the loss of the score, or of the attributes' values; a float32 scalar."""
+        """The sum of the loss of the score, of the attributes' values, or of the log-odds of steps;
+        a float32 scalar."""
+        if labels.steps is not None:
+            return self.function(self.combine(values_SH), labels.steps)
         if labels.targets is None or self.are_estimates:
             return self._loss_of_scores(self.combine(values_SH), labels)
         return self.function(values_SH, labels.targets)
@@ -418,6 +453,9 @@ def heads_of(
     }
     if loss.strength is not None:
         pair_options |= {"strength": loss.strength, "strength_scale": loss.strength_scale}
+    step_options = None
+    if section.learns_steps:
+        step_options = {"step_weight": loss.step_weight, "last_step_only": loss.last_step_only}
     return Heads(
         attributes=names,
         weights=weights,
@@ -425,6 +463,7 @@ def heads_of(
         are_estimates=num_estimates > 1,
         function=partial(function_of(kind), **loss.arguments(kind)),
         pair_options=pair_options,
+        step_options=step_options,
     )
 
 

@@ -8,11 +8,17 @@ from typing import Any
 import pytest
 
 from treeward.config.data import DatasetConfig, PromptSetConfig
-from treeward.config.dataset_table import COMPARISON_SETS, COMPARISONS, PROMPTS, KnownDataset
+from treeward.config.dataset_table import (
+    COMPARISON_SETS,
+    COMPARISONS,
+    PROMPTS,
+    STEP_FORMATS,
+    KnownDataset,
+)
 from treeward.data.formats import conversations_of, recognise
 from treeward.data.registry import function_of
 
-ENTRIES = [(known, DatasetConfig) for known in COMPARISONS]
+ENTRIES = [(known, DatasetConfig) for known in (*COMPARISONS, *STEP_FORMATS)]
 ENTRIES += [(known, PromptSetConfig) for known in PROMPTS]
 
 

@@ -32,6 +32,9 @@ def test_the_page_on_data_is_what_the_table_says():
     page = PAGE.with_name("data.md").read_text(encoding="utf-8")
     made = runpy.run_path(str(PAGE.with_name("data_tables.py")))["data_tables"]
     assert made(page) == page, "run: python docs/data_tables.py"
+    made = runpy.run_path(str(PAGE.with_name("data_tables.py")))["step_table"]
+    page = PAGE.with_name("process_rewards.md").read_text(encoding="utf-8")
+    assert made(page) == page, "run: python docs/data_tables.py"
 
 
 def test_every_key_and_section_is_documented():

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers import AutoModel
 from treeward.cli.main import main
 from treeward.environments.reward_model import RewardModelEnvironment
 from treeward.errors import ConfigError, DataError, ModelError
+from treeward.model.contract import read_contract
 from treeward.model.loading import load_classifier
 from treeward.scoring.scorer import Scorer
 
@@ -130,9 +132,7 @@ def test_the_least_step_and_rows_of_a_file(published: Any, tokenizer: Any, tmp_p
     assert row["step_probabilities"] == pytest.approx(want, abs=1e-5)
 
 
-def test_what_has_no_steps_is_refused(
-    published: Any, tokenizer: Any, model_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_has_no_steps_is_refused(published: Any, tokenizer: Any, model_folder: Path) -> None:
     scorer = Scorer.load(published[0])
     [score] = scorer.score_prepared(scorer.prepare_texts(["a text without a mark"]))
     assert score.score is None and "no step" in str(score.error)
@@ -150,7 +150,22 @@ def test_what_has_no_steps_is_refused(
         environment.preprocess_data([CHAT])
     with pytest.raises(ConfigError, match="have no model with one value"):
         _ = environment.reward_model_policy
-    with pytest.raises(ModelError, match="no contract and no training"):
+    with pytest.raises(ModelError, match="a value for each step"):
         load_classifier(published[0], head_seed=0)
-    assert main(["verify", str(published[0]), "--write"]) == 2
-    assert "no contract and no training" in capsys.readouterr().err
+    with pytest.raises(ModelError, match="a head of its own"):
+        load_classifier(published[0], head_seed=0, step_token=MARK)
+
+
+def test_a_contract_of_steps_is_signed_and_replayed(
+    published: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(published[0], tmp_path / "signed"))
+    assert main(["verify", str(folder), "--write"]) == 0
+    contract = read_contract(folder)
+    assert contract is not None and contract.steps is not None
+    assert (contract.steps.token, contract.steps.score) == (MARK, "product")
+    by_name = {example.name: example for example in contract.golden}
+    assert len(by_name["long completion"].heads) > 1
+    assert main(["verify", str(folder)]) == 0
+    want, _ = expected(published, tokenizer)
+    assert Scorer.load(folder).score([CHAT])[0].steps == pytest.approx(want, abs=1e-5)

@@ -166,7 +166,7 @@ class ModelOptions:
             "check_contract": not self.unchecked,
         }
         # The section has a method by its name, or the weights as a mapping or a list.
-        if self.head_weights not in (None, "mean", "product", "min"):
+        if self.head_weights not in (None, "mean", "product", "min", "last"):
             keys["head_weights"] = parse_head_weights(self.head_weights)
         return {name: value for name, value in keys.items() if value is not None}
 

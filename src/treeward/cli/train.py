@@ -105,8 +105,7 @@ def run(
         return outcome.exit_code
     if outcome.validation:
         rows = result_rows(outcome.validation_sizes, outcome.validation)
-        has_grades = bool(loaded.policy.reward_model_cfg.labels)
-        columns = result_columns(loaded.ranking_metric, has_grades=has_grades)
+        columns = result_columns(loaded.ranking_metric, loaded.policy.reward_model_cfg)
         sys.stdout.write(f"\n{results_table(rows, columns)}\n")
     lines = [f"\n{name}: {sentence}" for name, sentence in outcome.learnt.items()]
     if outcome.model_folder is not None:

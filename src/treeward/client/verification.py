@@ -27,6 +27,7 @@ from treeward.errors import ConfigError, ModelError
 from treeward.http import Connection, RewardServerError
 from treeward.model.contract import CONTRACT_FILE, Dtype, ScoringContract, read_contract
 from treeward.model.pretrained import load_tokenizer
+from treeward.scoring.combining import combined_heads
 from treeward.scoring.diagnosis import (
     PARTS,
     Check,
@@ -37,7 +38,6 @@ from treeward.scoring.diagnosis import (
     diagnose,
     verification,
 )
-from treeward.scoring.golden import combined_heads
 
 _SECONDS = 60.0
 """The time for a request."""

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from treeward.config.base import Strict
-from treeward.config.dataset_table import COMPARISON_SETS, PROMPT_SETS
+from treeward.config.dataset_table import COMPARISON_SETS, PROMPT_SETS, STEP_SETS
 from treeward.config.scoring import Truncation
 from treeward.errors import ConfigError
 
@@ -80,8 +80,10 @@ class SetConfig(Strict):
         return keys | self.kwargs
 
     def check(self) -> None:
-        # A judge's set of prompts is read as comparisons, so either table may have its name.
-        known = COMPARISON_SETS.get(self.dataset_name) or PROMPT_SETS.get(self.dataset_name)
+        # A judge's set of prompts is read as comparisons, and a section does not know which kind of
+        # reward model reads it: any table may have the name.
+        name = self.dataset_name
+        known = COMPARISON_SETS.get(name) or STEP_SETS.get(name) or PROMPT_SETS.get(name)
         if known is not None and not known.brings_data and self.data_path is None:
             fix = (
                 "give data_path, or a dataset_name that brings its own data, as HelpSteer3 or "
@@ -116,6 +118,12 @@ class DatasetConfig(SetConfig):
     rating_key: str | None = None
     """The column of a completion's rating, the higher the better, in rows of one completion; or of
     the ratings of `completions`. None: `score`."""
+    placeholder_token: str = "ки"
+    """Steps for a process reward model, in `MathShepherd` and `PlaceholderSteps`: the text that
+    stands after each step in the data."""
+    neutral_is_right: bool = True
+    """`PRM800K`: whether the rating 0 makes a step right, as in Qwen's models. TRL's script makes
+    it wrong."""
 
 
 _Set = TypeVar("_Set", bound=SetConfig)

@@ -39,6 +39,8 @@ _SHARED_KEYS = (
     "chosen_key",
     "rejected_key",
     "rating_key",
+    "placeholder_token",
+    "neutral_is_right",
     "input_key",
     "output_key",
     "processor",

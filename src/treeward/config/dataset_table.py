@@ -1,4 +1,5 @@
-"""`COMPARISON_SETS` and `PROMPT_SETS`: every data set and format that has a name, one entry each.
+"""`COMPARISON_SETS`, `STEP_SETS` and `PROMPT_SETS`: every data set and format that has a name, one
+entry each.
 
     KnownDataset(
         name="HelpSteer3",
@@ -252,6 +253,64 @@ those whose rows have its keys and more."""
 
 COMPARISON_SETS: Mapping[str, KnownDataset] = _by_name(COMPARISONS)
 """The sets of comparisons, by name and alias."""
+
+STEP_FORMATS: tuple[KnownDataset, ...] = (
+    KnownDataset(
+        name="PRM800K",
+        rows=(
+            "`question.problem`, and `label.steps` with the rated `completions` of each step "
+            "(OpenAI)",
+        ),
+        parser="step_rows.from_prm800k_row",
+        options=("neutral_is_right",),
+        forms=(Form(("label",), ("question",)),),
+    ),
+    KnownDataset(
+        name="ProcessBench",
+        rows=("`problem`, `steps`, `label`: the index of the first wrong step, or -1",),
+        parser="step_rows.from_process_bench_row",
+        forms=(Form(("steps",), ("problem", "label")),),
+    ),
+    KnownDataset(
+        name="StepDataset",
+        rows=(
+            "prompt, `completions`, which are the steps of one solution, and `labels`, one for "
+            "each: true or false, or a probability (TRL)",
+        ),
+        parser="step_rows.from_step_row",
+        forms=(Form(("completions",), ("labels",)),),
+    ),
+    KnownDataset(
+        name="MathShepherd",
+        rows=("`input` with a mark after each step, `label`: the same text with `+` or `-`",),
+        parser="step_rows.from_math_shepherd_row",
+        options=("placeholder_token",),
+        forms=(Form(("input",), ("label",)),),
+        condition="step_rows.has_label_text",
+    ),
+    KnownDataset(
+        name="PlaceholderSteps",
+        rows=("`input` with a placeholder after each step, `label`: a list (OpenRLHF)",),
+        parser="step_rows.from_placeholder_row",
+        options=("placeholder_token",),
+        forms=(Form(("input",), ("label",)),),
+    ),
+    KnownDataset(
+        name="SignedTurns",
+        rows=(
+            "`conversations` or `messages`: a step in each turn of the user, `+` or `-` in each of "
+            "the assistant (RLHFlow)",
+        ),
+        parser="step_rows.from_signed_turns",
+        forms=(Form(("conversations",)), Form(("messages",))),
+        condition="step_rows.are_signed_turns",
+    ),
+)
+"""The forms of solutions with labels of their steps, which a process reward model learns. The first
+with a form that a row has reads it."""
+
+STEP_SETS: Mapping[str, KnownDataset] = _by_name(STEP_FORMATS)
+"""The forms of steps, by name and alias."""
 
 _MATH_PROBLEM = ("`problem`, `answer`",)
 _VERL = ("verl's rows",)

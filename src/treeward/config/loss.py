@@ -31,20 +31,24 @@ class Loss:
     """`function`: its name in `treeward.losses`. It takes scores (S,) with `Pairs`, or where grades
     are learnt values (S, H) with `Targets`, and its options by name; it gives a sum.
 
-    `learns`: pairs of completions, choices of the best one, or grades. `options`: the keys of
-    `LossConfig` that count: those of `LabelConfig` are read before the function, the others are its
-    arguments. `meaning`: what a score means, for the card of a trained model; `{grades}` are the
-    names of the grades.
+    `learns`: pairs of completions, choices of the best one, grades, or labels of steps. `options`:
+    the keys of `LossConfig` that count: those of `LabelConfig` and `StepLabelConfig` are read
+    before the function, the others are its arguments. `meaning`: what a score means, for the card
+    of a trained model; `{grades}` are the names of the grades.
     """
 
     function: str
-    learns: Literal["pairs", "choices", "grades"]
+    learns: Literal["pairs", "choices", "grades", "steps"]
     options: tuple[str, ...]
     meaning: str
 
 
 _DIFFERENCES = "Only differences of scores of completions of the same prompt have a meaning"
 _LOG_ODDS = f"{_DIFFERENCES}: P(a is preferred to b) = sigmoid(score(a) - score(b))."
+_STEPS = (
+    "It is a probability, made of those of the steps that each is right, as reward_contract.json "
+    "says."
+)
 _GRADES = "It is a weighted sum of predicted grades, as reward_contract.json says: {grades}."
 
 LOSSES: Mapping[str, Loss] = {
@@ -65,6 +69,12 @@ LOSSES: Mapping[str, Loss] = {
     ),
     "regression": Loss(function="squared_error", learns="grades", options=(), meaning=_GRADES),
     "attributes": Loss(function="squared_error", learns="grades", options=(), meaning=_GRADES),
+    "process": Loss(
+        function="step_cross_entropy",
+        learns="steps",
+        options=("step_weight", "last_step_only"),
+        meaning=_STEPS,
+    ),
 }
 
 if TYPE_CHECKING:
@@ -87,7 +97,17 @@ class LabelConfig(Strict):
     """Strengths are multiplied by it."""
 
 
-class LossConfig(LabelConfig):
+class StepLabelConfig(Strict):
+    """The same for the labels of steps: arguments of `step_losses.labelled_steps`."""
+
+    step_weight: Literal["copies", "node"] = "copies"
+    """`process`: a step that several solutions of a problem share is computed once. It weighs as
+    many as have judged it (`copies`), which is what separate rows give, or 1 (`node`)."""
+    last_step_only: bool = False
+    """`process`: learn only the last label of each solution. A validation measures all."""
+
+
+class LossConfig(LabelConfig, StepLabelConfig):
     """Options of the loss, which `policy.reward_model_cfg.reward_model_type` chooses."""
 
     label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
@@ -98,7 +118,8 @@ class LossConfig(LabelConfig):
 
     def arguments(self, loss: str) -> dict[str, Any]:
         """The options that the function of this loss gets, by name."""
-        names = [name for name in LOSSES[loss].options if name not in LabelConfig.model_fields]
+        of_labels = {*LabelConfig.model_fields, *StepLabelConfig.model_fields}
+        names = [name for name in LOSSES[loss].options if name not in of_labels]
         return {name: getattr(self, name) for name in names}
 
 

@@ -265,8 +265,8 @@ class RewardModelConfig(Strict):
     """Must be true."""
     reward_model_type: RewardModelType = "bradley_terry"
     """What scores mean, and so the loss: P(a is preferred to b) = sigmoid(score(a) - score(b)); the
-    same over whole rankings (`plackett_luce`); a grade, `score` in the data (`regression`); or
-    several (`attributes`)."""
+    same over whole rankings (`plackett_luce`); a grade, `score` in the data (`regression`);
+    several (`attributes`); or the probability that each step is right (`process`)."""
     attributes: tuple[str, ...] = ()
     """The grades that `attributes` learns, as [helpfulness, correctness]: keys of each completion,
     a head for each."""
@@ -278,6 +278,17 @@ class RewardModelConfig(Strict):
     freeze_backbone: bool = False
     """Train the head alone. The backbone reads the data once, before the first step; the hidden
     states that the head reads are kept in `data.cache_dir`, also for later runs."""
+    step_token: str | None = None
+    """`process`: the mark after each step, at which the step is read. It must be one token of the
+    tokenizer that no text and no chat template has. None: a token that the tokenizer keeps in
+    reserve, as `<extra_0>` or `<|fim_pad|>`."""
+    step_score: Literal["product", "min", "last"] = "product"
+    """`process`: what the exported model makes of the probabilities of the steps."""
+
+    @property
+    def learns_steps(self) -> bool:
+        """Whether it is a process reward model."""
+        return LOSSES[self.reward_model_type].learns == "steps"
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -289,7 +300,10 @@ class RewardModelConfig(Strict):
     @property
     def head_names(self) -> tuple[str, ...]:
         """The names of the heads; none for a single score without a grade, and for published
-        models, which have own."""
+        models, which have own. Of a process reward model, those of TRL: a step is wrong, or
+        right."""
+        if self.learns_steps:
+            return ("LABEL_0", "LABEL_1")
         if self.num_heads == 1:
             return self.labels
         return tuple(f"LABEL_{h}" for h in range(self.num_heads))
@@ -414,6 +428,17 @@ class PolicyConfig(TrainedModelConfig):
         kind = self.reward_model_cfg
         names = kind.attributes
         has_attributes = kind.reward_model_type == "attributes"
+        if kind.learns_steps and kind.freeze_backbone:
+            need = "false: the backbone's hidden states are kept for one read of each conversation"
+            raise self.error(f"{key}.freeze_backbone {key}.reward_model_type", need)
+        if kind.learns_steps and kind.num_heads > 1:
+            need = "1 for the type process"
+            raise self.error(f"{key}.num_heads {key}.reward_model_type", need)
+        for name in ("step_token", "step_score"):
+            default = RewardModelConfig.model_fields[name].default
+            if not kind.learns_steps and getattr(kind, name) != default:
+                need = "no such key, or the type process"
+                raise self.error(f"{key}.{name} {key}.reward_model_type", need)
         if kind.freeze_backbone and self.dtensor_cfg.lora_cfg.enabled:
             keys = f"{key}.freeze_backbone dtensor_cfg.lora_cfg.enabled"
             need = "the head alone, or adapters with the head"

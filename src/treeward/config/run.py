@@ -254,6 +254,11 @@ class RewardModelRunConfig(Strict):
         if self.data.labels:
             self._check_labels(key)
 
+        if LOSSES[kind].learns == "steps" and self.data.truncation == "truncate_left":
+            # A cut prompt would be another one in each solution, and the tree would fall apart.
+            need = "drop, which leaves out the last steps of a solution that is too long, or error"
+            raise self.error(f"data.truncation {key}", need)
+
         # Is the metric that ranks checkpoints measured?
         metric_name = self.checkpointing.metric_name
         names = self.validation_names

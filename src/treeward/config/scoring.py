@@ -100,7 +100,7 @@ class RewardShapingConfig(Strict):
 
 
 Truncation = Literal["drop", "truncate_left", "error"]
-HeadWeights = Literal["mean", "product", "min"] | dict[str, float] | tuple[float, ...]
+HeadWeights = Literal["mean", "product", "min", "last"] | dict[str, float] | tuple[float, ...]
 EnsembleMethod = Literal["mean", "worst", "uncertainty"]
 
 
@@ -151,8 +151,8 @@ class ScoringConfig(Strict):
     head_weights: HeadWeights | None = None
     """Weight of each head in the score, for a model with several: numbers in order or by the names
     of its labels (those not named have none), or `mean`. None: as in its scoring contract. Of a
-    process reward model: the `product` of the probabilities of its steps (None), or the least
-    (`min`)."""
+    process reward model: the `product` of the probabilities of its steps, the least (`min`), or
+    that of the `last` step. None: as in its scoring contract, else the product."""
     shaping: RewardShapingConfig | None = None
     """How scores become rewards. None: a reward is the score."""
 

@@ -16,7 +16,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +29,7 @@ import pyarrow.compute
 
 from treeward.config.data import Ties
 from treeward.data.conversation import Conversation, last_text
+from treeward.data.encoding_counts import EncodingCounts
 from treeward.data.preference import (
     Completion,
     Preference,
@@ -61,7 +62,6 @@ _CHARACTERS_AT_ONCE = 4_000_000
 _ROWS_IN_BATCH = 4096
 _TOKENS_IN_BATCH = 4_000_000
 
-_MUCH = 0.1  # a warning says when a larger share is left out
 _SUMMED = (
     "tokens",
     "tree_tokens",
@@ -72,6 +72,9 @@ _SUMMED = (
     "completions_too_long",
     "contradicted",
     "unanswered",
+    "steps",
+    "step_copies",
+    "steps_too_long",
 )
 _SCHEMA = pa.schema(
     [
@@ -85,6 +88,8 @@ _SCHEMA = pa.schema(
         ("strength", pa.float64()),
         ("scores", pa.list_(pa.float64())),
         ("grades", pa.list_(pa.list_(pa.float64()))),
+        ("step_labels", pa.list_(pa.list_(pa.float64()))),
+        ("step_counts", pa.list_(pa.list_(pa.int64()))),
         ("digest", pa.int64()),
         ("pair_ids", pa.list_(pa.int64())),  # of its ordered pairs, as `ranked_pairs` lists them
         ("all_pair_ids", pa.list_(pa.int64())),  # those that are not learnt from too
@@ -103,7 +108,9 @@ class Comparison:
     `task_name`. `tree_tokens`: tokens when common beginnings are held once. `prompt`: a digest of
     the context; statistics treat comparisons with the same one as dependent. `pair_labels`: the
     weight of each ordered pair, and the probability that its better one wins; () where the ranks
-    say all (see `data.pair_labels`).
+    say all (see `data.pair_labels`). `step_labels`: of a problem whose conversations are solutions,
+    the label of each of their steps, NaN for none; `step_counts`: how many solutions of the data
+    have judged the step, in the first conversation that has it, and 0 in the others.
     """
 
     token_ids: tuple[npt.NDArray[np.int32], ...]
@@ -117,80 +124,13 @@ class Comparison:
     grades: tuple[tuple[float, ...], ...] = ()
     prompt: int = 0
     pair_labels: tuple[tuple[float, float], ...] = ()
+    step_labels: tuple[tuple[float, ...], ...] = ()
+    step_counts: tuple[tuple[int, ...], ...] = ()
 
     @property
     def num_tokens(self) -> int:
         """Tokens as plain rows."""
         return sum(map(len, self.token_ids))
-
-
-@dataclass(frozen=True, slots=True)
-class EncodingCounts:
-    """The outcomes of the comparisons: `read` = `kept` + the five `dropped_*`: no two completions
-    of different rank fit (`too_long`), no pair of different completions is left (`identical`), none
-    outranks another (`ties`), none has a grade to learn (`ungraded`), `data.labels` drops every
-    pair (`suspects`). The others count kept
-    comparisons, except `longest`: tokens of the longest conversation before truncation, kept or
-    not. `truncated`: lost context. `deduplicated`: completions with the tokens of another.
-    `completions`, and left out of them `completions_too_long`. `contradicted`: a completion
-    outranks one with a higher score. `unanswered`: completions that do not end with a message of
-    the assistant."""
-
-    read: int = 0
-    kept: int = 0
-    dropped_too_long: int = 0
-    dropped_identical: int = 0
-    dropped_ties: int = 0
-    dropped_ungraded: int = 0
-    dropped_suspects: int = 0
-    truncated: int = 0
-    deduplicated: int = 0
-    tied_pairs: int = 0
-    tokens: int = 0
-    tree_tokens: int = 0
-    longest: int = 0
-    completions: int = 0
-    completions_too_long: int = 0
-    contradicted: int = 0
-    unanswered: int = 0
-
-    def summary(self) -> str:
-        """One line for a person."""
-        dropped = {
-            "too long": self.dropped_too_long,
-            "identical completions": self.dropped_identical,
-            "ties": self.dropped_ties,
-            "without a grade": self.dropped_ungraded,
-            "wrong labels by data.labels": self.dropped_suspects,
-        }
-        reasons = ", ".join(f"{number:,} {reason}" for reason, number in dropped.items() if number)
-        why = f" (dropped: {reasons})" if reasons else ""
-        parts = [f"{self.kept:,} of {self.read:,} comparisons kept{why}"]
-        notes = {
-            "with truncated context": self.truncated,
-            "duplicate completions removed": self.deduplicated,
-            "completions of kept comparisons too long": self.completions_too_long,
-            "tied pairs within them": self.tied_pairs,
-            "whose ranks contradict their scores (the ranks count)": self.contradicted,
-        }
-        parts += [f"{number:,} {note}" for note, number in notes.items() if number]
-        if self.tree_tokens:
-            shared = 1 - self.tree_tokens / self.tokens
-            on_trees = f"{self.tree_tokens:,} on prefix trees ({shared:.0%} shared)"
-            parts.append(f"{self.tokens:,} tokens, {on_trees}")
-        is_changed = self.dropped_too_long or self.truncated or self.completions_too_long
-        before = ", before any was left out or cut" if is_changed else ""
-        parts.append(f"longest conversation {self.longest:,} tokens{before}")
-        return "; ".join(parts)
-
-    @property
-    def is_much_dropped(self) -> bool:
-        """Whether over a tenth of the comparisons, or of the completions of the others, is
-        dropped."""
-        num_completions = self.completions + self.completions_too_long
-        if self.read - self.kept > _MUCH * self.read:
-            return True
-        return self.completions_too_long > _MUCH * num_completions
 
 
 class EncodedDataset(Sequence[Comparison]):
@@ -240,7 +180,14 @@ class EncodedDataset(Sequence[Comparison]):
             grades=tuple(map(tuple, table["grades"][row].as_py())),
             prompt=table["prompt"][row].as_py(),
             pair_labels=self.pair_labels(index),
+            step_labels=tuple(map(tuple, table["step_labels"][row].as_py())),
+            step_counts=self.step_counts(index),
         )
+
+    def step_counts(self, index: int) -> tuple[tuple[int, ...], ...]:
+        """`Comparison.step_counts`, without its tokens."""
+        table, row = self._place(index)
+        return tuple(map(tuple, table["step_counts"][row].as_py()))
 
     def ranks(self, index: int) -> tuple[int, ...]:
         """The ranks of a comparison, without its tokens."""
@@ -370,19 +317,14 @@ def encode_dataset(
     has one of `attributes`, the grades to learn. Raises `DataError` for an invalid row or if no
     comparison is left, `ConfigError` if `cache_dir` cannot be written.
     """
-    # The name of the file is what its content depends on: a file that exists is never out of date.
-    parts = [_FORMAT_VERSION, stream.fingerprint, renderer.fingerprint, ties, *attributes]
-    digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-    path = Path(cache_dir) / f"{digest[:32]}.arrow"
-    # Arrow has no checksums: a flipped bit in the file would be other training data without a word.
-    if has_its_digest(path):
-        logger.info("%s: tokenized before, reusing %s", stream.name, path)
-    else:
-        if path.exists():
-            damage = "it is not what its digest is of; tokenizing again"
-            logger.warning("the token cache %s is damaged: %s", path, damage)
-        _write(path, stream, renderer, Rules(ties, tuple(attributes)), progress)
-    dataset = EncodedDataset(path, stream.name)
+    parts = [stream.fingerprint, renderer.fingerprint, ties, *attributes]
+    rules = Rules(ties, tuple(attributes))
+
+    def portions_of_records() -> Iterator[list[dict[str, Any]]]:
+        for rows in portions(stream):
+            yield list(encode_rows(rows, renderer, rules))
+
+    dataset = encoded_file(stream.name, parts, portions_of_records, cache_dir, progress=progress)
     counts = dataset.counts
     remedy = ""
     if counts.is_much_dropped and (counts.dropped_too_long or counts.completions_too_long):
@@ -443,16 +385,36 @@ class Rules(NamedTuple):
         return len(ranks) >= (1 if self.attributes else 2)
 
 
+def encoded_file(
+    name: str,
+    parts: Sequence[Any],
+    records: Callable[[], Iterator[list[dict[str, Any]]]],
+    cache_dir: Path,
+    *,
+    progress: bool = False,
+) -> EncodedDataset:
+    """The file of the set `name`, written unless an earlier call has written it. `parts`: what its
+    content depends on. `records`: gives its rows, a portion at a time."""
+    # The name of the file is what its content depends on: a file that exists is never out of date.
+    digest = hashlib.sha256(json.dumps([_FORMAT_VERSION, *parts]).encode()).hexdigest()
+    path = Path(cache_dir) / f"{digest[:32]}.arrow"
+    # Arrow has no checksums: a flipped bit in the file would be other training data without a word.
+    if has_its_digest(path):
+        logger.info("%s: tokenized before, reusing %s", name, path)
+    else:
+        if path.exists():
+            damage = "it is not what its digest is of; tokenizing again"
+            logger.warning("the token cache %s is damaged: %s", path, damage)
+        _write(path, name, records(), progress)
+    return EncodedDataset(path, name)
+
+
 def _write(
-    path: Path,
-    stream: RowDataset,
-    renderer: Renderer,
-    rules: Rules,
-    progress: bool,
+    path: Path, name: str, portions_of_records: Iterator[list[dict[str, Any]]], progress: bool
 ) -> None:
     done = 0
     tokens = 0
-    records: list[dict[str, Any]] = []
+    pending: list[dict[str, Any]] = []
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with (
@@ -460,18 +422,18 @@ def _write(
             atomic_file(path, "wb") as file,
             pa.ipc.new_file(file, _SCHEMA) as writer,
         ):
-            for rows in portions(stream):
-                for record in encode_rows(rows, renderer, rules):
-                    records.append(record)
+            for records in portions_of_records:
+                for record in records:
+                    pending.append(record)
                     tokens += record["tokens"]
                     # A batch is the least that Arrow writes, and so what is held in memory.
-                    if len(records) == _ROWS_IN_BATCH or tokens > _TOKENS_IN_BATCH:
-                        writer.write_batch(pa.RecordBatch.from_pylist(records, schema=_SCHEMA))
-                        records = []
+                    if len(pending) == _ROWS_IN_BATCH or tokens > _TOKENS_IN_BATCH:
+                        writer.write_batch(pa.RecordBatch.from_pylist(pending, schema=_SCHEMA))
+                        pending = []
                         tokens = 0
-                done += len(rows)
-                shown.show(f"tokenizing {stream.name}", done, 0)
-            writer.write_batch(pa.RecordBatch.from_pylist(records, schema=_SCHEMA))
+                done += len(records)
+                shown.show(f"tokenizing {name}", done, 0)
+            writer.write_batch(pa.RecordBatch.from_pylist(pending, schema=_SCHEMA))
         write_digest(path)
     except OSError as error:
         raise ConfigError(
@@ -516,18 +478,25 @@ def encode_rows(
         # The row of a comparison without anything to learn from. A kept comparison replaces every
         # column but `where` and `all_pair_ids`; one that `_encode_row` drops only its outcome and
         # `longest`.
-        record: dict[str, Any] = dict.fromkeys(_SCHEMA.names, 0)
-        for name in ("token_ids", "ranks", "lengths", "scores", "grades", "pair_ids"):
-            record[name] = []
-        record["where"] = where
-        record["subset"] = ""
-        record["strength"] = None
+        record = empty_record(where)
         record["outcome"] = "dropped_ungraded" if rules.attributes else "dropped_ties"
         record["all_pair_ids"] = pair_ids(preference, preference.completions)
         if _is_trainable(preference, rules):
             own = [next(fitted) for _ in preference.completions]
             record |= _encode_row(preference, own, rules)
         yield record
+
+
+def empty_record(where: str) -> dict[str, Any]:
+    """A row of the file without an outcome, a conversation or a number."""
+    record: dict[str, Any] = dict.fromkeys(_SCHEMA.names, 0)
+    for field in _SCHEMA:
+        if pa.types.is_list(field.type):
+            record[field.name] = []
+    record["where"] = where
+    record["subset"] = ""
+    record["strength"] = None
+    return record
 
 
 def _encode_row(

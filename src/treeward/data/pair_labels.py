@@ -28,7 +28,8 @@ import pyarrow as pa
 import pyarrow.compute
 
 from treeward.config.data import PROPOSALS, Proposal, Suspects, Ties
-from treeward.data.encoding import EncodedDataset, EncodingCounts
+from treeward.data.encoding import EncodedDataset
+from treeward.data.encoding_counts import EncodingCounts
 from treeward.data.sources import Row, read_rows
 from treeward.errors import DataError, nearest_name
 

@@ -4,13 +4,14 @@ byte-level BPE, with tokens of its own for the ends and roles of `DEFAULT_CHAT_T
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from treeward.data.chat_template import DEFAULT_CHAT_TEMPLATE
 from treeward.data.datasets import RowDataset
+from treeward.data.step_datasets import StepDataset
 from treeward.errors import ConfigError
 
 _END = "<|endoftext|>"
@@ -18,11 +19,15 @@ _PAD = "<|pad|>"
 _SPECIAL = [_END, _PAD, "<|system|>", "<|user|>", "<|assistant|>"]
 
 
-def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train on texts, read once. Raises `ConfigError` if `vocab_size` does not hold the bytes."""
+def train_tokenizer(
+    texts: Iterable[str], *, vocab_size: int, more_special: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
+    """Train on texts, read once. `more_special`: further tokens at which texts are parted. Raises
+    `ConfigError` if `vocab_size` does not hold the bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    if vocab_size < len(alphabet) + len(_SPECIAL):
-        need = f"at least {len(alphabet) + len(_SPECIAL)}: the bytes and the special tokens"
+    special = [*_SPECIAL, *more_special]
+    if vocab_size < len(alphabet) + len(special):
+        need = f"at least {len(alphabet) + len(special)}: the bytes and the special tokens"
         raise ConfigError(
             "the vocabulary is too small",
             where="policy.tokenizer.vocab_size",
@@ -35,7 +40,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedToken
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=_SPECIAL,
+        special_tokens=special,
         initial_alphabet=alphabet,
         show_progress=False,
     )
@@ -53,9 +58,13 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedToken
     return wrapped
 
 
-def texts_of(streams: Iterable[RowDataset]) -> Iterator[str]:
-    """The text of every message of some comparison sets."""
+def texts_of(streams: Iterable[RowDataset | StepDataset]) -> Iterator[str]:
+    """The text of every message, and of every step, of some sets."""
     for stream in streams:
+        if isinstance(stream, StepDataset):
+            for problem, _ in stream:
+                yield from problem.texts
+            continue
         for preference, _ in stream:
             messages = list(preference.context)
             for completion in preference.completions:

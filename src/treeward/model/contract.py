@@ -50,6 +50,9 @@ SCORE_MEANING = (
 )
 """Meaning of the value of a head trained on comparisons."""
 
+STEPS_MEANING = "a probability, made of those of the steps that each is right"
+"""Meaning of the score of a process reward model."""
+
 ESTIMATE_MEANING = (
     "an estimate of the score, which is the mean of all; where they differ it is uncertain"
 )
@@ -120,6 +123,15 @@ class HeadContract(Strict):
     weight: float = 1.0
 
 
+class StepsContract(Strict):
+    """How a process reward model scores. `token`: stands after each step of a completion, and is
+    where the step is read. `score`: what is made of the probabilities that the steps are right, the
+    softmax of two logits or the sigmoid of their difference."""
+
+    token: str
+    score: Literal["product", "min", "last"] = "product"
+
+
 class WeightsContract(Strict):
     """The identity of the weights, in SHA-256. `architecture`: the class of transformers.
     `shapes_sha256`: of names and shapes; `head_sha256`: of the head's tensors; `sha256`: of all
@@ -144,7 +156,8 @@ tokenizer's, beside the template's), or one too few."""
 
 class GoldenExample(Strict):
     """A conversation with its token ids, its raw score in float32 from the weights on disk, the
-    value of each head, and the scores of known mistakes. `name`: its speciality.
+    value of each head (of a process reward model, the log-odds of each step), and the scores of
+    known mistakes. `name`: its speciality.
     `chat_template_kwargs`: its variables, tools among them."""
 
     name: str
@@ -261,7 +274,8 @@ class ScoringContract(Strict):
     """Everything that a model's score depends on: the content of `reward_contract.json`.
 
     `activation`: some servers apply a sigmoid to models with one label, and pipelines of
-    transformers do unless `problem_type` is "regression". `golden`: conversations to replay, empty
+    transformers do unless `problem_type` is "regression". `steps`: for a process reward model, null
+    for any other. `golden`: conversations to replay, empty
     if the model refuses all of them. `readme_sha256`: of README.md, the model card, as it was
     exported; null for a folder without one. No score depends on it.
     """
@@ -272,6 +286,7 @@ class ScoringContract(Strict):
     read: ReadContract
     dtypes: DtypeContract = DtypeContract()
     heads: list[HeadContract] = Field(default=[HeadContract()], min_length=1)
+    steps: StepsContract | None = None
     activation: Literal["none"] = "none"
     problem_type: str | None = None
     calibration: RewardCalibration | None = None
@@ -302,6 +317,8 @@ class ScoringContract(Strict):
         # change with the version of treeward.
         decisive = self.model_dump(mode="json", exclude={"readme_sha256"})
         decisive |= {"calibration": None, "reward_shaping": None}
+        if self.steps is None:
+            decisive.pop("steps")
         return text_sha256(json.dumps(decisive, sort_keys=True))
 
 

@@ -59,8 +59,10 @@ def export_model(
     if not isinstance(model, PolicyModel):
         dtype = dtype or model.hf.dtype
         head = head_name(model.hf)
-        # Else pipelines of transformers, and servers like them, apply a sigmoid to a single label.
-        changes["problem_type"] = "regression"
+        if getattr(model, "step_token", None) is None:
+            # Else pipelines of transformers, and servers like them, apply a sigmoid to a single
+            # label. Of a classifier of tokens they apply a softmax, which gives the probabilities.
+            changes["problem_type"] = "regression"
     processes.on_main(lambda: write_settings(model.hf, tokenizer, folder, changes, chat_template))
     _write_weights(folder, exported_weights(model, dtype, float32=head))
 

@@ -280,5 +280,29 @@ class StepOdds(nn.Sequential):
 
     def reads(self, ids: TokenIds) -> Sequence[int]:
         """The position of each mark after a step, perhaps none."""
-        positions: list[int] = np.flatnonzero(np.asarray(ids) == self.step_token_id).tolist()
-        return positions
+        return _marks(ids, self.step_token_id)
+
+
+class StepLogits(nn.Linear):
+    """The head of transformers' token classifiers, as TRL trains it: a logit for a step that is
+    wrong (LABEL_0) and one for a step that is right (LABEL_1). It reads every step, at
+    `step_token_id`; the value of a step is the log-odds that it is right."""
+
+    reads_each = None
+
+    def __init__(self, config: PreTrainedConfig, *, bias: bool) -> None:
+        super().__init__(config.get_text_config().hidden_size, 2, bias=bias)
+        self.step_token_id: int = config.step_token_id  # the loader's key: the tokenizer knows it
+
+    def reads(self, ids: TokenIds) -> Sequence[int]:
+        """The position of each mark after a step, perhaps none."""
+        return _marks(ids, self.step_token_id)
+
+    def combine(self, values_R2: Tensor) -> Tensor:
+        """The log-odds at each read, (R, 1)."""
+        return values_R2[:, 1:] - values_R2[:, :1]
+
+
+def _marks(ids: TokenIds, step_token_id: int) -> list[int]:
+    positions: list[int] = np.flatnonzero(np.asarray(ids) == step_token_id).tolist()
+    return positions

@@ -24,16 +24,22 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.modeling_layers import (
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+)
 
+from treeward.data.step_marks import mark_id
 from treeward.errors import ModelError
 from treeward.model.checks import choose_layout, tree_or_rows
 from treeward.model.filling import fill, without_weights
+from treeward.model.heads import StepLogits
 from treeward.model.policy_model import PolicyModel
 from treeward.model.pretrained import (
     bare_model,
@@ -55,8 +61,12 @@ PAD_TOKEN = "<|treeward_pad|>"
 _HEADS = ("score", "classifier")
 """Names that keep a module in float32 while the weights are loaded in another dtype."""
 
-_HAS_STEPS = (
-    "a process reward model scores, and has no contract and no training: its steps have labels"
+STEP_TOKEN_KEY = "step_token"
+"""The key of config.json with the mark at which a token classifier reads each step."""
+
+_HAS_STEPS = "a process reward model has a value for each step of a conversation"
+_WITHOUT_MARK = (
+    "this process reward model is not known: nothing says at which token it reads a step"
 )
 _READ_BEFORE_PADDING = (
     "Plain transformers reads this classifier before its padding token, %r. Here it is read at the "
@@ -81,6 +91,7 @@ def load_classifier(
     head_seed: int | None = None,
     several_heads: bool = False,
     steps: bool = False,
+    step_token: str | None = None,
     labels: Sequence[str] = (),
     load_in_4bit: bool = False,
     trust_remote_code: bool = False,
@@ -92,8 +103,9 @@ def load_classifier(
     `dtype`: of the backbone's weights; the head's are always float32. `attention`: "rows", or
     "tree", which falls back to rows with a warning. `head_seed`: draws a new head for a checkpoint
     without a one-label head; None requires a trained head, as published models always do.
-    `several_heads`: allow any number of labels; `steps`: allow a process reward model; `labels`:
-    names of the heads. `load_in_4bit`: the backbone's linear layers as nf4, for adapters.
+    `several_heads`: allow any number of labels; `steps`: allow a process reward model;
+    `step_token`: make one, which reads each step at this token; `labels`: names of the heads.
+    `load_in_4bit`: the backbone's linear layers as nf4, for adapters.
     `on_meta`: a float32 model without weights, to cast and shard before its `fill` reads them.
     `keep_padding`: read a decoder's score as plain transformers does, at the last token that is not
     the padding token of config.json.
@@ -101,24 +113,25 @@ def load_classifier(
     config = read_config(str(name), trust_remote_code)
     refuse(config.to_dict(), config.name_or_path)
     published = find(config.to_dict(), config.name_or_path)
-    if published is not None and published.step_token is not None and not steps:
-        raise ModelError(_HAS_STEPS, where=str(name), need="one value of a conversation")
+    tokenizer = tokenizer or load_tokenizer(str(name), trust_remote_code=trust_remote_code)
+    makes_steps = step_token is not None
+    step_token = _chosen_step_token(config, published, str(name), step_token, allowed=steps)
+    if step_token is not None:
+        config.step_token_id = mark_id(tokenizer, step_token)
     is_classifier = any("SequenceClassification" in text for text in config.architectures or ())
-    if published is None and labels:
-        vars(config).update(_named(labels))
-    elif published is None and not (several_heads and is_classifier):
-        config.num_labels = 1  # a causal LM names no labels, and would get two
+    if published is None:
+        _set_labels(config, labels, step_token, keep=several_heads and is_classifier)
     settings: dict[str, Any] = {
         "dtype": dtype,
         "trust_remote_code": trust_remote_code,
         "load_in_4bit": load_in_4bit,
     }
-    tokenizer = tokenizer or load_tokenizer(str(name), trust_remote_code=trust_remote_code)
-    model_class = classifier_class(config, trust_remote_code)
+    if published is None and step_token is not None:
+        model_class = step_classifier_class(config, step_token)
+    else:
+        model_class = classifier_class(config, trust_remote_code)
     if published is not None:
         logger.info("Read as a published reward model: %s.", published.source)
-        if published.step_token is not None:
-            config.step_token_id = _step_token_id(published.step_token, tokenizer)
         model_class = published.reader(config, model_class)
         head_seed = None  # a published model's own head, or none
         set_template(tokenizer, config.to_dict(), str(name))
@@ -144,6 +157,8 @@ def load_classifier(
             attention="rows",  # it only gives its weights away: no layout is tried on it
             head_seed=head_seed,
             several_heads=several_heads,
+            steps=steps,
+            step_token=step_token if makes_steps else None,
             labels=labels,
             **settings,
         )
@@ -197,20 +212,6 @@ def _with_weights(
     return hf
 
 
-def _step_token_id(token: str, tokenizer: PreTrainedTokenizerBase) -> int:
-    """The id of the token at which a process reward model reads a step."""
-    # Another tokenizer would cut the mark into several tokens, and no step would be found.
-    ids: list[int] = tokenizer.encode(token, add_special_tokens=False)
-    if ids != [tokenizer.convert_tokens_to_ids(token)]:
-        raise ModelError(
-            "the tokenizer does not write the token at which this model reads a step",
-            got=ids,
-            need=f"one token for {token!r}",
-            fix="name the model's own tokenizer",
-        )
-    return ids[0]
-
-
 def build_reward_model(
     model_config: Mapping[str, Any],
     tokenizer: PreTrainedTokenizerBase,
@@ -219,13 +220,19 @@ def build_reward_model(
     attention: Literal["tree", "rows"] = "tree",
     device: torch.device | str = "cpu",
     labels: Sequence[str] = (),
+    step_token: str | None = None,
 ) -> Loaded[RewardModel]:
     """A model with random weights from a bare configuration (`model_type` and its fields). The
-    vocabulary size and special tokens are the tokenizer's; `labels` name the heads. Raises
-    `ConfigError` for an unknown model type or field."""
+    vocabulary size and special tokens are the tokenizer's; `labels` name the heads; `step_token`
+    makes a process reward model. Raises `ConfigError` for an unknown model type or field."""
 
     def make(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
-        hf: PreTrainedModel = classifier_class(config, False)._from_config(config, **options)
+        if step_token is None:
+            model_class = classifier_class(config, False)
+        else:
+            config.step_token_id = mark_id(tokenizer, step_token)
+            model_class = step_classifier_class(config, step_token)
+        hf: PreTrainedModel = model_class._from_config(config, **options)
         return hf
 
     hf = bare_model(make, model_config, tokenizer, seed=seed, **_named(labels or ("LABEL_0",)))
@@ -399,19 +406,129 @@ def ensure_pad_token(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
 def classifier_class(config: PreTrainedConfig, trust_remote_code: bool) -> type[PreTrainedModel]:
     """The family's sequence classifier. About half of the causal LMs have none; treeward makes
     theirs."""
-    mapping: Any = AutoModelForSequenceClassification._model_mapping
+    if trust_remote_code and hasattr(config, "auto_map"):
+        mapping: Any = AutoModelForSequenceClassification._model_mapping
+        if type(config) not in mapping or config.is_encoder_decoder:
+            return AutoModelForSequenceClassification  # type: ignore[return-value]
+    return _family_class(config, AutoModelForSequenceClassification)
+
+
+def step_classifier_class(config: PreTrainedConfig, step_token: str) -> type[PreTrainedModel]:
+    """The family's token classifier with a head that reads each step at `step_token`. Its files are
+    those of the plain class, by whose name it is saved: plain transformers and TRL read them."""
+    plain: Any = _family_class(config, AutoModelForTokenClassification)
+
+    def make(hf: Any, config: PreTrainedConfig) -> None:
+        plain.__init__(hf, config)
+        if not isinstance(getattr(hf, "score", None), nn.Linear):
+            raise ModelError(
+                "a process reward model is a decoder: each step is read after those before it",
+                got=plain.__name__,
+                need="a causal language model",
+            )
+        hf.score = StepLogits(config, bias=hf.score.bias is not None)
+        setattr(config, STEP_TOKEN_KEY, step_token)
+
+    body = {
+        "__init__": make,
+        "__module__": plain.__module__,
+        "step_token": step_token,
+        # Nothing of transformers' makes one score of the steps.
+        "made_by_treeward": True,
+    }
+    made: type[PreTrainedModel] = type(plain.__name__, (plain,), body)
+    return made
+
+
+def _set_labels(
+    config: PreTrainedConfig, labels: Sequence[str], step_token: str | None, *, keep: bool
+) -> None:
+    """Give a configuration the labels of its heads: those that are named, two for the steps of a
+    process reward model, or one. `keep`: a classifier's own."""
+    if labels:
+        vars(config).update(_named(labels))
+    elif step_token is not None:
+        config.num_labels = 2
+    elif not keep:
+        config.num_labels = 1  # a causal LM names no labels, and would get two
+
+
+def _chosen_step_token(
+    config: PreTrainedConfig,
+    published: Adapter | None,
+    name: str,
+    requested: str | None,
+    *,
+    allowed: bool,
+) -> str | None:
+    """The mark at which a checkpoint reads steps, or at which one will that becomes a process
+    reward model (`requested`); None where it has one value of a conversation.
+
+    Raises `ModelError` for a process reward model where none is `allowed`.
+    """
+    if published is not None:
+        if requested is not None:
+            raise ModelError(
+                "a published reward model has a head of its own, and learns no other labels",
+                where=name,
+                need="a causal language model, or a process reward model that was trained here",
+            )
+        token = published.step_token
+    elif requested is not None:
+        return requested
+    elif any("TokenClassification" in text for text in config.architectures or ()):
+        token = _stored_step_token(config, name)
+    else:
+        token = None
+    if token is not None and not allowed:
+        need = "one value of a conversation"
+        fix = None
+        if published is None:
+            fix = "set policy.reward_model_cfg.reward_model_type=process to train it further"
+        raise ModelError(_HAS_STEPS, where=name, need=need, fix=fix)
+    return token
+
+
+def _stored_step_token(config: PreTrainedConfig, name: str) -> str:
+    """The mark that config.json names. Raises `ModelError` where it names none."""
+    token = getattr(config, STEP_TOKEN_KEY, None)
+    if isinstance(token, str) and config.num_labels == 2:
+        return token
+    raise ModelError(
+        _WITHOUT_MARK,
+        where=f"{name}/config.json",
+        field=STEP_TOKEN_KEY,
+        got=token or f"no {STEP_TOKEN_KEY}, and {config.num_labels} labels",
+        need="a token that stands after each step, and two labels",
+        fix=f'for a model of TRL add "{STEP_TOKEN_KEY}", its step_separator, as '
+        "docs/reward_models.md says",
+    )
+
+
+_AUTO_CLASSES: dict[Any, tuple[str, Any]] = {
+    AutoModelForSequenceClassification: (
+        "ForSequenceClassification",
+        GenericForSequenceClassification,
+    ),
+    AutoModelForTokenClassification: ("ForTokenClassification", GenericForTokenClassification),
+}
+"""Of each kind of classifier the end of its classes' names, and the parent that has the head."""
+
+
+def _family_class(config: PreTrainedConfig, auto_class: Any) -> type[PreTrainedModel]:
+    """The family's class of a kind of classifiers, made where transformers has none."""
+    mapping: Any = auto_class._model_mapping
+    suffix, generic = _AUTO_CLASSES[auto_class]
     if type(config) in mapping and not config.is_encoder_decoder:
         return mapping[type(config)]  # type: ignore[no-any-return]
-    if trust_remote_code and hasattr(config, "auto_map"):
-        return AutoModelForSequenceClassification  # type: ignore[return-value]
     if type(config) not in AutoModel._model_mapping or config.is_encoder_decoder:
         raise ModelError(
-            f"transformers has no sequence classifier for {type(config).__name__}, and treeward "
-            "can make none"
+            f"transformers has no {suffix.removeprefix('For')} for {type(config).__name__}, and "
+            "treeward can make none"
         )
     base_class: Any = AutoModel._model_mapping[type(config)]
     # As transformers makes its own: the head from one parent, the family from the other.
-    name = type(config).__name__.removesuffix("Config") + "ForSequenceClassification"
+    name = type(config).__name__.removesuffix("Config") + suffix
     family: Any = base_class.__mro__[1]
     body = {
         "__module__": base_class.__module__,
@@ -421,10 +538,10 @@ def classifier_class(config: PreTrainedConfig, trust_remote_code: bool) -> type[
         # Llama 4's, whose family names no place.
         "base_model_prefix": family.base_model_prefix or "model",
     }
-    made: Any = type(name, (GenericForSequenceClassification, family), body)
-    AutoModelForSequenceClassification.register(type(config), made)
+    made: Any = type(name, (generic, family), body)
+    auto_class.register(type(config), made)
     logger.warning(
-        "transformers has no sequence classifier for %s: treeward made %s. Its export loads with "
+        "transformers has no such classifier for %s: treeward made %s. Its export loads with "
         "treeward; plain transformers needs the same class.",
         config.model_type,
         name,

@@ -516,7 +516,7 @@ def find(fields: Fields, name: str | None) -> Adapter | None:
     return None
 
 
-_PROCESS_MODEL = re.compile(r"\b(?!Qwen2ForProcess)\w+For(Process|PRM|Prm|TokenClassification)\w*")
+_PROCESS_MODEL = re.compile(r"\b(?!Qwen2ForProcess)\w+For(Process|PRM|Prm)\w*")
 
 
 def refuse(fields: Fields, name: str | None) -> None:

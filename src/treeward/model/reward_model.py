@@ -106,6 +106,8 @@ class RewardModel(WrappedModel):
         score."""
         if self.score_parts:
             return len(self.score_parts)
+        if self.step_token is not None:
+            return 1  # two labels, whose difference is the value of a step
         num_labels = self.hf.config.num_labels
         assert num_labels is not None
         return num_labels
@@ -178,16 +180,29 @@ class RewardModel(WrappedModel):
         self, groups: Sequence[Sequence[TokenIds]], *, max_tokens: int | None
     ) -> tuple[list[Batch], Tensor | None]:
         """Batches of one forward pass each, on the host, and `order_of_parts` of their sequences:
-        one batch, or several if a single group is larger than `max_tokens`."""
+        one batch, or several if a single group is larger than `max_tokens`. The order is of their
+        values: of a process reward model, of the steps of all sequences."""
         if len(groups) != 1 or max_tokens is None:
             return [self.pack(groups)], None
         [group] = groups
         parts = split_group(group, max_tokens=max_tokens, share=self.layout == "tree")
+        # The places of each sequence's values among those of the group.
+        value_places: list[list[int]] = []
+        num_values = 0
+        for ids in group:
+            end = num_values + self.num_values(ids)
+            value_places.append(list(range(num_values, end)))
+            num_values = end
         batches = []
+        places_of_parts: list[list[int]] = []
         for part in parts:
             sequences = [group[i] for i in part.members]
             batches.append(self.pack([sequences]))
-        return batches, order_of_parts([part.members for part in parts])
+            places: list[int] = []
+            for i in part.members:
+                places += value_places[i]
+            places_of_parts.append(places)
+        return batches, order_of_parts(places_of_parts)
 
     def forward(self, batch: Batch) -> Tensor:
         """Scores of a model with one head, float32 (S,), one per sequence in the order of the
@@ -350,8 +365,9 @@ class RewardModel(WrappedModel):
     def num_values(self, ids: TokenIds) -> int:
         """How many rows of `score_tokens` a sequence has: one, or of a process reward model one for
         each step."""
-        [positions] = self.until_last_reads([ids])[1]
-        return self._num_values(positions)
+        if reads_each(self.head) is not None:
+            return 1
+        return len(reads_of(self.head, ids))
 
     def _num_values(self, positions: Sequence[int]) -> int:
         if reads_each(self.head) is None:

@@ -24,9 +24,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from treeward import processes
+from treeward.data.conversation import Conversation
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, DataError, ModelError
 from treeward.model.contract import (
+    STEPS_MEANING,
     DtypeContract,
     GoldenExample,
     HeadContract,
@@ -34,6 +36,7 @@ from treeward.model.contract import (
     ReadContract,
     RenderingContract,
     ScoringContract,
+    StepsContract,
     ToleranceContract,
     WeightsContract,
     keeps_padding,
@@ -49,11 +52,14 @@ from treeward.model.reward_model import RewardModel, check_finite, stored_heads
 from treeward.model.stored import StoredModel, architecture_of, dtype_of, sha256_of
 from treeward.parallel.mesh import Mesh
 from treeward.parallel.sharding import plain_copy
+from treeward.scoring.combining import score_of, values_of, weighted_heads
 from treeward.scoring.golden_conversations import GOLDEN_CONVERSATIONS
+from treeward.scoring.steps import Steps
 from treeward.version import VERSION
 
 logger = logging.getLogger(__name__)
 
+StepScore = Literal["product", "min", "last"]
 HASH_DIGITS = 12
 """Digits that a contract keeps of the hash of a tensor."""
 
@@ -72,7 +78,8 @@ def sign_folder(
 
     `like`: a contract whose rendering, read position and heads hold for this model too; None: the
     tokenizer's own template, the model's own limit, and the position at which plain transformers
-    reads. `head_weights`: those of `weighted_heads`; None: as in `like`. Raises `ConfigError` for
+    reads. `head_weights`: those of `weighted_heads`; None: as in `like`. The score of a process
+    reward model is made as in `like`, else it is the product. Raises `ConfigError` for
     several labels without weights, `ModelError` for a model that gives no finite score.
     """
     stored = StoredModel(folder)
@@ -88,9 +95,13 @@ def sign_folder(
         tokenizer=tokenizer,
         device=device,
         several_heads=True,
+        steps=True,
         trust_remote_code=trust_remote_code,
         keep_padding=keeps_padding(like),
     ).model
+    step_score: StepScore = "product"
+    if like is not None and like.steps is not None:
+        step_score = like.steps.score
     rendering: dict[str, Any] = {}
     trained_length = None
     if like is not None:
@@ -108,6 +119,7 @@ def sign_folder(
         model=model,
         renderer=renderer,
         heads=heads,
+        step_score=step_score,
         is_loaded=True,
         pads_alike=pads_alike,
         has_template=has_template,
@@ -121,6 +133,7 @@ def sign_exported(
     model: RewardModel,
     renderer: Renderer,
     heads: Sequence[HeadContract] | None = None,
+    step_score: StepScore = "product",
     mesh: Mesh = _ALONE,
     is_checkpoint: bool = False,
     is_loaded: bool = False,
@@ -132,26 +145,27 @@ def sign_exported(
 
     The golden scores are of the weights in memory. Of a checkpoint only the head is hashed, because
     all tensors take about a second per GB, and weights that give no finite score are signed with a
-    warning. `heads`: None for a model whose score is its only value, or their sum. `is_loaded`: the
-    model was loaded from the folder. `pads_alike`: config.json and tokenizer have one padding
-    token; None: they are compared. `has_template`: the folder has a chat template.
+    warning. `heads`: None for a model whose score is its only value, or their sum. `step_score`:
+    how a process reward model makes its score. `is_loaded`: the model was loaded from the folder.
+    `pads_alike`: config.json and tokenizer have one padding token; None: they are compared.
+    `has_template`: the folder has a chat template.
     """
     stored = StoredModel(folder)
     # The main process has written the folder, which may show late to others.
     stored.config = processes.on_main(lambda: stored.config)
     heads = list(heads or _default_heads(model))
+    steps = _steps_contract(model, step_score)
     if pads_alike is None:
         pads_alike = stored.pad_token_id == renderer.tokenizer.pad_token_id
     saved_dtype = None
     if not is_loaded:
         saved_dtype = DTYPES[stored.config_dtype or "float32"]
     with _as_saved(model, saved_dtype, mesh, computed=torch.float32) as exact:
-        golden = _golden(exact, renderer, heads, may_be_broken=is_checkpoint)
+        golden = _golden(exact, renderer, heads, steps, may_be_broken=is_checkpoint)
     token_ids = [example.token_ids for example in golden]
     # Scored again in bfloat16: how far these are off says how much the model amplifies rounding.
     with _as_saved(model, saved_dtype, mesh, computed=torch.bfloat16) as rounded:
-        rounded_SH = rounded.score_tokens(token_ids).tolist()
-    rounded_scores = [combined_heads(values, heads) for values in rounded_SH]
+        rounded_scores = [score_of(row, heads, steps) for row in values_of(rounded, token_ids)]
 
     def sign() -> ScoringContract:
         backbone, head = stored.split(stored_heads(model.hf))
@@ -176,6 +190,7 @@ def sign_exported(
                 config=stored.config_dtype or weights_dtype,
             ),
             heads=heads,
+            steps=steps,
             problem_type=stored.config.get("problem_type"),
             weights=WeightsContract(
                 architecture=type(model.hf).__name__,
@@ -195,6 +210,12 @@ def sign_exported(
         return contract
 
     return processes.on_main(sign)
+
+
+def _steps_contract(model: RewardModel, score: StepScore) -> StepsContract | None:
+    if model.step_token is None:
+        return None
+    return StepsContract(token=model.step_token, score=score)
 
 
 def _rendering_contract(
@@ -258,7 +279,7 @@ def hash_all(folder: Path, renderer: Renderer, max_positions: int | None) -> Non
     contract = read_contract(folder)
     assert contract is not None
     signed = {example.name for example in contract.golden}
-    broken = _rendered(renderer, max_positions).keys() - signed
+    broken = _rendered(renderer, max_positions, contract.steps).keys() - signed
     if broken:
         raise ModelError(
             "the model gives no finite score to golden conversations",
@@ -344,48 +365,6 @@ def exact_scoring(model: RewardModel) -> Iterator[None]:
         model.num_row_tokens = num_row_tokens
 
 
-def weighted_heads(
-    labels: Sequence[str],
-    weights: Mapping[str, float] | Sequence[float],
-) -> list[HeadContract]:
-    """The heads of a model with `labels`.
-
-    `weights`: one for each label in order, or by name, where labels that are not named have none.
-    Raises `ConfigError` for weights of other labels, for another number of them, and for weights
-    that are all zero.
-    """
-    got: Any
-    if isinstance(weights, Mapping):
-        got = dict(weights)
-        # A name that two heads have says nothing about either.
-        fits = all(list(labels).count(name) == 1 for name in weights)
-        values = [weights.get(label, 0.0) for label in labels]
-    else:
-        values = list(weights)
-        got = values
-        fits = len(values) == len(labels)
-    if not fits or not any(values) or not all(map(math.isfinite, values)):
-        names = ", ".join(labels)
-        raise ConfigError(
-            "the weights of the heads do not fit the model",
-            field="head_weights",
-            got=got,
-            need=f"a finite number for each of the labels {names}, not all of them zero",
-        )
-    if len(labels) == 1:  # transformers' LABEL_0 says nothing
-        return [HeadContract(weight=values[0])]
-    heads = []
-    for label, weight in zip(labels, values, strict=True):
-        meaning = "the attribute of this name"
-        heads.append(HeadContract(name=label, meaning=meaning, weight=weight))
-    return heads
-
-
-def combined_heads(values: Sequence[float], heads: Sequence[HeadContract]) -> float:
-    """The score: sum of weight times value over the heads."""
-    return sum(head.weight * value for head, value in zip(heads, values, strict=True))
-
-
 def _labels(model: RewardModel) -> list[str]:
     config: Any = model.hf.config
     if model.score_parts:
@@ -394,6 +373,8 @@ def _labels(model: RewardModel) -> list[str]:
 
 
 def _default_heads(model: RewardModel) -> list[HeadContract]:
+    if model.step_token is not None:
+        return [HeadContract(meaning=STEPS_MEANING)]
     if model.score_parts:
         meaning = "its share of the score"
         return [HeadContract(name=name, meaning=meaning) for name in model.score_parts]
@@ -456,10 +437,13 @@ def _golden(
     model: RewardModel,
     renderer: Renderer,
     heads: Sequence[HeadContract],
+    steps: StepsContract | None,
+    *,
     may_be_broken: bool,
 ) -> list[GoldenExample]:
     """The golden conversations that the template and the limits allow, with their scores."""
-    rendered = _rendered(renderer, model.max_positions)
+    conversations = _rendered(renderer, model.max_positions, steps)
+    rendered = {name: ids for name, (_, ids) in conversations.items()}
     if not rendered:
         logger.warning(
             "The chat template or the limit of %s tokens refuses every golden conversation: "
@@ -469,7 +453,7 @@ def _golden(
     bos = None
     if model.layout != "encoder":
         bos = model.hf.config.get_text_config().bos_token_id
-    right_SH: list[list[float]] = model.score_tokens(list(rendered.values())).tolist()
+    right_values = values_of(model, list(rendered.values()))
     mistaken_ids: list[dict[Mistake, list[int]]] = []
     wrong_rows: list[list[int]] = []
     # All mistakes of all conversations are scored in one call, and dealt out below in this order.
@@ -480,27 +464,27 @@ def _golden(
     # Whoever makes a mistake reads whatever comes last, so nothing is padding for these.
     padding_token = model.padding_token
     model.padding_token = None
-    wrong_values = iter(model.score_tokens(wrong_rows).tolist())
+    wrong_values = iter(values_of(model, wrong_rows))
     model.padding_token = padding_token
     examples = []
-    for name, by_mistake, values in zip(rendered, mistaken_ids, right_SH, strict=True):
+    for name, by_mistake, values in zip(rendered, mistaken_ids, right_values, strict=True):
         ids = rendered[name]
         mistakes: dict[Mistake, float] = {}
         for mistake in by_mistake:
-            score = combined_heads(next(wrong_values), heads)
+            score = score_of(next(wrong_values), heads, steps)
             if math.isfinite(score):
                 mistakes[mistake] = score
         if may_be_broken and not all(map(math.isfinite, values)):
             continue
         check_finite(values, f"the golden conversation {name!r}", len(ids))
-        conversation = GOLDEN_CONVERSATIONS[name]
+        conversation, _ = conversations[name]
         examples.append(
             GoldenExample(
                 name=name,
                 messages=list(map(dict, conversation)),
                 chat_template_kwargs=conversation.template_kwargs,
                 token_ids=ids,
-                score=combined_heads(values, heads),
+                score=score_of(values, heads, steps),
                 heads=values,
                 mistakes=mistakes,
             )
@@ -515,10 +499,16 @@ def _golden(
     return examples
 
 
-def _rendered(renderer: Renderer, max_positions: int | None) -> dict[str, list[int]]:
-    """The tokens of the golden conversations that the template and the limits allow."""
-    rendered: dict[str, list[int]] = {}
-    for name, conversation in GOLDEN_CONVERSATIONS.items():
+def _rendered(
+    renderer: Renderer, max_positions: int | None, steps: StepsContract | None
+) -> dict[str, tuple[Conversation, list[int]]]:
+    """The golden conversations that the template and the limits allow, with their tokens. Those of
+    a process reward model have its marks, so that any program can replay them."""
+    rendered: dict[str, tuple[Conversation, list[int]]] = {}
+    for name, golden in GOLDEN_CONVERSATIONS.items():
+        conversation = golden
+        if steps is not None:
+            conversation = Steps(steps.token, steps.score).marked(golden, name)
         # A template that does not read the tools would make another conversation of it.
         if not all(map(renderer.reads, conversation.template_kwargs)):
             continue
@@ -529,7 +519,7 @@ def _rendered(renderer: Renderer, max_positions: int | None) -> dict[str, list[i
         if fitted is None:
             continue
         if max_positions is None or len(fitted.token_ids) <= max_positions:
-            rendered[name] = list(map(int, fitted.token_ids))
+            rendered[name] = (conversation, list(map(int, fitted.token_ids)))
     return rendered
 
 
@@ -543,7 +533,9 @@ def _mistaken(
     if model.layout == "encoder" or len(ids) < 3:
         return  # an encoder has no end to miss, and of two tokens nothing is left
     end = list(model.until_padding(ids))
-    if end == ids:
+    if model.step_token is not None:
+        pass  # it is read at its marks, wherever the end is
+    elif end == ids:
         yield "read_before_end", ids[:-1]
     else:
         yield "read_at_padding", ids

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import abc
 import logging
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -48,8 +47,8 @@ from treeward.model.contract import (
 )
 from treeward.model.pretrained import DTYPES, choose_device, load_tokenizer
 from treeward.model.reward_model import DEFAULT_BATCH_TOKENS, RewardModel, check_finite
+from treeward.scoring.combining import head_names_of, head_weights_of, score_of
 from treeward.scoring.diagnosis import Check, diagnose
-from treeward.scoring.golden import combined_heads, weighted_heads
 from treeward.scoring.score import OnError, Score
 from treeward.scoring.steps import Steps
 from treeward.tree.prefix import PrefixCache, RecentTokens
@@ -175,8 +174,8 @@ class Scorer(PreparedScorer):
 
     `batch_tokens`: most tokens computed in one forward pass, counted after sharing;
     `max_sequences`: most conversations in one; one of them is a number. `head_weights`: the weight
-    of each head in the score, in order or by the name of its label, or "mean"; of steps, "product"
-    or "min". `prefix_cache`: holds the prompts of earlier calls.
+    of each head in the score, in order or by the name of its label, or "mean"; of steps, "product",
+    "min" or "last". `prefix_cache`: holds the prompts of earlier calls.
     """
 
     def __init__(
@@ -204,15 +203,18 @@ class Scorer(PreparedScorer):
             self._trained_length = contract.rendering.trained_length
         self.prefix_cache = prefix_cache
         self._recent = RecentTokens()
-        self.head_names = _head_names(model, contract)
+        self.head_names = head_names_of(model, contract)
         self.steps: Steps | None = None
         if model.step_token is not None:
-            self.steps = Steps(model.step_token, head_weights)
+            how = head_weights
+            if how is None and contract is not None and contract.steps is not None:
+                how = contract.steps.score
+            self.steps = Steps(model.step_token, how)
             head_weights = None
         if head_weights is None and model.score_parts:
             head_weights = (1.0,) * model.num_heads  # the score is the sum of its parts
         try:
-            self.head_weights = _head_weights(head_weights, self.head_names)
+            self.head_weights = head_weights_of(head_weights, self.head_names)
         except TreewardError as error:
             raise error.but(where=model.hf.name_or_path or None) from None
 
@@ -378,10 +380,15 @@ class Scorer(PreparedScorer):
             # The counters are of what users have scored.
             num_computed_tokens = self.model.num_computed_tokens
             num_row_tokens = self.model.num_row_tokens
-            values_SH = self._values([example.token_ids for example in contract.golden]).tolist()
+            token_ids = [example.token_ids for example in contract.golden]
+            counts = [self.model.num_values(ids) for ids in token_ids]
+            rows_of_golden = self._values(token_ids).split(counts)
             self.model.num_computed_tokens = num_computed_tokens
             self.model.num_row_tokens = num_row_tokens
-            scores = [combined_heads(values, contract.heads) for values in values_SH]
+            scores = []
+            for rows in rows_of_golden:
+                values = rows.flatten().tolist()
+                scores.append(score_of(values, contract.heads, contract.steps))
             # Any coarser dtype gets the tolerance that was measured in bfloat16.
             dtype: Dtype = "bfloat16"
             if self.model.hf.dtype == torch.float32:
@@ -537,48 +544,6 @@ def check_conversation(conversation: AnyConversation, name: str) -> Conversation
             need="an assistant message at the end",
         )
     return with_messages(conversation, messages)
-
-
-def _head_names(model: RewardModel, contract: ScoringContract | None) -> tuple[str, ...]:
-    """The names in the contract, or else in the model; numbers where they do not fit its heads."""
-    names: Sequence[object] = ()
-    if contract is not None:
-        names = [head.name for head in contract.heads]
-    if not names:
-        names = model.score_parts
-    if not names:
-        names = list((model.hf.config.id2label or {}).values())
-    if len(names) != model.num_heads:
-        names = range(model.num_heads)
-    return tuple(map(str, names))
-
-
-def _head_weights(
-    weights: HeadWeights | None,
-    names: Sequence[str],
-) -> tuple[float, ...] | None:
-    """The weight of each head in the score; None for a single head, whose value is the score."""
-    if weights is None and len(names) == 1:
-        return None
-    if weights is None:
-        option = shlex.quote(",".join(f"{name}=1" for name in names[:2]))
-        argument = dict.fromkeys(names[:2], 1.0)
-        raise ModelError(
-            "the model has several heads, and nothing says how they make one score",
-            got=f"{len(names)} heads: {', '.join(names)}",
-            fix=f"--head-weights {option} of treeward score, eval, bon and serve; in Python and "
-            f"in a configuration head_weights={argument}; Score.heads has all values",
-        )
-    if weights == "mean":
-        return (1.0 / len(names),) * len(names)
-    if isinstance(weights, str):
-        raise ModelError(
-            "this is for the steps of a process reward model, and the model has heads",
-            field="head_weights",
-            got=weights,
-            need="a number for each head, or mean",
-        )
-    return tuple(float(head.weight) for head in weighted_heads(names, weights))
 
 
 class ResponseScorer:

@@ -5,7 +5,8 @@
     steps.score(log_odds)    # the model's values at the tokens: a score, and the probabilities
 
 The score is the product of the probabilities, as in best of n of Qwen2.5-Math-PRM (Zhang et al.
-2025, arXiv 2501.07301), or the least of them.
+2025, arXiv 2501.07301), the least of them, as in Math-Shepherd's (Wang et al. 2023, arXiv
+2312.08935), or the last one.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ _BLANK_LINE = re.compile(r"\n\s*\n")
 class Steps:
     """The steps of a model that reads each at `token`.
 
-    `how`: what makes a score of them, "product" (None) or "min". Raises `ModelError` for anything
-    else.
+    `how`: what makes a score of them, "product" (None), "min" or "last". Raises `ModelError` for
+    anything else.
     """
 
     def __init__(self, token: str, how: HeadWeights | None) -> None:
-        if how not in (None, "product", "min"):
+        if how not in (None, "product", "min", "last"):
             raise ModelError(
                 "the steps of a process reward model have no weights",
                 field="head_weights",
                 got=how,
-                need="product, or min",
+                need="product, min or last",
             )
         self.token = token
         self.how = how or "product"
@@ -79,6 +80,8 @@ class Steps:
         probabilities = tuple(torch.tensor(log_odds, dtype=torch.float64).sigmoid().tolist())
         if self.how == "min":
             score = min(probabilities)
+        elif self.how == "last":
+            score = probabilities[-1]
         else:
             score = math.prod(probabilities)
         return score, probabilities

@@ -38,6 +38,7 @@ from treeward.model.loading import load_classifier
 from treeward.model.pretrained import check_local, choose_device, load_tokenizer
 from treeward.model.reward_model import RewardModel, stored_heads
 from treeward.model.stored import StoredModel, architecture_of, dtype_of, sha256_of
+from treeward.scoring.combining import score_of, values_of
 from treeward.scoring.diagnosis import (
     Check,
     DiagnosisRow,
@@ -49,7 +50,7 @@ from treeward.scoring.diagnosis import (
     restore,
     verification,
 )
-from treeward.scoring.golden import HASH_DIGITS, combined_heads, exact_scoring, tokenizer_sha256
+from treeward.scoring.golden import HASH_DIGITS, exact_scoring, tokenizer_sha256
 
 _PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 _RESTORE_CONFIG = restore("config.json")
@@ -120,8 +121,8 @@ def verify(
         model = _load(contract, stored, tokenizer, choose_device(device), dtype, trust_remote_code)
         token_ids = [example.token_ids for example in contract.golden]
         with exact_scoring(model):
-            values_SH = model.score_tokens(token_ids).tolist()
-        scores = [combined_heads(values, contract.heads) for values in values_SH]
+            golden_values = values_of(model, token_ids)
+        scores = [score_of(values, contract.heads, contract.steps) for values in golden_values]
         heads = stored_heads(model.hf)
         dtypes = contract.dtypes
         about = f"weights in {dtypes.weights}, head in {dtypes.head}, loaded in {dtypes.config}"
@@ -325,6 +326,7 @@ def _load(
         dtype=dtype,
         device=device,
         several_heads=True,
+        steps=True,
         trust_remote_code=trust_remote_code,
         keep_padding=keeps_padding(contract),
     ).model

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from treeward.config.checkpointing import MetricKey
 from treeward.config.loss import LOSSES
+from treeward.config.policy import RewardModelConfig
 from treeward.formatting import metric_format
 from treeward.tables import Column, markdown_table
 from treeward.training.setup import RewardModelSetup
@@ -26,16 +27,26 @@ _GRADE_COLUMNS = [
     Column("pearson", title="correlation", format="number"),
     *_COLUMNS[2:4],
 ]
+_STEP_COLUMNS = [
+    _COLUMNS[0],
+    Column("comparisons", title="problems"),
+    Column("accuracy", title="accuracy by step", format="percent"),
+    Column("first_error_accuracy", title="first error", format="percent"),
+    Column("processbench_f1", title="ProcessBench F1", format="percent"),
+    Column("loss", format="number"),
+]
 _NUM_FIRST_COLUMNS = 3
 """Columns that stand before that of the metric which chose the checkpoint."""
 
 
-def result_columns(ranking: MetricKey | None, *, has_grades: bool) -> list[Column]:
-    """The columns of a results table: the usual ones, and `ranking`, the metric that chose the
-    checkpoint. `has_grades`: whether the model has learnt grades."""
+def result_columns(ranking: MetricKey | None, section: RewardModelConfig) -> list[Column]:
+    """The columns of a results table: the usual ones of such a reward model, and `ranking`, the
+    metric that chose the checkpoint."""
     columns = _COLUMNS
-    if has_grades:
+    if section.labels:
         columns = _GRADE_COLUMNS
+    elif section.learns_steps:
+        columns = _STEP_COLUMNS
     if ranking is None:
         return columns
     metric = ranking.metric
@@ -77,13 +88,19 @@ def model_card(
     results = "This checkpoint was not validated."
     if validation:
         sizes = {name: len(dataset) for name, dataset in setup.validation_sets.items()}
-        has_grades = bool(policy.reward_model_cfg.labels)
-        columns = result_columns(setup.ranking, has_grades=has_grades)
+        columns = result_columns(setup.ranking, policy.reward_model_cfg)
         results = markdown_table(result_rows(sizes, validation), columns)
     data = []
     for name, dataset in setup.training_sets.items():
         data.append(f"- {name}: {dataset.counts.summary()}")
+    plain_use = _PLAIN_SCORES
+    unit = "comparisons"
+    if policy.reward_model_cfg.learns_steps:
+        plain_use = _PLAIN_STEPS.format(mark=setup.model.step_token)
+        unit = "problems, each with its solutions as steps,"
     return _CARD.format(
+        plain_use=plain_use,
+        unit=unit,
         base_line=base_line,
         base=base,
         loss=loss,
@@ -107,7 +124,7 @@ tags: [reward-model, treeward]
 
 # Reward model
 
-{base}, {step} optimiser steps of {batch_size} comparisons in {precision}, trained with treeward; \
+{base}, {step} optimiser steps of {batch_size} {unit} in {precision}, trained with treeward; \
 loss: {loss}.
 A higher score is better. {meaning}
 
@@ -125,7 +142,15 @@ A higher score is better. {meaning}
 treeward score THIS_FOLDER --data conversations.jsonl --output scores.jsonl
 ```
 
+{plain_use}
+"""
+_PLAIN_SCORES = """\
 With plain transformers, `AutoModelForSequenceClassification.from_pretrained(THIS_FOLDER, \
 dtype="float32")` gives the same values as its logits; render conversations with the tokenizer's \
-chat template and tokenize with `add_special_tokens=False`.
-"""
+chat template and tokenize with `add_special_tokens=False`."""
+_PLAIN_STEPS = """\
+With plain transformers, `AutoModelForTokenClassification.from_pretrained(THIS_FOLDER, \
+dtype="float32")` gives two logits at each token. Write `{mark}` after each step of the completion: \
+there their softmax is the probability that the step is wrong (LABEL_0), and right (LABEL_1). \
+Render conversations with the tokenizer's chat template and tokenize with \
+`add_special_tokens=False`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,10 +38,14 @@ _Model = TypeVar("_Model", RewardModel, PolicyModel)
 
 
 def find_tokenizer(
-    policy: TrainedModelConfig, texts: Iterable[str], checkpoint: Checkpoint | None
+    policy: TrainedModelConfig,
+    texts: Iterable[str],
+    checkpoint: Checkpoint | None,
+    *,
+    more_special: Sequence[str] = (),
 ) -> PreTrainedTokenizerBase:
-    """The named tokenizer, or the model's; for a bare architecture a new one, trained on
-    `texts`."""
+    """The named tokenizer, or the model's; for a bare architecture a new one, trained on `texts`,
+    with the tokens `more_special`."""
     if policy.trained_vocab_size is None:
         name = policy.tokenizer.name or policy.model_name
         assert name is not None  # the schema requires it
@@ -49,7 +53,10 @@ def find_tokenizer(
     if checkpoint is not None:
         # The one that the run has trained: texts that have changed since would give another.
         return load_tokenizer(str(checkpoint.path / "model"))
-    return processes.on_main(partial(train_tokenizer, texts, vocab_size=policy.trained_vocab_size))
+    train = partial(
+        train_tokenizer, texts, vocab_size=policy.trained_vocab_size, more_special=more_special
+    )
+    return processes.on_main(train)
 
 
 def load_model(

@@ -38,8 +38,8 @@ _MOST_FEATURES = 4096
 @dataclass(frozen=True, slots=True)
 class MicroBatch(Movable):
     """Comparisons of one forward and backward pass: `batches`, several where one comparison exceeds
-    the token budget. `order_S`: where the score of each sequence is among those of the batches
-    (`tree.plan.order_of_parts`)."""
+    the token budget. `order_S`: where the score of each sequence (of a process reward model: of
+    each step) is among those of the batches (`tree.plan.order_of_parts`)."""
 
     batches: tuple[Batch | FeatureBatch, ...]
     order_S: Tensor | None
@@ -51,7 +51,7 @@ class StepBatches:
     """This process's part of a step, whose loss is a mean over `num_units`: the `micro_batches`,
     and the tokens of their comparisons as plain rows."""
 
-    num_units: int
+    num_units: float
     micro_batches: tuple[MicroBatch, ...]
     num_row_tokens: int
 
@@ -100,8 +100,11 @@ class BatchPreparer:
             num_row_tokens += sum(item.num_tokens for item in share.comparisons.values())
         # Of the whole step, not of this process's share: gradients are summed over the processes,
         # and the loss is divided once.
-        num_units = len(rows)
-        if self.weighs_pairs:
+        num_units: float = len(rows)
+        if self.heads.step_options is not None:
+            counts = [dataset.step_counts(row) for dataset, row in rows]
+            num_units = self.heads.num_units_of_steps(counts)
+        elif self.weighs_pairs:
             ranks = [dataset.ranks(row) for dataset, row in rows]
             pair_labels = [dataset.pair_labels(row) for dataset, row in rows]
             pairs = ranked_pairs(ranks, pair_labels=pair_labels, **self.heads.pair_options)
@@ -132,6 +135,7 @@ class BatchPreparer:
                 list(rank_comparisons.values()),
                 num_passes=num_passes,
                 features=self._features([rows[i] for i in rank_comparisons]),
+                validation=validation,
             )
             yield RankBatch(rank_comparisons, packed)
 
@@ -164,6 +168,7 @@ class BatchPreparer:
         *,
         num_passes: int = 1,
         features: FeatureBatch | None = None,
+        validation: bool = False,
     ) -> MicroBatch:
         """The comparisons packed; page-locked where the model is on a GPU. A process with fewer
         forward passes than `num_passes` computes a token and ignores its score. `features`: the
@@ -178,11 +183,14 @@ class BatchPreparer:
             batches.extend(parts)
         if len(batches) < num_passes:
             if order_S is None:
-                # It leaves out the scores of the tokens that follow.
-                num_sequences = sum(len(comparison.ranks) for comparison in comparisons)
-                order_S = torch.arange(num_sequences)
+                # It leaves out the values of the tokens that follow.
+                num_values = 0
+                for comparison in comparisons:
+                    num_values += sum(map(self.model.num_values, comparison.token_ids))
+                order_S = torch.arange(num_values)
             batches += [self.model.pack_one_token()] * (num_passes - len(batches))
-        packed = MicroBatch(tuple(batches), order_S, self.heads.labels(comparisons))
+        labels = self.heads.labels(comparisons, validation=validation)
+        packed = MicroBatch(tuple(batches), order_S, labels)
         if self.model.device.type == "cuda":
             packed = packed.pin()
         return packed

@@ -31,6 +31,9 @@ from treeward.data.datasets import RowDataset, open_dataset
 from treeward.data.encoding import EncodedDataset, encode_dataset
 from treeward.data.pair_labels import labelled, read_pair_labels
 from treeward.data.rendering import Renderer
+from treeward.data.step_datasets import StepDataset, open_step_dataset
+from treeward.data.step_encoding import encode_steps
+from treeward.data.step_marks import TRAINED_MARK, choose_mark, mark_id
 from treeward.data.tokenizers import texts_of
 from treeward.errors import DataError
 from treeward.losses import Heads, heads_of
@@ -105,10 +108,11 @@ class RunData:
     """The data of a run, and what follows from it without a model.
 
     `encoded_sets`: the whole validation sets; `validation_sets`: what a validation measures of
-    them.
+    them. `step_token`: the mark after each step, for a process reward model.
     """
 
     tokenizer: PreTrainedTokenizerBase
+    step_token: str | None
     renderer: Renderer
     training_sets: dict[str, EncodedDataset]
     encoded_sets: dict[str, EncodedDataset]
@@ -122,7 +126,8 @@ class RunData:
 
     @property
     def grades_NH(self) -> np.ndarray:
-        """The grades of the training data; NaN for none."""
+        """The grades of the training data; NaN for none. The conversations of problems have none at
+        all."""
         return np.concatenate([dataset.grades for dataset in self.training_sets.values()])
 
 
@@ -131,30 +136,32 @@ def read_data(
 ) -> RunData:
     """Read and tokenize the data, with the checkpoint's tokenizer, if there is one. Raises a
     `TreewardError`."""
+    section = config.policy.reward_model_cfg
     # Of the main process, which alone reads rows.
-    streams: list[RowDataset] = []
-    held_out: list[RowDataset] = []
+    streams: list[RowDataset | StepDataset] = []
+    held_out: list[RowDataset | StepDataset] = []
 
     def open_all() -> None:
-        streams.extend(map(open_dataset, config.training_sets))
-        held_out.extend(map(open_dataset, config.validation_sets))
+        open_set = open_step_dataset if section.learns_steps else open_dataset
+        streams.extend(map(open_set, config.training_sets))
+        held_out.extend(map(open_set, config.validation_sets))
 
     processes.on_main(open_all)
-    tokenizer = find_tokenizer(config.policy, texts_of(streams), checkpoint)
+    marks = [section.step_token or TRAINED_MARK] if section.learns_steps else []
+    tokenizer = find_tokenizer(config.policy, texts_of(streams), checkpoint, more_special=marks)
+    step_token: str | None = None
+    if section.learns_steps:
+        step_token = choose_mark(tokenizer, section.step_token)
+        mark_id(tokenizer, step_token)  # before the renderer: texts are parted at it
     renderer = Renderer(
         tokenizer,
         **config.policy.tokenizer.rendering,
         max_length=config.max_sequence_length,
         truncation=config.data.truncation,
     )
-    labels = config.policy.reward_model_cfg.labels
+    labels = section.labels
     encode = partial(
-        encode_dataset,
-        renderer=renderer,
-        ties=config.data.ties,
-        attributes=labels,
-        cache_dir=_cache_dir(config),
-        progress=show_progress,
+        _encoded, config=config, renderer=renderer, step_token=step_token, progress=show_progress
     )
 
     def encode_all() -> tuple[dict[str, EncodedDataset], dict[str, EncodedDataset]]:
@@ -189,12 +196,37 @@ def read_data(
     steps_in_data = steps_per_epoch * config.rm.max_num_epochs
     return RunData(
         tokenizer=tokenizer,
+        step_token=step_token,
         renderer=renderer,
         training_sets=training_sets,
         encoded_sets=encoded_sets,
         validation_sets=validation_sets,
         order=order,
         total_steps=planned_steps(config.rm, steps_in_data, "rm"),
+    )
+
+
+def _encoded(
+    stream: RowDataset | StepDataset,
+    *,
+    config: RewardModelRunConfig,
+    renderer: Renderer,
+    step_token: str | None,
+    progress: bool,
+) -> EncodedDataset:
+    cache_dir = _cache_dir(config)
+    if isinstance(stream, StepDataset):
+        assert step_token is not None
+        return encode_steps(
+            stream, renderer, mark=step_token, cache_dir=cache_dir, progress=progress
+        )
+    return encode_dataset(
+        stream,
+        renderer,
+        ties=config.data.ties,
+        attributes=config.policy.reward_model_cfg.labels,
+        cache_dir=cache_dir,
+        progress=progress,
     )
 
 
@@ -258,13 +290,14 @@ def set_up(
     if checkpoint is not None:
         check_identity(checkpoint.path, identity)
     head_names = policy.reward_model_cfg.head_names
+    kind: dict[str, Any] = {"labels": head_names, "step_token": data.step_token}
     model = load_model(
         policy,
         data.tokenizer,
         checkpoint,
         mesh,
-        build=partial(build_reward_model, seed=seed, labels=head_names),
-        load=partial(load_classifier, head_seed=seed, labels=head_names),
+        build=partial(build_reward_model, seed=seed, **kind),
+        load=partial(load_classifier, head_seed=seed, **kind),
     )
 
     def check() -> None:

@@ -34,12 +34,13 @@ from treeward.errors import ConfigError, TreewardError
 from treeward.evaluation.diagnostics.scores import scored_comparison
 from treeward.evaluation.results import Metric, ScoredExample
 from treeward.formatting import metric_text
-from treeward.losses import METRIC_NAMES, GradeSums, RewardMetrics, RewardSums
+from treeward.losses import METRIC_NAMES, GradeSums, Labels, RewardMetrics, RewardSums
 from treeward.model.contract import read_contract
 from treeward.model.export import export_model, push_folder
 from treeward.parallel.sharding import sum_over_copies
 from treeward.scoring.golden import hash_all, sign_exported
 from treeward.scoring.score import are_equal
+from treeward.step_losses import StepSums, StepTotals
 from treeward.training.card import model_card
 from treeward.training.features import with_features
 from treeward.training.loop import Outcome, Run, StepMetrics, Validation
@@ -49,6 +50,12 @@ from treeward.training.prefetch import BatchPreparer, MicroBatch, Prefetcher, St
 from treeward.training.session import open_session
 from treeward.training.setup import RewardModelSetup, set_up
 from treeward.training.state import RunState
+from treeward.training.step_validation import (
+    FIRST_ERROR,
+    StepValidation,
+    pooled_steps,
+    solutions_of,
+)
 from treeward.training.tracking import TrackerGroup, read_metrics
 from treeward.training.validation import SetValidation, learnt, metric_values, pooled
 from treeward.tree.plan import backward_in_parts
@@ -89,7 +96,8 @@ def train(config: RewardModelRunConfig, *, show_progress: bool = True) -> Traini
         config, config.rm, ranked_by=ranked_by, show_progress=show_progress
     ) as session:
         setup = set_up(config, session.checkpoint, session.shows_progress)
-        run = RewardModelRun(with_features(setup, session.shows_progress))
+        run_class = ProcessRun if config.policy.reward_model_cfg.learns_steps else RewardModelRun
+        run = run_class(with_features(setup, session.shows_progress))
         outcome = session.run_to_end(run)
     assert isinstance(outcome, TrainingOutcome)
     return outcome
@@ -151,7 +159,7 @@ class RewardModelRun(Run):
         started = time.monotonic()
         # Comparisons as trees, with their labels; a thread has made them during the last step.
         batches = self._prefetcher.get(number)
-        sums = RewardSums()
+        sums = self.new_sums()
         for micro_batch in batches.micro_batches:
             # Copies of the weights on other processes exchange gradients once a step.
             is_last = micro_batch is batches.micro_batches[-1]
@@ -169,12 +177,21 @@ class RewardModelRun(Run):
         logged["timing/train/row_tokens_per_second"] = row_tokens / (time.monotonic() - started)
         means = total.means()
         shown = {"loss": means["loss"]}
-        if total.num_pairs:  # without pairs only the loss means anything
-            shown["accuracy"] = means["accuracy"]
-            shown["margin"] = means["reward_margin"]
+        # Without pairs, or steps, only the loss means anything.
+        for name, label in (("accuracy", "accuracy"), ("reward_margin", "margin")):
+            if math.isfinite(means.get(name, math.nan)):
+                shown[label] = means[name]
         return StepMetrics(logged, shown, row_tokens)
 
-    def backward(self, micro_batch: MicroBatch, num_units: int, sums: RewardSums) -> None:
+    def new_sums(self) -> Any:
+        """Empty sums of metrics, of the kind that `count` adds to."""
+        return RewardSums()
+
+    def count(self, sums: Any, values_SH: Tensor, labels: Labels, loss_sum: Tensor) -> None:
+        """Add the metrics of one micro-batch to `sums`, without making the host wait."""
+        sums.add(self.heads.combine(values_SH), labels.pairs, loss_sum, labels.num_units)
+
+    def backward(self, micro_batch: MicroBatch, num_units: float, sums: Any) -> None:
         """Trees to scores to loss: add the gradient of one micro-batch, for a step of `num_units`,
         and its metrics to `sums`.
 
@@ -192,10 +209,9 @@ class RewardModelRun(Run):
             order_S=micro_batch.order_S,
             scale=1 / num_units,
         )
-        scores_S = self.heads.combine(values_SH)
-        sums.add(scores_S, labels.pairs, loss_sum, labels.num_units)
+        self.count(sums, values_SH, labels, loss_sum)
 
-    def _update_weights(self, number: int, total: RewardMetrics) -> float:
+    def _update_weights(self, number: int, total: RewardMetrics | StepTotals) -> float:
         """Clip, step, and return the gradients' norm before clipping; NaN, and no step, where it or
         the loss is not finite. Raises `ModelError` for several such steps in a row."""
         norm = self.skipped.clip(
@@ -213,7 +229,9 @@ class RewardModelRun(Run):
         self.optimizer.zero_grad(set_to_none=True)
         return norm
 
-    def _logged(self, number: int, batches: StepBatches, total: RewardMetrics) -> dict[str, float]:
+    def _logged(
+        self, number: int, batches: StepBatches, total: RewardMetrics | StepTotals
+    ) -> dict[str, float]:
         """The metrics of a step over all processes."""
         setup = self.setup
         # These are of this process; `total` is of all of them.
@@ -229,7 +247,7 @@ class RewardModelRun(Run):
         return logged
 
     def validate(self, step: int, should_stop: Callable[[], str | None]) -> Validation | None:
-        results: dict[str, SetValidation] = {}
+        results: dict[str, Any] = {}
         seconds: dict[str, float] = {}
         for name in self.setup.validation_sets:
             started = time.monotonic()
@@ -239,7 +257,7 @@ class RewardModelRun(Run):
             results[name] = result
             seconds[f"timing/validation/{name}"] = time.monotonic() - started
 
-        overall = pooled(list(results.values()))
+        overall = self.pooled(list(results.values()))
         by_set = {name: result.metrics() for name, result in results.items()}
         logged = _with_prefix("eval/rm/", metric_values(overall))
         lines = []
@@ -257,17 +275,15 @@ class RewardModelRun(Run):
         return Validation(logged, seconds, tuple(lines))
 
     @torch.no_grad()
-    def validate_set(
-        self, name: str, should_stop: Callable[[], object] = lambda: None
-    ) -> SetValidation | None:
-        """Measure a validation set in the precision of training; None if `should_stop` gave a
-        reason on the way."""
+    def validate_set(self, name: str, should_stop: Callable[[], object] = lambda: None) -> Any:
+        """Measure a validation set in the precision of training: a `SetValidation`; None if
+        `should_stop` gave a reason on the way."""
         group = self.setup.mesh.data_group
         dataset = self.setup.validation_sets[name]
         size = len(dataset)
-        sums = RewardSums()
+        sums = self.new_sums()
         grades = GradeSums()
-        rank_examples: dict[int, ScoredExample] = {}
+        rank_examples: dict[int, Any] = {}
         """Of those that this process has scored, by their places in the set."""
         self.model.eval()
         try:
@@ -286,20 +302,35 @@ class RewardModelRun(Run):
                     for i, comparison in share.comparisons.items():
                         comparisons[start + i] = comparison
                 # The host waits here, once for all of them.
-                rank_examples |= _scored(name, comparisons, torch.cat(scores).tolist())
-            all_examples: dict[int, ScoredExample] = {}
+                rank_examples |= self.examples(name, comparisons, torch.cat(scores).tolist())
+            all_examples: dict[int, Any] = {}
             for examples_of_rank in processes.gather(rank_examples, group):
                 all_examples |= examples_of_rank
-            return SetValidation(
-                sums.read(group),
-                tuple(all_examples[i] for i in range(size)),
-                grades_6H=grades.read(group),
-                attributes=self.heads.attributes,
-            )
+            examples = tuple(all_examples[i] for i in range(size))
+            return self.validation_of(sums.read(group), examples, grades.read(group))
         finally:
             self.model.train()
 
-    def evaluate(self, micro_batch: MicroBatch, sums: RewardSums, grades: GradeSums) -> Tensor:
+    def examples(
+        self, name: str, comparisons: Mapping[int, Comparison], scores: Sequence[float]
+    ) -> Mapping[int, Any]:
+        """What is kept of comparisons of the validation set `name`, whose scores lie one comparison
+        after another."""
+        return _scored(name, comparisons, scores)
+
+    def validation_of(
+        self, totals: Any, examples: tuple[Any, ...], grades_6H: Tensor | None
+    ) -> Any:
+        """The measurements of one set, from its sums and all of its examples."""
+        return SetValidation(
+            totals, examples, grades_6H=grades_6H, attributes=self.heads.attributes
+        )
+
+    def pooled(self, results: Sequence[Any]) -> dict[str, Metric]:
+        """The metrics over all sets."""
+        return pooled(results)
+
+    def evaluate(self, micro_batch: MicroBatch, sums: Any, grades: GradeSums) -> Tensor:
         """The scores (S,) of one micro-batch, on its device. Adds its metrics to `sums` and
         `grades`, without making the host wait."""
         values_SH = torch.cat([self.model.heads(batch) for batch in micro_batch.batches])
@@ -310,7 +341,7 @@ class RewardModelRun(Run):
         if labels.targets is not None:
             grades.add(self.heads.grades(values_SH), labels.targets)
         loss_sum = self.heads.score_loss(values_SH, labels)
-        sums.add(scores_S, labels.pairs, loss_sum, labels.num_units)
+        self.count(sums, values_SH, labels, loss_sum)
         return scores_S
 
     def _warn_of_ranking(self, step: int, ranking: MetricKey, metric: Metric | None) -> None:
@@ -348,6 +379,7 @@ class RewardModelRun(Run):
             model=setup.model,
             renderer=setup.renderer,
             heads=setup.heads.contract(),
+            step_score=setup.policy.reward_model_cfg.step_score,
             mesh=setup.mesh,
             is_checkpoint=True,
         )
@@ -417,6 +449,30 @@ class RewardModelRun(Run):
         return ended
 
 
+class ProcessRun(RewardModelRun):
+    """A run of a process reward model: steps of solutions in the place of comparisons."""
+
+    def new_sums(self) -> StepSums:
+        return StepSums()
+
+    def count(self, sums: Any, values_SH: Tensor, labels: Labels, loss_sum: Tensor) -> None:
+        assert labels.steps is not None
+        sums.add(self.heads.combine(values_SH), labels.steps, loss_sum)
+
+    def examples(
+        self, name: str, comparisons: Mapping[int, Comparison], scores: Sequence[float]
+    ) -> Mapping[int, Any]:
+        return solutions_of(comparisons, scores)
+
+    def validation_of(
+        self, totals: Any, examples: tuple[Any, ...], grades_6H: Tensor | None
+    ) -> StepValidation:
+        return StepValidation(totals, examples)
+
+    def pooled(self, results: Sequence[Any]) -> dict[str, Metric]:
+        return pooled_steps(results)
+
+
 def _with_prefix(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
     return {f"{prefix}{name}": value for name, value in values.items()}
 
@@ -465,8 +521,10 @@ def _line(name: str, step: int, means: Mapping[str, float], ranking: MetricKey |
     shown = {"loss": "loss", "accuracy": "accuracy", "reward_margin": "margin"}
     if "mse" in means:
         shown = {"loss": "loss", "mse": "mse", "pearson": "pearson"}
+    if FIRST_ERROR in means:
+        shown = {"loss": "loss", "accuracy": "accuracy by step", FIRST_ERROR: "first error"}
     # The metrics of any validation; another one that ranks is shown beside them.
-    usual = (*METRIC_NAMES, "mse", "pearson")
+    usual = (*METRIC_NAMES, "mse", "pearson", FIRST_ERROR)
     if ranking is not None and ranking.validation in (None, name) and ranking.metric not in usual:
         shown[ranking.metric] = ranking.metric
     texts = []

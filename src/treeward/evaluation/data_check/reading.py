@@ -20,12 +20,12 @@ from treeward.config.data import Ties
 from treeward.data.conversation import Message, Messages, last_text
 from treeward.data.datasets import RowDataset
 from treeward.data.encoding import (
-    EncodingCounts,
     Rules,
     encode_rows,
     nothing_left_error,
     portions,
 )
+from treeward.data.encoding_counts import EncodingCounts
 from treeward.data.preference import Preference, contradicts_scores, num_unanswered
 from treeward.data.rendering import Renderer
 from treeward.errors import DataError

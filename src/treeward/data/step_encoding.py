@@ -1,0 +1,234 @@
+"""`encode_steps`: problems whose solutions are steps, as token ids with a label for each mark.
+
+    dataset = encode_steps(open_step_dataset(config), renderer, mark="<extra_0>", cache_dir=cache)
+    dataset[0].token_ids, dataset[0].step_labels     # a conversation for each path of the tree
+
+All rows of the data with the same context become one tree (`steps.py`): equal beginnings of their
+solutions are one node. The mark is a token of its own after each step, so that each step is
+tokenized alone, and equal steps have equal tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from treeward.data.conversation import Conversation, last_text
+from treeward.data.encoding import (
+    EncodedDataset,
+    count_tree_tokens,
+    empty_record,
+    encoded_file,
+)
+from treeward.data.preference import digest_of
+from treeward.data.step_marks import mark_id
+from treeward.data.steps import Problem, StepNode, marked_completion, paths_of, step_tree
+from treeward.errors import DataError
+
+if TYPE_CHECKING:
+    from treeward.data.rendering import Renderer
+    from treeward.data.step_datasets import StepDataset
+
+logger = logging.getLogger(__name__)
+
+_PROBLEMS_AT_ONCE = 64  # enough for a fast tokenizer to use all cores
+
+
+def encode_steps(
+    stream: StepDataset,
+    renderer: Renderer,
+    *,
+    mark: str,
+    cache_dir: Path,
+    progress: bool = False,
+) -> EncodedDataset:
+    """Encode every problem of a set, or open the file that an earlier call wrote for the same
+    content.
+
+    Of a solution that is longer than the renderer's `max_length` the last steps are left out, each
+    as a whole; a problem without a step that fits is dropped. Raises `DataError` for an invalid
+    row, a step that has the mark in it, a step without a token, and if no problem is left.
+    """
+    token_id = mark_id(renderer.tokenizer, mark)
+
+    def records() -> Iterator[list[dict[str, Any]]]:
+        problems = merged_problems(stream)
+        for start in range(0, len(problems), _PROBLEMS_AT_ONCE):
+            yield _encode(problems[start : start + _PROBLEMS_AT_ONCE], renderer, mark, token_id)
+
+    parts = ["steps", stream.fingerprint, renderer.fingerprint, mark, token_id]
+    dataset = encoded_file(stream.name, parts, records, cache_dir, progress=progress)
+    counts = dataset.counts
+    level = logging.WARNING if counts.is_much_dropped else logging.INFO
+    logger.log(level, "%s: %s", stream.name, counts.summary())
+    if not dataset:
+        raise DataError(
+            "no step with a label is left to learn from",
+            where=stream.name,
+            got=counts.summary(),
+            need="one step with a label or more",
+            fix="check the file and policy.max_total_sequence_length",
+        )
+    return dataset
+
+
+def merged_problems(rows: Iterable[tuple[Problem, str]]) -> list[tuple[Problem, str]]:
+    """The problems with all solutions of the rows that have their context, each at the place of its
+    first row. The rows of a problem may lie apart: all are in memory until they are encoded."""
+    first: dict[str, tuple[Problem, str]] = {}
+    solutions: dict[str, list[Any]] = {}
+    for problem, where in rows:
+        key = problem.context_key
+        first.setdefault(key, (problem, where))
+        solutions.setdefault(key, []).extend(problem.solutions)
+    merged = []
+    for key, (problem, where) in first.items():
+        merged.append((replace(problem, solutions=tuple(solutions[key])), where))
+    return merged
+
+
+def _encode(
+    rows: Sequence[tuple[Problem, str]], renderer: Renderer, mark: str, token_id: int
+) -> list[dict[str, Any]]:
+    """The rows of the file, from one call of the tokenizer."""
+    trees: list[tuple[list[StepNode], list[list[int]]]] = []
+    conversations: list[Conversation] = []
+    places: list[str] = []
+    for problem, where in rows:
+        for message in problem.context:
+            _check_unmarked(str(message.get("content")), mark, "prompt", where)
+        nodes = step_tree(problem.solutions)
+        for node in nodes:
+            _check_unmarked(node.text, mark, "step", where)
+        paths = paths_of(nodes)
+        trees.append((nodes, paths))
+        for path in paths:
+            completion = marked_completion([nodes[i].text for i in path], mark)
+            conversations.append(Conversation([*problem.context, completion]))
+            places.append(where)
+    sequences = renderer.encode_many(conversations, where=places)
+    encoded = iter(zip(sequences, conversations, strict=True))
+    records = []
+    for (problem, where), (nodes, paths) in zip(rows, trees, strict=True):
+        own = [next(encoded) for _ in paths]
+        record = empty_record(where)
+        record |= _record(problem, nodes, paths, own, renderer, token_id, where)
+        records.append(record)
+    return records
+
+
+def _check_unmarked(text: str, mark: str, what: str, where: str) -> None:
+    if mark in text:
+        raise DataError(
+            f"a {what} has the mark in it, which would be read as the end of a step",
+            where=where,
+            field=what,
+            got=text,
+            need=f"a text without {mark!r}",
+            fix="choose another token: policy.reward_model_cfg.step_token=...",
+        )
+
+
+def _labels_of(
+    nodes: Sequence[StepNode], paths: Sequence[Sequence[int]]
+) -> tuple[list[list[float]], list[list[int]]]:
+    """`step_labels` and `step_counts` of the paths: a node counts in the first one that has it."""
+    labels: list[list[float]] = []
+    counts: list[list[int]] = []
+    counted: set[int] = set()
+    for path in paths:
+        path_labels = []
+        path_counts = []
+        for i in path:
+            label = nodes[i].label
+            path_labels.append(math.nan if label is None else label)
+            path_counts.append(0 if i in counted else nodes[i].count)
+            counted.add(i)
+        labels.append(path_labels)
+        counts.append(path_counts)
+    return labels, counts
+
+
+def _record(
+    problem: Problem,
+    nodes: Sequence[StepNode],
+    paths: Sequence[Sequence[int]],
+    encoded: Sequence[tuple[list[int], Conversation]],
+    renderer: Renderer,
+    token_id: int,
+    where: str,
+) -> dict[str, Any]:
+    """The columns of a problem, from the tokens of its paths."""
+    kept: dict[tuple[int, ...], tuple[Sequence[int], Conversation]] = {}
+    longest = 0
+    for path, (ids, conversation) in zip(paths, encoded, strict=True):
+        marks = np.flatnonzero(np.asarray(ids) == token_id)
+        # Every step has its mark, and nothing else has one: else labels would stand at other steps.
+        if len(marks) != len(path):
+            raise DataError(
+                "the tokens have not one mark for each step",
+                where=where,
+                got=f"{len(marks)} marks for {len(path)} steps",
+                need="a chat template that writes completions as they are",
+                fix="choose another token or template: policy.reward_model_cfg.step_token, "
+                "policy.tokenizer.chat_template",
+            )
+        num_tokens = int(marks[-1]) + 1
+        longest = max(longest, num_tokens)
+        num_fitting = len(path)
+        if renderer.max_length is not None and num_tokens > renderer.max_length:
+            if renderer.truncation == "error":
+                raise DataError(
+                    "a solution is too long",
+                    where=where,
+                    got=f"{num_tokens} tokens",
+                    need=f"at most {renderer.max_length}",
+                    fix="data.truncation=drop leaves out the last steps",
+                )
+            num_fitting = int((marks < renderer.max_length).sum())
+        # A label is needed at the last mark too: what follows the last label is not computed.
+        while num_fitting and nodes[path[num_fitting - 1]].count == 0:
+            num_fitting -= 1
+        if num_fitting:
+            end = int(marks[num_fitting - 1]) + 1
+            kept[tuple(path[:num_fitting])] = (ids[:end], conversation)
+    # Solutions that were cut may be the beginning of others now.
+    beginnings = {path[:end] for path in kept for end in range(1, len(path))}
+    kept = {path: value for path, value in kept.items() if path not in beginnings}
+
+    labels, counts = _labels_of(nodes, list(kept))
+    lengths = [len(last_text(conversation)) for _, conversation in kept.values()]
+    counted = set(chain.from_iterable(kept))
+    labelled = {i for i, node in enumerate(nodes) if node.count > 0}
+    num_too_long = len(labelled - counted)
+    if not kept:
+        outcome = "dropped_too_long" if labelled else "dropped_ungraded"
+        return {"outcome": outcome, "longest": longest, "steps_too_long": num_too_long}
+    sequences = [ids for ids, _ in kept.values()]
+    return {
+        "outcome": "kept",
+        "subset": problem.task_name,
+        "prompt": digest_of(problem.context_key),
+        "digest": digest_of(repr(sorted(zip(map(tuple, sequences), labels, strict=True)))),
+        "completions": len(kept),
+        "token_ids": [np.array(ids, dtype=np.int32) for ids in sequences],
+        "ranks": [0] * len(kept),
+        "lengths": lengths,
+        "scores": [None] * len(kept),
+        "grades": [[] for _ in kept],
+        "step_labels": labels,
+        "step_counts": counts,
+        "tokens": sum(map(len, sequences)),
+        "tree_tokens": count_tree_tokens(sequences),
+        "longest": longest,
+        "steps": len(labelled & counted),
+        "step_copies": sum(nodes[i].count for i in labelled & counted),
+        "steps_too_long": num_too_long,
+    }

@@ -1,0 +1,79 @@
+"""The mark after each step of a solution: which token it is, and that the tokenizer parts texts at
+it.
+
+    mark = choose_mark(tokenizer, None)     # "<extra_0>", or another token in reserve
+    mark_id(tokenizer, mark)                # its id; equal steps have equal tokens before it
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tokenizers import AddedToken
+
+from treeward.errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TRAINED_MARK = "<|step|>"
+"""The mark in a tokenizer that a run trains itself."""
+
+_RESERVED = (
+    TRAINED_MARK,
+    "<extra_0>",  # Qwen2.5-Math-PRM
+    "<|fim_pad|>",  # Qwen2.5 and later
+    "<|reserved_special_token_0|>",  # Llama 3
+    "<unused0>",  # Gemma
+    "<file_sep>",  # SmolLM2
+    "<|extra_0|>",
+)
+"""Tokens that families keep in reserve and that no chat template writes."""
+
+
+def choose_mark(tokenizer: PreTrainedTokenizerBase, requested: str | None) -> str:
+    """The mark that the configuration names, or else a token in reserve. Raises `ConfigError` for
+    one that is not one token, and where the tokenizer has none in reserve."""
+    field = "policy.reward_model_cfg.step_token"
+    if requested is None:
+        vocabulary = tokenizer.get_vocab()
+        for token in _RESERVED:
+            if token in vocabulary:
+                return token
+        raise ConfigError(
+            "the tokenizer has no token in reserve for the mark after each step",
+            field=field,
+            got="null",
+            need="a token of the vocabulary that no text and no chat template has",
+        )
+    try:
+        mark_id(tokenizer, requested)
+    except ModelError as error:
+        raise ConfigError(
+            "the mark after each step is not one token",
+            field=field,
+            got=f"{requested!r}: {error.got}",
+            need="one token of the tokenizer",
+            fix="leave the key out for a token in reserve",
+        ) from error
+    return requested
+
+
+def mark_id(tokenizer: PreTrainedTokenizerBase, mark: str) -> int:
+    """The id of the mark. The tokenizer parts texts at it from now on, and when it is saved.
+
+    Raises `ModelError` if it is not one token.
+    """
+    is_known = mark in tokenizer.get_vocab()
+    if is_known and mark not in tokenizer.get_added_vocab():
+        # An ordinary token could merge with the text before it: a step must have its own tokens.
+        tokenizer.add_tokens([AddedToken(mark, normalized=False)])
+    ids: list[int] = tokenizer.encode(mark, add_special_tokens=False)
+    if not is_known or ids != [tokenizer.convert_tokens_to_ids(mark)]:
+        raise ModelError(
+            "the tokenizer does not write the token at which this model reads a step",
+            got=ids,
+            need=f"one token for {mark!r}",
+            fix="name the model's own tokenizer",
+        )
+    return ids[0]
