@@ -4,6 +4,7 @@ export gives plain transformers' probabilities, and is scored, verified and resu
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -116,6 +117,21 @@ def test_a_planted_rule_is_learnt_scored_and_verified(
     environment = RewardModelEnvironment({"model_name": str(folder), "precision": "float32"})
     rewards = environment.step([unmarked], [{}]).rewards.tolist()
     assert rewards == pytest.approx([want[0] * want[1] * want[2]], abs=1e-5)
+    # ProcessBench's suite, on solutions of the same rule.
+    bench = tmp_path / "processbench.jsonl"
+    with bench.open("w", encoding="utf-8") as file:
+        for i, row in enumerate(rows(8, seed=3)):
+            first_error = -1
+            if False in row["labels"]:
+                first_error = row["labels"].index(False)
+            solution = {"id": f"planted-{i}", "problem": row["prompt"], "label": first_error}
+            file.write(json.dumps({**solution, "steps": row["completions"]}) + "\n")
+    output = tmp_path / "evaluation"
+    command = ["eval", str(folder), "--suite", f"processbench={bench}", "--output", str(output)]
+    assert main(command) == 0
+    [file_of_results] = output.rglob("results.json")
+    results = json.loads(file_of_results.read_text("utf-8"))
+    assert "processbench" in json.dumps(results) and "F1" in json.dumps(results)
     card = (folder / "README.md").read_text("utf-8")
     assert "AutoModelForTokenClassification" in card and "steps" in card
 

@@ -78,7 +78,8 @@ def run(
         typer.Option(
             metavar="NAME[=FOLDER],...",
             help="Benchmarks: rewardbench, rewardbench2, ppepreference, ppecorrectness, rmb, "
-            "rmbench, judgebench, llmbar, ifrewardbench; or published, the first seven.",
+            "rmbench, judgebench, llmbar, ifrewardbench, processbench; or published, the first "
+            "seven.",
         ),
     ] = None,
     data: Annotated[

@@ -94,7 +94,7 @@ class Diagnostic:
 Outcome = Literal["right", "wrong", "tie", "failed"]
 
 _NUMBERS = ("scores", "lengths", "num_tokens", "errors")
-_OPTIONAL = ("heads", "judgements")
+_OPTIONAL = ("heads", "judgements", "steps")
 """The fields of a scored example that its row has; the optional ones if they are not empty."""
 
 
@@ -106,7 +106,8 @@ class ScoredExample:
     `lengths`: characters of each completion's last message. `num_tokens`: of each scored
     conversation. `heads`: for each completion the values of the model's heads by name, where the
     example has grades of such names, or the components of an environment's reward. `judgements`:
-    what a judge wrote of each completion.
+    what a judge wrote of each completion. `steps`: of each completion, the probabilities that its
+    steps are right, for a process reward model.
     """
 
     example: Preference
@@ -116,6 +117,7 @@ class ScoredExample:
     errors: tuple[str | None, ...] = ()
     heads: tuple[Mapping[str, float], ...] = ()
     judgements: tuple[str | None, ...] = ()
+    steps: tuple[Sequence[float], ...] = ()
 
     @property
     def failed(self) -> bool:
@@ -203,6 +205,9 @@ def _scored(
     judgements = [score.judgement for score in scores]
     if not any(judgements):
         judgements = []
+    steps: list[Sequence[float]] = [score.steps or () for score in scores]
+    if not any(steps):
+        steps = []
     lengths = [len(last_text(completion.messages)) for completion in example.completions]
     values = [score.score for score in scores]
     num_tokens = [score.num_tokens for score in scores]
@@ -215,6 +220,7 @@ def _scored(
         errors=tuple(errors),
         heads=tuple(heads),
         judgements=tuple(judgements),
+        steps=tuple(steps),
     )
 
 

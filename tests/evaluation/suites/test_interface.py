@@ -28,9 +28,11 @@ def test_names() -> None:
         "judgebench",
         "llmbar",
         "ifrewardbench",
+        "processbench",
     ]
-    # Of these the mean is over parts in which a guess is right in different shares.
-    without_chance = ("rewardbench2", "rmb")
+    # Of these the mean is over parts in which a guess is right in different shares, or solutions
+    # have different numbers of steps.
+    without_chance = ("rewardbench2", "rmb", "processbench")
     for name, cls in SUITES.items():
         suite = get_suite(name)
         assert type(suite) is cls and suite.name == name and suite.title

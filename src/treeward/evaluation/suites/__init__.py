@@ -10,6 +10,7 @@ from treeward.errors import ConfigError, DataError
 from treeward.evaluation.suites.benchmarks import JudgeBench, LLMBar, RMBench
 from treeward.evaluation.suites.interface import PreferenceSuite, Suite
 from treeward.evaluation.suites.ppe import PPECorrectness, PPEPreference
+from treeward.evaluation.suites.process_bench import ProcessBench
 from treeward.evaluation.suites.rewardbench import RewardBench, RewardBench2
 from treeward.evaluation.suites.rmb import RMB, IFRewardBench
 
@@ -29,7 +30,7 @@ PUBLISHED = (
 """The suites that model cards report, in the order of Skywork-Reward-V2 (arXiv 2507.01352)."""
 
 SUITES: Mapping[str, type[Suite]] = {
-    suite.name: suite for suite in (*PUBLISHED, LLMBar, IFRewardBench)
+    suite.name: suite for suite in (*PUBLISHED, LLMBar, IFRewardBench, ProcessBench)
 }
 
 

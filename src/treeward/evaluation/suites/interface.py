@@ -85,7 +85,7 @@ class Suite(ABC):
     def summarize(self, scored: Sequence[ScoredExample]) -> SuiteResult:
         """The suite's numbers; values are None where there is nothing to compute them from."""
         result = self._compute(scored)
-        if scored and not any(_can_be_compared(example) for example in scored):
+        if scored and not any(self.is_measured(example) for example in scored):
             # Nothing was scored, which is no accuracy of 0 %.
             nothing: dict[str, Any] = {"value": None, "low": None, "high": None}
             note = "Nothing was scored, so there is no result."
@@ -112,6 +112,14 @@ class Suite(ABC):
             num_failed=sum(example.failed for example in scored),
             num_ties=outcomes.count("tie"),
         )
+
+    def is_measured(self, example: ScoredExample) -> bool:
+        """Whether the model has given what the suite's arithmetic needs of an example: scores of
+        both completions of one of its pairs."""
+        for better, worse in example.pairs():
+            if example.scores[better] is not None and example.scores[worse] is not None:
+                return True
+        return False
 
     @abstractmethod
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
@@ -142,14 +150,6 @@ class Suite(ABC):
             values = [value(example) for example in scored]
         prompts = [example.example.context_key for example in scored]
         return accuracy_metric(values, name, prompts)
-
-
-def _can_be_compared(example: ScoredExample) -> bool:
-    """Whether both completions of one of its pairs have a score."""
-    for better, worse in example.pairs():
-        if example.scores[better] is not None and example.scores[worse] is not None:
-            return True
-    return False
 
 
 class PreferenceSuite(Suite):
