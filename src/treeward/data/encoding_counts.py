@@ -13,10 +13,12 @@ _MUCH = 0.1  # a warning says when a larger share is left out
 
 @dataclass(frozen=True, slots=True)
 class EncodingCounts:
-    """The outcomes of the comparisons: `read` = `kept` + the five `dropped_*`: no two completions
-    of different rank fit (`too_long`), no pair of different completions is left (`identical`), none
-    outranks another (`ties`), none has a grade to learn (`ungraded`), `data.labels` drops every
-    pair (`suspects`). The others count kept comparisons, except `longest`: tokens of the longest conversation before truncation, kept or
+    """The outcomes of the comparisons.
+
+    `read` = `kept` + the five `dropped_*`: no two completions of different rank fit (`too_long`), no
+    pair of different completions is left (`identical`), none outranks another (`ties`), none has a
+    grade to learn (`ungraded`), `data.labels` drops every pair (`suspects`). The others count kept
+    comparisons, except `longest`: tokens of the longest conversation before truncation, kept or
     not. `truncated`: lost context. `deduplicated`: completions with the tokens of another.
     `completions`, and left out of them `completions_too_long`. `contradicted`: a completion
     outranks one with a higher score. `unanswered`: completions that do not end with a message of
