@@ -85,6 +85,48 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 SLOW = [pytest.mark.slow]
 
 
+@pytest.fixture(scope="module")
+def step_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Solutions of 22 problems, two to five of each, of which some begin alike and some exceed a
+    budget."""
+    lines = []
+    for n in range(22):
+        for k in range(2 + n % 4):
+            steps = [f"{WORDS[n % 7]} {WORDS[i * k % 7]}" for i in range(1 + (n + k) % 4)]
+            labels = [(n + i * k) % 3 != 0 for i in range(len(steps))]
+            lines.append({"prompt": f"Problem {n}", "completions": steps, "labels": labels})
+    return Path(write_jsonl(tmp_path_factory.mktemp("data") / "steps.jsonl", *lines))
+
+
+@pytest.mark.slow
+def test_two_processes_learn_the_same_steps(
+    run_processes: Callable[..., list[Any]],
+    tiny_runs: Callable[[Path], Callable[..., Any]],
+    tmp_path: Path,
+    step_rows: Path,
+) -> None:
+    tiny_runs(tmp_path)()
+    read = f"dataset_name: auto, data_path: {step_rows}, split: null"
+    overrides = [
+        *COMMON,
+        f"data.train={{{read}}}",
+        f"data.validation=[{{{read}, name: held_out}}]",
+        "policy.reward_model_cfg.reward_model_type=process",
+        "policy.train_micro_batch_tokens=60",
+    ]
+    runs = {"steps": overrides}
+    file = str(tmp_path / "run.yaml")
+    together = tmp_path / "together"
+    alone = tmp_path / "alone"
+    found = run_processes("training_runs:run_all", 2, file, str(together), runs, {}, timeout=500)
+    want = run_all(file, str(alone), runs, {})["steps"]
+    for outcome in found:
+        assert outcome["steps"]["step"] == want["step"]
+        measured = outcome["steps"]["validation"]["held_out"]
+        assert_close(measured, want["validation"]["held_out"], "steps")
+    assert_same_files(together / "steps", alone / "steps")
+
+
 @pytest.mark.parametrize(
     ("num_processes", "cases", "layout"),
     [
