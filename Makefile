@@ -3,11 +3,12 @@
 # make rlhf-demo    a small policy against that reward model: kept close, hacked, cured
 # make judge-demo   a small policy learns to judge, beside the quickstart's classifier
 # make rubric-demo  a small judge of three criteria, and a policy against their sum and by GDPO
+# make process-demo a process reward model of arithmetic, beside a model of outcomes
 # make test         the tests (a few minutes on two cores); make test-slow: the slow ones, some in Chromium; make check: style, types, layers
 # make test-vllm    against a real vLLM (in .venv-vllm) and SmolLM2 (in .models), downloaded once: 2 GB, five minutes
 # make benchmark    the side-by-side measurements; make benchmark-gpu: those of a GPU, in nine minutes
 # make soak         the server under ten minutes of mixed traffic
-# make docs         the tables of docs/config.md and docs/data.md, and the documentation as a site in site/
+# make docs         the tables of docs/config.md, docs/data.md and docs/process_rewards.md, and the documentation as a site in site/
 
 PYTHON ?= python3
 VENV := .venv
@@ -20,7 +21,7 @@ MAKE_VENV := test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); $(BIN)/python -
 # One thread for each of two test processes: tiny models gain nothing from more.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
-.PHONY: env env-dev quickstart real-demo rlhf-demo judge-demo rubric-demo test test-slow test-vllm check benchmark benchmark-gpu soak docs clean
+.PHONY: env env-dev quickstart real-demo rlhf-demo judge-demo rubric-demo process-demo test test-slow test-vllm check benchmark benchmark-gpu soak docs clean
 
 env: $(VENV)/.ready
 env-dev: $(VENV)/.ready-dev
@@ -49,6 +50,9 @@ judge-demo: env
 
 rubric-demo: env
 	$(BIN)/python examples/rubric_demo.py
+
+process-demo: env
+	$(BIN)/python examples/process_demo.py
 
 test: env-dev
 	$(PYTEST) $(PYTEST_ARGS)
@@ -95,6 +99,7 @@ benchmark: env-dev
 	$(BIN)/python benchmarks/two_processes.py
 	$(BIN)/python benchmarks/labels.py
 	$(BIN)/python benchmarks/wrong_labels.py
+	$(BIN)/python benchmarks/process_tokens.py
 
 benchmark-gpu: env-dev
 	$(BIN)/python benchmarks/gpu.py

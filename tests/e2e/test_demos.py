@@ -59,6 +59,18 @@ def test_a_judge_is_taught_optimised_and_compared(
 
 
 @pytest.mark.slow
+def test_a_process_reward_model_is_compared_with_one_of_outcomes(
+    demo: Callable[..., dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quick = {"NUM_TRAINED": 12, "NUM_HELD_OUT": 6, "SHORTER": SHORTER_TRAINING}
+    assert demo("process_demo", **quick)["run"]() == 0
+    out = capsys.readouterr().out
+    for name in ("the process reward model", "the model of outcomes", "the majority", "the truth"):
+        assert name in out
+    assert (tmp_path / "results/process_demo/steps/final/reward_contract.json").is_file()
+
+
+@pytest.mark.slow
 def test_rlhf_makes_everything_it_needs_and_reports(
     demo: Callable[..., dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
