@@ -44,7 +44,7 @@ from treeward.tables import Column, results_table
 CONFIG = Path(__file__).parent / "configs" / "rubric_demo.yaml"
 RESULTS, LOGS = Path("results/rubric_demo"), Path("logs/rubric_demo")
 JUDGE, REPORT = RESULTS / "judge", RESULTS / "report.html"
-JUDGE_EPOCHS = 3
+JUDGE_EPOCHS = 9
 JUDGED_ROWS = 3500
 SHORTER: list[str] = []
 """Overrides of the runs, by which a test makes this a matter of seconds."""
