@@ -164,6 +164,7 @@ def test_a_contract_of_steps_is_signed_and_replayed(
     contract = read_contract(folder)
     assert contract is not None and contract.steps is not None
     assert (contract.steps.token, contract.steps.score) == (MARK, "product")
+    assert contract.read.position == "step marks"
     by_name = {example.name: example for example in contract.golden}
     assert len(by_name["long completion"].heads) > 1
     assert main(["verify", str(folder)]) == 0

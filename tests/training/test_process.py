@@ -87,6 +87,7 @@ def test_a_planted_rule_is_learnt_scored_and_verified(
     contract = read_contract(folder)
     assert contract is not None and contract.steps is not None
     mark = contract.steps.token
+    assert contract.read.position == "step marks"
     assert contract.steps.score == "product" and len(contract.golden) >= 8
     assert all(mark in example.messages[-1]["content"] for example in contract.golden)
     assert main(["verify", str(folder)]) == 0

@@ -95,11 +95,12 @@ class RenderingContract(Strict):
 
 class ReadContract(Strict):
     """The position in a conversation at which its score is read: "last token" by length; "before
-    padding", at the last token that is not `rendering.pad_token_id`; "pooled", by the encoder's
-    class. `plain_transformers`: it reads the same scores from padded rows. `token`: the kind of the
-    last token; null: the template refuses the probe."""
+    padding", at the last token that is not `rendering.pad_token_id`; "step marks", at each
+    `steps.token` of a process reward model; "pooled", by the encoder's class. `plain_transformers`:
+    it reads the same scores from padded rows. `token`: the kind of the last token; null: the
+    template refuses the probe."""
 
-    position: Literal["last token", "before padding", "pooled"] = "last token"
+    position: Literal["last token", "before padding", "pooled", "step marks"] = "last token"
     plain_transformers: bool = True
     token: Literal["eos", "newline", "other"] | None = None
 

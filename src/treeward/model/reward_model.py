@@ -41,6 +41,9 @@ HEAD_NAMES = ("score", "classifier", "classification_head", "vqa_classifier", "s
 """Names that sequence classifiers of transformers give their head."""
 
 
+ReadPosition = Literal["last token", "before padding", "pooled", "step marks"]
+
+
 @dataclass(frozen=True, slots=True)
 class FeatureBatch(Movable):
     """The head's inputs for S sequences, instead of their tokens: `features_SKD` of
@@ -123,10 +126,12 @@ class RewardModel(WrappedModel):
         return token
 
     @property
-    def read_position(self) -> Literal["last token", "before padding", "pooled"]:
+    def read_position(self) -> ReadPosition:
         """The position at which the score is read: `ReadContract.position`."""
         if self.layout == "encoder":
             return "pooled"
+        if self.step_token is not None:
+            return "step marks"
         if self.padding_token is None:
             return "last token"
         return "before padding"
