@@ -231,6 +231,20 @@ def test_the_loss_is_the_cross_entropy_of_two_labels() -> None:
     assert sums.read().means()["accuracy"] == 2 / 4
 
 
+def test_copies_cost_what_one_node_of_their_weight_costs() -> None:
+    """In float64, forward and backward: cross-entropy is linear in the label."""
+    labels = [1.0, 0.0, 0.25, 1.0, 0.0]
+    log_odds = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    rows_of_copies = labelled_steps([[[label] for label in labels]], [[[1] for _ in labels]])
+    separate = step_cross_entropy(log_odds.expand(5), rows_of_copies)
+    [want] = torch.autograd.grad(separate, log_odds)
+    # The mean label is kept as float32, of which 0.45 is not exact: 3e-8.
+    merged = step_cross_entropy(log_odds[None], labelled_steps([[[0.45]]], [[[5]]]))
+    [got] = torch.autograd.grad(merged, log_odds)
+    assert float(merged.detach()) == pytest.approx(float(separate.detach()), abs=1e-7)
+    assert float(got) == pytest.approx(float(want), abs=1e-6)
+
+
 def test_the_loss_is_divided_by_the_weight_of_the_whole_step() -> None:
     heads = Heads(step_options={"step_weight": "copies", "last_step_only": False})
     counts = [[[2, 1], [0, 3]], [[1]]]

@@ -200,7 +200,10 @@ def _record(
             end = int(marks[num_fitting - 1]) + 1
             kept[tuple(path[:num_fitting])] = (ids[:end], conversation)
     # Solutions that were cut may be the beginning of others now.
-    beginnings = {path[:end] for path in kept for end in range(1, len(path))}
+    beginnings: set[tuple[int, ...]] = set()
+    for path in kept:
+        for end in range(1, len(path)):
+            beginnings.add(path[:end])
     kept = {path: value for path, value in kept.items() if path not in beginnings}
 
     labels, counts = _labels_of(nodes, list(kept))
@@ -212,11 +215,13 @@ def _record(
         outcome = "dropped_too_long" if labelled else "dropped_ungraded"
         return {"outcome": outcome, "longest": longest, "steps_too_long": num_too_long}
     sequences = [ids for ids, _ in kept.values()]
+    # Sorted, so that a problem whose solutions come in another order has the same digest.
+    labelled_tokens = sorted(zip(map(tuple, sequences), labels, strict=True))
     return {
         "outcome": "kept",
         "subset": problem.task_name,
         "prompt": digest_of(problem.context_key),
-        "digest": digest_of(repr(sorted(zip(map(tuple, sequences), labels, strict=True)))),
+        "digest": digest_of(repr(labelled_tokens)),
         "completions": len(kept),
         "token_ids": [np.array(ids, dtype=np.int32) for ids in sequences],
         "ranks": [0] * len(kept),
