@@ -317,3 +317,9 @@ def test_a_mark_is_one_token_and_in_no_step(step_run: Callable[..., Any]) -> Non
         broken = rows(1, seed=0)
         broken[0]["completions"][1] = "sun <|step|> moon"
         set_up(step_run(train_rows=broken))
+
+
+def test_adapters_are_merged_into_the_export(step_run: Callable[..., Any]) -> None:
+    lora = "policy.dtensor_cfg.lora_cfg={enabled: true, dim: 4}"
+    folder = train(step_run(lora, steps=2), show_progress=False).model_folder
+    assert folder is not None and main(["verify", str(folder)]) == 0
