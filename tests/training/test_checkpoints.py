@@ -273,7 +273,7 @@ def test_a_metric_without_a_value_ranks_last_and_says_why_once(
     (warned,) = [
         record.getMessage() for record in caplog.records if "rank last" in record.getMessage()
     ]
-    assert 'no scored pair whose right completion is "shorter"' in warned
+    assert 'no scored pair whose better completion is "shorter"' in warned
     assert outcome.model_step == 6 and outcome.caveats == {}, "the latest, as without a metric"
     lines = read_metrics(tmp_path / "logs" / "metrics.jsonl")
     assert any("validation-held_out/accuracy_longer_right" in line for line in lines)

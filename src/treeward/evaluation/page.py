@@ -208,8 +208,13 @@ def write_results(output: Path, summaries: Sequence[Summary], *, subtitle: str =
 def _costs_and_components(summary: Summary, summaries: Sequence[Summary]) -> dict[str, Any]:
     """What a model has used and whom it agrees with, and the components of its rewards, as
     results.json has them."""
-    content: dict[str, Any] = {"usage": dict(summary.usage)}
-    for row in judge_costs([one for one in summaries if one.suite is summary.suite]):
+    content: dict[str, Any] = {}
+    costs = judge_costs([one for one in summaries if one.suite is summary.suite])
+    # Seconds are of one session: without a judge, whose requests are paid for, results are those of
+    # an evaluation that was never interrupted, to the byte.
+    if costs or summary.components is not None:
+        content["usage"] = dict(summary.usage)
+    for row in costs:
         if row.model == summary.model:
             content["verdicts"] = dataclasses.asdict(row.verdicts)
             content["agreement"] = {
