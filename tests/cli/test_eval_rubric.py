@@ -66,9 +66,9 @@ def test_eval_reads_the_rubric_of_each_row_and_says_what_its_criteria_tell(
     # Of each prompt "Sentence" is met by both. "Number" differs at the five even ones, and
     # "Lecture", a bad thing, at all ten.
     sentence = (
-        "Of 30 criteria 15 are met by all completions of their prompt and 0 by none, which tells "
-        "these apart in nothing; where a criterion differs in a pair, the better completion meets "
-        "it more in 100.0%"
+        "Of 30 criteria 15 are met by all completions of their prompt and 0 by none: these tell no "
+        "completions apart; where a criterion differs in a pair, the better completion meets it "
+        "more in 100.0%"
     )
     assert sentence in " ".join(ended.out.split())
     [result] = json.loads((output / "results.json").read_text("utf-8"))["results"]

@@ -244,7 +244,7 @@ def criteria_finding(components: ComponentsSummary | None) -> str | None:
     never = f"{components.num_never_met:,}"
     sentence = (
         f"Of {count} criteria {always} are met by all completions of their prompt and {never} by "
-        "none, which tells these apart in nothing"
+        "none: these tell no completions apart"
     )
     agreement = components.agreement
     if agreement.value is None:
