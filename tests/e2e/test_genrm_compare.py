@@ -50,7 +50,8 @@ WORDS = [
 ]
 TEXTS = [
     '{"score_1": 4, "score_2": 3, "ranking": 2}',
-    'Hm. ```json\n{"score_1": 1, "score_2": 5, "ranking": 6}\n``` {"score_1": 2}',
+    # Of several verdicts Gym takes the first block, and treeward the last verdict.
+    'Hm. ```json\n{"score_1": 1, "score_2": 5, "ranking": 6}\n``` So it is.',
     '{"score_1": 1, "score_2": 1, "ranking": 1} or {"score_1": 4, "score_2": 2, "ranking": 2}',
     '{"rubric_evaluations": [], "overall": {"score_1": 3, "score_2": 2, "ranking": 3}}',
     '{"why": "a } in {quotes}", "score_1": "4", "score_2": 2.5, "ranking": 2}',
