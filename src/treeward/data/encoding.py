@@ -62,7 +62,7 @@ _CHARACTERS_AT_ONCE = 4_000_000
 _ROWS_IN_BATCH = 4096
 _TOKENS_IN_BATCH = 4_000_000
 
-_SUMMED = (
+SUMMED = (
     "tokens",
     "tree_tokens",
     "truncated",
@@ -76,6 +76,8 @@ _SUMMED = (
     "step_copies",
     "steps_too_long",
 )
+"""Columns of the file whose sums over the kept comparisons are fields of `EncodingCounts`."""
+
 _SCHEMA = pa.schema(
     [
         ("where", pa.string()),
@@ -94,7 +96,7 @@ _SCHEMA = pa.schema(
         ("pair_ids", pa.list_(pa.int64())),  # of its ordered pairs, as `ranked_pairs` lists them
         ("all_pair_ids", pa.list_(pa.int64())),  # those that are not learnt from too
         ("longest", pa.int64()),
-        *((name, pa.int64()) for name in _SUMMED),
+        *((name, pa.int64()) for name in SUMMED),
     ]
 )
 
@@ -281,7 +283,7 @@ class EncodedDataset(Sequence[Comparison]):
         outcomes: dict[str, int] = {}
         for item in self._column("outcome").value_counts().to_pylist():
             outcomes[item["values"]] = item["counts"]
-        sums = {name: pa.compute.sum(self._column(name)).as_py() or 0 for name in _SUMMED}
+        sums = {name: pa.compute.sum(self._column(name)).as_py() or 0 for name in SUMMED}
         longest = pa.compute.max(self._column("longest")).as_py() or 0
         return EncodingCounts(read=int(self._starts[-1]), longest=longest, **outcomes, **sums)
 

@@ -28,25 +28,13 @@ import pyarrow as pa
 import pyarrow.compute
 
 from treeward.config.data import PROPOSALS, Proposal, Suspects, Ties
-from treeward.data.encoding import EncodedDataset
+from treeward.data.encoding import SUMMED, EncodedDataset
 from treeward.data.encoding_counts import EncodingCounts
 from treeward.data.sources import Row, read_rows
 from treeward.errors import DataError, nearest_name
 
 logger = logging.getLogger(__name__)
 
-_SUMMED_COUNTS = (
-    "tokens",
-    "tree_tokens",
-    "truncated",
-    "deduplicated",
-    "tied_pairs",
-    "completions",
-    "completions_too_long",
-    "contradicted",
-    "unanswered",
-)
-"""Fields of `EncodingCounts` that are sums over the kept comparisons."""
 _FIX = "treeward check-labels DATA --model MODEL --output DIR writes the file of this data"
 
 
@@ -119,7 +107,7 @@ class LabelledDataset(EncodedDataset):
     def counts(self) -> EncodingCounts:
         counts = EncodedDataset(self.path, self.name).counts
         changes = {}
-        for name in _SUMMED_COUNTS:
+        for name in SUMMED:
             of_dropped = self._column(name).to_numpy()[self._dropped]
             changes[name] = getattr(counts, name) - int(of_dropped.sum())
         num_dropped = len(self._dropped)

@@ -136,6 +136,14 @@ def _check_unmarked(text: str, mark: str, what: str, where: str) -> None:
         )
 
 
+def _beginnings_of(paths: Iterable[tuple[int, ...]]) -> set[tuple[int, ...]]:
+    beginnings: set[tuple[int, ...]] = set()
+    for path in paths:
+        for end in range(1, len(path)):
+            beginnings.add(path[:end])
+    return beginnings
+
+
 def _labels_of(
     nodes: Sequence[StepNode], paths: Sequence[Sequence[int]]
 ) -> tuple[list[list[float]], list[list[int]]]:
@@ -200,10 +208,7 @@ def _record(
             end = int(marks[num_fitting - 1]) + 1
             kept[tuple(path[:num_fitting])] = (ids[:end], conversation)
     # Solutions that were cut may be the beginning of others now.
-    beginnings: set[tuple[int, ...]] = set()
-    for path in kept:
-        for end in range(1, len(path)):
-            beginnings.add(path[:end])
+    beginnings = _beginnings_of(kept)
     kept = {path: value for path, value in kept.items() if path not in beginnings}
 
     labels, counts = _labels_of(nodes, list(kept))

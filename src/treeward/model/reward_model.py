@@ -355,7 +355,7 @@ class RewardModel(WrappedModel):
                         cache.num_reused_tokens += computed.num_reused_tokens
                         for tokens, kept in computed.kept:
                             cache.put(tokens, kept)
-                    counts = [self._num_values(read_at[i]) for i in members]
+                    counts = [self.num_values(sequences[i]) for i in members]
                     member_values = computed.values.split(counts)
                     for i, values_of_sequence in zip(members, member_values, strict=True):
                         values[i] = values_of_sequence
@@ -373,11 +373,6 @@ class RewardModel(WrappedModel):
         if reads_each(self.head) is not None:
             return 1
         return len(reads_of(self.head, ids))
-
-    def _num_values(self, positions: Sequence[int]) -> int:
-        if reads_each(self.head) is None:
-            return len(positions)
-        return 1
 
     def _compute_with(
         self,
