@@ -7,6 +7,7 @@ the weights 1 and 0.5.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 
 from treeward.config.grpo import GRPOConfig
 from treeward.errors import ConfigError
-from treeward.rl.advantages import advantages, component_advantages, rewarded
+from treeward.rl.advantages import advantages, component_advantages, component_weights, rewarded
 
 CORRECT = [[1.0, 0.0, 0.0], [1.0, 1.0, 0.0]]
 FORM = [[1.0, 1.0, 0.0], [0.5, 0.5, 0.5]]
@@ -31,9 +32,24 @@ def components(**changed: list[list[float]]) -> dict[str, torch.Tensor]:
     return {name: torch.tensor(rows) for name, rows in values.items()}
 
 
-def advantages_of(given: dict[str, torch.Tensor], chosen: GRPOConfig) -> torch.Tensor:
-    """Where nothing is missing the sum is known."""
-    return component_advantages(sum(given.values(), torch.zeros(())), given, chosen)
+def advantages_of(
+    given: dict[str, torch.Tensor],
+    chosen: GRPOConfig,
+    *,
+    own: Mapping[str, torch.Tensor] | None = None,
+    row_components: Collection[str] = (),
+    has_failed: bool = False,
+) -> torch.Tensor:
+    """`own`: the weights of the components in their rewards, 1 by default."""
+    own = own or {name: torch.ones_like(values) for name, values in given.items()}
+    weights = component_weights(
+        {name: own[name] for name in given},
+        chosen.adv_estimator,
+        row_components=row_components,
+        has_failed=has_failed,
+    )
+    rewards = next(iter(given.values()), torch.zeros(2, 3))
+    return component_advantages(rewards, given, weights, chosen)
 
 
 WORKED = {
@@ -72,8 +88,8 @@ def test_a_completion_without_components_counts_nowhere() -> None:
     got = advantages_of(given, config("normalize_then_sum"))
     assert torch.allclose(got[1], torch.tensor([0.6666, 0.0, -0.6666]), atol=6e-5)
     assert float(got[0, 0]) == pytest.approx(1.3607, abs=6e-5)
-    estimator = config("normalize_then_sum").adv_estimator
-    assert rewarded(torch.zeros(2, 3), given, estimator).tolist() == [
+    weights = {name: torch.ones(2, 3) for name in given}
+    assert rewarded(torch.zeros(2, 3), given, weights).tolist() == [
         [True] * 3,
         [True, False, True],
     ]
@@ -159,37 +175,60 @@ def test_keys_that_have_no_effect_together_are_refused(keys: dict[str, Any], fie
 @pytest.mark.parametrize("weights", [WEIGHTS, None])
 def test_a_component_that_a_whole_batch_lacks_is_missing_where_rewards_failed(weights: Any) -> None:
     """A judge that does not answer for a while ends no run, and the other component is learnt from."""
-    failed = torch.full((2, 3), MISSING)
-    chosen = config(weights=weights)
     given = {"correct": torch.tensor(CORRECT)}
     once = advantages(given["correct"], GRPOConfig())
-    got = component_advantages(failed, given, chosen)
+    got = advantages_of(given, config(weights=weights), has_failed=True)
     assert torch.allclose(got, once / once.std(), atol=1e-5)
-    assert rewarded(failed, given, chosen.adv_estimator).all()
+
+
+@pytest.mark.parametrize("weights", [WEIGHTS, None, [1.0, 0.5]])
+def test_a_batch_may_lack_a_criterion_that_other_rows_have(weights: Any) -> None:
+    """Rubrics differ from prompt to prompt: here no prompt of the batch is judged by its form."""
+    given = {"correct": torch.tensor(CORRECT)}
+    once = advantages(given["correct"], GRPOConfig())
+    chosen = config(weights=weights)
+    got = advantages_of(given, chosen, row_components=["correct", "form"])
+    assert torch.allclose(got, once / once.std(), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("weights", "got"),
+    [
+        ({"correct": 1.0, "tone": 0.5}, "no tone among correct, form"),
+        ([1.0, 0.5, 0.25], "correct, form"),
+    ],
+)
+def test_a_weight_of_a_criterion_that_no_row_has_is_refused(weights: Any, got: str) -> None:
+    given = {"correct": torch.tensor(CORRECT)}
+    with pytest.raises(ConfigError, match="components") as caught:
+        advantages_of(given, config(weights=weights), row_components=["correct", "form"])
+    assert caught.value.got == got
+
+
+def test_a_list_of_weights_cannot_tell_which_component_has_failed() -> None:
+    given = {"correct": torch.tensor(CORRECT)}
+    with pytest.raises(ConfigError, match="a mapping of names and weights goes on"):
+        advantages_of(given, config(weights=[1.0, 0.5]), has_failed=True)
 
 
 def test_without_any_component_nothing_is_learnt() -> None:
-    failed = torch.full((2, 3), MISSING)
-    assert torch.equal(component_advantages(failed, {}, config()), torch.zeros(2, 3))
-    assert not rewarded(failed, {}, config().adv_estimator).any()
+    assert torch.equal(advantages_of({}, config(), has_failed=True), torch.zeros(2, 3))
+    assert not rewarded(torch.ones(2, 3), {}, {}).any()
 
 
 def test_without_weights_of_the_configuration_components_count_as_in_their_rewards() -> None:
     """The points of a rubric differ from prompt to prompt."""
     given = components()
-    total = sum(given.values(), torch.zeros(()))
     own = {"correct": torch.ones(2, 3), "form": torch.full((2, 3), 0.5)}
     unweighted = config(weights=None)
-    got = component_advantages(total, given, unweighted, own)
+    got = advantages_of(given, unweighted, own=own)
     assert torch.allclose(got, torch.tensor(WORKED["NeMo RL"][1]), atol=6e-5)
     # The second prompt's form does not vary, so that its weight there changes nothing.
     own["form"][1] = 9.0
-    assert torch.equal(component_advantages(total, given, unweighted, own), got)
+    assert torch.equal(advantages_of(given, unweighted, own=own), got)
 
 
 def test_weights_of_the_configuration_replace_those_of_the_rewards() -> None:
-    given = components()
-    total = sum(given.values(), torch.zeros(()))
     own = {"correct": torch.full((2, 3), 7.0), "form": torch.full((2, 3), -7.0)}
-    got = component_advantages(total, given, config(), own)
+    got = advantages_of(components(), config(), own=own)
     assert torch.allclose(got, torch.tensor(WORKED["NeMo RL"][1]), atol=6e-5)

@@ -143,9 +143,10 @@ class AdvantageEstimatorConfig(Strict):
     reward_weights: dict[str, float] | tuple[float, ...] | None = None
     """With `gdpo` and `normalize_then_sum`: the components and their weights, as `{correct: 1.0,
     format: 0.5}`; others are not learnt from. A list, as in NeMo RL, has the components in
-    alphabetical order. None: all components, each with its weight in the reward: that of a member
-    of a hybrid, the points of a rubric's criterion without their sign, else 1. Only a mapping
-    reaches details, whose names have a slash."""
+    alphabetical order. A batch may lack criteria of a rubric, and components whose rewards have
+    failed; a name that no reward has is an error. None: all components, each with its weight in the
+    reward: that of a member of a hybrid, the points of a rubric's criterion without their sign,
+    else 1. Only a mapping reaches details, whose names have a slash."""
 
     @property
     def takes_components(self) -> bool:

@@ -57,6 +57,12 @@ class HybridEnvironment(ConfiguredEnvironment[HybridEnvironmentConfig]):
         for member in self.members.values():
             member.check_info(info, where)
 
+    def row_components(self, info: Mapping[str, Any]) -> list[str]:
+        names = []
+        for name, member in self.members.items():
+            names += [f"{name}/{component}" for component in member.row_components(info)]
+        return names
+
     def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
         if self.config.mode == "fallback":
             return self._fallback(conversations, env_infos)

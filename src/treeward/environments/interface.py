@@ -24,7 +24,7 @@ from __future__ import annotations
 import abc
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -117,6 +117,11 @@ class Environment(RayActor, abc.ABC):
         A run calls it for each of its prompts before it begins. `where`: the prompt's place in its
         file.
         """
+
+    def row_components(self, info: Mapping[str, Any]) -> Collection[str]:
+        """The components that come with a row of the data, as the criteria of its rubric; other
+        rows may lack them. `info`: as for `check_info`, which has passed it."""
+        return ()
 
     @property
     def user_code(self) -> str:

@@ -65,6 +65,11 @@ class RubricEnvironment(ConfiguredEnvironment[RubricEnvironmentConfig]):
     def check_info(self, info: Mapping[str, Any], where: str | None) -> None:
         self._rubric(info, where)
 
+    def row_components(self, info: Mapping[str, Any]) -> list[str]:
+        if self.config.mode == "rubric":
+            return []
+        return [criterion.name for criterion in self._rubric(info, None).criteria]
+
     def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
         rewards: list[Reward | None] = []
         asked: list[tuple[int, Rubric, int]] = []

@@ -3,7 +3,7 @@ beside it.
 
     rewards_PG = shaped_rewards(config, groups, rewards_PG)     # scaled, less penalties of length
     advantages(rewards_PG, GRPOConfig())                        # (P, G), compared in each group
-    component_advantages(rewards_PG, components, config.grpo)   # (P, G), GDPO
+    component_advantages(rewards_PG, components, weights, config.grpo)     # (P, G), GDPO
     used_completions(groups, rewards_PG.isfinite(), config.grpo)    # which of them are learnt from
 
 A missing reward is NaN: it enters no mean and no std, and its completion's advantage is 0.
@@ -14,7 +14,7 @@ Shapes: P prompts, G completions to each.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -95,46 +95,38 @@ def advantages(rewards_PG: Tensor, config: GRPOConfig) -> Tensor:
 def component_advantages(
     rewards_PG: Tensor,
     components: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor],
     config: GRPOConfig,
-    own_weights: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     """The advantages from several rewards, float32 (P, G): GDPO (Liu et al. 2026, arXiv
     2601.05242).
 
-    `rewards_PG`: their sums, NaN where one has failed; only that is read of them. `components`:
-    rewards by name, (P, G), NaN for missing. `own_weights` (P, G): how much each counts in the
-    rewards, which the weights of the configuration replace; 1 without either. Each is normalised in its group as by
-    `advantages`; A = sum_k w_k A_k; the result is (A - mean) / std of the batch, std with n - 1.
-    A missing component adds 0 to its completion's sum, and enters no mean and no std. A completion
-    without any component has the advantage 0, and is not counted in the batch.
+    `rewards_PG`: their sums, of which the shape alone is read. `components`: rewards by name, (P,
+    G), NaN for missing. `weights`, as of `component_weights`: how much each counts, (P, G). Each is
+    normalised in its group as by `advantages`; A = sum_k w_k A_k; the result is (A - mean) / std of
+    the batch, std with n - 1. A missing component adds 0 to its completion's sum, and enters no
+    mean and no std. A completion without any component has the advantage 0, and is not counted in
+    the batch.
 
     - gdpo, as NeMo RL: a floor of 1e-6 under the std of a group, none under that of the batch; what
       does not vary is not divided. With `use_leave_one_out_baseline` mean and std are those of the
       other completions of the group, so that the std differs from completion to completion.
     - normalize_then_sum, as TRL: 1e-4 is added to both.
-
-    Raises `ConfigError` for weights that do not fit the components.
     """
-    has_failed = not bool(rewards_PG.isfinite().all())
-    weights = component_weights(list(components), config.adv_estimator, has_failed=has_failed)
     is_trl = config.adv_estimator.name == "normalize_then_sum"
     floor = _TRL_FLOOR if is_trl else STD_FLOOR
+    is_known = rewarded(rewards_PG, components, weights)
     sums = torch.zeros_like(rewards_PG, dtype=torch.float64)
-    is_known = torch.zeros_like(sums, dtype=torch.bool)
-    for name, weight in weights.items():
+    for name, weights_PG in weights.items():
         values = components[name]
         rewards = torch.where(values.isfinite(), values.double(), torch.nan)
-        is_known |= rewards.isfinite()
         if config.use_leave_one_out_baseline:
             normalised = _against_others(rewards, divides=config.normalize_rewards)
         else:
             normalised = _centred(rewards)
             if config.normalize_rewards:
                 normalised = normalised / (_std(normalised, rewards.isfinite(), dim=1) + floor)
-        if own_weights is not None and config.adv_estimator.reward_weights is None:
-            sums += own_weights[name].double() * normalised
-        else:
-            sums += weight * normalised
+        sums += weights_PG.double() * normalised
     # Over the batch as one row of completions.
     centred = torch.where(is_known, sums - sums[is_known].mean(), 0.0)
     std = _std(centred.flatten(), is_known.flatten(), dim=0)
@@ -146,41 +138,67 @@ def component_advantages(
 
 
 def component_weights(
-    names: Sequence[str], estimator: AdvantageEstimatorConfig, *, has_failed: bool = False
-) -> dict[str, float]:
-    """The weight of each component that is learnt from, by name.
+    own_weights: Mapping[str, Tensor],
+    estimator: AdvantageEstimatorConfig,
+    *,
+    row_components: Collection[str] = (),
+    has_failed: bool = False,
+) -> dict[str, Tensor]:
+    """How much each component counts that a batch is learnt from, (P, G) by name.
 
-    `names`: the components that the rewards have. `has_failed`: some rewards have failed, so that a
-    component may be missing in a whole batch; it is left out then. Raises `ConfigError` for fewer
-    than two, for a list of another length, and for a name that no reward has.
+    `own_weights`: how much each component of the batch counts in its rewards, (P, G), which the
+    weights of the configuration replace. `row_components`: those that come with the rows of the
+    data, as the criteria of rubrics, so that a batch may lack some. `has_failed`: some rewards of
+    the batch have failed, so that it may lack any. What may be lacking is left out. Raises
+    `ConfigError` for fewer than two components, for a list of another length, and for a name that
+    no reward has.
     """
     chosen = estimator.reward_weights
-    weights: dict[str, float] = {}
+    known = set(own_weights).union(row_components)
     # With a slash are details, as `judge/label_mass`, and the components of a hybrid's members,
     # which stand for themselves in the member's reward. Only a mapping can name them.
-    rewards = sorted(name for name in names if "/" not in name)
+    rewards = sorted(name for name in known if "/" not in name)
+    numbers: dict[str, float] = {}
     if isinstance(chosen, Mapping):
-        weights = {name: weight for name, weight in chosen.items() if weight != 0.0}
+        numbers = {name: number for name, number in chosen.items() if number != 0.0}
     elif chosen is None:
-        weights = dict.fromkeys(rewards, 1.0)
+        numbers = dict.fromkeys(rewards, 1.0)
     elif len(chosen) == len(rewards):
-        weights = dict(zip(rewards, chosen, strict=True))
-    missing = sorted(weights.keys() - set(names))
-    if has_failed and not isinstance(chosen, tuple):
-        return {name: weight for name, weight in weights.items() if name in names}
-    if len(weights) >= 2 and not missing:
-        return weights
-    got = ", ".join(sorted(names)) or "rewards without components"
+        numbers = dict(zip(rewards, chosen, strict=True))
+    # Failures cannot excuse a list: without all names it says nothing.
+    is_excused = has_failed and not isinstance(chosen, tuple)
+    missing = sorted(numbers.keys() - known)
+    if not is_excused and (len(numbers) < 2 or missing):
+        raise _misfit(estimator, known, missing)
+    weights = {}
+    for name, number in numbers.items():
+        if name not in own_weights:
+            continue
+        weights[name] = own_weights[name]
+        if chosen is not None:
+            weights[name] = torch.full_like(own_weights[name], number)
+    return weights
+
+
+def _misfit(
+    estimator: AdvantageEstimatorConfig, known: Collection[str], missing: Sequence[str]
+) -> ConfigError:
+    got = ", ".join(sorted(known)) or "rewards without components"
     if missing:
         got = f"no {', '.join(missing)} among {got}"
-    raise ConfigError(
+    fix = (
+        "rewards with components come from several members of a hybrid environment, several "
+        "heads of a reward model, several criteria of a rubric, or a function that returns "
+        "reward/<name> for each"
+    )
+    if isinstance(estimator.reward_weights, tuple):
+        fix += "; where some may fail, a mapping of names and weights goes on with the others"
+    return ConfigError(
         f"{estimator.name} cannot weigh the components of the rewards",
         field="grpo.adv_estimator.reward_weights",
         got=got,
         need="two components or more, each with a weight",
-        fix="rewards with components come from several members of a hybrid environment, several "
-        "heads of a reward model, several criteria of a rubric, or a function that returns "
-        "reward/<name> for each",
+        fix=fix,
     )
 
 
@@ -259,15 +277,16 @@ def informative_groups(rewards_PG: Tensor) -> Tensor:
 
 
 def rewarded(
-    rewards_PG: Tensor, components: Mapping[str, Tensor], estimator: AdvantageEstimatorConfig
+    rewards_PG: Tensor,
+    components: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor] | None,
 ) -> Tensor:
-    """Which completions have something to learn from, bool (P, G): a reward or, where the estimator
-    takes components, one of those that it weighs. Raises as `component_weights`."""
-    if not estimator.takes_components:
+    """Which completions have something to learn from, bool (P, G): one of the components with
+    `weights`, as of `component_weights`; without weights the reward."""
+    if weights is None:
         return rewards_PG.isfinite()
     is_rewarded_PG = torch.zeros_like(rewards_PG, dtype=torch.bool)
-    has_failed = not bool(rewards_PG.isfinite().all())
-    for name in component_weights(list(components), estimator, has_failed=has_failed):
+    for name in weights:
         is_rewarded_PG |= components[name].isfinite()
     return is_rewarded_PG
 

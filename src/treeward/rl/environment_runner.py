@@ -23,7 +23,7 @@ import copy
 import logging
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -75,6 +75,7 @@ class EnvironmentRunner:
     """Runs `environments`, by name, and shuts them down.
 
     `default`: for prompts that name none. `gold`: another environment, for the watch alone.
+    `row_components`: of rewards, those that come with the rows of the data.
     """
 
     def __init__(
@@ -83,8 +84,10 @@ class EnvironmentRunner:
         default: str | None,
         *,
         gold: Environment | None = None,
+        row_components: Collection[str] = (),
     ) -> None:
         self.environments = dict(environments)
+        self.row_components = frozenset(row_components)
         self._default = default
         if gold is not None:
             self.environments[_GOLD] = gold
@@ -224,10 +227,15 @@ def make_environment_runner(config: GRPORunConfig, prompts: Sequence[Prompt]) ->
         sections[gold] = config.env[gold]
     # The other processes know the names, and ask the main process for the rewards.
     environments = {}
+    row_components: set[str] = set()
     if processes.is_main():
         environments = make_environments(sections)
         try:
             _check_infos(environments, prompts, default, gold)
+            for prompt in prompts:
+                # Chosen or the default: a prompt without either was refused above.
+                name = str(prompt.info.get(CHOICE) or default)
+                row_components.update(environments[name].row_components(prompt.info))
         except BaseException:
             for environment in environments.values():
                 environment.shutdown()
@@ -239,7 +247,9 @@ def make_environment_runner(config: GRPORunConfig, prompts: Sequence[Prompt]) ->
     for name, environment in environments.items():
         if name in used:
             used_environments[name] = environment
-    return EnvironmentRunner(used_environments, default, gold=gold_environment)
+    return EnvironmentRunner(
+        used_environments, default, gold=gold_environment, row_components=row_components
+    )
 
 
 def _check_infos(

@@ -211,9 +211,9 @@ class GRPORun(Run):
             is_mismatched_PG = evaluated.error_PG > most_error
             used_PG = used_PG & ~is_mismatched_PG
         # Of all rewards: a completion that is not learnt from still counts in its group's baseline.
-        if self.grpo.adv_estimator.takes_components:
+        if rollouts.weights is not None:
             advantages_PG = component_advantages(
-                rewards_PG, rollouts.components, self.grpo, rollouts.weights
+                rewards_PG, rollouts.components, rollouts.weights, self.grpo
             )
         else:
             advantages_PG = advantages(rewards_PG, self.grpo)

@@ -31,10 +31,10 @@ import torch
 from torch import Tensor
 
 from treeward import processes
-from treeward.config.grpo import GRPOConfig
 from treeward.data.conversation import template_columns
 from treeward.errors import ModelError
 from treeward.rl.advantages import (
+    component_weights,
     informative_groups,
     length_correlation,
     rewarded,
@@ -65,7 +65,8 @@ _SAMPLED = ("reward", "raw_reward", "gold_reward", "kl")
 @dataclass(frozen=True, slots=True)
 class Rollouts:
     """The groups of a step. `rewards_PG`: the rewards to optimise, NaN for none; `components`:
-    those that they are made of, by name, with their `weights`; `used_PG`: which completions to learn from. `metrics`:
+    those that they are made of, by name; `weights`: how much each counts from which is learnt, None
+    where the estimator takes no components; `used_PG`: which completions to learn from. `metrics`:
     over all sampled completions, as logged; `watched`: for the watch. `samples`: as in
     `PolicyValidation`.
     """
@@ -73,7 +74,7 @@ class Rollouts:
     groups: list[CompletionGroup]
     rewards_PG: Tensor
     components: Mapping[str, Tensor]
-    weights: Mapping[str, Tensor]
+    weights: Mapping[str, Tensor] | None
     used_PG: Tensor
     prompts_drawn: int
     metrics: Mapping[str, float]
@@ -125,7 +126,7 @@ def collect(run: GRPOSetup, *, step: int, drawn: int) -> Rollouts:
         sampled = time.monotonic()
         # The main process alone has the environments; all get their rewards, or their error.
         draw = processes.on_main(partial(run.rewards.reward, batch))
-        processes.on_main(partial(_check_failures, draw, grpo))
+        processes.on_main(partial(_check_failures, draw, run))
         draws.append(draw)
         groups += batch
         shaped_PG = shaped_rewards(run.config, batch, draw.rewards_PG)
@@ -137,7 +138,7 @@ def collect(run: GRPOSetup, *, step: int, drawn: int) -> Rollouts:
     metrics = _metrics(groups, rewards_PG, draws)
     raw_PG = torch.cat([draw.raw_PG for draw in draws])
     components = _components(draws)
-    weights = _weights(draws, components)
+    own_weights = _own_weights(draws, components)
     for name, values_PG in components.items():
         share = float(informative_groups(values_PG).float().mean())
         metrics[f"train/component_without_signal/{name}"] = 1 - share
@@ -151,7 +152,7 @@ def collect(run: GRPOSetup, *, step: int, drawn: int) -> Rollouts:
         rewards_PG = rewards_PG[kept]
         raw_PG = raw_PG[kept]
         components = {name: values_PG[kept] for name, values_PG in components.items()}
-        weights = {name: weights_PG[kept] for name, weights_PG in weights.items()}
+        own_weights = {name: weights_PG[kept] for name, weights_PG in own_weights.items()}
 
     measurements = {"reward": rewards_PG, "raw_reward": raw_PG}
     if grpo.gold_environment is not None:
@@ -161,7 +162,8 @@ def collect(run: GRPOSetup, *, step: int, drawn: int) -> Rollouts:
         measurements["gold_reward"] = gold.rewards_PG
         metrics["train/gold_reward"] = float(gold.rewards_PG.nanmean())
         rewarding += time.monotonic() - started
-    is_rewarded_PG = rewarded(rewards_PG, components, grpo.adv_estimator)
+    weights = processes.on_main(partial(_weights, rewards_PG, own_weights, run))
+    is_rewarded_PG = rewarded(rewards_PG, components, weights)
     used_PG = used_completions(groups, is_rewarded_PG, grpo)
     metrics["train/num_masked"] = float((is_rewarded_PG & ~used_PG).sum())
     finite_metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
@@ -203,7 +205,7 @@ def _components(draws: Sequence[GroupRewards]) -> dict[str, Tensor]:
     return components
 
 
-def _weights(draws: Sequence[GroupRewards], names: Collection[str]) -> dict[str, Tensor]:
+def _own_weights(draws: Sequence[GroupRewards], names: Collection[str]) -> dict[str, Tensor]:
     """The weights of the components of all draws; 1 in a draw that does not have them."""
     weights = {}
     for name in names:
@@ -214,10 +216,27 @@ def _weights(draws: Sequence[GroupRewards], names: Collection[str]) -> dict[str,
     return weights
 
 
-def _check_failures(rewards: GroupRewards, grpo: GRPOConfig) -> None:
-    most = grpo.max_failed_share
+def _weights(
+    rewards_PG: Tensor, own_weights: Mapping[str, Tensor], run: GRPOSetup
+) -> dict[str, Tensor] | None:
+    """The weights of the components that are learnt from; None where the estimator takes none. In
+    the main process, whose environments know what rows bring."""
+    estimator = run.config.grpo.adv_estimator
+    if not estimator.takes_components:
+        return None
+    return component_weights(
+        own_weights,
+        estimator,
+        row_components=run.rewards.row_components,
+        has_failed=not bool(rewards_PG.isfinite().all()),
+    )
+
+
+def _check_failures(rewards: GroupRewards, run: GRPOSetup) -> None:
+    most = run.config.grpo.max_failed_share
     num_completions = rewards.rewards_PG.numel()
-    is_rewarded_PG = rewarded(rewards.rewards_PG, rewards.components, grpo.adv_estimator)
+    weights = _weights(rewards.rewards_PG, rewards.weights, run)
+    is_rewarded_PG = rewarded(rewards.rewards_PG, rewards.components, weights)
     failed_share = int((~is_rewarded_PG).sum()) / max(num_completions, 1)
     if failed_share > most:
         summary = failure_summary(rewards.failures)
