@@ -238,6 +238,20 @@ def test_a_criterion_without_a_verdict_is_left_out() -> None:
     assert rubric_reward(rubric, [1, 0, 1, None], "weighted", least_weight=0.5) == 4 / 6
 
 
+def test_missing_verdicts_make_no_signed_reward_larger_than_a_whole_one() -> None:
+    """Without the first criterion 2.1 - 2 = 0.1 is left to divide by."""
+    criteria = [
+        {"text": "a", "weight": 3},
+        {"text": "b", "weight": 2.1},
+        {"text": "c", "weight": -2},
+    ]
+    rubric = read_rubric({"rubric": criteria})
+    got = rubric_reward(rubric, [None, 1.0, 0.0], "signed", least_weight=0.5)
+    assert got == pytest.approx(2.1 / 4.1 * 7.1 / 3.1)
+    whole = rubric_reward(rubric, [1.0, 1.0, 0.0], "signed", least_weight=0.5)
+    assert whole == pytest.approx(5.1 / 3.1)
+
+
 def test_without_enough_verdicts_there_is_no_reward() -> None:
     """Weights of 5 in 8 are known, or of 3."""
     rubric = read_rubric({"rubric": WORKED})

@@ -261,7 +261,9 @@ def rubric_reward(
 
     - weighted: sum w c / sum of the positive w. HealthBench (Arora et al. 2025, arXiv 2505.08775);
       it is below 0 where more bad things are there than good ones.
-    - signed: sum w c / sum w. NeMo Gym's multichallenge, `weighted`.
+    - signed: sum w c / sum w. NeMo Gym's multichallenge, `weighted`. Where verdicts are missing it
+      is sum w c / sum |w| of the others, times sum |w| / sum w of all: what is left of a sum with
+      both signs can be near 0, and the reward would be huge.
     - absolute: sum w c / sum |w|. open-instruct's RubricVerifier.
     - categories: sum v c / sum v, where v is 1, 0.7, 0.3 and 0.9 for essential, important, optional
       and pitfall (Gunjal et al. 2025, arXiv 2507.17746), and |w| without a category.
@@ -286,6 +288,8 @@ def rubric_reward(
         return max(good)
     weights = [weight_in(one, aggregation) for one, _ in known]
     total = _denominator(weights, aggregation)
+    if aggregation == "signed":
+        total = share * math.fsum(one.weight for one in rubric.criteria) / everything
     if total <= 0.0:
         return None
     values = good
