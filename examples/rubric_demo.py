@@ -177,7 +177,9 @@ def agreement(section: RubricEnvironmentConfig) -> list[dict[str, Any]]:
     for name in CRITERIA:
         num_right = 0
         for reward, truth in zip(rewards, truths, strict=True):
-            num_right += (reward.components[name] > 0.5) == truth[name]
+            # A judge without a verdict is not right either.
+            verdict = reward.components.get(name)
+            num_right += verdict is not None and (verdict > 0.5) == truth[name]
         rows.append(
             {
                 "criterion": name,

@@ -46,9 +46,11 @@ def as_conversation(prompt: Any, response: Any, *, developer: str = "system") ->
     return messages
 
 
-def messages_of_input(params: Mapping[str, Any], *, developer: str = "system") -> list[Message]:
+def messages_of_input(
+    params: Mapping[str, Any], *, developer: str = "system", field: str = "input"
+) -> list[Message]:
     """The messages of `input`, which is a text of the user or a list of items, after the
-    `instructions`."""
+    `instructions`. `field`: what errors call the input."""
     messages: list[Message] = []
     instructions = params.get("instructions")
     if isinstance(instructions, str) and instructions:
@@ -56,8 +58,8 @@ def messages_of_input(params: Mapping[str, Any], *, developer: str = "system") -
     items = params.get("input")
     if isinstance(items, str):
         return [*messages, {"role": "user", "content": items}]
-    items = _checked(items, Sequence, "input", "a text, or a list of items")
-    return messages + _messages(items, "input", developer)
+    items = _checked(items, Sequence, field, "a text, or a list of items")
+    return messages + _messages(items, field, developer)
 
 
 def tools_of(params: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -37,6 +37,11 @@ class APIError(Exception):
         self.retry_after = retry_after
 
 
+def shutting_down(message: str = "the server is shutting down") -> APIError:
+    """The answer to what a server that ends does not do any more; another one may."""
+    return APIError(503, "shutting_down", message, retry_after=5)
+
+
 ErrorBody = Callable[[APIError, Mapping[str, Any]], dict[str, Any]]
 """From an error and facts for programs (its `code`, its `param`, the `request_id`) to the body of
 the response."""

@@ -41,7 +41,7 @@ from treeward.data.conversation import AnyConversation
 from treeward.errors import TreewardError
 from treeward.scoring.score import Score
 from treeward.scoring.scorer import Prepared, PreparedScorer
-from treeward.serving.api_error import APIError
+from treeward.serving.api_error import APIError, shutting_down
 from treeward.serving.rendered_text import RenderedText
 from treeward.tree.prefix import PrefixCache
 from treeward.tree.token_tree import common_prefix_length
@@ -230,7 +230,7 @@ class Batcher:
         seconds = None if deadline is None else deadline - time.monotonic()
         with self._lock:
             if self._closed:
-                raise _shut_down()
+                raise shutting_down()
             check_queue(self.num_queued, number, self.config.max_queued)
             # Not asyncio's, because two other threads complete them.
             futures: list[Future[Score]] = [Future() for _ in conversations]
@@ -265,7 +265,7 @@ class Batcher:
                 is_waiting = not future.running() and not future.done()
                 # False of one that its request cancels at this moment.
                 if is_waiting and future.set_running_or_notify_cancel():
-                    future.set_exception(_shut_down())
+                    future.set_exception(shutting_down())
             self._queue.clear()
             self._lock.notify_all()
         # A thread inside the model when the interpreter ends could bring it down.
@@ -400,10 +400,6 @@ def not_in_time(num_missing: int, number: int) -> APIError:
     """A request that has reached its deadline."""
     message = f"not scored in time: {num_missing} of {number} conversations were not scored yet"
     return APIError(504, "deadline_exceeded", message, retry_after=1)
-
-
-def _shut_down() -> APIError:
-    return APIError(503, "shutting_down", "the server is shutting down", retry_after=5)
 
 
 def _prepared(

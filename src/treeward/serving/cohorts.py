@@ -20,7 +20,9 @@ from typing import Any
 from treeward.config.served_judge import ServedJudgeConfig
 from treeward.data.conversation import Message
 from treeward.scoring.group_rewards import GroupCompletion
-from treeward.serving.api_error import APIError
+from treeward.serving.api_error import APIError, shutting_down
+
+_TOO_LATE = "the server is shutting down, and the other rollouts of the prompt cannot come"
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ class Cohorts:
         cohort = self._open.get(rollout.key)
         if cohort is None:
             if self._is_closed:
-                raise _shutting_down()
+                raise shutting_down(_TOO_LATE)
             cohort = self._begin(rollout)
         place = self._join(cohort, rollout)
         member = cohort.members[place]
@@ -137,7 +139,7 @@ class Cohorts:
         self._is_closed = True
         for key, cohort in list(self._open.items()):
             if cohort.task is None:
-                self._fail(key, cohort, _shutting_down())
+                self._fail(key, cohort, shutting_down(_TOO_LATE))
 
     def _begin(self, rollout: Rollout) -> _Cohort:
         loop = asyncio.get_running_loop()
@@ -165,7 +167,11 @@ class Cohorts:
         member = cohort.members.get(place)
         if member is None:
             if cohort.task is not None:
-                message = f"the cohort is complete, and rollout {rollout.number} is not part of it"
+                need = self._config.num_rollouts_per_prompt
+                message = (
+                    f"the cohort is complete with {need} rollouts (num_rollouts_per_prompt), and "
+                    f"rollout {rollout.number} is not part of it"
+                )
                 raise APIError(409, "conflicting_rollout", message)
             cohort.members[place] = _Member(rollout)
         elif member.rollout.digest != rollout.digest:
@@ -198,7 +204,7 @@ class Cohorts:
             for (place, _), reward in zip(members, rewards, strict=True):
                 outcome[place] = reward
         except asyncio.CancelledError:
-            self._fail(key, cohort, APIError(503, "shutting_down", "the judging has ended"))
+            self._fail(key, cohort, shutting_down("the judging has ended"))
             raise
         # A fault of ours too is of every rollout that waits, and none may wait for ever.
         except Exception as error:
@@ -264,11 +270,6 @@ class Cohorts:
         # Another cohort may have begun under the key.
         if self._open.get(key) is cohort:
             del self._open[key]
-
-
-def _shutting_down() -> APIError:
-    message = "the server is shutting down, and the other rollouts of the prompt cannot come"
-    return APIError(503, "shutting_down", message, retry_after=5)
 
 
 def _order(item: tuple[Any, _Member]) -> tuple[bool, Any]:

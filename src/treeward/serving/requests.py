@@ -40,7 +40,7 @@ from typing_extensions import TypedDict
 from treeward.data.conversation import AnyConversation, Conversation
 from treeward.errors import shown
 from treeward.scoring.score import Reward
-from treeward.serving.api_error import APIError, ErrorBody, openai_error
+from treeward.serving.api_error import APIError, ErrorBody, openai_error, shutting_down
 from treeward.serving.arrivals import Arrivals, too_large
 from treeward.serving.models import ServedModel
 from treeward.serving.rendered_text import RenderedText
@@ -253,9 +253,10 @@ class _Server:
         try:
             return await work
         except asyncio.CancelledError:
-            # Cancelled from outside, as at the end of the server.
-            if not client.done():
-                raise
+            if not client.done() or client.cancelled():
+                # From outside: the server ends, and has waited long enough. The client may ask
+                # again, which a plain 500 would not tell it.
+                raise shutting_down() from None
             # Nobody receives it, but the counters have it.
             raise APIError(499, "client_disconnected", "the client went away") from None
         finally:

@@ -91,11 +91,8 @@ class ServedJudge:
         """
         config = self.config
         pairs = pairs_of(len(completions), config.comparison_strategy)
-        conversation = transcript(prompt.history, prompt.tools)
-        questions = []
-        for first, second in pairs:
-            shown = (completions[first], completions[second])
-            questions.append(self._question(prompt, conversation, shown))
+        # In a thread: the texts of hundreds of long pairs would hold up all other requests.
+        questions = await asyncio.to_thread(self._questions, prompt, completions, pairs)
         num_judges = config.num_judges_per_comparison
         try:
             async with asyncio.timeout(config.cohort_evaluation_timeout_s):
@@ -126,6 +123,20 @@ class ServedJudge:
     def close(self) -> None:
         """Judge no further group."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _questions(
+        self,
+        prompt: ComparedPrompt,
+        completions: Sequence[GroupCompletion],
+        pairs: Sequence[tuple[int, int]],
+    ) -> list[Question]:
+        """What the judge is asked about each pair of completions."""
+        conversation = transcript(prompt.history, prompt.tools)
+        questions = []
+        for first, second in pairs:
+            shown = (completions[first], completions[second])
+            questions.append(self._question(prompt, conversation, shown))
+        return questions
 
     def _question(
         self, prompt: ComparedPrompt, conversation: str, shown: Sequence[GroupCompletion]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -324,6 +325,30 @@ def test_a_server_that_ends_answers_the_rollouts_whose_others_cannot_come(judged
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
 
 
+def test_judging_that_outlasts_the_shutdown_may_be_asked_again(
+    remote: FakeJudge, judged: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("treeward.serving.run.SHUTDOWN_SECONDS", 0.2)
+    gate = threading.Event()
+
+    def answer(request: dict[str, Any]) -> str:
+        gate.wait(60)
+        return "{}"
+
+    remote.answer = answer
+    try:
+        with ThreadPoolExecutor(1) as threads:
+            with serving_on_loopback(judged()) as url:
+                body = {"conversation_history": HISTORY, "response_objs": list(map(response, "ab"))}
+                sent = threads.submit(httpx.post, f"{url}/compare", json=body, timeout=600)
+                wait_until(lambda: len(remote.requests) > 0)
+            refused = sent.result()
+    finally:
+        gate.set()
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+    assert "retry-after" in refused.headers
+
+
 def test_rollouts_that_wait_are_bounded(
     judge_section: dict[str, Any], serve_on_loopback: Callable[..., str]
 ) -> None:
@@ -449,6 +474,17 @@ def test_a_rollout_that_cannot_be_read_is_refused(
     client = asgi_client(judged(num_rollouts_per_prompt=2))
     refused = client.post("/verify", json=rollout("a", 0) | keys)
     assert (refused.status_code, refused.json()["error"]["param"]) == (422, field)
+
+
+def test_an_error_names_the_field_that_the_client_has_sent(
+    judged: Serve, asgi_client: Callable[..., Any]
+) -> None:
+    body = {"conversation_history": [{"content": "a"}], "response_objs": list(map(response, "ab"))}
+    refused = asgi_client(judged()).post("/compare", json=body)
+    assert refused.status_code == 422
+    error = refused.json()["error"]
+    assert error["param"] == "conversation_history"
+    assert "conversation_history[0]" in error["message"] and "input" not in error["message"]
 
 
 def test_a_server_of_a_judge_alone_says_what_it_is(

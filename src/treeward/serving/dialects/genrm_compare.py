@@ -96,7 +96,8 @@ async def compare(body: CompareBody, server: Server) -> JSON:
 
 def parse(body: CompareBody) -> tuple[ComparedPrompt, list[GroupCompletion]]:
     """The prompt and the completions of a body. Raises `APIError` 422."""
-    prompt = _prompt({"input": body.conversation_history}, body.principle)
+    params = {"input": body.conversation_history}
+    prompt = _prompt(params, body.principle, field="conversation_history")
     completions = []
     for number, response in enumerate(body.response_objs):
         # A body of another API, as a chat completion, would be an empty completion to the judge.
@@ -141,7 +142,7 @@ def rollout_of(values: Mapping[str, Any]) -> Rollout:
         key=f"{key}::group_attempt::{attempt}",
         prompt_digest=prompt_digest,
         digest=_digest(values["response"]),
-        prompt=_prompt(params, principle),
+        prompt=_prompt(params, principle, field="input"),
         completion=completion_of(values["response"]),
         number=number,
         group_id=None if group_id is None else str(group_id),
@@ -186,12 +187,13 @@ def _texts(parts: Any, kind: str | None) -> list[str]:
     return texts
 
 
-def _prompt(params: Mapping[str, Any], principle: str | None) -> ComparedPrompt:
+def _prompt(params: Mapping[str, Any], principle: str | None, *, field: str) -> ComparedPrompt:
+    """`field`: the client's name of the input."""
     try:
-        history = messages_of_input(params)
+        history = messages_of_input(params, field=field)
         tools = tools_of(params)
     except DataError as error:
-        param = (error.field or "input").split("[")[0]
+        param = (error.field or field).split("[")[0]
         raise APIError(422, "invalid_request", error.in_one_line, param=param) from error
     return ComparedPrompt(tuple(history), principle, tuple(tools))
 
