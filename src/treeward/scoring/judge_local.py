@@ -61,6 +61,7 @@ class LocalJudge:
             chat_template_kwargs=config.chat_template_kwargs,
             max_length=self.policy.max_positions,
         )
+        self._special_texts = _special_texts(self.tokenizer)
         self._max_tokens = config.max_tokens or 1024
         self._room = self._max_tokens
         if config.use_logprobs:
@@ -94,9 +95,10 @@ class LocalJudge:
     # A prompt that cannot be read costs its own verdict, and not those of the others.
     def _prompt(self, messages: Sequence[Message]) -> str | DataError:
         """The rendered prompt, or the reason why the model cannot read it."""
+        harmless = [self._without_special_tokens(message) for message in messages]
         try:
             text = self.renderer.render(
-                messages,
+                harmless,
                 where="the judge's prompt",
                 generation_prompt=True,
             )
@@ -110,6 +112,17 @@ class LocalJudge:
                 f"the judge's prompt and message have {length} tokens, and {limit} are read",
             )
         return text
+
+    def _without_special_tokens(self, message: Message) -> Message:
+        """The message with an invisible character (U+2060) in each text that the tokenizer would
+        take for a special token."""
+        content = message.get("content")
+        if not isinstance(content, str):
+            return message
+        # A completion that spells the end of a turn could answer in the judge's place.
+        for text in self._special_texts:
+            content = content.replace(text, f"{text[0]}\u2060{text[1:]}")
+        return {**message, "content": content}
 
     def _expected(self, prompts: Sequence[str]) -> list[Verdict | NoVerdict]:
         """Verdicts from the probability of each label as the judge's message."""
@@ -221,3 +234,13 @@ def _shared_length(rows: Sequence[TokenIds]) -> int:
     """How many tokens all rows begin with."""
     first = np.asarray(rows[0])
     return min(common_prefix_length(first, np.asarray(row)) for row in rows[1:])
+
+
+def _special_texts(tokenizer: Any) -> list[str]:
+    """How special tokens are written, the longest first, as one may hold another."""
+    texts = set()
+    for token in tokenizer.added_tokens_decoder.values():
+        # A single character is of ordinary texts too, and cannot be cut.
+        if token.special and len(token.content) > 1:
+            texts.add(token.content)
+    return sorted(texts, key=len, reverse=True)
