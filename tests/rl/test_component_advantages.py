@@ -7,6 +7,7 @@ the weights 1 and 0.5.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -71,6 +72,33 @@ def test_it_is_the_formula_of_its_source(source: str) -> None:
     got = advantages_of(components(), chosen)
     assert got.dtype == torch.float32
     assert torch.allclose(got, torch.tensor(want), atol=6e-5)
+
+
+def by_formula(source: str) -> list[list[float]]:
+    """The formulas with Python's numbers, completion by completion."""
+    floor = 1e-4 if source == "TRL" else 1e-6
+    sums = []
+    for correct, form in zip(CORRECT, FORM, strict=True):
+        for i in range(3):
+            total = 0.0
+            for weight, rewards in ((1.0, correct), (0.5, form)):
+                compared = rewards
+                if source == "NeMo RL, leave one out":
+                    compared = rewards[:i] + rewards[i + 1 :]
+                difference = rewards[i] - statistics.mean(compared)
+                std = statistics.stdev(compared)
+                total += weight * (difference / (std + floor) if std > 0 else difference)
+            sums.append(total)
+    std = statistics.stdev(sums) + (floor if source == "TRL" else 0.0)
+    result = [(one - statistics.mean(sums)) / std for one in sums]
+    return [result[:3], result[3:]]
+
+
+@pytest.mark.parametrize("source", WORKED)
+def test_it_is_the_formula_to_rounding(source: str) -> None:
+    chosen, _ = WORKED[source]
+    got = advantages_of(components(), chosen)
+    assert torch.allclose(got, torch.tensor(by_formula(source)), atol=1e-6)
 
 
 def test_a_missing_component_adds_nothing_to_its_completion() -> None:
