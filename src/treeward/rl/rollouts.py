@@ -21,8 +21,8 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -101,12 +101,87 @@ def collect(run: GRPOSetup, *, step: int, drawn: int) -> Rollouts:
     two rewards that differ.
     """
     grpo = run.config.grpo
+    batch = _sampled(run, step, drawn)
+    # Over all that was sampled: the groups that dynamic sampling keeps are not typical.
+    metrics = _metrics(batch)
+    correlation = length_correlation(batch.rewards_PG, completion_lengths(batch.groups))
+    if grpo.use_dynamic_sampling:
+        wanted = grpo.num_prompts_per_step
+        kept = informative_groups(batch.rewards_PG).nonzero().flatten().tolist()[:wanted]
+        processes.on_main(lambda: _check_signal(kept, wanted, len(batch.draws)))
+        batch = batch.of_groups(kept)
+
+    measurements = {"reward": batch.rewards_PG, "raw_reward": batch.raw_PG}
+    rewarding = batch.seconds_of_rewards
+    if grpo.gold_environment is not None:
+        # Of the groups that are kept alone, unlike the metrics above.
+        started = time.monotonic()
+        gold = processes.on_main(lambda: run.rewards.gold(batch.groups))
+        measurements["gold_reward"] = gold.rewards_PG
+        metrics["train/gold_reward"] = float(gold.rewards_PG.nanmean())
+        rewarding += time.monotonic() - started
+    weights = processes.on_main(partial(_weights, batch.rewards_PG, batch.own_weights, run))
+    is_rewarded_PG = rewarded(batch.rewards_PG, batch.components, weights)
+    used_PG = used_completions(batch.groups, is_rewarded_PG, grpo)
+    metrics["train/num_masked"] = float((is_rewarded_PG & ~used_PG).sum())
+    finite_metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
+    finite_metrics["timing/train/generation"] = batch.seconds_of_generation
+    finite_metrics["timing/train/rewards"] = rewarding
+    return Rollouts(
+        groups=batch.groups,
+        rewards_PG=batch.rewards_PG,
+        components=batch.components,
+        weights=weights,
+        used_PG=used_PG,
+        prompts_drawn=batch.prompts_drawn,
+        metrics=finite_metrics,
+        watched={
+            "groups_without_signal": finite_metrics["train/groups_without_signal"],
+            "length_correlation": correlation,
+        },
+        samples=_samples(batch.groups, measurements, batch.components),
+    )
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """What a step has sampled, in one draw of prompts or several.
+
+    `rewards_PG`: shaped. `components`: of the rewards, by name, and `own_weights`: how much each
+    counts in them; NaN and 1 in a draw without it. The seconds are of all draws.
+    """
+
+    groups: list[CompletionGroup]
+    draws: Sequence[GroupRewards]
+    rewards_PG: Tensor
+    raw_PG: Tensor
+    components: Mapping[str, Tensor]
+    own_weights: Mapping[str, Tensor]
+    prompts_drawn: int
+    seconds_of_generation: float
+    seconds_of_rewards: float
+
+    def of_groups(self, kept: Sequence[int]) -> _Batch:
+        """The batch with these groups alone."""
+        return replace(
+            self,
+            groups=[self.groups[i] for i in kept],
+            rewards_PG=self.rewards_PG[kept],
+            raw_PG=self.raw_PG[kept],
+            components={name: values_PG[kept] for name, values_PG in self.components.items()},
+            own_weights={name: weights_PG[kept] for name, weights_PG in self.own_weights.items()},
+        )
+
+
+def _sampled(run: GRPOSetup, step: int, drawn: int) -> _Batch:
+    """Completions with their rewards, of one draw of prompts; with dynamic sampling of as many as
+    it takes, or may take. Arguments and errors as of `collect`."""
+    grpo = run.config.grpo
     wanted = grpo.num_prompts_per_step
-    is_dynamic = grpo.use_dynamic_sampling
     # Prompts that belong together, as the two questions about a comparison, are drawn together.
     together = run.prompts.together
     count = math.ceil(wanted * grpo.batch_multiplier / together) * together
-    most_draws = grpo.dynamic_sampling_max_gen_batches if is_dynamic else 1
+    most_draws = grpo.dynamic_sampling_max_gen_batches if grpo.use_dynamic_sampling else 1
     generation = 0.0
     rewarding = 0.0
     groups: list[CompletionGroup] = []
@@ -133,55 +208,22 @@ def collect(run: GRPOSetup, *, step: int, drawn: int) -> Rollouts:
         rewards_PG = torch.cat([rewards_PG, shaped_PG])
         generation += sampled - started
         rewarding += time.monotonic() - sampled
-
-    # Over all that was sampled: the groups that dynamic sampling keeps are not typical.
-    metrics = _metrics(groups, rewards_PG, draws)
-    raw_PG = torch.cat([draw.raw_PG for draw in draws])
-    components = _components(draws)
-    own_weights = _own_weights(draws, components)
-    for name, values_PG in components.items():
-        share = float(informative_groups(values_PG).float().mean())
-        metrics[f"train/component_without_signal/{name}"] = 1 - share
+    components = {}
+    own_weights = {}
+    for name, values_PG in _components(draws).items():
         components[name] = scaled_rewards(values_PG, grpo.reward_scaling)
-    correlation = length_correlation(rewards_PG, completion_lengths(groups))
-    if is_dynamic:
-        informative = informative_groups(rewards_PG).nonzero().flatten().tolist()
-        kept = informative[:wanted]
-        processes.on_main(lambda: _check_signal(kept, wanted, len(draws)))
-        groups = [groups[i] for i in kept]
-        rewards_PG = rewards_PG[kept]
-        raw_PG = raw_PG[kept]
-        components = {name: values_PG[kept] for name, values_PG in components.items()}
-        own_weights = {name: weights_PG[kept] for name, weights_PG in own_weights.items()}
-
-    measurements = {"reward": rewards_PG, "raw_reward": raw_PG}
-    if grpo.gold_environment is not None:
-        # Of the groups that are kept alone, unlike the metrics above.
-        started = time.monotonic()
-        gold = processes.on_main(lambda: run.rewards.gold(groups))
-        measurements["gold_reward"] = gold.rewards_PG
-        metrics["train/gold_reward"] = float(gold.rewards_PG.nanmean())
-        rewarding += time.monotonic() - started
-    weights = processes.on_main(partial(_weights, rewards_PG, own_weights, run))
-    is_rewarded_PG = rewarded(rewards_PG, components, weights)
-    used_PG = used_completions(groups, is_rewarded_PG, grpo)
-    metrics["train/num_masked"] = float((is_rewarded_PG & ~used_PG).sum())
-    finite_metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
-    finite_metrics["timing/train/generation"] = generation
-    finite_metrics["timing/train/rewards"] = rewarding
-    return Rollouts(
+        weights = [draw.weights.get(name, torch.ones_like(draw.rewards_PG)) for draw in draws]
+        own_weights[name] = torch.cat(weights)
+    return _Batch(
         groups=groups,
+        draws=draws,
         rewards_PG=rewards_PG,
+        raw_PG=torch.cat([draw.raw_PG for draw in draws]),
         components=components,
-        weights=weights,
-        used_PG=used_PG,
+        own_weights=own_weights,
         prompts_drawn=len(draws) * count,
-        metrics=finite_metrics,
-        watched={
-            "groups_without_signal": finite_metrics["train/groups_without_signal"],
-            "length_correlation": correlation,
-        },
-        samples=_samples(groups, measurements, components),
+        seconds_of_generation=generation,
+        seconds_of_rewards=rewarding,
     )
 
 
@@ -203,17 +245,6 @@ def _components(draws: Sequence[GroupRewards]) -> dict[str, Tensor]:
             parts.append(draw.components.get(name, unknown_PG))
         components[name] = torch.cat(parts)
     return components
-
-
-def _own_weights(draws: Sequence[GroupRewards], names: Collection[str]) -> dict[str, Tensor]:
-    """The weights of the components of all draws; 1 in a draw that does not have them."""
-    weights = {}
-    for name in names:
-        parts = []
-        for draw in draws:
-            parts.append(draw.weights.get(name, torch.ones_like(draw.rewards_PG)))
-        weights[name] = torch.cat(parts)
-    return weights
 
 
 def _weights(
@@ -248,31 +279,35 @@ def _check_failures(rewards: GroupRewards, run: GRPOSetup) -> None:
         )
 
 
-def _metrics(
-    groups: Sequence[CompletionGroup],
-    rewards_PG: Tensor,
-    draws: Sequence[GroupRewards],
-) -> dict[str, float]:
-    """The metrics of all completions that a step sampled, in one draw or several; NaN for missing
-    values."""
+def _metrics(batch: _Batch) -> dict[str, float]:
+    """The metrics of all completions that a step has sampled; NaN for missing values."""
+    groups = batch.groups
+    rewards_PG = batch.rewards_PG
     rewards = rewards_PG[rewards_PG.isfinite()]
     reward_std = math.nan
     if len(rewards) > 0:  # torch warns of a std of nothing
         reward_std = float(rewards.std(unbiased=False))
-    raw_PG = torch.cat([draw.raw_PG for draw in draws])
     num_prompt_tokens = sum(len(group.prompt_ids) for group in groups)
-    return {
+    metrics = {
         "train/reward": float(rewards.mean()),
         "train/reward_std": reward_std,
-        "train/raw_reward": float(raw_PG.nanmean()),
+        "train/raw_reward": float(batch.raw_PG.nanmean()),
         "train/mean_gen_tokens_per_sample": float(completion_lengths(groups).float().mean()),
         "train/truncation_rate": float(truncated_completions(groups).float().mean()),
         "train/mean_prompt_length": num_prompt_tokens / len(groups),
         "train/groups_without_signal": 1 - float(informative_groups(rewards_PG).float().mean()),
         "train/num_failed": float(rewards_PG.numel() - len(rewards)),
         "train/num_groups_sampled": float(len(groups)),
-        **environment_metrics(draws),
+        **environment_metrics(batch.draws),
     }
+    num_known = {name: int(values.isfinite().sum()) for name, values in batch.components.items()}
+    for name in most_frequent(num_known):
+        values_PG = batch.components[name]
+        # Of the groups that have it: other prompts may have other criteria.
+        has_it_P = values_PG.isfinite().any(dim=1)
+        share = float(informative_groups(values_PG[has_it_P]).float().mean())
+        metrics[f"train/component_without_signal/{name}"] = 1 - share
+    return metrics
 
 
 def _check_signal(kept: Sequence[int], wanted: int, num_draws: int) -> None:
