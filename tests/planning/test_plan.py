@@ -19,7 +19,7 @@ from transformers import LlamaConfig
 from treeward.cli.main import main
 from treeward.config.load import load_run
 from treeward.errors import ConfigError
-from treeward.planning.plan import Plan, plan
+from treeward.planning.plan import GPUS, Plan, plan
 
 SMALL = {
     "model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 4,
@@ -166,11 +166,9 @@ def test_what_is_held_by_every_kind_of_training(planned: Any, tmp_path: Path) ->
     ("model", "overrides", "named"),
     [
         ({}, (*LORA, "policy.load_in_4bit=true"), "4 bits"),
-        ({"model_type": "qwen3_5_text"}, (), "linear_attention"),
-        ({"model_type": "mamba"}, (), "linear_attention"),
         ({"model_type": "xlnet", "d_model": 64, "n_layer": 2, "n_head": 4}, (), "XLNet"),
     ],
-    ids=["four bits", "hybrid", "recurrent", "layers unmarked"],
+    ids=["four bits", "layers unmarked"],
 )
 def test_what_the_formula_does_not_know_is_named(
     model: dict[str, Any], overrides: tuple[str, ...], named: str, planned: Any
@@ -180,6 +178,26 @@ def test_what_the_formula_does_not_know_is_named(
     planned.write(fields if model else SMALL)
     with pytest.raises(ConfigError, match=f"cannot be planned(?s:.*){named}"):
         planned(*overrides)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "mamba"])
+def test_of_recurrent_layers_all_but_the_activations_is_planned(
+    model_type: str, planned: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {key: SMALL[key] for key in ("hidden_size", "num_hidden_layers", "vocab_size")}
+    planned.write(sizes | {"model_type": model_type})
+    found = planned()
+    assert (found.fits, found.unknown) == (None, "layers of type linear_attention")
+    assert "activations" not in found.memory
+    for name in ("weights", "gradients"):
+        assert found.memory[name] == pytest.approx(4 * found.parameters, rel=0.01)
+    # What does not fit without its activations does not fit with them.
+    monkeypatch.setitem(GPUS, "h100", 1e3)
+    assert planned().fits is False
+    grpo = {"num_prompts_per_step": 8, "num_generations_per_prompt": 4}
+    planned.write(sizes | {"model_type": model_type}, grpo=grpo, env={"math": {}})
+    with pytest.raises(ConfigError, match="cannot be planned(?s:.*)linear_attention"):
+        planned()
 
 
 def test_a_run_of_grpo_has_a_reference_keys_and_values_and_reward_models(

@@ -6,8 +6,8 @@ examples:
   treeward plan --config run.yaml --json
 
 The configuration is one of `treeward train` or `treeward grpo`. The command needs no GPU, no data
-and no weights: it reads only the config.json of a model. The exit code is 0 if the run fits, and 1
-if it does not. docs/scaling.md explains the rows.
+and no weights: it reads only the config.json of a model. The exit code is 0 if the run fits or may
+fit, and 1 if it does not. docs/scaling.md explains the rows.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def run(
     planned = plan(loaded, gpu)
     text = json.dumps(asdict(planned), indent=2) if as_json else plan_text(planned)
     sys.stdout.write(f"{text}\n")
-    # So that a script can try sizes.
-    return 0 if planned.fits else 1
+    # So that a script can try sizes. Where nobody knows, the run itself has to tell.
+    return 1 if planned.fits is False else 0
 
 
 def plan_text(planned: Plan) -> str:
@@ -60,7 +60,10 @@ def plan_text(planned: Plan) -> str:
     table = results_table(rows, ["each device", Column("GB", format=",.1f")])
     parameters = f"{planned.parameters / 1e9:,.2f} billion parameters"
     trained = f"{planned.trained / 1e6:,.0f} million trained"
-    verdict = "fits" if planned.fits else "does not fit"
+    if planned.fits is None:
+        verdict = f"may fit, as the activations of {planned.unknown} are not known"
+    else:
+        verdict = "fits" if planned.fits else "does not fit"
     lines = [
         f"{planned.model}: {parameters}, {trained}",
         f"{planned.layout}: {verdict}",

@@ -213,7 +213,11 @@ def _tell_dry_run(loaded: RewardModelRunConfig) -> int:
         for name, size in found.memory.memory.items():
             if name != "peak":
                 parts.append(f"{name} {size / 1e9:.2f}")
-        peak = f"{found.memory.memory['peak'] / 1e9:.2f} GB at most"
+        peak = f"{found.memory.memory['peak'] / 1e9:.2f} GB"
+        if found.memory.unknown is None:
+            peak += " at most"
+        else:
+            peak += f" and the activations of {found.memory.unknown}, which are not known,"
         if device is not None:
             peak += f" of the {device.total_memory / 1e9:.0f} GB of {device.name}"
         lines.append(f"Memory: {peak} ({', '.join(parts)})")

@@ -57,6 +57,9 @@ class Plan:
     `reward models`: beside a policy. `KV cache` and `whole policy`: while completions are sampled,
     when there are no gradients. `peak`: the most at a time. `usable`: of the device's memory.
     `host`: in the memory of the host, for each device. A micro-batch has `micro_batch_tokens`.
+
+    `unknown`: layers whose activations the formula does not know, and which are in no number. `fits`
+    is then false where the rest is too much already, and otherwise None.
     """
 
     model: str
@@ -64,8 +67,9 @@ class Plan:
     parameters: int
     trained: int
     memory: dict[str, int]
-    fits: bool
+    fits: bool | None
     micro_batch_tokens: int
+    unknown: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +110,9 @@ def plan(config: RewardModelRunConfig | GRPORunConfig, gpu: str) -> Plan:
 
     model = _adapted_model(config, is_sharded, tensor)
     reason = why_not_planned(policy, model)
+    if reason is None and isinstance(config, GRPORunConfig):
+        # Of such layers the states that sampling keeps are not known either.
+        reason = _unknown_layers(model)
     if reason is not None:
         raise ConfigError(
             "the memory of this run cannot be planned",
@@ -139,7 +146,9 @@ def plan(config: RewardModelRunConfig | GRPORunConfig, gpu: str) -> Plan:
     # A step samples first and learns then, so the larger of the two counts. Activations and
     # exchanged weights are added below, because sampling has none.
     while_sampling = sum(memory.values()) - memory["gradients"] + sum(sampled.values())
-    memory["activations"] = _activation_bytes(model, policy, tokens, tensor)
+    unknown = _unknown_layers(model)
+    if unknown is None:
+        memory["activations"] = _activation_bytes(model, policy, tokens, tensor)
     if is_sharded:
         memory["exchanged"] = _exchanged_bytes(model, policy, tensor)
     peak = rewards + max(sum(memory.values()), while_sampling)
@@ -157,6 +166,9 @@ def plan(config: RewardModelRunConfig | GRPORunConfig, gpu: str) -> Plan:
     for name, size in others.items():
         if size:
             memory[name] = size
+    fits: bool | None = gpu == "cpu" or peak <= usable
+    if fits and unknown is not None:
+        fits = None
     processes_text = f"{cluster.num_processes // cluster.num_nodes} x {gpu}"
     if cluster.num_nodes > 1:
         processes_text = f"{cluster.num_nodes} nodes of {processes_text}"
@@ -166,20 +178,27 @@ def plan(config: RewardModelRunConfig | GRPORunConfig, gpu: str) -> Plan:
         parameters=_count(model),
         trained=_count(model, only_trained=True),
         memory=memory,
-        fits=gpu == "cpu" or peak <= usable,
+        fits=fits,
         micro_batch_tokens=tokens,
+        unknown=unknown,
     )
 
 
 def why_not_planned(policy: TrainedModelConfig, model: WrappedModel) -> str | None:
-    """What the arithmetic does not know of a run; None if it knows everything."""
+    """Why nothing of a run can be planned; None if it can."""
     if policy.load_in_4bit:
         return "weights of 4 bits"
+    if not model.layers:
+        return f"the layers of {type(model.hf).__name__}"
+    return None
+
+
+def _unknown_layers(model: WrappedModel) -> str | None:
+    """The layers whose activations the formula does not know; None if it knows all."""
     other = other_layers(model.hf)
     if other:
         return f"layers of type {', '.join(other)}"
-    has_heads = hasattr(model.hf.config.get_text_config(), "num_attention_heads")
-    if not has_heads or not model.layers:
+    if not hasattr(model.hf.config.get_text_config(), "num_attention_heads"):
         return f"the layers of {type(model.hf).__name__}"
     return None
 
