@@ -331,17 +331,13 @@ class Heads:
     pair_options: Mapping[str, Any] = field(default_factory=dict)
     step_options: Mapping[str, Any] | None = None
 
-    def labels(self, comparisons: Sequence[Comparison], *, validation: bool = False) -> Labels:
-        """The labels of comparisons whose values lie one comparison after another. A `validation`
-        measures all steps, also where training learns only the last ones."""
+    def labels(self, comparisons: Sequence[Comparison]) -> Labels:
+        """The labels of comparisons whose values lie one comparison after another."""
         if self.step_options is not None:
-            options = dict(self.step_options)
-            if validation:
-                options["last_step_only"] = False
             steps = labelled_steps(
                 [item.step_labels for item in comparisons],
                 [item.step_counts for item in comparisons],
-                **options,
+                **self.step_options,
             )
             return Labels(ranked_pairs([]), steps=steps)
         ranks = [item.ranks for item in comparisons]
@@ -455,7 +451,7 @@ def heads_of(
         pair_options |= {"strength": loss.strength, "strength_scale": loss.strength_scale}
     step_options = None
     if section.learns_steps:
-        step_options = {"step_weight": loss.step_weight, "last_step_only": loss.last_step_only}
+        step_options = {"step_weight": loss.step_weight}
     return Heads(
         attributes=names,
         weights=weights,

@@ -48,21 +48,15 @@ class StepLabels(Movable):
 
 
 def step_weights(
-    counts: Sequence[Sequence[int]],
-    *,
-    step_weight: StepWeight = "copies",
-    last_step_only: bool = False,
+    counts: Sequence[Sequence[int]], *, step_weight: StepWeight = "copies"
 ) -> list[list[float]]:
     """The weight of each step of the conversations of a problem. `counts`:
-    `Comparison.step_counts`. `last_step_only`: all but the last one of each conversation have
-    none. A conversation ends with a step that has a label."""
+    `Comparison.step_counts`."""
     weights: list[list[float]] = []
     for path in counts:
         path_weights = [float(count) for count in path]
         if step_weight == "node":
             path_weights = [min(weight, 1.0) for weight in path_weights]
-        if last_step_only:
-            path_weights[:-1] = [0.0] * (len(path_weights) - 1)
         weights.append(path_weights)
     return weights
 
@@ -72,7 +66,6 @@ def labelled_steps(
     counts: Sequence[Sequence[Sequence[int]]],
     *,
     step_weight: StepWeight = "copies",
-    last_step_only: bool = False,
 ) -> StepLabels:
     """The labels of problems whose conversations lie one problem after another: for each step a
     label, NaN for none, and how many have judged it (`Comparison`)."""
@@ -81,9 +74,7 @@ def labelled_steps(
     all_counts: list[float] = []
     for problem_labels, problem_counts in zip(labels, counts, strict=True):
         all_labels += chain.from_iterable(problem_labels)
-        weights = step_weights(
-            problem_counts, step_weight=step_weight, last_step_only=last_step_only
-        )
+        weights = step_weights(problem_counts, step_weight=step_weight)
         all_weights += chain.from_iterable(weights)
         all_counts += [float(count > 0) for count in chain.from_iterable(problem_counts)]
     # NaN times a weight of 0 is NaN: a missing label becomes a number before any arithmetic.

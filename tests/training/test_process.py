@@ -27,6 +27,7 @@ from treeward.training.setup import set_up
 from treeward.training.train import ProcessRun, RewardModelRun, train
 
 PROCESS = "policy.reward_model_cfg.reward_model_type=process"
+MARK = "<|step|>"
 GOOD = ("sun", "moon", "star", "sky")
 BAD = ("mud", "rust", "dust", "ash")
 
@@ -205,6 +206,86 @@ def test_merged_steps_equal_separate_rows(
             assert torch.allclose(grad, want[name], atol=1e-5, rtol=0), name
 
 
+def plain_gradients(
+    folder: Path, solutions: list[dict[str, Any]], *, max_length: int, last_step_only: bool
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss of the solutions as rows of their own, by plain transformers in float64, and its
+    gradients. A step whose mark lies beyond `max_length` is not learnt."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    plain = AutoModelForTokenClassification.from_pretrained(folder, dtype=torch.float64).eval()
+    mark_id = tokenizer.convert_tokens_to_ids(MARK)
+    losses = []
+    for row in solutions:
+        text = "".join(f"{step}{MARK}" for step in row["completions"])
+        chat = [
+            {"role": "user", "content": row["prompt"]},
+            {"role": "assistant", "content": text},
+        ]
+        ids = tokenizer.apply_chat_template(chat, return_dict=False)
+        marks = [i for i, token in enumerate(ids) if token == mark_id]
+        assert len(marks) == len(row["labels"])
+        log_p = plain(input_ids=torch.tensor([ids])).logits[0].log_softmax(dim=-1)
+        learnt = [i for i, label in enumerate(row["labels"]) if label is not None]
+        if last_step_only:
+            learnt = learnt[-1:]
+        for i in learnt:
+            if marks[i] < max_length:
+                label = float(row["labels"][i])
+                wrong, right = log_p[marks[i]]
+                losses.append(-label * right - (1 - label) * wrong)
+    loss = torch.stack(losses).mean()
+    loss.backward()
+    grads = {}
+    for name, weight in plain.named_parameters():
+        if weight.grad is not None:
+            grads[name] = weight.grad
+    return float(loss.detach()), grads
+
+
+@pytest.mark.parametrize("max_length", [512, 17])
+@pytest.mark.parametrize("last_step_only", [False, True])
+def test_trees_learn_what_plain_rows_learn(
+    step_run: Callable[..., Any], tmp_path: Path, last_step_only: bool, max_length: int
+) -> None:
+    """Hard, soft and missing labels, copies with other labels, solutions that are the beginning of
+    others, and a length that cuts some: gradients of plain transformers in float64."""
+    solutions = rows(8, seed=4)
+    draw = random.Random(4)
+    for row in solutions[::3]:
+        row["labels"] = [draw.choice([0.3, 0.9, None]), *row["labels"][1:]]
+    for row in solutions[1::4]:
+        row["labels"] = [*row["labels"][:2], None]
+    # Of each second problem one solution has one step more, and another one a step less.
+    for row in solutions[2::8]:
+        longer = {"completions": [*row["completions"], "sky"], "labels": [*row["labels"], False]}
+        shorter = {"completions": row["completions"][:2], "labels": [False, True]}
+        solutions += [row | longer, row | shorter, row | {"labels": [True, False, True]}]
+    folder = train(step_run(train_rows=solutions, steps=2), show_progress=False).model_folder
+    assert folder is not None
+    again = step_run(
+        f"checkpointing.checkpoint_dir={tmp_path}/again",
+        "~policy.model_config",
+        "~policy.tokenizer.vocab_size",
+        f"+policy.model_name={folder}",
+        "policy.train_global_batch_size=64",
+        f"policy.max_total_sequence_length={max_length}",
+        f"rm.loss.last_step_only={str(last_step_only).lower()}",
+        train_rows=solutions,
+    )
+    run = ProcessRun(set_up(again))
+    loss, grads = gradients(run)
+    num_cut = run.setup.training_sets["train.jsonl"].counts.steps_too_long
+    run.close()
+    assert (num_cut > 0) == (max_length < 512)
+    want_loss, want = plain_gradients(
+        folder, solutions, max_length=max_length, last_step_only=last_step_only
+    )
+    assert loss == pytest.approx(want_loss, abs=1e-5)
+    assert grads.keys() == want.keys() and len(grads) > 10
+    for name, grad in grads.items():
+        assert torch.allclose(grad.double(), want[name], atol=1e-5, rtol=0), name
+
+
 def test_the_loss_is_the_cross_entropy_of_two_labels() -> None:
     logits = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)
     labels = [[[1.0, 0.25], [float("nan"), 0.0, 1.0]]]
@@ -220,9 +301,7 @@ def test_the_loss_is_the_cross_entropy_of_two_labels() -> None:
         float(loss.detach()) == pytest.approx(float(want.detach()), abs=1e-12)
         and steps.num_units == 7
     )
-    # Only the last label of each conversation; each node once.
-    last = labelled_steps(labels, counts, last_step_only=True)
-    assert last.weight_R.tolist() == [0, 1, 0, 0, 1] and last.num_units == 2
+    # Each node once.
     once = labelled_steps(labels, counts, step_weight="node")
     assert once.weight_R.tolist() == [1, 1, 0, 1, 1] and once.num_units == 4
     # The metrics count each node once, whatever it weighs.
@@ -246,11 +325,11 @@ def test_copies_cost_what_one_node_of_their_weight_costs() -> None:
 
 
 def test_the_loss_is_divided_by_the_weight_of_the_whole_step() -> None:
-    heads = Heads(step_options={"step_weight": "copies", "last_step_only": False})
+    heads = Heads(step_options={"step_weight": "copies"})
     counts = [[[2, 1], [0, 3]], [[1]]]
     assert heads.num_units_of_steps(counts) == 7
-    last = Heads(step_options={"step_weight": "copies", "last_step_only": True})
-    assert last.num_units_of_steps(counts) == 5
+    once = Heads(step_options={"step_weight": "node"})
+    assert once.num_units_of_steps(counts) == 4
 
 
 @pytest.mark.parametrize("step", [2, 5])

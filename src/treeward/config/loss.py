@@ -98,13 +98,15 @@ class LabelConfig(Strict):
 
 
 class StepLabelConfig(Strict):
-    """The same for the labels of steps: arguments of `step_losses.labelled_steps`."""
+    """The same for the labels of steps: `step_weight` is an argument of
+    `step_losses.labelled_steps`, `last_step_only` one of `encode_steps`."""
 
     step_weight: Literal["copies", "node"] = "copies"
     """`process`: a step that several solutions of a problem share is computed once. It weighs as
     many as have judged it (`copies`), which is what separate rows give, or 1 (`node`)."""
     last_step_only: bool = False
-    """`process`: learn only the last label of each solution. A validation measures all."""
+    """`process`: learn only the last label of each solution, in the training sets. A validation
+    measures all."""
 
 
 class LossConfig(LabelConfig, StepLabelConfig):

@@ -29,7 +29,14 @@ from treeward.data.encoding import (
 )
 from treeward.data.preference import digest_of
 from treeward.data.step_marks import mark_id
-from treeward.data.steps import Problem, StepNode, marked_completion, paths_of, step_tree
+from treeward.data.steps import (
+    Problem,
+    StepNode,
+    marked_completion,
+    paths_of,
+    step_tree,
+    with_last_labels,
+)
 from treeward.errors import DataError
 
 if TYPE_CHECKING:
@@ -46,11 +53,12 @@ def encode_steps(
     renderer: Renderer,
     *,
     mark: str,
+    last_step_only: bool = False,
     cache_dir: Path,
     progress: bool = False,
 ) -> EncodedDataset:
     """Encode every problem of a set, or open the file that an earlier call wrote for the same
-    content.
+    content. `last_step_only`: each solution keeps its last label alone.
 
     Of a solution that is longer than the renderer's `max_length` the last steps are left out, each
     as a whole; a problem without a step that fits is dropped. Raises `DataError` for an invalid
@@ -60,10 +68,14 @@ def encode_steps(
 
     def records() -> Iterator[list[dict[str, Any]]]:
         problems = merged_problems(stream)
+        if last_step_only:
+            # Before the steps are merged: the last step of one solution may be an inner step of
+            # another, and a solution that is cut has lost its label, and not got another one.
+            problems = [(with_last_labels(problem), where) for problem, where in problems]
         for start in range(0, len(problems), _PROBLEMS_AT_ONCE):
             yield _encode(problems[start : start + _PROBLEMS_AT_ONCE], renderer, mark, token_id)
 
-    parts = ["steps", stream.fingerprint, renderer.fingerprint, mark, token_id]
+    parts = ["steps", stream.fingerprint, renderer.fingerprint, mark, token_id, last_step_only]
     dataset = encoded_file(stream.name, parts, records, cache_dir, progress=progress)
     counts = dataset.counts
     level = logging.WARNING if counts.is_much_dropped else logging.INFO

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from treeward.data.conversation import Message, Messages
 
@@ -117,6 +117,18 @@ def paths_of(nodes: Sequence[StepNode]) -> list[list[int]]:
         for end in range(1, len(whole)):
             covered.add(whole[:end])
     return [list(path) for path in paths if path not in covered]
+
+
+def with_last_labels(problem: Problem) -> Problem:
+    """The problem with the last label of each solution alone."""
+    solutions: list[Solution] = []
+    for solution in problem.solutions:
+        steps = [Step(step.text) for step in solution]
+        labelled = [i for i, step in enumerate(solution) if step.label is not None]
+        if labelled:
+            steps[labelled[-1]] = solution[labelled[-1]]
+        solutions.append(tuple(steps))
+    return replace(problem, solutions=tuple(solutions))
 
 
 def marked_completion(texts: Sequence[str], mark: str) -> Message:

@@ -135,7 +135,6 @@ class BatchPreparer:
                 list(rank_comparisons.values()),
                 num_passes=num_passes,
                 features=self._features([rows[i] for i in rank_comparisons]),
-                validation=validation,
             )
             yield RankBatch(rank_comparisons, packed)
 
@@ -168,7 +167,6 @@ class BatchPreparer:
         *,
         num_passes: int = 1,
         features: FeatureBatch | None = None,
-        validation: bool = False,
     ) -> MicroBatch:
         """The comparisons packed; page-locked where the model is on a GPU. A process with fewer
         forward passes than `num_passes` computes a token and ignores its score. `features`: the
@@ -189,7 +187,7 @@ class BatchPreparer:
                     num_values += sum(map(self.model.num_values, comparison.token_ids))
                 order_S = torch.arange(num_values)
             batches += [self.model.pack_one_token()] * (num_passes - len(batches))
-        labels = self.heads.labels(comparisons, validation=validation)
+        labels = self.heads.labels(comparisons)
         packed = MicroBatch(tuple(batches), order_S, labels)
         if self.model.device.type == "cuda":
             packed = packed.pin()

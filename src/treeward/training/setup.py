@@ -170,7 +170,7 @@ def read_data(
         names = _training_names(config.data.train)
         training_sets: dict[str, EncodedDataset] = {}
         for name, stream in zip(names, streams, strict=True):
-            training_sets[name] = encode(stream)
+            training_sets[name] = encode(stream, is_training=True)
         if config.data.labels:
             pair_labels = read_pair_labels(config.data.labels, config.data.suspects)
             training_sets = labelled(training_sets, encoded_sets, pair_labels, config.data.ties)
@@ -213,12 +213,18 @@ def _encoded(
     renderer: Renderer,
     step_token: str | None,
     progress: bool,
+    is_training: bool = False,
 ) -> EncodedDataset:
     cache_dir = _cache_dir(config)
     if isinstance(stream, StepDataset):
         assert step_token is not None
         return encode_steps(
-            stream, renderer, mark=step_token, cache_dir=cache_dir, progress=progress
+            stream,
+            renderer,
+            mark=step_token,
+            last_step_only=is_training and config.rm.loss.last_step_only,
+            cache_dir=cache_dir,
+            progress=progress,
         )
     return encode_dataset(
         stream,
