@@ -241,6 +241,11 @@ def test_copies_are_one_node_with_their_mean_label() -> None:
     assert paths_of(step_tree([(Step("a"), Step("b"))])) == []
 
 
+def test_a_node_says_whether_a_solution_ends_there() -> None:
+    nodes = step_tree([(Step("a", 1.0), Step("b", 1.0)), (Step("a", 1.0), Step("c"))])
+    assert [node.is_end for node in nodes] == [False, True, True]
+
+
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     return train_tokenizer([QUESTION, FIRST, SECOND], vocab_size=300, more_special=[MARK])

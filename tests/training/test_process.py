@@ -286,6 +286,33 @@ def test_trees_learn_what_plain_rows_learn(
         assert torch.allclose(grad.double(), want[name], atol=1e-5, rtol=0), name
 
 
+def test_a_solution_that_is_not_known_whole_is_not_called_right(
+    step_run: Callable[..., Any], write_rows: Callable[..., Path]
+) -> None:
+    """Its later steps were cut, or nobody has judged them: one of them may be wrong."""
+    right = {"completions": ["sun", "moon", "sky"], "labels": [True, True, True]}
+    unjudged = right | {"labels": [True, True, None]}
+    found = right | {"labels": [True, False, None]}
+    long = {"completions": ["sun", "star " * 60], "labels": [True, False]}
+    solutions = []
+    for i, row in enumerate((right, unjudged, found, long)):
+        solutions.append({"prompt": f"Say {i}."} | row)
+    path = write_rows("partly_known.jsonl", solutions)
+    run = ProcessRun(
+        set_up(
+            step_run(
+                f"data.validation=[{{data_path: {path}, name: held_out}}]",
+                "policy.max_total_sequence_length=40",
+            )
+        )
+    )
+    result = run.validate_set("held_out")
+    run.close()
+    first_errors = [[one.first_error for one in judged] for judged in result.problems]
+    assert first_errors == [[-1], [], [1], []]
+    assert result.metrics()["accuracy"].count == 3 + 2 + 2 + 1
+
+
 def test_the_loss_is_the_cross_entropy_of_two_labels() -> None:
     logits = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)
     labels = [[[1.0, 0.25], [float("nan"), 0.0, 1.0]]]

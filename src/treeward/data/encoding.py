@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FORMAT_VERSION = 14
+_FORMAT_VERSION = 15
 """Raise it with the file's layout, the rules for keeping a comparison or the parsing of rows: files
 of another version are not read."""
 
@@ -92,6 +92,7 @@ _SCHEMA = pa.schema(
         ("grades", pa.list_(pa.list_(pa.float64()))),
         ("step_labels", pa.list_(pa.list_(pa.float64()))),
         ("step_counts", pa.list_(pa.list_(pa.int64()))),
+        ("is_whole", pa.list_(pa.bool_())),
         ("digest", pa.int64()),
         ("pair_ids", pa.list_(pa.int64())),  # of its ordered pairs, as `ranked_pairs` lists them
         ("all_pair_ids", pa.list_(pa.int64())),  # those that are not learnt from too
@@ -112,7 +113,9 @@ class Comparison:
     weight of each ordered pair, and the probability that its better one wins; () where the ranks
     say all (see `data.pair_labels`). `step_labels`: of a problem whose conversations are solutions,
     the label of each of their steps, NaN for none; `step_counts`: how many solutions of the data
-    have judged the step, in the first conversation that has it, and 0 in the others.
+    have judged the step, in the first conversation that has it, and 0 in the others; `is_whole`:
+    whether a solution ends where the conversation does, which else lacks steps that are too long or
+    without a label.
     """
 
     token_ids: tuple[npt.NDArray[np.int32], ...]
@@ -128,6 +131,7 @@ class Comparison:
     pair_labels: tuple[tuple[float, float], ...] = ()
     step_labels: tuple[tuple[float, ...], ...] = ()
     step_counts: tuple[tuple[int, ...], ...] = ()
+    is_whole: tuple[bool, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -184,6 +188,7 @@ class EncodedDataset(Sequence[Comparison]):
             pair_labels=self.pair_labels(index),
             step_labels=tuple(map(tuple, table["step_labels"][row].as_py())),
             step_counts=self.step_counts(index),
+            is_whole=tuple(table["is_whole"][row].as_py()),
         )
 
     def step_counts(self, index: int) -> tuple[tuple[int, ...], ...]:

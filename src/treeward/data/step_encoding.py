@@ -247,6 +247,7 @@ def _record(
         "grades": [[] for _ in kept],
         "step_labels": labels,
         "step_counts": counts,
+        "is_whole": [nodes[path[-1]].is_end for path in kept],
         "tokens": sum(map(len, sequences)),
         "tree_tokens": count_tree_tokens(sequences),
         "longest": longest,

@@ -62,12 +62,13 @@ class Problem:
 class StepNode:
     """A step that follows the same steps in all solutions that have it. `parent`: the node of the
     step before it. `count`: how many solutions have judged it; `label`: their mean label, None
-    where that is none."""
+    where that is none. `is_end`: whether a solution ends with it."""
 
     text: str
     parent: int | None
     count: int = 0
     label_sum: float = 0.0
+    is_end: bool = False
 
     @property
     def label(self) -> float | None:
@@ -92,6 +93,8 @@ def step_tree(solutions: Sequence[Solution]) -> list[StepNode]:
             if step.label is not None:
                 node.count += 1
                 node.label_sum += step.label
+        if parent is not None:
+            nodes[parent].is_end = True
     return nodes
 
 

@@ -40,15 +40,16 @@ def first_wrong(probabilities: Sequence[float], threshold: float = RIGHT_FROM) -
     return -1
 
 
-def first_error_of(labels: Sequence[float]) -> int | None:
+def first_error_of(labels: Sequence[float], *, is_whole: bool = True) -> int | None:
     """The index of the first wrong step by the labels, NaN for none; -1 where all are right. None
-    where a step before it has no label: then nothing says which is the first."""
+    where nothing says which is the first: a step before it has no label, or the labels are not of
+    the whole solution, and all are right."""
     for i, label in enumerate(labels):
         if math.isnan(label):
             return None
         if label < RIGHT_FROM:
             return i
-    return -1
+    return -1 if is_whole else None
 
 
 def first_error_accuracy(judged: Sequence[JudgedSolution]) -> float:

@@ -72,11 +72,11 @@ def solutions_of(
     start = 0
     for i, problem in problems.items():
         judged = []
-        for labels in problem.step_labels:
+        for labels, is_whole in zip(problem.step_labels, problem.is_whole, strict=True):
             end = start + len(labels)
             # 0 is the log-odds of a probability of 1/2.
             predicted = first_wrong(log_odds[start:end], threshold=0.0)
-            first_error = first_error_of(labels)
+            first_error = first_error_of(labels, is_whole=is_whole)
             if first_error is not None:
                 judged.append(JudgedSolution(predicted, first_error))
             start = end

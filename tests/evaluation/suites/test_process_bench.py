@@ -66,6 +66,8 @@ def test_the_first_wrong_step() -> None:
     nan = math.nan
     assert first_error_of([1.0, 0.4, nan]) == 1 and first_error_of([1.0, 0.5]) == -1
     assert first_error_of([nan, 0.0]) is None and first_error_of([1.0, nan]) is None
+    assert first_error_of([1.0, 0.0], is_whole=False) == 1
+    assert first_error_of([1.0, 1.0], is_whole=False) is None
 
 
 def test_the_headline_is_the_plain_mean_of_the_subsets(tmp_path: Path) -> None:
