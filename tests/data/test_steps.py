@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections.abc import Callable
@@ -167,6 +168,98 @@ def test_a_step_that_a_person_wrote_is_followed(write_rows: Callable[..., Path])
 
 
 TRL = FORMS[0][1]
+TURNS = FORMS[7][1]["conversations"]
+MARKED = {"input": f"{FIRST} ки\n{SECOND} ки", "label": f"{FIRST} +\n{SECOND} -"}
+WITH_PROBLEM = {key: f"{QUESTION} {text}" for key, text in MARKED.items()}
+LISTED = MARKED | {"label": ["+", "-"]}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+ODD: list[tuple[str, str, dict[str, Any]]] = [
+    ("MathShepherd", "a prompt beside it", MARKED | {"prompt": QUESTION}),
+    ("MathShepherd", "another name of the prompt", MARKED | {"question": QUESTION}),
+    ("MathShepherd", "a prompt that the text repeats", WITH_PROBLEM | {"question": QUESTION}),
+    ("MathShepherd", "a prompt that is null", WITH_PROBLEM | {"prompt": None}),
+    ("MathShepherd", "a prompt that is blank", WITH_PROBLEM | {"prompt": " "}),
+    (
+        "MathShepherd",
+        "a first mark before any text",
+        {key: f"{mark} {WITH_PROBLEM[key]}" for key, mark in (("input", "ки"), ("label", "-"))},
+    ),
+    (
+        "MathShepherd",
+        "line ends of Windows",
+        {key: text.replace("\n", "\r\n") for key, text in WITH_PROBLEM.items()},
+    ),
+    ("PlaceholderSteps", "another name of the prompt", LISTED | {"instruction": QUESTION}),
+    ("PlaceholderSteps", "labels as JSON", LISTED | {"query": QUESTION, "label": '["+", "-"]'}),
+    (
+        "SignedTurns",
+        "a prompt beside it",
+        {"prompt": QUESTION, "messages": [TURNS[0] | {"content": FIRST}, *TURNS[1:]]},
+    ),
+    ("SignedTurns", "a prompt that the turns repeat", {"prompt": QUESTION, "messages": TURNS}),
+    (
+        "SignedTurns",
+        "content in parts",
+        {"messages": [{**t, "content": [{"type": "text", "text": t["content"]}]} for t in TURNS]},
+    ),
+    ("SignedTurns", "turns as JSON", {"conversations": json.dumps(TURNS)}),
+    (
+        "SignedTurns",
+        "white space around signs",
+        {"messages": [{**turn, "content": f"{turn['content']}\n"} for turn in TURNS]},
+    ),
+    ("StepDataset", "a label and a question of its own", TRL | {"label": 1}),
+]
+
+
+@pytest.mark.parametrize(("name", "row"), [odd[::2] for odd in ODD], ids=[odd[1] for odd in ODD])
+def test_odd_rows_give_the_same_problem(
+    name: str, row: dict[str, Any], write_rows: Callable[..., Path]
+) -> None:
+    path = write_rows("rows.jsonl", [row])
+    config = DatasetConfig(data_path=str(path))
+    [(problem, _)] = open_step_dataset(config)
+    assert problem.task_name == name
+    assert problem.context == ({"role": "user", "content": QUESTION},)
+    assert problem.solutions == (tuple(BOTH),)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        LISTED,
+        MARKED,
+        {"messages": [TURNS[0] | {"content": FIRST}, *TURNS[1:]]},
+        TRL | {"completions": [FIRST, SECOND]},
+    ],
+    ids=["PlaceholderSteps", "MathShepherd", "SignedTurns", "StepDataset"],
+)
+def test_the_problem_may_have_any_column(
+    row: dict[str, Any], write_rows: Callable[..., Path]
+) -> None:
+    others = {name: value for name, value in row.items() if name != "prompt"}
+    path = write_rows("rows.jsonl", [{"problem": QUESTION} | others])
+    config = DatasetConfig(data_path=str(path), prompt_key="problem")
+    [(problem, _)] = open_step_dataset(config)
+    assert problem.context == ({"role": "user", "content": QUESTION},)
+    assert problem.solutions == (tuple(BOTH),)
+
+
+def test_a_problem_that_begins_with_a_bracket(write_rows: Callable[..., Path]) -> None:
+    row = {key: f"[asy] draw(A); [/asy] {text}" for key, text in WITH_PROBLEM.items()}
+    path = write_rows("rows.jsonl", [row])
+    [(problem, _)] = open_step_dataset(DatasetConfig(data_path=str(path)))
+    assert problem.context[0]["content"] == f"[asy] draw(A); [/asy] {QUESTION}"
+
+
+def test_a_last_turn_without_a_sign_is_a_step_without_a_label(
+    write_rows: Callable[..., Path],
+) -> None:
+    path = write_rows("rows.jsonl", [{"messages": TURNS[:3]}])
+    [(problem, _)] = open_step_dataset(DatasetConfig(data_path=str(path)))
+    assert problem.solutions == ((Step(FIRST, 1.0), Step(SECOND)),)
+
+
 BROKEN: list[tuple[dict[str, Any], str]] = [
     (TRL | {"labels": [True]}, "labels"),
     (TRL | {"labels": [True, 1.5]}, r"labels\[1\]"),
@@ -189,6 +282,28 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         r"label\.steps\[0\]\.completions\[0\]\.rating",
     ),
     ({"prompt": "a", "chosen": "b", "rejected": "c"}, "no steps with labels"),
+    ({"question": "text", "label": {"steps": []}}, "no steps with labels"),
+    # Without its problem a row would teach steps of nothing, and be one tree with all others.
+    (MARKED, "no problem before the first step"),
+    ({"messages": [TURNS[0] | {"content": FIRST}, *TURNS[1:]]}, r"messages\[0\]\.content"),
+    ({"messages": [TURNS[0], TURNS[0]]}, r"no steps with labels"),
+    ({"messages": [*TURNS[:2], TURNS[1]]}, r"messages\[2\]\.role"),
+    (
+        {
+            "question": {"problem": QUESTION},
+            "label": {"steps": [{"completions": 5}]},
+        },
+        r"label\.steps\[0\]\.completions",
+    ),
+    (
+        {
+            "question": {"problem": QUESTION},
+            "label": {
+                "steps": [{"completions": [{"text": "a", "rating": 1}], "chosen_completion": True}]
+            },
+        },
+        r"label\.steps\[0\]\.chosen_completion",
+    ),
 ]
 
 
@@ -199,6 +314,18 @@ def test_a_bad_row_has_its_place_and_its_field(
     path = write_rows("rows.jsonl", [row])
     with pytest.raises(DataError, match=rf"rows\.jsonl:1(?s:.*){field}"):
         list(open_step_dataset(DatasetConfig(data_path=str(path))))
+
+
+def test_a_named_form_needs_its_label(write_rows: Callable[..., Path]) -> None:
+    path = str(write_rows("rows.jsonl", [WITH_PROBLEM | {"label": None}]))
+    with pytest.raises(DataError, match="label is not a text"):
+        list(open_step_dataset(DatasetConfig(data_path=path, dataset_name="MathShepherd")))
+
+
+def test_an_empty_mark_of_the_data_is_an_error(write_rows: Callable[..., Path]) -> None:
+    path = str(write_rows("rows.jsonl", [WITH_PROBLEM]))
+    with pytest.raises(DataError, match="placeholder_token"):
+        list(open_step_dataset(DatasetConfig(data_path=path, placeholder_token="")))
 
 
 def test_held_out_problems_are_in_one_part(write_rows: Callable[..., Path]) -> None:
@@ -280,6 +407,26 @@ def test_rows_of_a_problem_are_one_tree_wherever_they_are(
     second = problem.token_ids[0][marks[0] + 1 : marks[1]].tolist()
     assert second == tokenizer.encode(SECOND, add_special_tokens=False)
     assert "different solutions" in counts.summary() and "2 of 2 problems" in counts.summary()
+
+
+TEMPLATE = (
+    "{% if tools %}{{ tools[0].function.name }}: {% endif %}{{ mood }}"
+    "{% for m in messages %}{{ m.content }}{% endfor %}"
+)
+
+
+def test_a_row_has_its_tools_and_template_variables(
+    tokenizer: Any, tmp_path: Path, write_rows: Any
+) -> None:
+    rows = [
+        TRL,
+        TRL | {"tools": TOOLS},
+        TRL | {"chat_template_kwargs": {"mood": "calm"}},
+        TRL | {"tools": TOOLS},
+    ]
+    dataset = encoded(rows, tokenizer, tmp_path, write_rows, chat_template=TEMPLATE)
+    texts = [tokenizer.decode(problem.token_ids[0]) for problem in dataset[:]]
+    assert [text.partition(QUESTION)[0] for text in texts] == ["", "add: ", "calm"]
 
 
 def test_no_step_is_cut_in_the_middle_and_no_row_is_left_without_labels(

@@ -264,6 +264,7 @@ STEP_FORMATS: tuple[KnownDataset, ...] = (
         parser="step_rows.from_prm800k_row",
         options=("neutral_is_right",),
         forms=(Form(("label",), ("question",)),),
+        condition="step_rows.has_question_with_problem",
     ),
     KnownDataset(
         name="ProcessBench",

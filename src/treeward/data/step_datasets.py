@@ -23,7 +23,7 @@ from treeward.config.data import DatasetConfig
 from treeward.config.dataset_table import STEP_FORMATS, STEP_SETS, KnownDataset
 from treeward.data.columns import shown_keys, with_named_prompt
 from treeward.data.registry import Registry, arguments_of, function_of
-from treeward.data.sources import RowSource, read_rows
+from treeward.data.sources import Row, RowSource, read_rows
 from treeward.data.steps import Problem
 from treeward.errors import ConfigError, DataError
 
@@ -41,8 +41,7 @@ def open_step_dataset(config: DatasetConfig) -> StepDataset:
         raise config.error("part split_validation_size", need)
     if config.dataset_name == "auto":
         row = next(iter(read_rows(str(config.data_path), split=config.split, subset=config.subset)))
-        values = with_named_prompt(row.values, config.prompt_key, row.where, required=False)
-        known = recognise_steps(values, row.where)
+        known = recognise_steps(row.values, row.where)
         logger.info("%s: read as %s", config.data_path, known.name)
     else:
         known = _STEP_SETS.find(config.dataset_name)
@@ -81,6 +80,7 @@ class StepDataset(RowSource):
         self._parser = function_of(known.parser)
         self._arguments = arguments_of(known, config)
         self._name_of_form = known.name
+        self._forms = known.forms
         if config.part is not None:
             self.name += ", held out" if config.part == "validation" else ", not held out"
 
@@ -102,12 +102,21 @@ class StepDataset(RowSource):
             parts.append(config.seed)
         return hashlib.blake2b(json.dumps(parts, default=repr).encode(), digest_size=16).hexdigest()
 
+    def _with_named_prompt(self, row: Row) -> Mapping[str, Any]:
+        """The row with the prompt of `prompt_key` alone, and the columns of its form."""
+        column = self.config.prompt_key
+        values = dict(with_named_prompt(row.values, column, row.where, required=True))
+        for form in self._forms:
+            for name in form.keys:
+                # `input` and `messages` are names of prompts elsewhere, and hold the steps here.
+                if name in row.values and name != column:
+                    values[name] = row.values[name]
+        return values
+
     def __iter__(self) -> Iterator[tuple[Problem, str]]:
         for row in self.rows():
             try:
-                values = with_named_prompt(
-                    row.values, self.config.prompt_key, row.where, required=True
-                )
+                values = self._with_named_prompt(row)
                 problem: Problem = self._parser(
                     values, where=row.where, task_name=self._name_of_form, **self._arguments
                 )

@@ -123,7 +123,7 @@ def _encode(
         trees.append((nodes, paths))
         for path in paths:
             completion = marked_completion([nodes[i].text for i in path], mark)
-            conversations.append(Conversation([*problem.context, completion]))
+            conversations.append(problem.conversation(completion))
             places.append(where)
     sequences = renderer.encode_many(conversations, where=places)
     encoded = iter(zip(sequences, conversations, strict=True))

@@ -10,16 +10,26 @@ The functions are those that `STEP_FORMATS` of `config/dataset_table.py` names. 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from treeward.data.columns import context_of, shown_keys, with_system
-from treeward.data.conversation import Messages, as_messages, is_list, parse_json_list
+from treeward.data.conversation import (
+    Messages,
+    as_messages,
+    is_list,
+    last_text,
+    parse_json_list,
+    read_template_kwargs,
+)
 from treeward.data.steps import Problem, Solution, Step
 from treeward.errors import DataError
 
 _FIRST_STEP = re.compile(r"Step 1:")
+_WITH_STEPS = ("input", "conversations", "messages")
+"""Columns with the text of the steps."""
 _NEED_LABEL = "true or false, + or -, or a probability from 0 to 1; null for a step without a label"
 _SIGNS = {"+": 1.0, "-": 0.0}
 
@@ -72,6 +82,12 @@ def from_process_bench_row(values: Mapping[str, Any], where: str, *, task_name: 
     return _problem(values, context, [steps], where, task_name)
 
 
+def has_question_with_problem(values: Mapping[str, Any]) -> bool:
+    """Whether the question is an object with the problem, as in PRM800K, and no prompt's text."""
+    question = values.get("question")
+    return isinstance(question, Mapping) and "problem" in question
+
+
 def from_prm800k_row(
     values: Mapping[str, Any], where: str, *, task_name: str, neutral_is_right: bool = True
 ) -> Problem:
@@ -92,14 +108,24 @@ def from_prm800k_row(
         field = f"label.steps[{number}]"
         if not isinstance(step, Mapping):
             raise DataError("a step is not an object", where=where, field=field, got=step)
+        items: Any = step.get("completions") or []
+        if not is_list(items):
+            raise DataError(
+                "completions is not a list",
+                where=where,
+                field=f"{field}.completions",
+                got=items,
+                need="a list, or null",
+            )
         rated = []
-        for i, item in enumerate(step.get("completions") or []):
+        for i, item in enumerate(items):
             rated.append(_rated(item, f"{field}.completions[{i}]", where, neutral_is_right))
         human = step.get("human_completion")
         index = step.get("chosen_completion")
         following: Step | None = None
         if index is not None:
-            if not isinstance(index, int) or not 0 <= index < len(rated):
+            is_index = isinstance(index, int) and not isinstance(index, bool)
+            if not is_index or not 0 <= index < len(rated):
                 raise DataError(
                     "the chosen completion is not there",
                     where=where,
@@ -143,9 +169,15 @@ def _without_labels(steps: Sequence[Step]) -> list[Step]:
 
 
 def has_label_text(values: Mapping[str, Any]) -> bool:
-    """Whether the label is a text, as in Math-Shepherd, and no list of labels."""
+    """Whether the label is a text, as in Math-Shepherd, and no list of labels, nor its JSON."""
     label = values.get("label")
-    return isinstance(label, str) and not label.lstrip().startswith("[")
+    if not isinstance(label, str):
+        return False
+    # The text may begin with a bracket too: many problems of MATH begin with "[asy]".
+    try:
+        return not isinstance(json.loads(label), list)
+    except (ValueError, RecursionError):
+        return True
 
 
 def from_math_shepherd_row(
@@ -154,7 +186,15 @@ def from_math_shepherd_row(
     """Math-Shepherd's form: `input`, a problem and its steps with a mark after each, and `label`,
     the same text with + or - for each mark."""
     pieces = _pieces(values, placeholder_token, where)
-    signed = values["label"]
+    signed = values.get("label")
+    if not isinstance(signed, str):
+        raise DataError(
+            "label is not a text",
+            where=where,
+            field="label",
+            got=signed,
+            need="the text of input with + or - for its marks",
+        )
     labels = []
     place = 0
     for piece in pieces[:-1]:
@@ -193,6 +233,14 @@ def from_placeholder_row(
 
 def _pieces(values: Mapping[str, Any], mark: str, where: str) -> list[str]:
     """The text between the marks; the last piece is what follows the last mark."""
+    if not mark:
+        raise DataError(
+            "the mark of the data is empty",
+            where=where,
+            field="data.placeholder_token",
+            got=repr(mark),
+            need="the text that stands after each step of input",
+        )
     text = values.get("input")
     if not isinstance(text, str) or mark not in text:
         raise DataError(
@@ -216,20 +264,17 @@ def _marked_problem(
     """The problem of a text that has its problem before its first step."""
     problem_text = ""
     steps: list[Step] = []
-    prompt = None
-    if "prompt" in values:
-        prompt = as_messages(values["prompt"], "prompt", "user", where)
+    prompt = _prompt_beside(values, where)
     for i, piece in enumerate(pieces):
         text = piece
-        if not steps and prompt is None:
-            begin = _FIRST_STEP.search(piece)
-            if begin is None:
+        if not steps:
+            before, first_step = _first_step(piece, prompt)
+            problem_text += before
+            if first_step is None:
                 # A dozen problems of Math-Shepherd have a stray mark before the first step. Its
                 # label is of no step.
-                problem_text += piece
                 continue
-            problem_text += piece[: begin.start()]
-            text = piece[begin.start() :]
+            text = first_step
         if i < len(labels):
             label = _label(labels[i], f"label[{i}]", where)
             steps.append(Step(_step_text(text, "input", where), label))
@@ -243,56 +288,106 @@ def _marked_problem(
             got=problem_text,
             need="Step 1: where the first step begins, or a column prompt with the problem",
         )
+    context = prompt or _problem_before(problem_text, "input", where)
+    return _problem(values, context, [steps], where, task_name)
+
+
+def _prompt_beside(values: Mapping[str, Any], where: str) -> Messages | None:
+    """The prompt in a column of its own, beside a text that may have it too; None without one."""
+    others = {}
+    for name, value in values.items():
+        is_blank = isinstance(value, str) and not value.strip()
+        if name not in _WITH_STEPS and not is_blank:
+            others[name] = value
+    return context_of(others, where) or None
+
+
+def _first_step(text: str, prompt: Messages | None) -> tuple[str, str | None]:
+    """The text before the first step, and the first step: what follows the `prompt` of a column of
+    its own, or begins with `Step 1:`. None for the step where the text ends before it."""
     if prompt is None:
-        prompt = as_messages(problem_text.strip(), "input", "user", where)
-    return _problem(values, prompt, [steps], where, task_name)
+        begin = _FIRST_STEP.search(text)
+        if begin is None:
+            return text, None
+        return text[: begin.start()], text[begin.start() :]
+    # Whether the text repeats the prompt: else it begins with the step.
+    problem = last_text(prompt).strip()
+    rest = text.strip().removeprefix(problem)
+    if rest == text.strip() or rest[:1].strip():
+        return "", text
+    return problem, rest or None
+
+
+def _problem_before(text: str, field: str, where: str) -> Messages:
+    """The problem that stands before the first step. Raises `DataError` where nothing does: the
+    model would read steps without knowing of what."""
+    if not text.strip():
+        raise DataError(
+            "there is no problem before the first step",
+            where=where,
+            field=field,
+            got=repr(text),
+            need="the problem, and then Step 1:; or a column prompt with the problem",
+            fix="name the problem's column: data.prompt_key=...",
+        )
+    return as_messages(text.strip(), field, "user", where)
 
 
 def are_signed_turns(values: Mapping[str, Any]) -> bool:
     """Whether the assistant's turns of a conversation are + and -."""
-    for name in ("conversations", "messages"):
-        turns = values.get(name)
-        if is_list(turns) and turns:
-            return all(
-                isinstance(turn, Mapping)
-                and (turn.get("role") != "assistant" or turn.get("content") in _SIGNS)
-                for turn in turns
-            )
-    return False
+    try:
+        turns = _turns(values, "")
+    except DataError:
+        return False
+    signs = [last_text([turn]).strip() for turn in turns if turn["role"] == "assistant"]
+    return bool(signs) and all(sign in _SIGNS for sign in signs)
+
+
+def _turns(values: Mapping[str, Any], where: str) -> Messages:
+    return as_messages(values.get(_turns_column(values)), _turns_column(values), "user", where)
+
+
+def _turns_column(values: Mapping[str, Any]) -> str:
+    return "conversations" if values.get("conversations") is not None else "messages"
 
 
 def from_signed_turns(values: Mapping[str, Any], where: str, *, task_name: str) -> Problem:
     """RLHFlow's form: a conversation in which each user turn is a step, the first with the problem
     before it, and each assistant turn is + or -."""
-    name = "conversations" if values.get("conversations") is not None else "messages"
-    turns = as_messages(values.get(name), name, "user", where)
+    name = _turns_column(values)
+    turns = _turns(values, where)
+    prompt = _prompt_beside(values, where)
+    context: Messages = prompt or ()
     steps: list[Step] = []
-    context: Messages = ()
-    for i in range(0, len(turns) - 1, 2):
-        roles = (turns[i]["role"], turns[i + 1]["role"])
-        field = f"{name}[{i}]"
-        if roles != ("user", "assistant"):
-            need = "a step of the user, and then + or - of the assistant"
+    for i, turn in enumerate(turns):
+        field = f"{name}[{i}].content"
+        role = "assistant" if i % 2 else "user"
+        if turn["role"] != role:
             raise DataError(
-                "the turns do not alternate", where=where, field=field, got=roles, need=need
+                "the turns do not alternate",
+                where=where,
+                field=f"{name}[{i}].role",
+                got=turn["role"],
+                need=f"{role}: a step of the user, and then + or - of the assistant",
             )
-        text = str(turns[i]["content"])
+        if role == "assistant":
+            label = _label(last_text([turn]), field, where)
+            steps[-1] = Step(steps[-1].text, label)
+            continue
+        text = last_text([turn])
         if i == 0:
-            begin = _FIRST_STEP.search(text)
-            if begin is None:
+            before, first_step = _first_step(text, prompt)
+            if first_step is None:
                 raise DataError(
                     "nothing says where the problem ends",
                     where=where,
-                    field=f"{field}.content",
-                    got=text,
-                    need="Step 1: where the first step begins",
+                    field=field,
+                    got=before,
+                    need="Step 1: where the first step begins, or a column prompt with the problem",
                 )
-            problem = text[: begin.start()].strip()
-            context = as_messages(problem, f"{field}.content", "user", where)
-            text = text[begin.start() :]
-        step_text = _step_text(text, f"{field}.content", where)
-        label = _label(turns[i + 1]["content"], f"{name}[{i + 1}].content", where)
-        steps.append(Step(step_text, label))
+            text = first_step
+            context = prompt or _problem_before(before, field, where)
+        steps.append(Step(_step_text(text, field, where)))
     return _problem(values, context, [steps], where, task_name)
 
 
@@ -309,7 +404,12 @@ def _problem(
     name = values.get("task_name")
     if isinstance(name, str) and name:
         task_name = name  # the row's own wins over the set's
-    return Problem(with_system(context, [()], values, where), tuple(whole), task_name)
+    return Problem(
+        with_system(context, [()], values, where),
+        tuple(whole),
+        task_name,
+        read_template_kwargs(values, where),
+    )
 
 
 def _context(values: Mapping[str, Any], where: str) -> Messages:

@@ -15,10 +15,11 @@ node of weight n with their mean label costs.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from treeward.data.conversation import Message, Messages
+from treeward.data.conversation import Conversation, Message, Messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +36,26 @@ Solution = tuple[Step, ...]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """The `context` (messages) and the `solutions` of one row, or of all rows with this context."""
+    """The `context` (messages) and the `solutions` of one row, or of all rows with this context.
+    `template_kwargs`: the row's tools and further variables of the chat template."""
 
     context: Messages
     solutions: tuple[Solution, ...]
     task_name: str = "steps"
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def context_key(self) -> str:
         """The context as text: problems with the same one are one tree."""
-        return json.dumps(list(self.context), sort_keys=True, default=str)
+        parts: list[Any] = list(self.context)
+        if self.template_kwargs:
+            parts = [parts, dict(self.template_kwargs)]
+        return json.dumps(parts, sort_keys=True, default=str)
+
+    def conversation(self, completion: Message) -> Conversation:
+        """The context with a completion."""
+        messages = [*self.context, completion]
+        return Conversation(messages, chat_template_kwargs=self.template_kwargs)
 
     @property
     def texts(self) -> list[str]:
