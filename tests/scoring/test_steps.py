@@ -94,6 +94,18 @@ def test_every_step_is_read_in_one_pass(published: Any, tokenizer: Any) -> None:
     assert both[1].steps == pytest.approx(want, abs=1e-5)
 
 
+def test_white_space_around_a_step_changes_nothing(published: Any, tokenizer: Any) -> None:
+    """Steps have none in training: tokens that the model has never read would be others."""
+    scorer = Scorer.load(published[0])
+    want, _ = expected(published, tokenizer)
+    texts = [separator.join(STEPS) for separator in ("\n\n", " \n\n", "\n \n  ", "\r\n\r\n")]
+    texts += [separator.join(STEPS) for separator in (MARK, f"{MARK}\n", f" {MARK} ")]
+    texts += [f"\n{text}\n" for text in texts]
+    chats = [[QUESTION, {"role": "assistant", "content": text}] for text in texts]
+    for text, score in zip(texts, scorer.score(chats), strict=True):
+        assert score.steps == pytest.approx(want, abs=1e-5), text
+
+
 def test_a_cached_prompt_changes_no_step(published: Any, tokenizer: Any) -> None:
     scorer = Scorer.load(published[0], prefix_cache_bytes=10**8)
     question = {"role": "user", "content": "How many of these are pink? " * 20}

@@ -47,7 +47,8 @@ class Steps:
         """The messages with a mark after each step of the completion, and nowhere else.
 
         The completion's own marks part its steps, or else blank lines. Text after its last mark is
-        a step too: no text goes unread. Raises `DataError` for a message that is not text.
+        a step too: no text goes unread. White space around a step is left out, as in training.
+        Raises `DataError` for a message that is not text.
         """
         marked_messages = []
         for i, message in enumerate(messages):
@@ -68,9 +69,10 @@ class Steps:
                 if self.token in text:
                     steps = text.split(self.token)
                 else:
-                    steps = _BLANK_LINE.split(text.strip())
+                    steps = _BLANK_LINE.split(text)
+                stripped = [step.strip() for step in steps]
                 # A blank step would have a probability, and count in the score.
-                text = "".join(f"{step}{self.token}" for step in steps if step.strip())
+                text = "".join(f"{step}{self.token}" for step in stripped if step)
             marked_messages.append({**message, "content": text})
         return with_messages(messages, marked_messages)
 
