@@ -117,6 +117,26 @@ def test_the_guide_has_the_table_of_rates() -> None:
         assert cells[2:] == [rate.comparisons, rate.source]
 
 
+def test_steps_need_no_configuration_either(first_run: Callable[..., Ended]) -> None:
+    """Four rows of each of 24 problems: problems are held out, and are what a step has 16 of."""
+    rows = []
+    for n in range(96):
+        steps = [f"{n % 24} + 1 = {n}.", f"It is {n}."]
+        rows.append({"prompt": f"{n % 24} + 1?", "completions": steps, "labels": [1, 0.5]})
+    write_jsonl(Path("steps.jsonl"), *rows)
+    kind = "policy.reward_model_cfg.reward_model_type=process"
+    words = ["--data", "steps.jsonl", kind, "policy.reward_model_cfg.step_token='|'"]
+    ended = first_run(*words, "--dry-run")
+    assert ended.code == 0, ended.err
+    assert "data.dataset_name=StepDataset " in ended.out
+    assert "there are 24 problems and no --validation" in ended.out
+    assert "problems a step; steps an epoch: at most 2" in ended.out
+    assert "\nThe first step: 16 problems, " in ended.out
+    ended = first_run(*words, "rm.max_num_steps=1")
+    assert ended.code == 0, ended.err
+    assert "ProcessBench F1" in ended.out
+
+
 def test_of_few_comparisons_none_are_held_out(first_run: Callable[..., Ended]) -> None:
     """As of the example files of the guide to data."""
     lines = Path("pairs.csv").read_text(encoding="utf-8").splitlines(keepends=True)

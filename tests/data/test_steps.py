@@ -13,6 +13,7 @@ import pytest
 
 from treeward.config.data import DatasetConfig
 from treeward.config.dataset_table import STEP_FORMATS
+from treeward.data.datasets import open_dataset
 from treeward.data.encoding import EncodedDataset
 from treeward.data.rendering import Renderer
 from treeward.data.step_datasets import open_step_dataset, recognise_steps
@@ -314,6 +315,17 @@ def test_a_bad_row_has_its_place_and_its_field(
     path = write_rows("rows.jsonl", [row])
     with pytest.raises(DataError, match=rf"rows\.jsonl:1(?s:.*){field}"):
         list(open_step_dataset(DatasetConfig(data_path=str(path))))
+
+
+def test_steps_are_no_comparison(write_rows: Callable[..., Path]) -> None:
+    """Their keys are also those of completions with ranks: the error says what learns them."""
+    config = DatasetConfig(data_path=str(write_rows("rows.jsonl", [TRL])))
+    with pytest.raises(DataError, match="reward_model_type=process"):
+        open_dataset(config)
+    scored = {"prompt": QUESTION, "completions": ["5", "6"], "labels": [1, 0], "scores": [1, 0]}
+    path = write_rows("scored.jsonl", [scored])
+    [(preference, _)] = open_dataset(DatasetConfig(data_path=str(path)))
+    assert [completion.rank for completion in preference.completions] == [0, 1]
 
 
 def test_a_named_form_needs_its_label(write_rows: Callable[..., Path]) -> None:

@@ -202,9 +202,10 @@ def _tell_dry_run(loaded: RewardModelRunConfig) -> int:
     first = found.first
     lines = [f"{name}: {summary}" for name, summary in found.rows.items()]
     lines.append(f"Steps: {found.steps:,}")
+    unit = loaded.policy.reward_model_cfg.unit
     sizes = f"{first.tokens:,} tokens ({first.row_tokens:,} as plain rows)"
     lines.append(
-        f"The first step: {first.comparisons} comparisons, {sizes}; forward passes: {first.passes}",
+        f"The first step: {first.comparisons} {unit}, {sizes}; forward passes: {first.passes}",
     )
     if found.memory is None:
         lines.append(f"Memory: not planned, because the run has {found.why_no_memory}.")

@@ -67,7 +67,8 @@ class RunFacts:
 
     `parameters`: of the model. `positions`: the longest sequence that it reads, None without a
     limit. `has_bfloat16`: whether there is a GPU that computes in it. `data_keys`: the keys of
-    `data` that say the format. `comparisons`: how many the data has, the held-out ones too.
+    `data` that say the format. `comparisons`: how many the data has, the held-out ones too; for a
+    process reward model, problems.
     """
 
     parameters: int
@@ -149,8 +150,9 @@ def _data_choices(config: RewardModelRunConfig, facts: RunFacts) -> Iterable[Cho
     # No part is held out: --validation, or an override, names another set.
     if all(dataset.part is None for dataset in config.data.validation):
         return
+    unit = config.policy.reward_model_cfg.unit
     if facts.comparisons < _FEWEST_TO_HOLD_OUT:
-        why = f"{facts.comparisons} comparisons are too few to hold some out; "
+        why = f"{facts.comparisons} {unit} are too few to hold some out; "
         why += "--validation names a file"
         yield Choice("data.split_validation_size", "0", why)
         return
@@ -159,7 +161,7 @@ def _data_choices(config: RewardModelRunConfig, facts: RunFacts) -> Iterable[Cho
         share = 0.2
     if facts.comparisons * share > _MOST_HELD_OUT:
         share = _MOST_HELD_OUT / facts.comparisons
-    why = f"of the prompts; there are {facts.comparisons:,} comparisons and no --validation"
+    why = f"of the prompts; there are {facts.comparisons:,} {unit} and no --validation"
     yield Choice("data.split_validation_size", f"{share:.2g}", why)
 
 
@@ -170,7 +172,8 @@ def _run_choices(config: RewardModelRunConfig, facts: RunFacts) -> Iterable[Choi
     for candidate in reversed(_BATCH_SIZES):
         if facts.comparisons >= candidate * _STEPS_WANTED:
             size = candidate
-    why = f"comparisons a step; steps an epoch: at most {math.ceil(facts.comparisons / size):,}"
+    most_steps = math.ceil(facts.comparisons / size)
+    why = f"{config.policy.reward_model_cfg.unit} a step; steps an epoch: at most {most_steps:,}"
     yield Choice("policy.train_global_batch_size", str(size), why)
     yield Choice(
         "policy.scheduler.warmup_ratio", str(_WARMUP_RATIO), "pretrained weights need a warm-up"

@@ -291,6 +291,11 @@ class RewardModelConfig(Strict):
         return LOSSES[self.reward_model_type].learns == "steps"
 
     @property
+    def unit(self) -> str:
+        """What an optimiser step has a number of, for a person."""
+        return "problems" if self.learns_steps else "comparisons"
+
+    @property
     def labels(self) -> tuple[str, ...]:
         """The grades that are learnt, one by each head; none where the data's order is."""
         if LOSSES[self.reward_model_type].learns != "grades":

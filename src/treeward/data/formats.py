@@ -75,6 +75,14 @@ for _known in COMPARISONS:
 def recognise(values: Mapping[str, Any], where: str) -> str:
     """The name of the dataset that reads a comparison. Raises `DataError` for keys of no known
     format."""
+    if _are_labelled_steps(values):
+        raise DataError(
+            "the row has a solution as steps with labels, and nothing to compare it with",
+            where=where,
+            got=shown_keys(values),
+            need=_NEED_FORMAT,
+            fix="policy.reward_model_cfg.reward_model_type=process learns such rows",
+        )
     known = _entry_of(values)
     if known is not None:
         return known.name
@@ -97,6 +105,15 @@ def recognise(values: Mapping[str, Any], where: str) -> str:
         need=_NEED_FORMAT,
         fix=fix,
     )
+
+
+def _are_labelled_steps(values: Mapping[str, Any]) -> bool:
+    """Whether it is TRL's row of a process reward model, whose steps are called completions."""
+    completions: Any = values.get("completions")
+    if not is_list(completions) or not is_list(values.get("labels")):
+        return False
+    are_texts = all(isinstance(completion, str) for completion in completions)
+    return are_texts and values.get("scores") is None
 
 
 def _entry_of(values: Mapping[str, Any]) -> KnownDataset | None:

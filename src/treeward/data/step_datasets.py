@@ -39,20 +39,26 @@ def open_step_dataset(config: DatasetConfig) -> StepDataset:
     if config.split_validation_size > 0 and config.part is None:
         need = "part: train, or part: validation for the rows held out"
         raise config.error("part split_validation_size", need)
-    if config.dataset_name == "auto":
-        row = next(iter(read_rows(str(config.data_path), split=config.split, subset=config.subset)))
-        known = recognise_steps(row.values, row.where)
-        logger.info("%s: read as %s", config.data_path, known.name)
-    else:
-        known = _STEP_SETS.find(config.dataset_name)
-        if not isinstance(known, KnownDataset):
-            raise ConfigError(
-                "a process reward model reads no class of its own",
-                field="dataset_name",
-                got=config.dataset_name,
-                need=f"auto, or one of {', '.join(STEP_SETS)}",
-            )
+    config = recognised_steps(config)
+    known = _STEP_SETS.find(config.dataset_name)
+    if not isinstance(known, KnownDataset):
+        raise ConfigError(
+            "a process reward model reads no class of its own",
+            field="dataset_name",
+            got=config.dataset_name,
+            need=f"auto, or one of {', '.join(STEP_SETS)}",
+        )
     return StepDataset(config, known)
+
+
+def recognised_steps(config: DatasetConfig) -> DatasetConfig:
+    """The configuration with `auto` replaced by the form of the first row's keys."""
+    if config.dataset_name != "auto":
+        return config
+    row = next(iter(read_rows(str(config.data_path), split=config.split, subset=config.subset)))
+    known = recognise_steps(row.values, row.where)
+    logger.info("%s: read as %s", config.data_path, known.name)
+    return config.model_copy(update={"dataset_name": known.name})
 
 
 def recognise_steps(values: Mapping[str, Any], where: str) -> KnownDataset:

@@ -15,6 +15,7 @@ import treeward.model  # noqa: F401
 from treeward.config.first_run import RunFacts
 from treeward.config.run import RewardModelRunConfig
 from treeward.data.datasets import open_dataset, recognised
+from treeward.data.step_datasets import open_step_dataset, recognised_steps
 from treeward.errors import DataError
 from treeward.planning.bare_models import bare_reward_model
 
@@ -27,7 +28,9 @@ def facts_of(config: RewardModelRunConfig) -> RunFacts:
     """
     with torch.device("meta"):
         model = bare_reward_model(config.policy)
-    formats = [recognised(dataset) for dataset in (*config.training_sets, *config.validation_sets)]
+    learns_steps = config.policy.reward_model_cfg.learns_steps
+    recognise = recognised_steps if learns_steps else recognised
+    formats = [recognise(dataset) for dataset in (*config.training_sets, *config.validation_sets)]
     data_keys: dict[str, str] = {}
     # The name stands in one key for all files, so it is chosen only where it fits all of them.
     # Else each file is recognised by itself.
@@ -38,7 +41,12 @@ def facts_of(config: RewardModelRunConfig) -> RunFacts:
     sources = sources or formats[: len(config.training_sets)]
     comparisons = 0
     for dataset in sources:
-        comparisons += sum(1 for _ in open_dataset(dataset))
+        if learns_steps:
+            # The rows of a problem are one tree, which is what a step has a number of.
+            problems = {problem.context_key for problem, _ in open_step_dataset(dataset)}
+            comparisons += len(problems)
+        else:
+            comparisons += sum(1 for _ in open_dataset(dataset))
     if comparisons == 0:
         raise DataError("there is no comparison in the data", where=str(sources[0].data_path))
     return RunFacts(
