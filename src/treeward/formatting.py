@@ -54,10 +54,12 @@ def format_number(value: float | None, format: str = "number", size: float | Non
 
 
 def metric_format(name: str) -> str:
-    """The format of a metric by its name: accuracies are per cent, their differences points."""
+    """The format of a metric by its name: accuracies and an F1 of them are per cent, differences of
+    accuracies points."""
     if name.endswith("accuracy_gap"):
         return "points"
-    return "percent" if "accuracy" in name else "number"
+    is_share = "accuracy" in name or name.endswith("_f1")
+    return "percent" if is_share else "number"
 
 
 def metric_text(name: str, value: float | None) -> str:

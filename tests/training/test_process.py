@@ -24,6 +24,7 @@ from treeward.model.contract import read_contract
 from treeward.scoring.scorer import Scorer
 from treeward.step_losses import StepSums, labelled_steps, step_cross_entropy
 from treeward.training.setup import set_up
+from treeward.training.tracking import read_metrics
 from treeward.training.train import ProcessRun, RewardModelRun, train
 
 PROCESS = "policy.reward_model_cfg.reward_model_type=process"
@@ -357,6 +358,31 @@ def test_the_loss_is_divided_by_the_weight_of_the_whole_step() -> None:
     assert heads.num_units_of_steps(counts) == 7
     once = Heads(step_options={"step_weight": "node"})
     assert once.num_units_of_steps(counts) == 4
+
+
+@pytest.mark.parametrize("metric", ["first_error_accuracy", "processbench_f1", "accuracy"])
+def test_a_metric_of_steps_ranks_checkpoints(
+    step_run: Callable[..., Any], tmp_path: Path, metric: str
+) -> None:
+    folder = tmp_path / "ranked"
+    train(
+        step_run(
+            f"checkpointing.metric_name=val:validation-held_out_{metric}",
+            f"checkpointing={{checkpoint_dir: {folder}, keep_top_k: 1, save_period: 4}}",
+            "rm.val_period=4",
+            steps=16,
+        ),
+        show_progress=False,
+    )
+    values = {}
+    for line in read_metrics(tmp_path / "logs" / "metrics.jsonl"):
+        value = line.get(f"validation-held_out/{metric}")
+        if value is not None:
+            values[line["step"]] = value
+    assert len(values) == 4 and len(set(values.values())) > 1
+    saved = {int(path.name.removeprefix("step_")) for path in folder.glob("step_*")}
+    assert 16 in saved  # the latest stays, beside the best
+    assert values[min(saved)] == max(values.values())
 
 
 @pytest.mark.parametrize("step", [2, 5])

@@ -83,7 +83,8 @@ def test_metrics_have_the_names_that_are_promised_and_come_when_they_should(
         "timing/train/total_step_time",
     }
     assert names >= {"timing/validation/total_validation_time", "data/train/Bundled/kept"}
-    assert set(METRICS) == {*metrics, *GATE_METRICS, "mse", "pearson"}
+    of_steps = {"first_error_accuracy", "processbench_f1"}  # tests/training/test_process.py
+    assert set(METRICS) == {*metrics, *GATE_METRICS, "mse", "pearson", *of_steps}
     assert [line["step"] for line in lines if "train/rm/loss" in line] == [1, 2, 3, 4]
     assert [line["step"] for line in lines if "eval/rm/loss" in line] == [0, 2, 4]
     assert column(lines, "train/rm/lr") == [1e-3] * 4

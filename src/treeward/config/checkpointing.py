@@ -30,6 +30,7 @@ METRICS: Mapping[str, bool | None] = {
     **dict.fromkeys(
         ("reward_margin", "kendall_tau", "group_accuracy", "best_of_k", "pearson"), True
     ),
+    **dict.fromkeys(("first_error_accuracy", "processbench_f1"), True),
     **dict.fromkeys(("chosen_rewards", "rejected_rewards", "accuracy_gap")),
 }
 """The validation metrics of a reward model -> whether higher is better; None where neither
