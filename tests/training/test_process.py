@@ -451,6 +451,27 @@ def test_a_mark_is_one_token_and_in_no_step(step_run: Callable[..., Any]) -> Non
         set_up(step_run(train_rows=broken))
 
 
+def test_a_card_says_where_transformers_has_no_class(
+    step_run: Callable[..., Any], tmp_path: Path
+) -> None:
+    cards = []
+    for family in ("qwen3", "gemma3_text"):
+        config = step_run(
+            f"policy.model_config.model_type={family}",
+            f"checkpointing.checkpoint_dir={tmp_path}/{family}",
+            f"logger.log_dir={tmp_path}/{family}_logs",
+            steps=1,
+        )
+        folder = train(config, show_progress=False).model_folder
+        assert folder is not None
+        cards.append((folder / "README.md").read_text("utf-8"))
+    assert "`AutoModelForTokenClassification.from_pretrained(" in cards[0]
+    assert "transformers has no token classifier of gemma3_text" in cards[1]
+    assert "AutoModelForTokenClassification" not in cards[1]
+    with pytest.raises(ValueError, match="Unrecognized configuration class"):
+        AutoModelForTokenClassification.from_pretrained(folder)
+
+
 def test_adapters_are_merged_into_the_export(step_run: Callable[..., Any]) -> None:
     lora = "policy.dtensor_cfg.lora_cfg={enabled: true, dim: 4}"
     folder = train(step_run(lora, steps=2), show_progress=False).model_folder

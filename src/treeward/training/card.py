@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from transformers import AutoModelForTokenClassification
+
 from treeward.config.checkpointing import MetricKey
 from treeward.config.loss import LOSSES
 from treeward.config.policy import RewardModelConfig
@@ -96,7 +98,13 @@ def model_card(
     plain_use = _PLAIN_SCORES
     unit = "comparisons"
     if policy.reward_model_cfg.learns_steps:
-        plain_use = _PLAIN_STEPS.format(mark=setup.model.step_token)
+        plain_use = _PLAIN_STEPS
+        # Two of three families of language models have no such class in transformers.
+        if type(setup.model.hf.config) not in AutoModelForTokenClassification._model_mapping:
+            plain_use = _NO_PLAIN_STEPS
+        plain_use = plain_use.format(
+            mark=setup.model.step_token, family=setup.model.hf.config.model_type
+        )
         unit = "problems, each with its solutions as steps,"
     return _CARD.format(
         plain_use=plain_use,
@@ -148,6 +156,10 @@ _PLAIN_SCORES = """\
 With plain transformers, `AutoModelForSequenceClassification.from_pretrained(THIS_FOLDER, \
 dtype="float32")` gives the same values as its logits; render conversations with the tokenizer's \
 chat template and tokenize with `add_special_tokens=False`."""
+_NO_PLAIN_STEPS = """\
+transformers has no token classifier of {family}, so it cannot load this model: treeward does. Each \
+step is read at the `{mark}` after it, by the two outputs of the layer `score`: that the step is \
+wrong, and right."""
 _PLAIN_STEPS = """\
 With plain transformers, `AutoModelForTokenClassification.from_pretrained(THIS_FOLDER, \
 dtype="float32")` gives two logits at each token. Write `{mark}` after each step of the completion: \
