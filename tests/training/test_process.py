@@ -472,6 +472,23 @@ def test_a_card_says_where_transformers_has_no_class(
         AutoModelForTokenClassification.from_pretrained(folder)
 
 
+def test_problems_that_were_trained_on_are_told(
+    step_run: Callable[..., Any],
+    write_rows: Callable[..., Path],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A split by rows: the validation set has other solutions of two of its three problems."""
+    solutions = rows(4, seed=6)
+    # The first solution of problems 0 and 1, and all of problem 3, which is not learnt.
+    held_out = [solutions[0], solutions[4], *solutions[12:]]
+    path = write_rows("by_rows.jsonl", held_out)
+    more = f"data.validation=[{{data_path: {path}, name: held_out}}]"
+    caplog.set_level("INFO", logger="treeward")
+    set_up(step_run(more, train_rows=[row for row in solutions if row not in held_out]))
+    assert "2 of 3 problems of the validation set held_out are in the training data" in caplog.text
+    assert "Each step is read at the mark after it, '<|step|>'" in caplog.text
+
+
 def test_adapters_are_merged_into_the_export(step_run: Callable[..., Any]) -> None:
     lora = "policy.dtensor_cfg.lora_cfg={enabled: true, dim: 4}"
     folder = train(step_run(lora, steps=2), show_progress=False).model_folder

@@ -261,6 +261,12 @@ class EncodedDataset(Sequence[Comparison]):
         digests: npt.NDArray[np.int64] = self._column("digest").to_numpy()
         return digests[self._kept]
 
+    @property
+    def prompts(self) -> npt.NDArray[np.int64]:
+        """int64 (N,), `Comparison.prompt` of each."""
+        prompts: npt.NDArray[np.int64] = self._column("prompt").to_numpy()
+        return prompts[self._kept]
+
     def tokens_sha256(self) -> str:
         """SHA-256 of the conversations, without their labels."""
         # The tokens alone would not say where a conversation ends, nor a comparison.

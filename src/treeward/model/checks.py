@@ -169,25 +169,33 @@ def check_before_training(
             where="policy.tokenizer",
             got=f"{tokenizer.convert_ids_to_tokens(pad)!r} ends {last[pad]} of {len(sequences)}",
         )
-    token, count = last.most_common(1)[0]
-    logger.info(
-        "The score is read at the last token: %r in %d of %d conversations.",
-        tokenizer.decode([token]),
-        count,
-        len(sequences),
-    )
-    if count < len(sequences):
-        logger.warning(
-            "Conversations end with %d different tokens: the chat template writes no end of turn, "
-            "so the model cannot see whether a completion is finished.",
-            len(last),
-        )
+    if model.step_token is not None:
+        logger.info("Each step is read at the mark after it, %r.", model.step_token)
+    else:
+        _tell_ends(last, tokenizer, len(sequences))
     # The shortest are enough, because a wrong read or head shows in any conversation.
     if not getattr(model.hf, "made_by_treeward", False):
         _check_scores(model, sorted(sequences, key=len)[:2])
     # Real conversations may end so long after they part that a wrong state has decayed.
     if model.layout == "tree" and model.recurrent_functions:
         _check_scores(model, _probe_sequences(model.hf))
+
+
+def _tell_ends(last: Counter[int], tokenizer: PreTrainedTokenizerBase, num_sequences: int) -> None:
+    """Log the token at which scores are read, and warn if there are several."""
+    token, count = last.most_common(1)[0]
+    logger.info(
+        "The score is read at the last token: %r in %d of %d conversations.",
+        tokenizer.decode([token]),
+        count,
+        num_sequences,
+    )
+    if count < num_sequences:
+        logger.warning(
+            "Conversations end with %d different tokens: the chat template writes no end of turn, "
+            "so the model cannot see whether a completion is finished.",
+            len(last),
+        )
 
 
 @torch.no_grad()

@@ -188,7 +188,10 @@ def read_data(
     validation_sets: dict[str, EncodedDataset] = {}
     for name, dataset in encoded_sets.items():
         validation_sets[name] = dataset.first(most_comparisons)
-    _warn_of_seen_comparisons(training_sets, validation_sets)
+    if section.learns_steps:
+        _warn_of_seen_problems(training_sets, validation_sets)
+    else:
+        _warn_of_seen_comparisons(training_sets, validation_sets)
     sizes = [len(dataset) for dataset in training_sets.values()]
     weights = [section.weight for section in config.data.train]
     order = EpochOrder(sizes, weights=weights, seed=config.rm.seed, shuffle=config.data.shuffle)
@@ -269,6 +272,23 @@ def _warn_of_seen_comparisons(
             logger.warning(
                 "%d of %d comparisons of the validation set %s are in the training data too, word "
                 "for word.",
+                number,
+                len(dataset),
+                name,
+            )
+
+
+def _warn_of_seen_problems(
+    training_sets: Mapping[str, EncodedDataset], validation_sets: Mapping[str, EncodedDataset]
+) -> None:
+    # By the prompt: rows of one problem, which a split by rows parts, have other solutions.
+    trained_on = np.concatenate([dataset.prompts for dataset in training_sets.values()])
+    for name, dataset in validation_sets.items():
+        number = int(np.isin(dataset.prompts, trained_on).sum())
+        if number > 0:
+            logger.warning(
+                "%d of %d problems of the validation set %s are in the training data too, perhaps "
+                "with other solutions.",
                 number,
                 len(dataset),
                 name,
