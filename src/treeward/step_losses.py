@@ -78,9 +78,9 @@ def labelled_steps(
         all_weights += chain.from_iterable(weights)
         all_counts += [float(count > 0) for count in chain.from_iterable(problem_counts)]
     # NaN times a weight of 0 is NaN: a missing label becomes a number before any arithmetic.
-    known_labels = [0.0 if math.isnan(label) else label for label in all_labels]
+    labels_R = torch.tensor(all_labels, dtype=torch.float32).nan_to_num(nan=0.0)
     return StepLabels(
-        labels_R=torch.tensor(known_labels, dtype=torch.float32),
+        labels_R=labels_R,
         weight_R=torch.tensor(all_weights, dtype=torch.float32),
         counts_R=torch.tensor(all_counts, dtype=torch.float32),
         num_units=sum(all_weights),
@@ -148,6 +148,7 @@ class StepSums:
     def add(self, log_odds_R: Tensor, steps: StepLabels, loss_sum: Tensor) -> None:
         """Add one batch. `steps`: on the device of the log-odds."""
         says_right_R = log_odds_R >= 0
+        # As in ProcessBench: a step is wrong where its probability is below 1/2.
         is_right_R = steps.labels_R >= 0.5
         correct_R = (says_right_R == is_right_R).double() * steps.counts_R
         sums_2 = torch.stack([loss_sum.double(), correct_R.sum()])

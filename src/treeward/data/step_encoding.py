@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ from treeward.data.step_marks import mark_id
 from treeward.data.steps import (
     Problem,
     StepNode,
+    beginnings_of,
     marked_completion,
     paths_of,
     step_tree,
@@ -96,6 +97,7 @@ def merged_problems(rows: Iterable[tuple[Problem, str]]) -> list[tuple[Problem, 
     first row. The rows of a problem may lie apart: all are in memory until they are encoded."""
     first: dict[str, tuple[Problem, str]] = {}
     solutions: dict[str, list[Any]] = {}
+    # One row may have a solution, or a hundred: the order of the rows decides nothing.
     for problem, where in rows:
         key = problem.context_key
         first.setdefault(key, (problem, where))
@@ -131,7 +133,8 @@ def _encode(
     for (problem, where), (nodes, paths) in zip(rows, trees, strict=True):
         own = [next(encoded) for _ in paths]
         record = empty_record(where)
-        record |= _record(problem, nodes, paths, own, renderer, token_id, where)
+        fitting = _fitting_paths(nodes, paths, own, renderer, token_id, where)
+        record |= _record(problem, nodes, fitting)
         records.append(record)
     return records
 
@@ -148,14 +151,6 @@ def _check_unmarked(text: str, mark: str, what: str, where: str) -> None:
         )
 
 
-def _beginnings_of(paths: Iterable[tuple[int, ...]]) -> set[tuple[int, ...]]:
-    beginnings: set[tuple[int, ...]] = set()
-    for path in paths:
-        for end in range(1, len(path)):
-            beginnings.add(path[:end])
-    return beginnings
-
-
 def _labels_of(
     nodes: Sequence[StepNode], paths: Sequence[Sequence[int]]
 ) -> tuple[list[list[float]], list[list[int]]]:
@@ -163,6 +158,8 @@ def _labels_of(
     labels: list[list[float]] = []
     counts: list[list[int]] = []
     counted: set[int] = set()
+    # The first conversation that has a step gives it its whole weight. On a tree all of them read
+    # the same node; as padded rows each reads a copy, of which one must count.
     for path in paths:
         path_labels = []
         path_counts = []
@@ -176,17 +173,28 @@ def _labels_of(
     return labels, counts
 
 
-def _record(
-    problem: Problem,
+@dataclass(frozen=True, slots=True)
+class _Paths:
+    """The paths of a problem's tree that are learnt, each with its tokens up to its last mark and
+    the characters of its completion. `longest`: the tokens of the longest path before any was
+    cut."""
+
+    token_ids: dict[tuple[int, ...], Sequence[int]]
+    lengths: dict[tuple[int, ...], int]
+    longest: int
+
+
+def _fitting_paths(
     nodes: Sequence[StepNode],
     paths: Sequence[Sequence[int]],
     encoded: Sequence[tuple[list[int], Conversation]],
     renderer: Renderer,
     token_id: int,
     where: str,
-) -> dict[str, Any]:
-    """The columns of a problem, from the tokens of its paths."""
-    kept: dict[tuple[int, ...], tuple[Sequence[int], Conversation]] = {}
+) -> _Paths:
+    """The paths, each with the steps that fit."""
+    token_ids: dict[tuple[int, ...], Sequence[int]] = {}
+    lengths: dict[tuple[int, ...], int] = {}
     longest = 0
     for path, (ids, conversation) in zip(paths, encoded, strict=True):
         marks = np.flatnonzero(np.asarray(ids) == token_id)
@@ -200,6 +208,7 @@ def _record(
                 fix="choose another token or template: policy.reward_model_cfg.step_token, "
                 "policy.tokenizer.chat_template",
             )
+        # The end of the turn comes after the last mark, and no step attends to it.
         num_tokens = int(marks[-1]) + 1
         longest = max(longest, num_tokens)
         num_fitting = len(path)
@@ -218,40 +227,52 @@ def _record(
             num_fitting -= 1
         if num_fitting:
             end = int(marks[num_fitting - 1]) + 1
-            kept[tuple(path[:num_fitting])] = (ids[:end], conversation)
+            fitting = tuple(path[:num_fitting])
+            token_ids[fitting] = ids[:end]
+            lengths[fitting] = len(last_text(conversation))
     # Solutions that were cut may be the beginning of others now.
-    beginnings = _beginnings_of(kept)
-    kept = {path: value for path, value in kept.items() if path not in beginnings}
+    for beginning in beginnings_of(token_ids):
+        token_ids.pop(beginning, None)
+        lengths.pop(beginning, None)
+    return _Paths(token_ids, lengths, longest)
 
-    labels, counts = _labels_of(nodes, list(kept))
-    lengths = [len(last_text(conversation)) for _, conversation in kept.values()]
-    counted = set(chain.from_iterable(kept))
-    labelled = {i for i, node in enumerate(nodes) if node.count > 0}
-    num_too_long = len(labelled - counted)
+
+def _record(problem: Problem, nodes: Sequence[StepNode], paths: _Paths) -> dict[str, Any]:
+    """The columns of a problem, from the paths of its tree."""
+    kept = list(paths.token_ids)
+    kept_nodes = set(chain.from_iterable(kept))
+    labelled_nodes = {i for i, node in enumerate(nodes) if node.count > 0}
+    learnt_nodes = labelled_nodes & kept_nodes
+    num_too_long = len(labelled_nodes - kept_nodes)
     if not kept:
-        outcome = "dropped_too_long" if labelled else "dropped_ungraded"
-        return {"outcome": outcome, "longest": longest, "steps_too_long": num_too_long}
-    sequences = [ids for ids, _ in kept.values()]
+        outcome = "dropped_too_long" if labelled_nodes else "dropped_ungraded"
+        return {"outcome": outcome, "longest": paths.longest, "steps_too_long": num_too_long}
+    labels, counts = _labels_of(nodes, kept)
+    sequences = list(paths.token_ids.values())
     # Sorted, so that a problem whose solutions come in another order has the same digest.
     labelled_tokens = sorted(zip(map(tuple, sequences), labels, strict=True))
+    token_arrays = [np.array(ids, dtype=np.int32) for ids in sequences]
+    is_whole = [nodes[path[-1]].is_end for path in kept]
+    num_copies = sum(nodes[i].count for i in learnt_nodes)
     return {
         "outcome": "kept",
         "subset": problem.task_name,
         "prompt": digest_of(problem.context_key),
         "digest": digest_of(repr(labelled_tokens)),
         "completions": len(kept),
-        "token_ids": [np.array(ids, dtype=np.int32) for ids in sequences],
+        "token_ids": token_arrays,
+        # A problem has no order of its solutions, and no grades of them.
         "ranks": [0] * len(kept),
-        "lengths": lengths,
+        "lengths": list(paths.lengths.values()),
         "scores": [None] * len(kept),
-        "grades": [[] for _ in kept],
+        "grades": [[]] * len(kept),
         "step_labels": labels,
         "step_counts": counts,
-        "is_whole": [nodes[path[-1]].is_end for path in kept],
+        "is_whole": is_whole,
         "tokens": sum(map(len, sequences)),
         "tree_tokens": count_tree_tokens(sequences),
-        "longest": longest,
-        "steps": len(labelled & counted),
-        "step_copies": sum(nodes[i].count for i in labelled & counted),
+        "longest": paths.longest,
+        "steps": len(learnt_nodes),
+        "step_copies": num_copies,
         "steps_too_long": num_too_long,
     }

@@ -103,6 +103,7 @@ def from_prm800k_row(
             "there are no steps", where=where, field="label.steps", got=steps, need="a list"
         )
     solutions: list[list[Step]] = []
+    # The solution that the labelling went on with, as far as it has come.
     chosen: list[Step] = []
     for number, step in enumerate(steps):
         field = f"label.steps[{number}]"
@@ -122,6 +123,7 @@ def from_prm800k_row(
             rated.append(_rated(item, f"{field}.completions[{i}]", where, neutral_is_right))
         human = step.get("human_completion")
         index = step.get("chosen_completion")
+        # Where no completion was good enough, a person could write the step that follows.
         following: Step | None = None
         if index is not None:
             is_index = isinstance(index, int) and not isinstance(index, bool)
@@ -153,7 +155,7 @@ def _rated(item: Any, field: str, where: str, neutral_is_right: bool) -> Step:
     text = _step_text(item.get("text"), f"{field}.text", where)
     rating = item.get("rating")
     if rating is None:
-        return Step(text)
+        return Step(text)  # flagged, or written by a person
     if rating not in (-1, 0, 1):
         need = "-1, 0, 1, or null"
         raise DataError(
@@ -197,6 +199,7 @@ def from_math_shepherd_row(
         )
     labels = []
     place = 0
+    # The sign is one character where the mark was, which may be longer: the two texts drift apart.
     for piece in pieces[:-1]:
         end = place + len(piece)
         sign = signed[end : end + 1]
@@ -446,11 +449,12 @@ def _label(value: Any, field: str, where: str) -> float | None:
     if value is None:
         return None
     number: float | None = None
+    # Text is no number, also not "1": a file of another form would be learnt by mistake.
     if isinstance(value, bool):
         number = float(value)
     elif isinstance(value, str):
         number = _SIGNS.get(value.strip())
-    elif isinstance(value, int | float) and 0 <= value <= 1:
+    elif isinstance(value, int | float) and 0 <= value <= 1:  # NaN is not
         number = float(value)
     if number is None:
         raise DataError("this is no label", where=where, field=field, got=value, need=_NEED_LABEL)

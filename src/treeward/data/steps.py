@@ -15,7 +15,7 @@ node of weight n with their mean label costs.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -91,6 +91,7 @@ class StepNode:
 def step_tree(solutions: Sequence[Solution]) -> list[StepNode]:
     """The nodes of the solutions, in the order in which they first occur."""
     nodes: list[StepNode] = []
+    # By the step before it too: the same text after other steps is another step.
     places: dict[tuple[int | None, str], int] = {}
     for solution in solutions:
         parent: int | None = None
@@ -126,11 +127,17 @@ def paths_of(nodes: Sequence[StepNode]) -> list[list[int]]:
             place = nodes[place].parent
         if path:
             paths[tuple(reversed(path))] = None
-    covered: set[tuple[int, ...]] = set()
-    for whole in paths:
-        for end in range(1, len(whole)):
-            covered.add(whole[:end])
+    covered = beginnings_of(paths)
     return [list(path) for path in paths if path not in covered]
+
+
+def beginnings_of(paths: Iterable[tuple[int, ...]]) -> set[tuple[int, ...]]:
+    """What the paths begin with, without the paths themselves."""
+    beginnings: set[tuple[int, ...]] = set()
+    for path in paths:
+        for end in range(1, len(path)):
+            beginnings.add(path[:end])
+    return beginnings
 
 
 def with_last_labels(problem: Problem) -> Problem:
@@ -138,6 +145,7 @@ def with_last_labels(problem: Problem) -> Problem:
     solutions: list[Solution] = []
     for solution in problem.solutions:
         steps = [Step(step.text) for step in solution]
+        # Not simply the last step: the steps after a wrong one often have no label.
         labelled = [i for i, step in enumerate(solution) if step.label is not None]
         if labelled:
             steps[labelled[-1]] = solution[labelled[-1]]

@@ -77,6 +77,7 @@ def solutions_of(
             # 0 is the log-odds of a probability of 1/2.
             predicted = first_wrong(log_odds[start:end], threshold=0.0)
             first_error = first_error_of(labels, is_whole=is_whole)
+            # Unknown is not right: such a solution is in neither of ProcessBench's two kinds.
             if first_error is not None:
                 judged.append(JudgedSolution(predicted, first_error))
             start = end

@@ -104,9 +104,11 @@ class ProcessBench(Suite):
             f1 = process_bench_f1(judged)
             if f1 == f1:
                 parts.append(Metric(name, f1, count=len(group)))
+            with_error = [solution for solution in judged if solution.first_error != -1]
+            without_error = [solution for solution in judged if solution.first_error == -1]
             accuracies[name] = {
-                "error": first_error_accuracy([one for one in judged if one.first_error != -1]),
-                "correct": first_error_accuracy([one for one in judged if one.first_error == -1]),
+                "error": first_error_accuracy(with_error),
+                "correct": first_error_accuracy(without_error),
             }
         if parts:
             values = [part.value for part in parts if part.value is not None]
