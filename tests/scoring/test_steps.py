@@ -15,7 +15,7 @@ import torch
 from families import config_of, randomise
 from safetensors.torch import save_file
 from torch.nn import functional as F
-from transformers import AutoModel
+from transformers import AutoModel, AutoModelForTokenClassification
 
 from treeward.cli.main import main
 from treeward.environments.reward_model import RewardModelEnvironment
@@ -92,6 +92,31 @@ def test_every_step_is_read_in_one_pass(published: Any, tokenizer: Any) -> None:
     both = scorer.score([fewer, marked])
     assert both[0].steps == pytest.approx(expected(published, tokenizer, STEPS[:1])[0], abs=1e-5)
     assert both[1].steps == pytest.approx(want, abs=1e-5)
+
+
+def test_a_model_of_trl_needs_its_separator_alone(tokenizer: Any, tmp_path: Path) -> None:
+    """A token classifier as plain transformers saves it, with `step_token` in its config.json."""
+    folder = tmp_path / "trl"
+    config = config_of(
+        "qwen2", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, num_labels=2
+    )
+    plain: Any = randomise(AutoModelForTokenClassification.from_config(config).eval())
+    plain.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(ModelError, match="step_token"):
+        Scorer.load(folder)
+    fields = json.loads((folder / "config.json").read_text("utf-8"))
+    (folder / "config.json").write_text(json.dumps(fields | {"step_token": MARK}), "utf-8")
+    text = "".join(f"{step}{MARK}" for step in STEPS)
+    ids = tokenizer.apply_chat_template(
+        [QUESTION, {"role": "assistant", "content": text}], return_tensors="pt", return_dict=False
+    )
+    with torch.no_grad():
+        probabilities = plain(input_ids=ids).logits[0].softmax(dim=-1)[:, 1]
+    want = probabilities[ids[0] == tokenizer.convert_tokens_to_ids(MARK)].tolist()
+    [score] = Scorer.load(folder).score([CHAT])
+    assert len(want) == 3 and score.steps == pytest.approx(want, abs=1e-5)
+    assert score.score == pytest.approx(math.prod(want), abs=1e-5)
 
 
 def test_white_space_around_a_step_changes_nothing(published: Any, tokenizer: Any) -> None:
