@@ -265,6 +265,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     (TRL | {"labels": [True]}, "labels"),
     (TRL | {"labels": [True, 1.5]}, r"labels\[1\]"),
     (TRL | {"labels": [True, "good"]}, r"labels\[1\]"),
+    (TRL | {"labels": [True, "1"]}, r"got:   '1'"),
     (TRL | {"completions": [FIRST, " "]}, r"completions\[1\]"),
     (TRL | {"completions": "text"}, "completions"),
     (TRL | {"prompt": None}, "prompt"),

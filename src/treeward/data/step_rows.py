@@ -67,7 +67,7 @@ def from_process_bench_row(values: Mapping[str, Any], where: str, *, task_name: 
             "the label is no index of a step",
             where=where,
             field="label",
-            got=first_error,
+            got=repr(first_error),  # "1" is a text, and no index
             need=f"-1, or 0 to {len(texts) - 1}",
         )
     steps = []
@@ -457,5 +457,7 @@ def _label(value: Any, field: str, where: str) -> float | None:
     elif isinstance(value, int | float) and 0 <= value <= 1:  # NaN is not
         number = float(value)
     if number is None:
-        raise DataError("this is no label", where=where, field=field, got=value, need=_NEED_LABEL)
+        raise DataError(
+            "this is no label", where=where, field=field, got=repr(value), need=_NEED_LABEL
+        )
     return number
