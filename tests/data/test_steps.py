@@ -287,6 +287,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"question": "text", "label": {"steps": []}}, "no steps with labels"),
     # Without its problem a row would teach steps of nothing, and be one tree with all others.
     (MARKED, "no problem before the first step"),
+    (TRL | {"prompt": " "}, "the problem is empty"),
     ({"messages": [TURNS[0] | {"content": FIRST}, *TURNS[1:]]}, r"messages\[0\]\.content"),
     ({"messages": [TURNS[0], TURNS[0]]}, r"no steps with labels"),
     ({"messages": [*TURNS[:2], TURNS[1]]}, r"messages\[2\]\.role"),

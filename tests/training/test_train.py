@@ -11,6 +11,7 @@ import pytest
 import torch
 from huggingface_hub import HfApi, RepoUrl, constants
 from torch.nn import functional as F
+from transformers import AutoModelForSequenceClassification
 
 from treeward.cli.main import main
 from treeward.config.checkpointing import METRICS
@@ -95,6 +96,15 @@ def test_metrics_have_the_names_that_are_promised_and_come_when_they_should(
         contract is not None and contract.readme_sha256 == hashlib.sha256(card.encode()).hexdigest()
     )
     assert "| held_out | 16 |" in card and "a meaning: P(a is preferred to b) = sigmoid(" in card
+
+
+def test_the_card_says_where_transformers_has_no_class(trained: Trained) -> None:
+    outcome, _ = trained("policy.model_config.model_type=cohere2", *PLAIN, "rm.max_num_steps=1")
+    card = (outcome.model_folder / "README.md").read_text()
+    assert "transformers has no sequence classifier of cohere2" in card
+    assert "AutoModelForSequenceClassification" not in card
+    with pytest.raises(ValueError, match="Unrecognized configuration class"):
+        AutoModelForSequenceClassification.from_pretrained(outcome.model_folder)
 
 
 def test_a_run_may_be_logged_and_validated_less_and_keep_nothing(

@@ -401,6 +401,13 @@ def _problem(
     where: str,
     task_name: str,
 ) -> Problem:
+    if not any(last_text([message]).strip() for message in context):
+        raise DataError(
+            "the problem is empty",
+            where=where,
+            got=shown_keys(values),
+            need="a text: the model would read steps without knowing of what",
+        )
     whole: list[Solution] = [tuple(solution) for solution in solutions if solution]
     if not whole:
         raise DataError("the row has no step", where=where, got=shown_keys(values), need="one step")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from transformers import AutoModelForTokenClassification
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from treeward.config.checkpointing import MetricKey
 from treeward.config.loss import LOSSES
@@ -95,19 +96,11 @@ def model_card(
     data = []
     for name, dataset in setup.training_sets.items():
         data.append(f"- {name}: {dataset.counts.summary()}")
-    plain_use = _PLAIN_SCORES
     unit = "comparisons"
     if policy.reward_model_cfg.learns_steps:
-        plain_use = _PLAIN_STEPS
-        # Two of three families of language models have no such class in transformers.
-        if type(setup.model.hf.config) not in AutoModelForTokenClassification._model_mapping:
-            plain_use = _NO_PLAIN_STEPS
-        plain_use = plain_use.format(
-            mark=setup.model.step_token, family=setup.model.hf.config.model_type
-        )
         unit = "problems, each with its solutions as steps,"
     return _CARD.format(
-        plain_use=plain_use,
+        plain_use=_plain_use(setup),
         unit=unit,
         base_line=base_line,
         base=base,
@@ -119,6 +112,25 @@ def model_card(
         results=results,
         data="\n".join(data),
     )
+
+
+def _plain_use(setup: RewardModelSetup) -> str:
+    """How the model is used without treeward, where transformers has a class for it."""
+    config = setup.model.hf.config
+    # Many families have no such class in transformers, as OLMo 2: there treeward makes it.
+    if setup.policy.reward_model_cfg.learns_steps:
+        auto_class: Any = AutoModelForTokenClassification
+        text = _PLAIN_STEPS
+        text_without_class = _NO_PLAIN_STEPS
+    else:
+        auto_class = AutoModelForSequenceClassification
+        text = _PLAIN_SCORES
+        text_without_class = _NO_PLAIN_SCORES
+    # A model with code of its own brings its classes.
+    has_class = type(config) in auto_class._model_mapping or hasattr(config, "auto_map")
+    if not has_class:
+        text = text_without_class
+    return text.format(mark=setup.model.step_token, family=config.model_type)
 
 
 _ESTIMATES = (
@@ -156,6 +168,9 @@ _PLAIN_SCORES = """\
 With plain transformers, `AutoModelForSequenceClassification.from_pretrained(THIS_FOLDER, \
 dtype="float32")` gives the same values as its logits; render conversations with the tokenizer's \
 chat template and tokenize with `add_special_tokens=False`."""
+_NO_PLAIN_SCORES = """\
+transformers has no sequence classifier of {family}, so it cannot load this model: treeward does. \
+The score is the output of the linear layer `score` at the last token of a conversation."""
 _NO_PLAIN_STEPS = """\
 transformers has no token classifier of {family}, so it cannot load this model: treeward does. Each \
 step is read at the `{mark}` after it, by the two outputs of the layer `score`: that the step is \
