@@ -139,6 +139,14 @@ def test_ties_stay_where_they_are_learnt(encode: Any, labels: Any) -> None:
     [
         ({"proposal": "keep"}, "the line names no pair"),
         ({"pair": "xyz", "proposal": "keep"}, "the line names no pair"),
+        # Forms that Python reads as numbers, and no file of ours has.
+        ({"pair": "+123456789abcdef", "proposal": "keep"}, "the line names no pair"),
+        ({"pair": "0123456_89abcdef", "proposal": "keep"}, "the line names no pair"),
+        ({"pair": "0x23456789abcdef", "proposal": "keep"}, "the line names no pair"),
+        ({"pair": " 123456789abcdef", "proposal": "keep"}, "the line names no pair"),
+        ({"pair": "0123456789ABCDEF", "proposal": "keep"}, "the line names no pair"),
+        ({"pair": "٠١٢٣٤٥٦٧٨٩٠١٢٣٤٥", "proposal": "keep"}, "the line names no pair"),
+        ({"pair": 123456789, "proposal": "keep"}, "the line names no pair"),
         ({"pair": "0" * 16, "proposal": "dropp"}, "did you mean drop"),
         ({"pair": "0" * 16, "proposal": "soft"}, "no probability, which soft needs"),
         ({"pair": "0" * 16, "proposal": "weight", "probability": 1.5}, "from 0 to 1"),

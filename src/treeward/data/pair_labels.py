@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -35,6 +36,8 @@ from treeward.errors import DataError, nearest_name
 
 logger = logging.getLogger(__name__)
 
+_PAIR_NAME = re.compile("[0-9a-f]{16}")
+"""What `pair_name` writes."""
 _FIX = "treeward check-labels DATA --model MODEL --output DIR writes the file of this data"
 
 
@@ -157,19 +160,17 @@ def read_pair_labels(paths: Sequence[str], suspects: Suspects) -> PairLabels:
 
 def _pair_id(row: Row) -> int:
     name = row.values.get("pair")
-    try:
-        number = int(str(name), 16)
-    except ValueError:
-        number = -1
-    if not isinstance(name, str) or len(name) != 16 or number < 0:
+    # Not whatever `int` reads: "+", "_", "0x" and white space are of another file, or of a mistake.
+    if not isinstance(name, str) or not _PAIR_NAME.fullmatch(name):
         raise DataError(
             "the line names no pair",
             where=row.where,
             field="pair",
             got=name,
-            need="16 hexadecimal digits, as check-labels writes them",
+            need="16 hexadecimal digits in lower case, as check-labels writes them",
             fix=_FIX,
         )
+    number = int(name, 16)
     # The digests are signed.
     return number - 2**64 if number >= 2**63 else number
 
