@@ -8,6 +8,8 @@
 2. hh_harmless of the shared data, with `--model`: a head on its frozen hidden states is what
    checks, and what is trained.
 
+3. What `check-labels` tells of such flips on the labels as they are, beside what was found.
+
 Accuracies are on held-out labels that nobody has flipped: the mean over the seeds with a 95 %
 interval (Student's t). Without the shared data or the model, part 2 says so and is left out.
 """
@@ -34,6 +36,8 @@ from treeward.config.run import RewardModelRunConfig
 from treeward.data.datasets import open_dataset
 from treeward.evaluation.label_check.cross_fitting import FeaturePairs, cross_fit, fit_head
 from treeward.evaluation.label_check.label_numbers import CheckedPairs, label_numbers, suspects_of
+from treeward.evaluation.label_check.label_page import FLIP_COLUMNS, flip_rows
+from treeward.evaluation.label_check.planted_flips import plant_flips
 from treeward.losses import ranked_pairs
 from treeward.tables import Column, results_table
 from treeward.training.features import with_features
@@ -176,13 +180,15 @@ def _hh(data: Path, cache: Path, arguments: argparse.Namespace) -> None:
     pairs, lengths = _features(data / "train.jsonl.gz", arguments.model, cache)
     held_out, _ = _features(data / "validation.jsonl.gz", arguments.model, cache)
     found: list[Row] = []
+    told: list[Row] = []
     accuracies: list[Row] = []
     for share in [0.0, *arguments.shares]:
         for seed in range(arguments.seeds):
             flips = np.random.default_rng(seed).random(len(lengths)) < share
             signs = np.where(flips, -1, 1)
             noisy_PD = pairs.differences_PD * signs[:, None].astype(np.float32)
-            fitted = cross_fit(FeaturePairs(noisy_PD, pairs.weight_P, pairs.prompt_P))
+            noisy = FeaturePairs(noisy_PD, pairs.weight_P, pairs.prompt_P)
+            fitted = cross_fit(noisy)
             checked = CheckedPairs(
                 margin_P=fitted.margin_P,
                 spread_P=fitted.spread_P,
@@ -191,7 +197,9 @@ def _hh(data: Path, cache: Path, arguments: argparse.Namespace) -> None:
                 longer_P=lengths * signs,
             )
             is_suspect = suspects_of(checked)
-            numbers = label_numbers(checked)
+            numbers = label_numbers(checked, ())
+            if share == 0 and seed == 0:
+                told = flip_rows(label_numbers(checked, plant_flips(noisy, fitted, checked)))
             if share > 0:
                 row = _found(share, flips, checked.sureness_P, is_suspect, numbers.bound)
                 found.append(row)
@@ -214,6 +222,8 @@ def _hh(data: Path, cache: Path, arguments: argparse.Namespace) -> None:
     count = len(held_out.weight_P)
     title = f"hh_harmless, {len(lengths):,} pairs, a head on {Path(arguments.model).name}"
     _tell(f"{title}; {count} held out", found, accuracies)
+    print("\nwhat check-labels tells of the labels as they are\n")
+    print(results_table(told, FLIP_COLUMNS))
 
 
 def _features(path: Path, model: str, cache: Path) -> tuple[FeaturePairs, NDArray[np.int64]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from scipy.optimize import minimize
+from scipy.special import expit
 
 from treeward.evaluation.label_check.cross_fitting import (
     FeaturePairs,
@@ -14,27 +15,32 @@ from treeward.evaluation.label_check.cross_fitting import (
 )
 from treeward.evaluation.label_check.label_numbers import (
     CheckedPairs,
-    auroc_of_flips,
+    LabelNumbers,
+    PlantedFlips,
     bound_curve,
     flipped_labels,
     label_numbers,
     suspects_of,
 )
 from treeward.evaluation.label_check.label_page import label_sentences
+from treeward.evaluation.label_check.planted_flips import plant_flips
 
 NUM_PAIRS = 1200
 NUM_FEATURES = 12
 
 
 def planted(
-    flipped: float = 0.0, seed: int = 0, strength: float = 4.0
+    flipped: float = 0.0,
+    seed: int = 0,
+    strength: float = 4.0,
+    num_features: int = NUM_FEATURES,
 ) -> tuple[FeaturePairs, np.ndarray]:
     """Pairs of a Bradley-Terry model of known features, two of each prompt, and which are
     flipped."""
     rng = np.random.default_rng(seed)
-    direction_D = rng.normal(size=NUM_FEATURES) * strength / np.sqrt(NUM_FEATURES)
-    differences_PD = rng.normal(size=(NUM_PAIRS, NUM_FEATURES))
-    wins_P = rng.random(NUM_PAIRS) < 1 / (1 + np.exp(-differences_PD @ direction_D))
+    direction_D = rng.normal(size=num_features) * strength / np.sqrt(num_features)
+    differences_PD = rng.normal(size=(NUM_PAIRS, num_features))
+    wins_P = rng.random(NUM_PAIRS) < expit(differences_PD @ direction_D)
     differences_PD[~wins_P] *= -1
     is_flipped_P = rng.random(NUM_PAIRS) < flipped
     differences_PD[is_flipped_P] *= -1
@@ -56,6 +62,20 @@ def checked(pairs: FeaturePairs, sources: list[str] | None = None) -> CheckedPai
         sources or ["all"] * len(fitted.margin_P),
         longer_P,
     )
+
+
+def numbers_of(pairs: FeaturePairs, sources: list[str] | None = None) -> LabelNumbers:
+    """The numbers as `check-labels` makes them."""
+    fitted = cross_fit(pairs)
+    longer_P = np.sign(pairs.differences_PD[:, 0]).astype(np.int64)
+    of_pairs = CheckedPairs(
+        fitted.margin_P,
+        fitted.spread_P,
+        pairs.prompt_P,
+        sources or ["all"] * len(longer_P),
+        longer_P,
+    )
+    return label_numbers(of_pairs, plant_flips(pairs, fitted, of_pairs))
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -114,7 +134,7 @@ def test_the_order_of_the_data_does_not_matter() -> None:
 def test_planted_flips_are_found_and_bounded(share: float) -> None:
     pairs, is_flipped_P = planted(share)
     result = checked(pairs)
-    numbers = label_numbers(result)
+    numbers = label_numbers(result, [])
     order = np.argsort(result.sureness_P)
     num_flipped = int(is_flipped_P.sum())
     assert is_flipped_P[order[:num_flipped]].mean() > 0.3 + share
@@ -133,7 +153,7 @@ def test_labels_without_information_are_not_found() -> None:
     for seed in (0, 1, 2, 16, 39):
         pairs, _ = planted(0.5, seed)
         result = checked(pairs)
-        numbers = label_numbers(result)
+        numbers = numbers_of(pairs)
         assert not numbers.is_informed
         assert not suspects_of(result).any()
         assert numbers.suspects.count == 0
@@ -141,30 +161,79 @@ def test_labels_without_information_are_not_found() -> None:
         assert "nothing is proposed" in label_sentences(numbers)[-1]
         # Without suspects none of the flipped labels is one.
         for flips in numbers.overall.flips:
-            assert (flips.suspect_recall, flips.suspect_precision) == (0.0, 0.0)
+            assert flips.suspect_recall.value == 0.0
+            assert flips.suspect_precision.value is None
 
 
-def test_the_numbers_of_flips_are_those_of_real_flips() -> None:
-    rng = np.random.default_rng(0)
-    score_P = rng.normal(1.0, 1.0, 4000)
-    expected = flipped_labels(score_P, -0.8, 0.1)
-    found = []
-    recalls = []
-    precisions = []
-    for _ in range(60):
-        is_flipped_P = rng.random(4000) < 0.1
-        scores = np.where(is_flipped_P, -score_P, score_P)
-        num_flipped = int(is_flipped_P.sum())
-        found.append(is_flipped_P[np.argsort(scores)[:num_flipped]].mean())
-        recalls.append(is_flipped_P[scores <= -0.8].sum() / num_flipped)
-        precisions.append(is_flipped_P[scores <= -0.8].mean())
-    assert expected.precision == pytest.approx(np.mean(found), abs=0.01)
-    assert expected.suspect_recall == pytest.approx(np.mean(recalls), abs=0.01)
-    assert expected.suspect_precision == pytest.approx(np.mean(precisions), abs=0.01)
-    first, second = rng.choice(score_P, (2, 200_000))
-    assert auroc_of_flips(score_P) == pytest.approx((-first < second).mean(), abs=0.005)
-    assert auroc_of_flips(np.ones(5)) == 1.0
-    assert auroc_of_flips(np.zeros(5)) == 0.5
+def test_the_numbers_of_flips_are_those_of_a_check_of_flipped_labels() -> None:
+    # With many features the heads learn flipped labels too.
+    clean, _ = planted(num_features=200)
+    fitted = cross_fit(clean)
+    of_clean = checked(clean)
+    made = plant_flips(clean, fitted, of_clean)[-1]
+    told = flipped_labels(made, np.ones(NUM_PAIRS, dtype=bool))
+    # A check that knows of no flips, and chooses its own penalties.
+    sign_P = np.where(made.is_flipped_P, -1, 1).astype(np.float32)
+    result = checked(
+        FeaturePairs(clean.differences_PD * sign_P[:, None], clean.weight_P, clean.prompt_P)
+    )
+    is_suspect_P = suspects_of(result)
+    order = np.argsort(result.sureness_P)
+    num_flipped = int(made.is_flipped_P.sum())
+    assert num_flipped == told.auroc.count == NUM_PAIRS * 0.2
+    place_P = np.argsort(order)
+    is_before = place_P[made.is_flipped_P][:, None] < place_P[~made.is_flipped_P]
+    assert told.auroc.value == pytest.approx(is_before.mean(), abs=0.03)
+    of_first = made.is_flipped_P[order[:num_flipped]].mean()
+    assert told.precision.value == pytest.approx(of_first, abs=0.03)
+    recall = is_suspect_P[made.is_flipped_P].mean()
+    assert told.suspect_recall.value == pytest.approx(recall, abs=0.04)
+    precision = made.is_flipped_P[is_suspect_P].mean()
+    assert told.suspect_precision.value == pytest.approx(precision, abs=0.04)
+    # If the margins were only negated, the AUROC would be 0.89.
+    negated = of_clean.sureness_P
+    assert (-negated[:, None] < negated).mean() > (told.auroc.value or 0.0) + 0.05
+
+
+def test_the_flips_are_of_whole_prompts_and_the_same_whatever_the_order() -> None:
+    pairs, _ = planted(0.1)
+    order = np.random.default_rng(3).permutation(NUM_PAIRS)
+    shuffled = FeaturePairs(
+        pairs.differences_PD[order], pairs.weight_P[order], pairs.prompt_P[order]
+    )
+    fitted = cross_fit(pairs)
+    small, _, large = plant_flips(pairs, fitted, checked(pairs))
+    assert (small.is_flipped_P[::2] == small.is_flipped_P[1::2]).all()
+    assert small.is_flipped_P.sum() == 0.05 * NUM_PAIRS
+    assert large.is_flipped_P[small.is_flipped_P].all()
+    again, _, _ = plant_flips(shuffled, cross_fit(shuffled), checked(shuffled))
+    assert (again.is_flipped_P == small.is_flipped_P[order]).all()
+    # The completion that was the longer one among the better is so among the worse.
+    sign_P = np.where(small.is_flipped_P, -1, 1)
+    assert (small.pairs.longer_P == checked(pairs).longer_P * sign_P).all()
+
+
+def test_the_numbers_of_flips_by_hand() -> None:
+    # Read in the order b, c, a, d, e; b and a were flipped, b and c are suspects.
+    pairs = CheckedPairs(
+        margin_P=np.array([0.5, -2.0, -1.0, 3.0, 4.0]),
+        spread_P=np.ones(5),
+        prompt_P=np.arange(5),
+        sources=["x", "x", "x", "x", "y"],
+        longer_P=np.zeros(5, np.int64),
+    )
+    is_flipped_P = np.array([True, True, False, False, False])
+    is_suspect_P = np.array([False, True, True, False, False])
+    made = PlantedFlips(0.4, is_flipped_P, is_suspect_P, pairs)
+    flips = flipped_labels(made, np.ones(5, dtype=bool))
+    # Of six pairs of a flipped and another one, only (a, c) is in the wrong order.
+    assert flips.auroc.value == pytest.approx(5 / 6)
+    assert flips.auroc.count == 2
+    assert flips.precision.value == 1 / 2
+    assert flips.suspect_recall.value == 1 / 2
+    assert flips.suspect_precision.value == 1 / 2
+    of_y = flipped_labels(made, np.array([False, False, False, False, True]))
+    assert of_y.auroc.value is None and of_y.suspect_recall.value is None
 
 
 def test_the_bound_counts_disagreement_beyond_each_threshold() -> None:
@@ -182,24 +251,76 @@ def test_the_bound_counts_disagreement_beyond_each_threshold() -> None:
     flawless = CheckedPairs(
         np.abs(margin_P), ones, np.arange(1000), ["a"] * 1000, np.zeros(1000, np.int64)
     )
-    # No disagreement among n pairs says less than 3 of n.
-    last = bound_curve(flawless)[-1]
-    assert last.bound.value == 0.0
-    assert last.bound.high == pytest.approx(3 / last.count, rel=0.05)
+    # No disagreement among n pairs: the exact end, at which one of ten may fail in 0.5 %.
+    curve = bound_curve(flawless)
+    last = curve[-1]
+    assert len(curve) == 10 and last.bound.value == 0.0
+    assert last.bound.high == pytest.approx(1 - 0.005 ** (1 / last.count))
+
+
+@pytest.mark.parametrize("shared_by", [1, 4])
+def test_the_bound_holds_in_95_percent_of_data_sets(shared_by: int) -> None:
+    """A head that is always right has no mistakes of its own that could lift the bound: of the
+    lowest of ten 95 % intervals one in ten lay below the share of wrong labels."""
+    num_misses = 0
+    ends = []
+    for seed in range(300):
+        rng = np.random.default_rng(seed)
+        is_wrong_P = (rng.random(400 // shared_by) < 0.1).repeat(shared_by)
+        size_P = rng.exponential(size=400)
+        pairs = CheckedPairs(
+            margin_P=np.where(is_wrong_P, -size_P, size_P),
+            spread_P=np.ones(400),
+            prompt_P=np.arange(400 // shared_by).repeat(shared_by),
+            sources=["all"] * 400,
+            longer_P=np.zeros(400, np.int64),
+        )
+        end = min(point.bound.high or 0.0 for point in bound_curve(pairs))
+        num_misses += end < 0.1
+        ends.append(end)
+    # With a chance of 5 % more than 21 of 300 are misses once in thirty times; 2 and 3 are seen.
+    assert num_misses <= 15
+    assert np.mean(ends) < {1: 0.16, 4: 0.25}[shared_by]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strength", "num_features", "share"),
+    [(1e6, 4, 0.05), (1e6, 4, 0.2), (40.0, 4, 0.02), (4.0, 8, 0.1), (1e6, 20, 0.1)],
+)
+def test_the_bound_of_fitted_heads_holds_in_95_percent_of_data_sets(
+    strength: float, num_features: int, share: float
+) -> None:
+    """Heads that are hardly ever wrong, and such that are. Of the lowest of ten 95 % intervals 8 to
+    14 % lay below the share."""
+    num_misses = 0
+    ends = []
+    for seed in range(200):
+        pairs, _ = planted(share, seed, strength, num_features)
+        end = min(point.bound.high or 0.0 for point in bound_curve(checked(pairs)))
+        num_misses += end < share
+        ends.append(end)
+    # At most 4 are seen; with a chance of 5 % these are 10, and more than 15 once in thirty times.
+    assert num_misses <= 10
+    assert np.mean(ends) < share + 0.07
 
 
 def test_sources_and_the_longer_side_are_told_apart() -> None:
     pairs, _ = planted(0.1)
-    result = checked(pairs, ["a", "a", "b"] * (NUM_PAIRS // 3))
-    numbers = label_numbers(result)
+    numbers = numbers_of(pairs, ["a", "a", "b"] * (NUM_PAIRS // 3))
     assert list(numbers.sources) == ["a", "b"]
     assert [source.accuracy.count for source in numbers.sources.values()] == [800, 400]
     total = sum(source.num_suspects for source in numbers.sources.values())
     assert total == numbers.suspects.count
     # One threshold for all: what is found of flips in the sources makes up what is found of all.
-    recalls = [source.flips[0].suspect_recall for source in numbers.sources.values()]
-    assert (800 * recalls[0] + 400 * recalls[1]) / NUM_PAIRS == pytest.approx(
-        numbers.overall.flips[0].suspect_recall
+    flips = numbers.overall.flips[0]
+    in_sources = [source.flips[0] for source in numbers.sources.values()]
+    assert sum(one.auroc.count or 0 for one in in_sources) == flips.auroc.count
+    num_found = 0.0
+    for one in in_sources:
+        num_found += (one.suspect_recall.value or 0.0) * (one.suspect_recall.count or 0)
+    assert num_found / (flips.suspect_recall.count or 0) == pytest.approx(
+        flips.suspect_recall.value
     )
     # A head that knows length alone accuses the pairs whose longer side lost.
     longer_P = np.random.default_rng(0).choice([-1, 1], NUM_PAIRS, p=[0.2, 0.8])
@@ -210,6 +331,7 @@ def test_sources_and_the_longer_side_are_told_apart() -> None:
         ["a"] * NUM_PAIRS,
         longer_P.astype(np.int64),
     )
-    numbers = label_numbers(by_length)
+    is_short_P = longer_P < 0
+    numbers = label_numbers(by_length, [PlantedFlips(0.1, is_short_P, is_short_P, by_length)])
     assert numbers.longer_lost["suspects"].value == 1.0
     assert "likes length" in label_sentences(numbers)[-1]

@@ -10,6 +10,7 @@ from scipy import stats
 
 from treeward.evaluation.statistics import (
     accuracy_metric,
+    clopper_pearson,
     cluster_bootstrap,
     expanded_tail,
     expected_calibration_error,
@@ -63,6 +64,24 @@ def test_intervals_by_hand() -> None:
     assert expanded_tail(5) == pytest.approx(
         stats.norm.cdf(-math.sqrt(5 / 4) * stats.t.ppf(0.975, 4))
     )
+
+
+def test_the_exact_interval_is_that_of_the_binomial_and_clusters_widen_it() -> None:
+    hits = [True] * 3 + [False] * 57
+    low, high = clopper_pearson(hits, range(60), 0.005)
+    expected = stats.binomtest(3, 60).proportion_ci(0.99, method="exact")
+    assert (low, high) == pytest.approx((expected.low, expected.high))
+    # Four equal copies of each are worth no more than one.
+    copies = [hit for hit in hits for _ in range(4)]
+    clusters = [number for number in range(60) for _ in range(4)]
+    assert clopper_pearson(copies, clusters, 0.005) == pytest.approx((low, high), rel=0.02)
+    none = clopper_pearson([False] * 60, range(60), 0.05)
+    assert none == pytest.approx((0.0, 1 - 0.05 ** (1 / 60)))
+    assert clopper_pearson([True] * 120, [n // 2 for n in range(120)], 0.05) == (
+        pytest.approx(0.05 ** (1 / 60)),
+        1.0,
+    )
+    assert clopper_pearson([], [], 0.05) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize(

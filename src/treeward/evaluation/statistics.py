@@ -60,6 +60,49 @@ def wilson(successes: float, count: int) -> tuple[float, float]:
     return low, high
 
 
+def clopper_pearson(
+    hits: ArrayLike, clusters: Sequence[Hashable], tail: float
+) -> tuple[float, float]:
+    """An interval of a proportion that has at most `tail` on each side; (0, 1) where there are
+    none.
+
+    `hits` (N,) bool; `clusters` (N,) says the cluster of each. The exact interval of independent
+    examples (Clopper and Pearson 1934, Biometrika 26, page 404), for as many of them as the
+    clustered ones are worth: k / d hits of N / d, where the design effect d >= 1 is the variance of
+    the proportion over that of independent examples (Korn and Graubard 1998, Survey Methodology 24,
+    page 193). Unlike a bootstrap it holds for few hits, and far out in the tails.
+    """
+    from scipy import special
+
+    is_hit = np.asarray(hits, dtype=np.float64)
+    count = len(is_hit)
+    if count == 0:
+        return 0.0, 1.0
+    codes = _codes(clusters, count)
+    sizes_C = np.bincount(codes)
+    num_clusters = len(sizes_C)
+    num_hits = float(is_hit.sum())
+    share = num_hits / count
+    if 0 < share < 1 and num_clusters > 1:
+        residuals_C = np.bincount(codes, weights=is_hit) - share * sizes_C
+        sample_factor = num_clusters / (num_clusters - 1)
+        variance = sample_factor * float(residuals_C @ residuals_C) / count**2
+        independent_variance = share * (1 - share) / (count - 1)
+        design_effect = max(1.0, variance / independent_variance)
+    else:
+        # Examples that are all alike do not show their dependence: each cluster counts as one.
+        design_effect = count / num_clusters
+    hits_worth = num_hits / design_effect
+    misses_worth = (count - num_hits) / design_effect
+    low = 0.0
+    if hits_worth > 0:
+        low = float(special.betaincinv(hits_worth, misses_worth + 1, tail))
+    high = 1.0
+    if misses_worth > 0:
+        high = float(special.betaincinv(hits_worth + 1, misses_worth, 1 - tail))
+    return low, high
+
+
 def cluster_bootstrap(
     values: ArrayLike,
     clusters: Sequence[Hashable],

@@ -40,6 +40,7 @@ from treeward.evaluation.label_check.label_numbers import (
     label_numbers,
     suspects_of,
 )
+from treeward.evaluation.label_check.planted_flips import SHARES, plant_flips
 from treeward.losses import ranked_pairs
 from treeward.progress import ShownProgress
 from treeward.training.features import with_features
@@ -102,8 +103,15 @@ def check_labels(config: RewardModelRunConfig, *, show_progress: bool = True) ->
         sources=read.sources,
         longer_P=np.array(read.longer, dtype=np.int64),
     )
+    with ShownProgress(unit="shares", enabled=show_progress) as progress:
+        planted = plant_flips(
+            read.features,
+            fitted,
+            pairs,
+            on_progress=lambda num_done: progress.show("flipping labels", num_done, len(SHARES)),
+        )
     lines = _lines(read, pairs)
-    return _with_texts(config, lines, label_numbers(pairs), fitted)
+    return _with_texts(config, lines, label_numbers(pairs, planted), fitted)
 
 
 def _read_pairs(setup: RewardModelSetup) -> _ReadPairs:

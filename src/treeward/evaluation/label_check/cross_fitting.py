@@ -18,7 +18,7 @@ Shapes: P pairs, D features, N pairs that a head is fitted on, B of a block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -101,29 +101,34 @@ def cross_fit(
     pairs: FeaturePairs,
     num_folds: int = NUM_FOLDS,
     on_progress: Callable[[int], object] = lambda num_folds_done: None,
+    penalties: Sequence[float] | None = None,
 ) -> CrossFit:
     """The margin of each pair from a head that has not seen its prompt.
 
     The penalty is chosen inside the folds: one of the folds that a head may see is held out, and
-    the penalty is the one under which its labels are the likeliest.
+    the penalty is the one under which its labels are the likeliest. `penalties`: those of an
+    earlier fit, one for each fold, so that none is chosen.
     """
     fold_P = folds_of(pairs.prompt_P, num_folds)
     margin_P = np.zeros(len(fold_P))
     spread_P = np.zeros(len(fold_P))
-    penalties = []
+    used_penalties = []
     for fold in range(num_folds):
         is_held_out = fold_P == fold
-        # One split for the choice and not four: the held-out loss is flat around its minimum.
-        is_choosing = fold_P == (fold + 1) % num_folds
-        penalty = _choose_penalty(pairs, ~is_held_out & ~is_choosing, is_choosing)
+        if penalties is None:
+            # One split for the choice and not four: the held-out loss is flat around its minimum.
+            is_choosing = fold_P == (fold + 1) % num_folds
+            penalty = _choose_penalty(pairs, ~is_held_out & ~is_choosing, is_choosing)
+        else:
+            penalty = penalties[fold]
         # With the penalty chosen, the fold that chose it is fitted on too.
         head = fit_head(pairs.differences_PD[~is_held_out], pairs.weight_P[~is_held_out], penalty)
         held_out_PD = pairs.differences_PD[is_held_out]
         margin_P[is_held_out] = head.margins(held_out_PD)
         spread_P[is_held_out] = head.spreads(held_out_PD)
-        penalties.append(penalty)
+        used_penalties.append(penalty)
         on_progress(fold + 1)
-    return CrossFit(margin_P, spread_P, fold_P, tuple(penalties))
+    return CrossFit(margin_P, spread_P, fold_P, tuple(used_penalties))
 
 
 def fit_head(

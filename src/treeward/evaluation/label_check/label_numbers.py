@@ -1,8 +1,8 @@
 """`label_numbers`: what out-of-fold margins say of labels, as numbers.
 
-    numbers = label_numbers(pairs)
+    numbers = label_numbers(pairs, plant_flips(features, fitted, pairs))
     numbers.bound.high             # at most this share of the labels is wrong
-    numbers.flips["all"]           # what is found of labels that are flipped on purpose
+    numbers.overall.flips[0]       # what is found of labels that are flipped on purpose
     suspects_of(pairs)             # bool (P,): the pairs whose labels look wrong
 
 A margin m is positive where the head agrees with the label. How often it is negative does not say
@@ -15,10 +15,9 @@ how many labels are wrong: a worse head and cleaner labels look alike. Two thing
 
    for e <= 1/2: the head's own mistakes only add to the wrong labels. Where labelers err more often
    on pairs that are hard, only t = 0 is safe: surer pairs then have fewer errors than all.
-2. The power of the search. To flip a held-out label only negates its margin. So recall and
-   precision of planted errors are known without training again, exactly for a single one. Of many
-   they are too good: the heads were fitted before the flips. Labels that were wrong before count
-   as right, which makes the precision too low.
+2. The power of the search: labels are flipped on purpose, the heads are fitted again, and the
+   flipped ones are looked for (`plant_flips`). Labels that were wrong before count as right, which
+   makes the precision too low.
 
 Shapes: P pairs, T thresholds, R resamples, C prompts.
 """
@@ -32,21 +31,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treeward.evaluation.results import Metric
-from treeward.evaluation.statistics import accuracy_metric, expanded_tail, resampled
+from treeward.evaluation.statistics import accuracy_metric, clopper_pearson
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
-INJECTED = (0.05, 0.1, 0.2)
-"""Shares of labels that are flipped on purpose."""
-TYPICAL_SHARE = 0.1
-"""The one of them that stands for all in a sentence."""
 _SHARES = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1, 0.05)
 """The surest shares of the pairs, at whose smallest |m| the bound is taken."""
 _FEWEST_SURE = 50
 """With fewer pairs beyond a threshold its bound says little, and the least of many would be a
 chance."""
-_NUM_RESAMPLES = 1000
+_LEVEL = 0.05
+"""How often one of the upper ends may lie too low."""
 _CHANCE = 2.0
 """By how many half-widths of its interval the accuracy must lie above 1/2. Random labels lie above
 one more often than the interval says: a pair that pulls another's margin up from its own fold is
@@ -85,16 +81,6 @@ class CheckedPairs:
         moderated_P = self.margin_P / np.sqrt(1 + np.pi / 8 * np.square(self.spread_P))
         return np.exp(-np.logaddexp(0.0, -moderated_P))
 
-    def of_source(self, source: str) -> CheckedPairs:
-        is_of_source = np.array([one == source for one in self.sources])
-        return CheckedPairs(
-            self.margin_P[is_of_source],
-            self.spread_P[is_of_source],
-            self.prompt_P[is_of_source],
-            [source] * int(is_of_source.sum()),
-            self.longer_P[is_of_source],
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class BoundPoint:
@@ -108,26 +94,38 @@ class BoundPoint:
 
 
 @dataclass(frozen=True, slots=True)
+class PlantedFlips:
+    """The same pairs once more, after a `share` of the labels was flipped on purpose and heads were
+    fitted on that. `is_flipped_P`: which ones; `is_suspect_P`: the suspects among all."""
+
+    share: float
+    is_flipped_P: Flags
+    is_suspect_P: Flags
+    pairs: CheckedPairs
+
+
+@dataclass(frozen=True, slots=True)
 class FlippedLabels:
     """What is found where a `share` of the labels is flipped on purpose.
 
-    `precision`: of as many pairs as were flipped, the most suspicious first; it is the recall too.
-    `suspect_recall`, `suspect_precision`: of the pairs that `suspects_of` would name.
+    `auroc`: the chance that a flipped pair comes before another one in the order in which pairs are
+    read; its count is that of the flipped pairs. `precision`: of as many pairs as were flipped, the
+    first in that order; it is the recall too. `suspect_recall`, `suspect_precision`: of the
+    suspects.
     """
 
     share: float
-    precision: float
-    suspect_recall: float
-    suspect_precision: float
+    auroc: Metric
+    precision: Metric
+    suspect_recall: Metric
+    suspect_precision: Metric
 
 
 @dataclass(frozen=True, slots=True)
 class SourceNumbers:
-    """The numbers of one source of pairs, or of all. `auroc`: the chance that a flipped label has a
-    lower margin than one that is not flipped."""
+    """The numbers of one source of pairs, or of all."""
 
     accuracy: Metric
-    auroc: Metric
     flips: tuple[FlippedLabels, ...]
     num_suspects: int
 
@@ -135,10 +133,9 @@ class SourceNumbers:
 @dataclass(frozen=True, slots=True)
 class LabelNumbers:
     """`is_informed`: whether the head is better than chance; it proposes nothing if not. `curve`:
-    the bound over t, each point with an interval of its own. `bound`: the point with the lowest
-    upper end; because it is the lowest, it lies too low more often than one of 40 would.
-    `longer_lost`: among suspects and among all pairs, how often the longer completion is the worse
-    one."""
+    the bound over t; its upper ends hold at once in 95 % of data sets. `bound`: the point with the
+    lowest upper end. `longer_lost`: among suspects and among all pairs, how often the longer
+    completion is the worse one."""
 
     num_pairs: int
     num_prompts: int
@@ -152,12 +149,11 @@ class LabelNumbers:
     sources: Mapping[str, SourceNumbers] = field(default_factory=dict)
 
 
-def label_numbers(pairs: CheckedPairs) -> LabelNumbers:
-    """Every number of the report."""
+def label_numbers(pairs: CheckedPairs, planted: Sequence[PlantedFlips]) -> LabelNumbers:
+    """Every number of the report. `planted`: the pairs after flips on purpose."""
     accuracy = _accuracy(pairs, "accuracy")
     curve = bound_curve(pairs)
     is_suspect_P = suspects_of(pairs)
-    suspect_below = _suspect_below(pairs)
     lowest = min(curve, key=lambda point: point.bound.high or 0.0)
     # Of two equally long completions none is the longer one.
     differs_P = pairs.longer_P != 0
@@ -169,11 +165,11 @@ def label_numbers(pairs: CheckedPairs) -> LabelNumbers:
     names = sorted(set(pairs.sources))
     # A table of one source would repeat the numbers of all.
     if len(names) > 1:
-        suspects_by_source = np.array(pairs.sources)[is_suspect_P].tolist()
+        source_P = np.array(pairs.sources)
         for name in names:
-            number = suspects_by_source.count(name)
-            of_source = pairs.of_source(name)
-            sources[name] = _source_numbers(of_source, name, number, suspect_below)
+            is_of_source_P = source_P == name
+            sources[name] = _source_numbers(pairs, is_suspect_P, planted, name, is_of_source_P)
+    is_any_P = np.ones(len(pairs), dtype=bool)
     return LabelNumbers(
         num_pairs=len(pairs),
         num_prompts=len(np.unique(pairs.prompt_P)),
@@ -183,7 +179,7 @@ def label_numbers(pairs: CheckedPairs) -> LabelNumbers:
         bound=lowest.bound,
         suspects=Metric("suspects", float(is_suspect_P.mean()), count=int(is_suspect_P.sum())),
         longer_lost=longer_lost,
-        overall=_source_numbers(pairs, "all", int(is_suspect_P.sum()), suspect_below),
+        overall=_source_numbers(pairs, is_suspect_P, planted, "all", is_any_P),
         sources=sources,
     )
 
@@ -204,19 +200,19 @@ def suspects_of(pairs: CheckedPairs) -> Flags:
     suspect where the probability of the other order is at least the mean probability of the orders
     that are given, 1 - p >= mean(p).
     """
-    return pairs.probability_P <= _suspect_below(pairs)
-
-
-def _suspect_below(pairs: CheckedPairs) -> float:
-    """The highest probability of a suspect; -inf where there are none."""
-    mean = float(pairs.probability_P.mean())
+    probability_P = pairs.probability_P
+    mean = float(probability_P.mean())
     if mean <= 0.5 or not is_informed(_accuracy(pairs, "accuracy")):
-        return -np.inf
-    return 1 - mean
+        return np.zeros(len(pairs), dtype=bool)
+    return probability_P <= 1 - mean
 
 
 def bound_curve(pairs: CheckedPairs) -> tuple[BoundPoint, ...]:
-    """D(t) with 95 % intervals, for thresholds that leave ever fewer pairs; prompts are drawn."""
+    """D(t) with its interval, for thresholds that leave ever fewer pairs.
+
+    All upper ends hold at once in 95 % of data sets: each of T may fail in 5 % / T (Bonferroni). So
+    the lowest of them, which is told, holds too.
+    """
     size_P = np.abs(pairs.margin_P)
     shares = [share for share in _SHARES if share * len(pairs) >= _FEWEST_SURE]
     if not shares:
@@ -224,85 +220,83 @@ def bound_curve(pairs: CheckedPairs) -> tuple[BoundPoint, ...]:
     thresholds_T = np.quantile(size_P, [1 - share for share in shares])
     # All pairs; the quantile is the smallest margin, and rounding could leave that out.
     thresholds_T[0] = 0.0
-    is_sure_PT = size_P[:, None] >= thresholds_T
-    disagrees_PT = is_sure_PT & (pairs.margin_P[:, None] < 0)
-    counts_T = is_sure_PT.sum(axis=0)
-    bounds_T = disagrees_PT.sum(axis=0) / counts_T
-
-    _, prompt_P = np.unique(pairs.prompt_P, return_inverse=True)
-    num_prompts = int(prompt_P.max()) + 1
-    # Pairs of one prompt err together, so prompts are drawn; one draw serves all thresholds.
-    sums_CK = np.zeros((num_prompts, 2 * len(shares)))
-    np.add.at(sums_CK, prompt_P, np.concatenate([disagrees_PT, is_sure_PT], axis=1))
-    means_RK = resampled(sums_CK, _NUM_RESAMPLES)
-    disagree_RT, sure_RT = np.split(means_RK, 2, axis=1)
-    tail = expanded_tail(num_prompts)
+    tail = _LEVEL / len(shares)
 
     points = []
-    for i, share in enumerate(shares):
-        # A resample may have no pair beyond a high threshold.
-        is_drawn = sure_RT[:, i] > 0
-        ratios = disagree_RT[is_drawn, i] / sure_RT[is_drawn, i]
-        low, high = np.quantile(ratios, [tail, 1 - tail])
-        count = int(counts_T[i])
-        # Where nothing is wrong, all resamples agree: the end is then that of the rule of three.
-        high = max(float(high), 1 - 0.05 ** (1 / min(count, num_prompts)))
-        bound = Metric("bound", float(bounds_T[i]), float(low), high, count)
-        points.append(BoundPoint(float(thresholds_T[i]), share, count, bound))
+    for share, threshold in zip(shares, thresholds_T.tolist(), strict=True):
+        is_sure_P = size_P >= threshold
+        disagrees = pairs.margin_P[is_sure_P] < 0
+        # Pairs of one prompt err together.
+        low, high = clopper_pearson(disagrees, pairs.prompt_P[is_sure_P].tolist(), tail)
+        count = int(is_sure_P.sum())
+        bound = Metric("bound", float(disagrees.mean()), low, high, count)
+        points.append(BoundPoint(threshold, share, count, bound))
     return tuple(points)
 
 
-def auroc_of_flips(score_P: Floats) -> float:
-    """The chance that the score of a flipped label, -s, is lower than that of another that is not;
-    a tie is half."""
+def flipped_labels(planted: PlantedFlips, is_counted_P: Flags) -> FlippedLabels:
+    """What is found of the flips among the pairs that are counted, as those of a source."""
     from scipy.stats import rankdata
 
-    # P(-s_i < s_j), the Mann-Whitney statistic of the two samples.
-    ranks = rankdata(np.concatenate([score_P, -score_P]))
-    count = len(score_P)
-    above = ranks[:count].sum() - count * (count + 1) / 2
-    return float(above / count**2)
+    is_flipped_P = planted.is_flipped_P[is_counted_P]
+    is_suspect_P = planted.is_suspect_P[is_counted_P]
+    sureness_P = planted.pairs.sureness_P[is_counted_P]
+    prompt_P = planted.pairs.prompt_P[is_counted_P]
+    num_flipped = int(is_flipped_P.sum())
 
+    num_others = len(is_flipped_P) - num_flipped
+    auroc = None
+    if num_flipped > 0 and num_others > 0:
+        # Mann and Whitney's statistic: how often a flipped pair comes after another; a tie is half.
+        ranks_P = rankdata(sureness_P)
+        smallest = num_flipped * (num_flipped + 1) / 2
+        num_after = float(ranks_P[is_flipped_P].sum()) - smallest
+        auroc = 1 - num_after / (num_flipped * num_others)
 
-def flipped_labels(score_P: Floats, suspect_below: float, share: float) -> FlippedLabels:
-    """What is found where a label of this score is flipped with probability `share`, which negates
-    its score. Of all draws at once: each pair is both, with the weights 1 - share and share."""
-    scores = np.concatenate([score_P, -score_P])
-    weights = np.concatenate([np.full(len(score_P), 1 - share), np.full(len(score_P), share)])
-    is_flipped = np.arange(len(scores)) >= len(score_P)
-    # The lowest scores first, until as much weight is named as was flipped.
-    order = np.argsort(scores, kind="stable")
-    cumulative = np.cumsum(weights[order])
-    num_flipped = share * len(score_P)
-    is_named = cumulative <= num_flipped
-    found = weights[order][is_named & is_flipped[order]].sum()
-    is_suspect = scores <= suspect_below
-    num_suspects = float(weights[is_suspect].sum())
-    num_found = float(weights[is_suspect & is_flipped].sum())
-    precision = num_found / num_suspects if num_suspects > 0 else 0.0
+    # The order in which pairs are read, until as many are read as were flipped.
+    first = np.argsort(sureness_P, kind="stable")[:num_flipped]
+
+    def share(name: str, hits: Flags, prompts: NDArray[np.int64]) -> Metric:
+        return accuracy_metric(hits.astype(float).tolist(), name, clusters=prompts.tolist())
+
     return FlippedLabels(
-        share=share,
-        precision=float(found / num_flipped),
-        suspect_recall=num_found / num_flipped,
-        suspect_precision=precision,
+        share=planted.share,
+        auroc=Metric("auroc", auroc, count=num_flipped),
+        precision=share("precision", is_flipped_P[first], prompt_P[first]),
+        suspect_recall=share("suspect_recall", is_suspect_P[is_flipped_P], prompt_P[is_flipped_P]),
+        suspect_precision=share(
+            "suspect_precision", is_flipped_P[is_suspect_P], prompt_P[is_suspect_P]
+        ),
     )
 
 
 def _source_numbers(
-    pairs: CheckedPairs, name: str, num_suspects: int, suspect_below: float
+    pairs: CheckedPairs,
+    is_suspect_P: Flags,
+    planted: Sequence[PlantedFlips],
+    name: str,
+    is_counted_P: Flags,
 ) -> SourceNumbers:
-    """`suspect_below`: the threshold of all pairs, by which the suspects were counted too."""
-    # A flip negates a score that is 0 where both orders are as likely.
-    score_P = pairs.probability_P - 0.5
-    flips = [flipped_labels(score_P, suspect_below - 0.5, share) for share in INJECTED]
-    auroc = Metric("auroc", auroc_of_flips(score_P), count=len(pairs))
-    return SourceNumbers(_accuracy(pairs, name), auroc, tuple(flips), num_suspects)
+    """The numbers of the pairs that are counted. `is_suspect_P`: the suspects among all pairs, as a
+    source has no threshold of its own."""
+    flips = [flipped_labels(of_share, is_counted_P) for of_share in planted]
+    return SourceNumbers(
+        accuracy=_accuracy(pairs, name, is_counted_P),
+        flips=tuple(flips),
+        num_suspects=int(is_suspect_P[is_counted_P].sum()),
+    )
 
 
-def _accuracy(pairs: CheckedPairs, name: str) -> Metric:
+def _accuracy(pairs: CheckedPairs, name: str, is_counted_P: Flags | None = None) -> Metric:
+    """How often the head agrees, on the pairs that are counted; None: on all."""
+    margin_P = pairs.margin_P
+    prompt_P = pairs.prompt_P
+    if is_counted_P is not None:
+        margin_P = margin_P[is_counted_P]
+        prompt_P = prompt_P[is_counted_P]
     # A margin of 0 is half right.
-    outcomes_P = (np.sign(pairs.margin_P) + 1) / 2
-    return accuracy_metric(outcomes_P.tolist(), name, clusters=pairs.prompt_P.tolist())
+    outcomes_P = (np.sign(margin_P) + 1) / 2
+    return accuracy_metric(outcomes_P.tolist(), name, clusters=prompt_P.tolist())
 
 
 def _longer_lost(pairs: CheckedPairs, is_counted_P: Flags) -> Metric:

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from treeward.evaluation.label_check.label_numbers import (
-    TYPICAL_SHARE,
     FlippedLabels,
     LabelNumbers,
     SourceNumbers,
 )
+from treeward.evaluation.label_check.planted_flips import TYPICAL_SHARE
 from treeward.evaluation.report.build import write_report
 from treeward.evaluation.report.charts import Line
+from treeward.evaluation.results import Metric
 from treeward.formatting import format_number
 from treeward.storage import write_text
 from treeward.tables import Column
@@ -44,6 +45,11 @@ class LabelPage:
     sources: tuple[dict[str, Any], ...]
     examples: Sequence[Mapping[str, Any]]
     num_unread: int
+
+    @property
+    def typical(self) -> FlippedLabels:
+        """What is found of the share of flips that stands for all."""
+        return _typical_flips(self.numbers.overall)
 
 
 def write_label_check(folder: Path, page: LabelPage, lines: Sequence[Mapping[str, Any]]) -> Path:
@@ -86,7 +92,7 @@ def label_page(
         numbers=numbers,
         sentences=label_sentences(numbers, num_unread),
         bound=(line,),
-        flips=tuple(flip_rows(numbers)),
+        flips=tuple(_flip_row(flips) for flips in numbers.overall.flips),
         sources=tuple(sources),
         examples=examples,
         num_unread=num_unread,
@@ -95,6 +101,7 @@ def label_page(
 
 FLIP_COLUMNS = (
     Column("share", "labels flipped on purpose", "percent"),
+    Column("count", "pairs"),
     Column("auroc", "AUROC", ".3f"),
     Column("precision", "found, of as many as flipped", "percent"),
     Column("suspect_recall", "flipped that are suspects", "percent"),
@@ -103,27 +110,40 @@ FLIP_COLUMNS = (
 
 
 def flip_rows(numbers: LabelNumbers) -> list[dict[str, Any]]:
-    """A row for each share of labels that is flipped on purpose."""
+    """A row of plain numbers for each share of labels that is flipped on purpose."""
     rows = []
     for flips in numbers.overall.flips:
-        rows.append(
-            {
-                "share": flips.share,
-                "auroc": numbers.overall.auroc.value,
-                "precision": flips.precision,
-                "suspect_recall": flips.suspect_recall,
-                "suspect_precision": flips.suspect_precision,
-            }
-        )
+        row = _flip_row(flips)
+        for key, cell in row.items():
+            if isinstance(cell, Metric):
+                row[key] = cell.value
+        rows.append(row)
     return rows
+
+
+def _flip_row(flips: FlippedLabels) -> dict[str, Any]:
+    return {
+        "share": flips.share,
+        "count": flips.auroc.count,
+        "auroc": flips.auroc.value,
+        "precision": flips.precision,
+        "suspect_recall": flips.suspect_recall,
+        "suspect_precision": flips.suspect_precision,
+    }
 
 
 def _source_row(name: str, source: SourceNumbers) -> dict[str, Any]:
     count = source.accuracy.count or 0
-    row: dict[str, Any] = {"source": name, "accuracy": source.accuracy, "auroc": source.auroc.value}
-    for flips in source.flips:
-        row[f"precision_{flips.share}"] = flips.precision
-    return row | {"suspects": source.num_suspects, "share": source.num_suspects / max(count, 1)}
+    flips = _typical_flips(source)
+    return {
+        "source": name,
+        "count": count,
+        "accuracy": source.accuracy,
+        "auroc": flips.auroc.value,
+        "precision": flips.precision,
+        "suspects": source.num_suspects,
+        "share": source.num_suspects / max(count, 1),
+    }
 
 
 def label_sentences(numbers: LabelNumbers, num_unread: int = 0) -> tuple[str, ...]:
@@ -148,9 +168,10 @@ def label_sentences(numbers: LabelNumbers, num_unread: int = 0) -> tuple[str, ..
         )
         return tuple(sentences)
     sentences.append(
-        f"At most {_percent(numbers.bound.high)} of the labels are wrong, if errors fall on pairs "
-        "whatever their texts. This is an upper bound and no estimate: the head's own mistakes are "
-        "in it, and agreement alone cannot tell a worse head from worse labels."
+        f"At most {_percent(numbers.bound.high)} of the labels are wrong (95 % confidence), if "
+        "errors fall on pairs whatever their texts. This is an upper bound and no estimate: the "
+        "head's own mistakes are in it, and agreement alone cannot tell a worse head from worse "
+        "labels."
     )
     suspects = numbers.suspects
     if suspects.count == 0:
@@ -161,14 +182,19 @@ def label_sentences(numbers: LabelNumbers, num_unread: int = 0) -> tuple[str, ..
         "dropped. A label looks wrong too where the model does not see what the label is about: "
         "read them before you drop them."
     )
-    typical = _typical_flips(numbers)
     if not is_precise(numbers):
-        sentences.append(
-            f"Most suspects may be right: if {_percent(typical.share)} of the labels were flipped, "
-            f"{_percent(typical.suspect_recall)} of these would be suspects, and only "
-            f"{_percent(typical.suspect_precision)} of the suspects would be flipped. On such data "
-            "dropping them did not help (docs/labels.md)."
-        )
+        typical = _typical_flips(numbers.overall)
+        precision = typical.suspect_precision
+        sentence = f"Most suspects may be right: when {_percent(typical.share)} of the labels were "
+        sentence += "flipped on purpose, "
+        if precision.value is None:
+            sentence += "there were no suspects at all."
+        else:
+            sentence += (
+                f"{_percent(typical.suspect_recall.value)} of these were suspects, and only "
+                f"{_percent(precision.value)} of the suspects were flipped."
+            )
+        sentences.append(f"{sentence} On such data dropping them did not help (docs/labels.md).")
     among = numbers.longer_lost["suspects"].value
     overall = numbers.longer_lost["all pairs"].value
     if among is not None and overall is not None and among - overall > _NOTABLE:
@@ -181,16 +207,16 @@ def label_sentences(numbers: LabelNumbers, num_unread: int = 0) -> tuple[str, ..
 
 
 def is_precise(numbers: LabelNumbers) -> bool:
-    """Whether there are suspects, at least half of which are wrong where `TYPICAL_SHARE` of the
-    labels is."""
+    """Whether there are suspects, and at least half of them were flipped after `TYPICAL_SHARE` of
+    the labels was."""
     if numbers.suspects.count == 0:
         return False
-    return _typical_flips(numbers).suspect_precision >= 0.5
+    precision = _typical_flips(numbers.overall).suspect_precision.value
+    return precision is not None and precision >= 0.5
 
 
-def _typical_flips(numbers: LabelNumbers) -> FlippedLabels:
-    """What is found of the share of flips that stands for all in a sentence."""
-    for flips in numbers.overall.flips:
+def _typical_flips(source: SourceNumbers) -> FlippedLabels:
+    for flips in source.flips:
         if flips.share == TYPICAL_SHARE:
             return flips
     raise AssertionError("it is one of the shares")
