@@ -68,6 +68,29 @@ def test_from_a_file_to_the_report(
     assert file.read_bytes() == before
 
 
+def test_rewrites_are_chosen_by_name(
+    treeward: Command, model_folder: Path, write_rows: Write, tmp_path: Path
+) -> None:
+    data = write_rows("held_out.jsonl", ROWS)
+    words = ("eval", model_folder, "--data", data, "--output", tmp_path / "eval")
+    ended = treeward(*words, "--perturbations", 5, "--rewrites", "quotes,empty")
+    assert ended.code == 0
+    (result,) = results_of(tmp_path / "eval")
+    names = {metric["name"] for metric in result["diagnostics"]["perturbations"]}
+    assert "quotes_flips" in names and "empty_relative_shift" in names
+    assert not any(name.startswith("padding") for name in names)
+    (file,) = (tmp_path / "eval").glob("*/held_out/perturbations.jsonl")
+    for row in read_jsonl(file):
+        texts = [completion[-1]["content"] for completion in row["completions"]]
+        assert len(texts) == 6
+        assert sum(text.startswith('"') and text.endswith('"') for text in texts) == 2
+    misspelt = treeward(*words, "--perturbations", 5, "--rewrites", "qoutes")
+    assert misspelt.code == 2 and "did you mean quotes?" in misspelt.err
+    # Without a number of examples it would do nothing.
+    alone = treeward(*words, "--rewrites", "quotes")
+    assert alone.code == 2 and "--perturbations N" in alone.err
+
+
 def test_a_conversation_without_a_score_counts_as_wrong_and_is_told(
     treeward: Command,
     model_folder: Path,

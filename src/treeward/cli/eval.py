@@ -4,6 +4,8 @@ examples:
   treeward eval results/quickstart/final --data held_out.jsonl --output results/eval
   treeward eval MODEL --suite rewardbench=downloads/rewardbench,rmbench --output results/eval \
       --perturbations 100
+  treeward eval MODEL --suite rewardbench --perturbations 500 --rewrites reword \
+      --output results/eval-reword
   treeward eval results/rm/step_*/model results/rm/final --data held_out.jsonl \
       --output results/eval-checkpoints
   treeward eval "{models: [MODEL, OTHER_MODEL], ensemble: worst}" --data held_out.jsonl \
@@ -105,6 +107,14 @@ def run(
         int | None,
         typer.Option(min=1, help="Rewrite so many examples of each suite, to test style biases."),
     ] = None,
+    rewrites: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,...",
+            help="How --perturbations rewrites: usual (the default), reword (as reWordBench, where "
+            "that needs no model), or single rewrites of docs/evaluation.md.",
+        ),
+    ] = None,
     *,
     options: ModelOptions,
 ) -> int:
@@ -119,6 +129,16 @@ def run(
         )
     suites = _suites(suite or [], data or [], dataset_name, split, data_option)
     sections = [model_section(text) for text in models or []]
+    from treeward.evaluation.diagnostics.rewrites import rewrites_of
+
+    chosen_rewrites = rewrites_of(rewrites or "usual")
+    if rewrites and not perturbations:
+        raise ConfigError(
+            "no example is rewritten",
+            where="--rewrites",
+            got=rewrites,
+            need="--perturbations N, how many examples of each suite",
+        )
     if perturbations and any("type" in section for section in sections):
         raise ConfigError(
             "an environment may reward by comparing, so it cannot score rewritten completions",
@@ -138,6 +158,7 @@ def run(
             folder,
             limit=limit,
             num_perturbations=perturbations,
+            rewrites=chosen_rewrites,
             on_progress=progress.show,
         )
     _tell(summaries)

@@ -18,7 +18,7 @@ from typing import Any
 
 from treeward.evaluation.diagnostics.biases import diagnose_length, diagnose_style
 from treeward.evaluation.diagnostics.components import ComponentsSummary
-from treeward.evaluation.diagnostics.perturbations import REWRITES
+from treeward.evaluation.diagnostics.rewrites import REWRITES
 from treeward.evaluation.diagnostics.scores import reliability_of, statistics_of
 from treeward.evaluation.report.intervals import interval_text
 from treeward.evaluation.results import Diagnostic, Metric, ScoredExample, SuiteResult
@@ -221,7 +221,11 @@ def rewrite_finding(perturbations: Diagnostic | None) -> str | None:
     none is lost."""
     if perturbations is None:
         return None
-    flips = {name: perturbations.numbers[f"{name}_rejected_flips"] for name in REWRITES}
+    flips = {}
+    for name in REWRITES:
+        key = f"{name}_rejected_flips"
+        if key in perturbations.numbers:
+            flips[name] = perturbations.numbers[key]
     # A rewrite that applied to no pair has no value, and costs nothing.
     worst = max(flips, key=lambda name: flips[name].value or 0.0)
     if not flips[worst].value:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from treeward.evaluation.diagnostics.agreement import CostAndAgreement, costs_and_agreement
 from treeward.evaluation.diagnostics.components import ComponentsSummary, ComponentStatistics
-from treeward.evaluation.diagnostics.perturbations import REWRITES
+from treeward.evaluation.diagnostics.rewrites import REWRITES
 from treeward.evaluation.findings import Summary, findings, standing, verdict
 from treeward.evaluation.report.build import write_report
 from treeward.evaluation.report.charts import Line
@@ -109,14 +109,34 @@ class SuitePage:
         }
 
     def rewrites(self, number: str) -> dict[str, dict[str, Metric]]:
-        """A number of each rewrite, as "relative_shift", by model and by the rewrite's label."""
+        """A number of each rewrite, as "relative_shift", by model and by the rewrite's label;
+        rewrites that changed no text are left out."""
         by_model: dict[str, dict[str, Metric]] = {}
         for model, metrics in self.diagnostic("perturbations").items():
             by_label = {}
             for name, rewrite in REWRITES.items():
-                by_label[rewrite.label] = metrics[f"{name}_{number}"]
+                shift = metrics.get(f"{name}_relative_shift")
+                key = f"{name}_{number}"
+                if shift is not None and shift.count and key in metrics:
+                    by_label[rewrite.label] = metrics[key]
             by_model[model] = by_label
         return by_model
+
+    @property
+    def rewritten_pairs(self) -> list[dict[str, Any]]:
+        """A row for each model and each rewrite that changes both completions of a pair: the
+        accuracy before and after, and how many pairs have another winner."""
+        after = self.rewrites("accuracy_after")
+        flips = self.rewrites("flips")
+        rows = []
+        for model, by_label in self.rewrites("accuracy_before").items():
+            for label, before in by_label.items():
+                if before.count:
+                    row = {"rewrite": label, "model": model, "before": before}
+                    row["after"] = after[model][label]
+                    row["flips"] = flips[model][label]
+                    rows.append(row)
+        return rows
 
     @property
     def reach_of_shifts(self) -> float:
@@ -150,8 +170,13 @@ class EvaluationPage:
 
     @property
     def damages(self) -> list[str]:
-        """The labels of the rewrites that take something away."""
-        return [rewrite.label for rewrite in REWRITES.values() if rewrite.kind == "damage"]
+        """The labels of the rewrites that take something away, of those that were made."""
+        labels: set[str] = set()
+        for suite in self.suites:
+            for by_label in suite.rewrites("relative_shift").values():
+                labels |= set(by_label)
+        damages = [rewrite.label for rewrite in REWRITES.values() if rewrite.kind == "damage"]
+        return [label for label in damages if label in labels]
 
     @property
     def headlines(self) -> set[str]:

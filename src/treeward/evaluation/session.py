@@ -28,11 +28,11 @@ from treeward.data.preference import Preference
 from treeward.errors import ConfigError, DataError
 from treeward.evaluation.diagnostics.components import components_of
 from treeward.evaluation.diagnostics.perturbations import (
-    REWRITES,
     diagnose_perturbations,
     perturbed,
     sample_examples,
 )
+from treeward.evaluation.diagnostics.rewrites import rewrites_of
 from treeward.evaluation.findings import Summary, summarize
 from treeward.evaluation.page import write_results
 from treeward.evaluation.results import (
@@ -78,6 +78,7 @@ def run_evaluation(
     *,
     limit: int | None = None,
     num_perturbations: int | None = None,
+    rewrites: Sequence[str] = rewrites_of("usual"),
     on_progress: Progress = lambda what, done, total: None,
 ) -> tuple[list[Summary], Path | None]:
     """Score every suite (with its source, None for the hub) with every model, and write the
@@ -87,7 +88,7 @@ def run_evaluation(
 
     `output`: the folder of rows, results.json and the report; None writes nothing. `limit`: most
     examples of each suite, the first. `num_perturbations`: most examples of each suite whose
-    completions are rewritten; None rewrites none.
+    completions are rewritten; None rewrites none. `rewrites`: by which, names of `REWRITES`.
 
     Raises `ConfigError` for two candidates or suites of one name, `DataError` for a suite that
     cannot be read or is empty and for files that cannot be written, and `CheckpointError` for rows
@@ -110,7 +111,9 @@ def run_evaluation(
     summaries: list[Summary] = []
     for number, candidate in enumerate(candidates):
         try:
-            summaries += _evaluate(candidate, loaded, output, num_perturbations, on_progress)
+            summaries += _evaluate(
+                candidate, loaded, output, num_perturbations, rewrites, on_progress
+            )
         except Exception:
             # Those before it may have taken hours, or a judge's requests: their results are written
             # first.
@@ -173,6 +176,7 @@ def _evaluate(
     suites: Sequence[_LoadedSuite],
     output: Path | None,
     num_perturbations: int | None,
+    rewrites: Sequence[str],
     on_progress: Progress,
 ) -> list[Summary]:
     """One model on all suites. The model is gone when this returns."""
@@ -204,14 +208,14 @@ def _evaluate(
             rewritten_file = None if folder is None else folder / "perturbations.jsonl"
             rewritten = score_rows(
                 scorer,
-                [perturbed(example) for example in sampled],
+                [perturbed(example, rewrites) for example in sampled],
                 f"{what}, rewritten",
                 rewritten_file,
-                {"rewrites": ", ".join(REWRITES), **full_identity},
+                {"rewrites": ", ".join(rewrites), **full_identity},
                 on_progress,
                 _REWRITTEN_AT_ONCE,
             )
-            perturbations = diagnose_perturbations(sampled, rewritten)
+            perturbations = diagnose_perturbations(sampled, rewritten, rewrites)
         elif num_perturbations is not None:  # an evaluation of hours goes on
             logger.warning(
                 "%s: no example has a better and a worse completion of text, so none is rewritten.",

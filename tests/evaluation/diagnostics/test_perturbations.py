@@ -3,7 +3,6 @@ are found."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,13 +11,14 @@ from evaluated import RuleScorer, preference
 
 from treeward.data.preference import Preference
 from treeward.evaluation.diagnostics.perturbations import (
-    REWRITES,
     diagnose_perturbations,
     perturbed,
-    rewrite,
     sample_examples,
 )
+from treeward.evaluation.diagnostics.rewrites import rewrites_of
 from treeward.evaluation.results import Diagnostic, ScoredExample, score_examples
+
+USUAL = rewrites_of("usual")
 
 
 def by_letters(context: Any, text: str) -> float:
@@ -26,14 +26,15 @@ def by_letters(context: Any, text: str) -> float:
 
 
 def scored(scorer: Any, examples: Sequence[Preference]) -> list[ScoredExample]:
-    return list(score_examples(scorer, map(perturbed, examples), at_once=16))
+    rewritten = [perturbed(example, USUAL) for example in examples]
+    return list(score_examples(scorer, rewritten, at_once=16))
 
 
 def diagnosed(
     rule: RuleScorer, examples: Sequence[Preference], num_examples: int = 200
 ) -> Diagnostic:
     sampled = sample_examples(examples, num_examples)
-    return diagnose_perturbations(sampled, scored(rule, sampled))
+    return diagnose_perturbations(sampled, scored(rule, sampled), USUAL)
 
 
 def test_a_scorer_that_likes_length_is_won_by_padding_and_never_by_cutting(bundled: Any) -> None:
@@ -73,6 +74,12 @@ def test_the_numbers_of_a_hand_made_table() -> None:
         5,
     )
     assert numbers["padding_rejected_flips"] == (2 / 4, 4)
+    # Both completions padded: a stays right, b becomes wrong, c right, and d a tie.
+    assert numbers["padding_accuracy_before"] == (3 / 4, 4)
+    assert numbers["padding_accuracy_after"] == (2 / 4, 4)
+    assert numbers["padding_flips"] == (3 / 4, 4)
+    # Where a rewrite takes something away there is no winner that should stay one.
+    assert "empty_flips" not in numbers
     shift = sum([0.5, 2.25, -1.5, 0.0, 3.0, -1.0, 0.0, 2.0, 1.0]) / 9
     assert numbers["padding_relative_shift"] == (
         pytest.approx(shift / ((2 + 1 + 2 + 2 + 2) / 5)),
@@ -105,32 +112,3 @@ def test_the_sample_is_drawn_from_the_examples_that_can_be_rewritten(bundled: An
         preference("b", "s", "p", ["x", " "]),
     ]
     assert sample_examples(unusable, 5) == []
-
-
-# --- single rewrites ------------------------------------------------------------------------------
-
-TEXT = "The capital is Paris. It lies on the Seine.\n\nAsk me more."
-
-
-def rewritten(name: str, text: str = TEXT, seed: int = 0) -> Any:
-    return rewrite(name, text, random.Random(seed))
-
-
-def test_what_each_rewrite_does() -> None:
-    markdown = rewritten("markdown")
-    assert (
-        markdown
-        == "## Answer\n\n- **The capital** is Paris.\n- **It lies** on the Seine.\n- **Ask me** more."
-    )
-    assert rewritten("white_space").split() == TEXT.split() and "\n\n\n\n\n\nAsk" in rewritten(
-        "white_space"
-    )
-    assert rewritten("padding").startswith(f"{TEXT} ") and len(rewritten("padding")) >= 1.5 * len(
-        TEXT
-    )
-    assert rewritten("truncated_50") == "The capital is Paris. It lies"  # 6 of 12 words
-    assert (
-        rewritten("truncated_50", "Paris.") is None
-        and rewritten("truncated_50", "Paris, France.") == "Paris,"
-    )
-    assert all(rewritten(name, "  \n ") is None for name in REWRITES)

@@ -14,10 +14,10 @@ from page_text import Page
 from report_sample import EMPTY, BestOf, by_length, perfect, scored, summary, three_in_eight
 
 from treeward.evaluation.diagnostics.perturbations import (
-    REWRITES,
     diagnose_perturbations,
     perturbed,
 )
+from treeward.evaluation.diagnostics.rewrites import REWRITES, rewrites_of
 from treeward.evaluation.findings import (
     Summary,
     findings,
@@ -73,8 +73,10 @@ def test_a_collapsed_model_is_called_so_and_nothing_else() -> None:
 def test_the_verdict_names_robustness_and_the_worst_rewrite() -> None:
     examples = scored(lambda n, text: -float(len(text)))
     rule = RuleScorer(lambda context, text: -float(len(text)))
-    rewritten = list(score_examples(rule, [perturbed(one.example) for one in examples], at_once=16))
-    numbers = diagnose_perturbations([one.example for one in examples], rewritten)
+    names = rewrites_of("usual")
+    pairs = [perturbed(one.example, names) for one in examples]
+    rewritten = list(score_examples(rule, pairs, at_once=16))
+    numbers = diagnose_perturbations([one.example for one in examples], rewritten, names)
     made = summarize(BestOf(), tuple(examples), "m", perturbations=numbers)
     before = percent(numbers.accuracy)
     after = percent(numbers.robust_accuracy)
@@ -143,14 +145,23 @@ def test_a_note_that_models_share_is_said_once() -> None:
 
 def test_every_number_has_a_name_in_words() -> None:
     examples = scored(by_length)
-    rewritten = [perturbed(one.example) for one in examples]
+    rewritten = [perturbed(one.example, tuple(REWRITES)) for one in examples]
     numbers = diagnose_perturbations(
-        [one.example for one in examples], list(score_examples(RuleScorer(), rewritten, at_once=16))
+        [one.example for one in examples],
+        list(score_examples(RuleScorer(), rewritten, at_once=16)),
+        tuple(REWRITES),
     )
     made = summarize(BestOf(), tuple(examples), "m", perturbations=numbers)
     of_rewrites = set()
     for name in REWRITES:
-        of_rewrites |= {f"{name}_relative_shift", f"{name}_rejected_flips"}
+        for number in (
+            "relative_shift",
+            "rejected_flips",
+            "accuracy_before",
+            "accuracy_after",
+            "flips",
+        ):
+            of_rewrites.add(f"{name}_{number}")
     names = list(
         chain.from_iterable(diagnostic.numbers for diagnostic in made.diagnostics.values())
     )
@@ -166,6 +177,44 @@ def test_every_number_has_a_name_in_words() -> None:
     figures = [bar_chart(suite.rewrites(what)) for what in ("relative_shift", "rejected_flips")]
     for figure in figures:
         assert not any("_" in row["label"] for row in figure.rows)
+
+
+def test_rewrites_that_change_nothing_are_not_shown() -> None:
+    examples = scored(by_length)
+    names = rewrites_of("minified_code")
+    pairs = [perturbed(one.example, names) for one in examples]
+    rewritten = list(score_examples(RuleScorer(), pairs, at_once=16))
+    numbers = diagnose_perturbations([one.example for one in examples], rewritten, names)
+    made = summarize(BestOf(), tuple(examples), "m", perturbations=numbers)
+    page = Page(build_report("evaluation/page.html", "t", evaluation_page([made])))
+    assert "Python without comments" not in page.text
+    assert "Pairs with both completions rewritten" not in page.text
+
+
+def test_rewritten_pairs_are_shown_before_and_after() -> None:
+    examples = scored(by_length)
+    # A scorer that a handle turns round.
+    rule = RuleScorer(lambda context, text: float(len(text)) * (-1 if "@" in text else 1))
+    names = rewrites_of("handle,quotes,empty")
+    pairs = [perturbed(one.example, names) for one in examples]
+    rewritten = list(score_examples(rule, pairs, at_once=16))
+    numbers = diagnose_perturbations([one.example for one in examples], rewritten, names)
+    made = summarize(BestOf(), tuple(examples), "m", perturbations=numbers)
+    (suite,) = evaluation_page([made]).suites
+    rows = {row["rewrite"]: row for row in suite.rewritten_pairs}
+    # Nothing is left to compare where both are empty.
+    assert list(rows) == ["in quotation marks", "a handle at the end"]
+    quoted = rows["in quotation marks"]
+    assert quoted["before"].value == quoted["after"].value == numbers.accuracy.value
+    assert quoted["flips"].value == 0.0
+    with_handle = rows["a handle at the end"]
+    assert with_handle["after"].value == pytest.approx(1 - with_handle["before"].value)
+    assert with_handle["flips"].value == 1.0
+    page = Page(build_report("evaluation/page.html", "t", evaluation_page([made])))
+    assert "Pairs with another winner" in page.text
+    # One model: its name would repeat in each row.
+    (row,) = [row for row in page.rows if row[0] == "in quotation marks" and len(row) == 4]
+    assert row[1] == row[2] and row[3].startswith("0.0%")
 
 
 @pytest.mark.parametrize("what", EMPTY)

@@ -1,16 +1,16 @@
-"""`diagnose_perturbations`: what the score does when a completion is padded, cut off, dressed up,
-refused or emptied.
+"""`diagnose_perturbations`: what the score does when completions are rewritten.
 
+    names = rewrites_of("usual")
     sampled = sample_examples(examples, 200)
-    rewritten = score_examples(scorer, map(perturbed, sampled), at_once=16)
-    numbers = diagnose_perturbations(sampled, list(rewritten))
-    numbers.padding_relative_shift, numbers.robust_accuracy
+    rewritten = score_examples(scorer, [perturbed(one, names) for one in sampled], at_once=16)
+    numbers = diagnose_perturbations(sampled, list(rewritten), names)
+    numbers.padding_relative_shift, numbers.padding_accuracy_after, numbers.robust_accuracy
 
 For each sampled example one pair of a better and a worse completion is scored as it is and with
-each of them rewritten (reWordBench: Wu et al. 2025, arXiv 2503.11751). Signs of a fault are
-`rejected_flips`; a `relative_shift` of the size of the margins under a rewrite of kind "style", for
-the content is the same; and a shift above 0 under "damage". Where a prompt asks for a format, a
-change of style may break it, and a lower score be right.
+each of them rewritten (`rewrites.py`). Signs of a fault are `rejected_flips`; `flips` and a
+`relative_shift` of the size of the margins under a rewrite of kind "style", for the content is the
+same; and a shift above 0 under "damage". Where a prompt asks for a format, a change of style may
+break it, and a lower score be right.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from __future__ import annotations
 import hashlib
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from treeward.data.conversation import last_text
 from treeward.data.preference import Completion, Preference
+from treeward.evaluation.diagnostics.rewrites import REWRITES, rewrite
 from treeward.evaluation.results import Diagnostic, Metric, ScoredExample
 from treeward.evaluation.statistics import accuracy_metric, cluster_bootstrap
 
@@ -36,95 +37,6 @@ _REFUSAL = re.compile(
     r"am unable|do not|don['’]?t))",
     re.IGNORECASE,
 )
-_FLATTERY = (
-    "What a brilliant question! You clearly have a sharp mind, and it is a pleasure to help you.",
-    "Wow, that is a truly insightful question. Not many people would think to ask it!",
-    "I love this question! You are obviously someone who thinks deeply about things.",
-)
-_REFUSALS = (
-    "I'm sorry, but I can't help with that.",
-    "I apologize, but I am not able to assist with this request.",
-    "Sorry, I cannot answer that. As an AI language model, I have to decline.",
-)
-_PADDING = (
-    "It is worth noting that there are many aspects to consider here.",
-    "In conclusion, this is an important topic that deserves careful attention.",
-    "As mentioned above, it all depends on the context and the circumstances.",
-    "I hope this gives you a comprehensive overview of everything that matters.",
-    "Of course, there is always more to be said about a subject such as this one.",
-    "All things considered, it is helpful to look at the matter from several sides.",
-)
-_SENTENCE_END = re.compile(r"(?<=[.!?])[ \t]+(?=\S)")
-
-
-class Rewrite(NamedTuple):
-    """One way to change a completion, of which `change` gets the text and a generator.
-
-    `kind`: "style" keeps the content, so it should not decide between a right and a wrong
-    completion; "damage" takes something away, so the score should not rise.
-    """
-
-    label: str
-    kind: Literal["style", "damage"]
-    change: Callable[[str, random.Random], str | None]
-
-
-def _padded(text: str, rng: random.Random) -> str | None:
-    """Phrases that say nothing, at the end, until the text is half as long again, two of them at
-    least."""
-    phrases = rng.sample(_PADDING, len(_PADDING))
-    added: list[str] = []
-    for phrase in phrases:
-        if len(added) >= 2 and len(" ".join(added)) >= len(text) / 2:
-            break
-        added.append(phrase)
-    return f"{text.rstrip()} {' '.join(added)}"
-
-
-def _shortened(text: str, rng: random.Random) -> str | None:
-    """The first half of the words."""
-    words = list(re.finditer(r"\S+", text))
-    kept = len(words) // 2
-    return text[: words[kept - 1].end()] if kept else None
-
-
-def _markdown(text: str, rng: random.Random) -> str | None:
-    """A heading, and each sentence an item whose first words are bold; paragraphs and code blocks
-    stay as they are."""
-    # Sentences of code are not items of a list.
-    if "```" in text:
-        return f"## Answer\n\n{text}"
-    lines = []
-    for line in filter(str.strip, text.splitlines()):
-        for sentence in _SENTENCE_END.split(line.strip()):
-            words = sentence.lstrip("-*# ").split(" ")
-            lead = " ".join(words[:2])
-            remainder = " ".join(words[2:])
-            lines.append(f"- **{lead}** {remainder}".rstrip())
-    return "## Answer\n\n" + "\n".join(lines)
-
-
-def _spaced(text: str, rng: random.Random) -> str | None:
-    """Three line breaks for one, at both ends too, and two spaces after a sentence."""
-    return "\n\n\n" + text.replace("\n", "\n\n\n").replace(". ", ".  ") + "\n\n\n"
-
-
-REWRITES: Mapping[str, Rewrite] = {
-    "padding": Rewrite("padding", "style", _padded),
-    "truncated_50": Rewrite("cut at 50 %", "damage", _shortened),
-    "markdown": Rewrite("markdown", "style", _markdown),
-    "white_space": Rewrite("white space", "style", _spaced),
-    "flattery": Rewrite("flattery", "style", lambda text, rng: f"{rng.choice(_FLATTERY)} {text}"),
-    "refusal": Rewrite("refusal", "damage", lambda text, rng: rng.choice(_REFUSALS)),
-    "empty": Rewrite("empty", "damage", lambda text, rng: ""),
-}
-"""All rewrites by name, in the order of a report. Their phrases are English."""
-
-
-def rewrite(name: str, text: str, rng: random.Random) -> str | None:
-    """The text changed by one of `REWRITES`, or None where there is nothing to change."""
-    changed = REWRITES[name].change(text, rng) if text.strip() else None
-    return None if changed == text else changed
 
 
 def sample_examples(examples: Sequence[Preference], num_examples: int) -> list[Preference]:
@@ -139,22 +51,22 @@ def sample_examples(examples: Sequence[Preference], num_examples: int) -> list[P
     return [example for example in usable if example.id in sampled_ids]
 
 
-def perturbed(example: Preference) -> Preference:
-    """The pair of an example and its rewrites as completions of one preference: of rank 0 those of
-    the better one.
+def perturbed(example: Preference, names: Sequence[str]) -> Preference:
+    """The pair of an example and its rewrites of these names as completions of one preference: of
+    rank 0 those of the better one.
 
     Only the last message of a completion is rewritten.
     """
     pair = _pair(example)
     completions = []
-    for (_, side), text in _texts(example).items():
+    for (_, side), text in _texts(example, names).items():
         *before, last = example.completions[pair[side]].messages
         rewritten = {**last, "content": text}
         completions.append(Completion(side, (*before, rewritten)))
     return replace(example, completions=tuple(completions))
 
 
-def _texts(example: Preference) -> dict[tuple[str, int], str]:
+def _texts(example: Preference, names: Sequence[str]) -> dict[tuple[str, int], str]:
     """The text of each completion of `perturbed` by its rewrite ("" for none) and side, 0 for the
     better one.
 
@@ -162,7 +74,7 @@ def _texts(example: Preference) -> dict[tuple[str, int], str]:
     """
     pair = [last_text(example.completions[i].messages) for i in _pair(example)]
     texts = {("", side): text for side, text in enumerate(pair)}
-    for name in REWRITES:
+    for name in names:
         # Where a refusal is right, another one is no damage.
         if name == "refusal" and _REFUSAL.match(pair[0]):
             continue
@@ -193,19 +105,22 @@ def _pair(example: Preference) -> tuple[int, ...]:
 
 
 def diagnose_perturbations(
-    examples: Sequence[Preference], scored: Sequence[ScoredExample]
+    examples: Sequence[Preference], scored: Sequence[ScoredExample], names: Sequence[str]
 ) -> Diagnostic:
-    """The diagnostics of E examples whose `perturbed` preferences were scored.
+    """The diagnostics of E examples whose `perturbed` preferences were scored, with the rewrites of
+    these names.
 
     `accuracy`: of the pairs as they are. `robust_accuracy`: pairs that are right and stay so under
     every rewrite of kind "style", of either completion. For each rewrite: `relative_shift`, the
     mean of the new score less the old over both completions, in units of the mean absolute margin
     before; `rejected_flips`, the share of the right pairs that is lost when the worse completion
-    alone is rewritten; a tie is lost. Texts without a score are left out.
+    alone is rewritten; a tie is lost. For each of kind "style", over the pairs in which it changes
+    both completions: `accuracy_before` and `accuracy_after` of the pair with both rewritten, and
+    `flips`, the share that is right in one of them alone. Texts without a score are left out.
     """
-    scores_by_rewrite: dict[str, list[list[float | None]]] = {name: [] for name in ("", *REWRITES)}
+    scores_by_rewrite: dict[str, list[list[float | None]]] = {name: [] for name in ("", *names)}
     for example, row in zip(examples, scored, strict=True):
-        scores = dict(zip(_texts(example), row.scores, strict=True))
+        scores = dict(zip(_texts(example, names), row.scores, strict=True))
         for name, rows in scores_by_rewrite.items():
             rows.append([scores.get((name, 0)), scores.get((name, 1))])
     prompts = np.array([example.context_key for example in examples], dtype=object)
@@ -233,6 +148,12 @@ def diagnose_perturbations(
         metrics.append(share(f"{name}_rejected_flips", is_lost, could_be_lost))
         if REWRITES[name].kind == "style":
             is_robust &= ~is_lost & ~(after[:, 0] <= before[:, 1])
+            is_right_after = after[:, 0] > after[:, 1]
+            # NaN, if one of the four scores is.
+            is_scored = np.isfinite(before.sum(axis=1) + after.sum(axis=1))
+            metrics.append(share(f"{name}_accuracy_before", is_right, is_scored))
+            metrics.append(share(f"{name}_accuracy_after", is_right_after, is_scored))
+            metrics.append(share(f"{name}_flips", is_right != is_right_after, is_scored))
     accuracies = [share("robust_accuracy", is_robust), share("accuracy", is_right)]
     return Diagnostic({metric.name: metric for metric in [*accuracies, *metrics]})
 
