@@ -211,7 +211,7 @@ def _evaluate(
                 [perturbed(example, rewrites) for example in sampled],
                 f"{what}, rewritten",
                 rewritten_file,
-                {"rewrites": ", ".join(rewrites), **full_identity},
+                {"set of rewrites": ", ".join(rewrites), **full_identity},
                 on_progress,
                 _REWRITTEN_AT_ONCE,
             )
