@@ -86,7 +86,7 @@ def test_a_head_minimises_its_loss_and_its_spread_is_of_the_hessian(weighted: bo
         weight_P = np.random.default_rng(1).uniform(0.2, 1.0, NUM_PAIRS)
     penalty = 7.0
     head = fit_head(pairs.differences_PD, weight_P, penalty)
-    scaled_PD = pairs.differences_PD.astype(float) / head.scale_D
+    scaled_PD = pairs.differences_PD.astype(float) / head.posterior.scale_D
     assert np.allclose(np.sqrt(np.square(scaled_PD).mean(axis=0)), 1.0)
 
     def loss(weights_D: np.ndarray) -> float:

@@ -158,8 +158,8 @@ tokenizer's, beside the template's), or one too few."""
 class GoldenExample(Strict):
     """A conversation with its token ids, its raw score in float32 from the weights on disk, the
     value of each head (of a process reward model, the log-odds of each step), and the scores of
-    known mistakes. `name`: its speciality.
-    `chat_template_kwargs`: its variables, tools among them."""
+    known mistakes. `name`: its speciality. `spread`: of the score, where the contract has a
+    `SpreadContract`. `chat_template_kwargs`: its variables, tools among them."""
 
     name: str
     messages: list[dict[str, Any]]
@@ -167,6 +167,7 @@ class GoldenExample(Strict):
     token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]]
     score: float
     heads: list[float]
+    spread: float | None = None
     mistakes: dict[Mistake, float] = {}
 
     @property
@@ -271,14 +272,63 @@ class RewardCalibration(Strict):
         return values
 
 
+class SpreadMetrics(Strict):
+    """What a spread is worth on held-out pairs (`scoring/spread_metrics.py`).
+
+    `nll`, `ece`: of the margins by themselves, divided by a temperature (`_temperature`), and with
+    their spread (`_spread`). `ranking`: by beta. `auroc_margin`, `auroc_sureness`: how well |margin|
+    and |margin| / spread tell pairs in the right order from others; null where all are right.
+    """
+
+    num_pairs: PositiveInt
+    accuracy: NonNegativeFloat
+    nll: NonNegativeFloat
+    nll_temperature: NonNegativeFloat
+    nll_spread: NonNegativeFloat
+    ece: NonNegativeFloat
+    ece_temperature: NonNegativeFloat
+    ece_spread: NonNegativeFloat
+    elce: NonNegativeFloat
+    euce: NonNegativeFloat
+    confident_true: NonNegativeFloat
+    confident_false: NonNegativeFloat
+    ranking: dict[str, float]
+    auroc_margin: float | None
+    auroc_sureness: float | None
+
+
+class SpreadContract(Strict):
+    """The spread of a score, by a Laplace approximation of the head: |A (features - mean)|, its
+    standard deviation to the average completion.
+
+    `file`: with A and the mean, in the model's folder; `sha256`: of its bytes. `head_sha256`: the
+    head that it was fitted to. `penalty`: the prior's precision, of features with a root mean
+    square of 1. `trained_on`: the comparisons whose curvature it has, `num_pairs` pairs;
+    `held_out`: those that chose the penalty, with `metrics`, each half measured by the other's.
+    `tolerance`: of the golden spreads.
+    """
+
+    method: Literal["laplace"] = "laplace"
+    file: Annotated[str, Field(pattern=r"^spread/[0-9a-f]{12}\.safetensors$")]
+    sha256: str
+    head_sha256: str
+    penalty: PositiveFloat
+    num_pairs: PositiveInt
+    trained_on: CalibrationProvenance
+    held_out: CalibrationProvenance
+    metrics: SpreadMetrics
+    tolerance: ToleranceContract
+
+
 class ScoringContract(Strict):
     """Everything that a model's score depends on: the content of `reward_contract.json`.
 
     `activation`: some servers apply a sigmoid to models with one label, and pipelines of
     transformers do unless `problem_type` is "regression". `steps`: for a process reward model, null
-    for any other. `golden`: conversations to replay, empty
-    if the model refuses all of them. `readme_sha256`: of README.md, the model card, as it was
-    exported; null for a folder without one. No score depends on it.
+    for any other. `spread`: how sure a score is, null if `treeward calibrate` has not fitted it.
+    `golden`: conversations to replay, empty if the model refuses all of them. `readme_sha256`: of
+    README.md, the model card, as it was exported; null for a folder without one. No score depends
+    on `calibration`, `spread` and README.md.
     """
 
     version: Literal[2] = 2
@@ -291,6 +341,7 @@ class ScoringContract(Strict):
     activation: Literal["none"] = "none"
     problem_type: str | None = None
     calibration: RewardCalibration | None = None
+    spread: SpreadContract | None = None
     weights: WeightsContract
     golden: list[GoldenExample] = Field(max_length=MOST_GOLDEN)
     tolerance: ToleranceContract
@@ -311,12 +362,18 @@ class ScoringContract(Strict):
         return len(self.heads) > 1 and all(head.meaning == ESTIMATE_MEANING for head in self.heads)
 
     @property
+    def has_spread(self) -> bool:
+        """Whether each score has a spread: of several estimates, or by a Laplace approximation."""
+        return self.has_estimates or self.spread is not None
+
+    @property
     def scores_sha256(self) -> str:
-        """Identifies everything that a score depends on; calibration and README.md do not change
-        it."""
+        """Identifies everything that a score depends on; calibration, spread and README.md do not
+        change it."""
         # With keys that contracts had when the first hashes were taken: a model's hash must not
         # change with the version of treeward.
-        decisive = self.model_dump(mode="json", exclude={"readme_sha256"})
+        left_out: Any = {"readme_sha256": True, "spread": True, "golden": {"__all__": {"spread"}}}
+        decisive = self.model_dump(mode="json", exclude=left_out)
         decisive |= {"calibration": None, "reward_shaping": None}
         if self.steps is None:
             decisive.pop("steps")
@@ -327,19 +384,7 @@ def read_contract(name: str | Path) -> ScoringContract | None:
     """The contract of a model in a folder or on the hub; None if treeward has not written the
     model. Raises `ModelError`, naming the file and the field, for a contract that is damaged or of
     another version."""
-    path = Path(name).expanduser() / CONTRACT_FILE
-    if not path.parent.is_dir():
-        # A mistyped folder is said to be one, and not looked for on the hub.
-        check_local(str(name))
-        try:
-            cached = cached_file(
-                str(name), CONTRACT_FILE, _raise_exceptions_for_missing_entries=False
-            )
-        except OSError as error:
-            raise ModelError(
-                "the scoring contract cannot be downloaded", where=str(name), got=str(error)
-            ) from error
-        path = Path(cached or path)
+    path = file_of_model(name, CONTRACT_FILE)
     if not path.is_file():
         return None
     version = None
@@ -363,6 +408,21 @@ def read_contract(name: str | Path) -> ScoringContract | None:
             need=str(CONTRACT_VERSION),
             fix="if you trust the folder as it is: treeward verify MODEL --write --force",
         ) from error
+
+
+def file_of_model(name: str | Path, file: str) -> Path:
+    """The path of a file of a model in a folder or on the hub, from where it is downloaded; it may
+    be missing. Raises `ModelError` for a name that is neither."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder / file
+    # A mistyped folder is said to be one, and not looked for on the hub.
+    check_local(str(name))
+    try:
+        cached = cached_file(str(name), file, _raise_exceptions_for_missing_entries=False)
+    except OSError as error:
+        raise ModelError(f"{file} cannot be downloaded", where=str(name), got=str(error)) from error
+    return Path(cached or folder / file)
 
 
 def keeps_padding(contract: ScoringContract | None) -> bool:

@@ -9,22 +9,26 @@ fitted on the other folds. The head is w in P(chosen wins) = sigmoid(w . z), whe
 difference of the two completions' features, with a normal prior on w: logistic regression with a
 ridge, by Newton's method.
 
-The spread is a Laplace approximation (MacKay 1992, Neural Computation 4, page 448): with the
-Hessian H = l I + sum_i c_i s_i (1 - s_i) z_i z_i', the variance of a margin is z' H^-1 z for the
-*difference* z, in which what both completions share cancels.
+The spread is that of the fitted head's Laplace approximation: `scoring/laplace.py`.
 
 Shapes: P pairs, D features, N pairs that a head is fitted on, B of a block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from treeward.scoring.laplace import (
+    Floats,
+    Posterior,
+    blocks,
+    root_mean_square,
+    weighted_products,
+)
 
 NUM_FOLDS = 5
 _PENALTIES: tuple[float, ...] = tuple(10.0 ** (halves / 2) for halves in range(10, -1, -1))
@@ -34,8 +38,6 @@ _MOST_ITERATIONS = 50
 _MOST_HALVINGS = 30
 _TOLERANCE = 1e-9
 """Newton's method ends where a step lowers the loss by less than this share of it."""
-_BLOCK = 8192
-"""Pairs that are computed at once in float64: a bound of the memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,28 +68,17 @@ class CrossFit:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A fitted head: `weights_D` and the Hessian's Cholesky factor `factor_DD`, of features that
-    are divided by `scale_D`."""
+    """A fitted head: `weights_D` of features that are divided by the scale of its `posterior`."""
 
     weights_D: Floats
-    factor_DD: Floats
-    scale_D: Floats
+    posterior: Posterior
 
     def margins(self, differences_PD: NDArray[np.float32]) -> Floats:
-        margins: Floats = differences_PD @ (self.weights_D / self.scale_D)
+        margins: Floats = differences_PD @ (self.weights_D / self.posterior.scale_D)
         return margins
 
     def spreads(self, differences_PD: NDArray[np.float32]) -> Floats:
-        from scipy.linalg import solve_triangular
-
-        variances: list[Floats] = []
-        for block_BD in _blocks(differences_PD):
-            scaled_BD = block_BD / self.scale_D
-            # z' H^-1 z is the square of L^-1 z, with H = L L'.
-            whitened_DB = solve_triangular(self.factor_DD, scaled_BD.T, lower=True)
-            variances.append(np.square(whitened_DB).sum(axis=0))
-        spreads: Floats = np.sqrt(np.concatenate(variances))
-        return spreads
+        return self.posterior.spreads(differences_PD)
 
 
 def folds_of(prompt_P: NDArray[np.int64], num_folds: int = NUM_FOLDS) -> NDArray[np.int64]:
@@ -144,9 +135,7 @@ def fit_head(
     `weight_N`: c. `target_N`: q, the probability that the better one wins; None: 1. `start_D`:
     where Newton's method begins, in units of the scaled features.
     """
-    # Hidden states have a few features that are a thousand times the others; one penalty for all
-    # would leave those alone and silence the rest. No mean is taken off: z and -z are one pair.
-    scale_D = _root_mean_square(differences_ND)
+    scale_D = _scale(differences_ND)
     if target_N is None:
         target_N = np.ones(len(weight_N))
     weights_D = np.zeros(len(scale_D))
@@ -174,7 +163,7 @@ def fit_head(
             break  # no step lowers the loss: what is left is rounding
         if before - loss <= _TOLERANCE * before:
             break
-    return Head(weights_D, factor_DD, scale_D)
+    return Head(weights_D, Posterior(factor_DD, scale_D))
 
 
 def _choose_penalty(
@@ -208,14 +197,11 @@ def _choose_penalty(
     return best_penalty
 
 
-def _root_mean_square(differences_ND: NDArray[np.float32]) -> Floats:
-    """The scale of each feature, 1 of one that is always equal."""
-    total_D = np.zeros(differences_ND.shape[1])
-    for block_BD in _blocks(differences_ND):
-        total_D += np.square(block_BD).sum(axis=0)
-    scale_D = np.sqrt(total_D / len(differences_ND))
-    scale_D[scale_D == 0] = 1.0
-    return scale_D
+def _scale(differences_ND: NDArray[np.float32]) -> Floats:
+    squares_D = np.zeros(differences_ND.shape[1])
+    for block_BD in blocks(differences_ND):
+        squares_D += np.square(block_BD).sum(axis=0)
+    return root_mean_square(squares_D, len(differences_ND))
 
 
 def _loss(
@@ -247,13 +233,12 @@ def _derivatives(
     gradient_D = penalty * weights_D
     hessian_DD = penalty * np.eye(len(weights_D))
     start = 0
-    for block_BD in _blocks(differences_ND):
+    for block_BD in blocks(differences_ND):
         end = start + len(block_BD)
         scaled_BD = block_BD / scale_D
         probability_B = expit(scaled_BD @ weights_D)
         gradient_D += scaled_BD.T @ (weight_N[start:end] * (probability_B - target_N[start:end]))
-        curvature_B = weight_N[start:end] * probability_B * (1 - probability_B)
-        hessian_DD += scaled_BD.T @ (curvature_B[:, None] * scaled_BD)
+        hessian_DD += weighted_products(scaled_BD, probability_B, weight_N[start:end])
         start = end
     return gradient_D, hessian_DD
 
@@ -264,9 +249,3 @@ def _solve(factor_DD: Floats, right_D: Floats) -> Floats:
 
     solution: Floats = cho_solve((factor_DD, True), right_D)
     return solution
-
-
-def _blocks(rows_ND: NDArray[np.float32]) -> Iterator[Floats]:
-    """The rows in blocks, in float64."""
-    for start in range(0, len(rows_ND), _BLOCK):
-        yield rows_ND[start : start + _BLOCK].astype(np.float64)
