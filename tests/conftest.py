@@ -147,6 +147,19 @@ def model_folder(signed_model: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="session")
+def spread_folder(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a reward model whose scores have a spread by a Laplace approximation, shared:
+    copy it before a change."""
+    from families import tiny_model
+    from signed import add_spread, signed
+
+    folder = tmp_path_factory.mktemp("spread") / "model"
+    signed(folder, tiny_tokenizer, tiny_model("llama"), max_length=256)
+    add_spread(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def policy_folder(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a small causal language model (a llama of 256 positions), shared: copy it
     before a change."""

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from treeward.config.data import DatasetConfig
+from treeward.data.datasets import open_dataset
+from treeward.data.preference import Preference
 from treeward.model.contract import ScoringContract, read_contract
 
 SIZES = {
@@ -63,3 +67,22 @@ def signed(
         model, tokenizer, folder, chat_template=renderer.chat_template, dtype=dtype or torch.float32
     )
     return model, renderer, sign_exported(folder, model=model, renderer=renderer, heads=heads)
+
+
+def short_comparisons(split: str, count: int) -> list[Preference]:
+    """Bundled comparisons with short prompts."""
+    stream = open_dataset(DatasetConfig(dataset_name="Bundled", split=split))
+    short = (p for p, _ in stream if sum(len(str(m["content"])) for m in p.context) < 120)
+    return list(islice(short, count))
+
+
+def add_spread(folder: Path, num_trained_on: int = 60) -> None:
+    """Fit the spread of a signed model, and keep it in its folder."""
+    from treeward.scoring.scorer import Scorer
+    from treeward.scoring.spread import fit_spread, keep_spread
+
+    scorer = Scorer.load(folder, device="cpu")
+    trained_on = short_comparisons("validation", num_trained_on)
+    held_out = short_comparisons("length_controlled", 30)
+    names = ("train.jsonl", "held_out.jsonl")
+    keep_spread(fit_spread(scorer, trained_on, held_out, names=names), scorer, folder)

@@ -81,3 +81,41 @@ def test_where_the_constants_cannot_be_kept_is_told_first(
     (own_model / "model.safetensors").unlink()  # were the model loaded, this would be the error
     (own_model / CONTRACT_FILE).unlink()
     assert "verify" in treeward("calibrate", own_model, *data).err
+
+
+def test_a_spread_reaches_the_contract_and_the_scores(
+    treeward: Command, own_model: Path, write_rows: Write
+) -> None:
+    held_out = write_rows("held_out.jsonl", ROWS)
+    other = [{**row, "prompt": f"And {row['prompt']}"} for row in ROWS]
+    trained_on = write_rows("train.jsonl", other)
+    words = ["calibrate", own_model, "--data", held_out, "--trained-on", trained_on]
+    ended = treeward(*words, "--device", "cpu")
+    assert ended.code == 0, ended.err
+    for name in ("ECE", "ELCE", "ranking score, beta 0.2", "AUROC", "with a temperature"):
+        assert name in ended.out
+    contract = contract_of(own_model)
+    assert contract.spread is not None and contract.calibration is not None
+    assert contract.spread.trained_on.data == "train.jsonl"
+    assert contract.spread.held_out == contract.calibration.provenance
+    [score] = Scorer.load(own_model, device="cpu").score([chat("2 + 3?", "It is 5.")])
+    assert score.spread is not None and score.spread > 0
+    scored = treeward("score", own_model, "--data", held_out, "--device", "cpu")
+    assert '"spreads": [' in scored.out
+    # The constants alone can be fitted again; a contract that is written anew has neither.
+    assert treeward("calibrate", own_model, "--data", held_out, "--device", "cpu").code == 0
+    assert contract_of(own_model).spread == contract.spread
+    again = treeward("verify", own_model, "--write", "--force", "--device", "cpu")
+    assert again.code == 0 and "Its spread is left out" in again.err
+    assert contract_of(own_model).spread is None and "nothing reads the folder" in again.out
+
+
+def test_data_that_cannot_give_a_spread_is_told(
+    treeward: Command, own_model: Path, write_rows: Write
+) -> None:
+    held_out = write_rows("held_out.jsonl", ROWS)
+    words = ["calibrate", own_model, "--data", held_out, "--device", "cpu", "--trained-on"]
+    assert "those that the model was trained on" in treeward(*words, held_out).err
+    assert "not a section" in treeward(*words, "{data_path: [}").err
+    section = "{dataset_name: Bundled, split: validation, no_such_key: 1}"
+    assert "no_such_key" in treeward(*words, section).err

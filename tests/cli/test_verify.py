@@ -166,6 +166,7 @@ PARTS = [
     "precision",
     "activation",
     "weights",
+    "spread",
 ]
 
 

@@ -11,7 +11,6 @@ from treeward.evaluation.label_check.cross_fitting import (
     FeaturePairs,
     cross_fit,
     fit_head,
-    folds_of,
 )
 from treeward.evaluation.label_check.label_numbers import (
     CheckedPairs,
@@ -24,6 +23,7 @@ from treeward.evaluation.label_check.label_numbers import (
 )
 from treeward.evaluation.label_check.label_page import label_sentences
 from treeward.evaluation.label_check.planted_flips import plant_flips
+from treeward.scoring.laplace import folds_of
 
 NUM_PAIRS = 1200
 NUM_FEATURES = 12
@@ -105,7 +105,7 @@ def test_a_head_minimises_its_loss_and_its_spread_is_of_the_hessian(weighted: bo
 
 def test_a_prompt_is_in_one_fold_and_its_labels_do_not_touch_its_margins() -> None:
     pairs, _ = planted()
-    fold_P = folds_of(pairs.prompt_P)
+    fold_P = folds_of(pairs.prompt_P, 5)
     assert (fold_P[::2] == fold_P[1::2]).all()
     assert np.bincount(fold_P).tolist() == [240] * 5
     fitted = cross_fit(pairs)

@@ -26,7 +26,7 @@ from treeward.model.contract import (
     write_contract,
 )
 from treeward.model.reward_model import RewardModel
-from treeward.scoring.ensemble import EnsembleScorer, combine, load_scorer
+from treeward.scoring.ensemble import EnsembleScorer, combine, load_scorer, mixture_spreads
 from treeward.scoring.score import Score
 from treeward.scoring.scorer import Scorer
 
@@ -216,3 +216,48 @@ def test_a_score_is_truncated_if_it_is_for_one_member(scorer: Callable[..., Scor
     members = [scorer(0), scorer(1, max_length=60, truncation="truncate_left")]
     scores = EnsembleScorer(members, RAW).score([LONG, CHATS[0]])
     assert [score.truncated for score in scores] == [True, False]
+
+
+def test_the_spread_of_an_ensemble_is_that_of_the_mixture() -> None:
+    # Draws from the mixture itself: each member as often as any other.
+    values_SM = np.array([[1.0, 3.0, -2.0], [0.0, 0.0, 0.0]])
+    spreads_SM = np.array([[0.5, 2.0, 1.0], [1.0, 1.0, 2.0]])
+    draw = np.random.default_rng(0)
+    member = draw.integers(3, size=200_000)
+    normal = draw.normal(size=200_000)
+    got = mixture_spreads(values_SM, spreads_SM)
+    for row, (values_M, spreads_M) in enumerate(zip(values_SM, spreads_SM, strict=True)):
+        drawn = values_M[member] + spreads_M[member] * normal
+        assert got[row] == pytest.approx(drawn.std(), rel=0.01)
+    constants = ([1.0, 0.0, -1.0], [2.0, 0.5, 4.0])
+    standard = mixture_spreads(values_SM, spreads_SM, constants=constants)
+    scaled_SM = (values_SM - constants[0]) / constants[1]
+    want = np.sqrt((spreads_SM / constants[1]) ** 2 @ np.ones(3) / 3 + scaled_SM.var(axis=1))
+    assert standard == pytest.approx(want)
+    worst = combine(
+        values_SM, "worst", spreads_SM=spreads_SM, spread_penalty=0.5, constants=constants
+    )
+    by_member = scaled_SM - 0.5 * spreads_SM / np.array(constants[1])
+    assert worst == pytest.approx(by_member.min(axis=1))
+
+
+def test_members_with_a_spread_give_the_ensemble_one(
+    spread_folder: Path, folders: list[Path]
+) -> None:
+    alone = Scorer.load(spread_folder, device="cpu").score(CHATS)
+    twice = EnsembleConfig(method="worst", standardize=False, spread_penalty=0.5)
+    models = (str(spread_folder), str(spread_folder))
+    scores = load_scorer(ScoringConfig(models=models, ensemble=twice), device="cpu").score(CHATS)
+    for score, member in zip(scores, alone, strict=True):
+        assert member.score is not None and member.spread is not None
+        assert score.spread == pytest.approx(member.spread, rel=1e-5)
+        assert score.score == pytest.approx(member.score - 0.5 * member.spread, abs=1e-5)
+        assert score.members == pytest.approx([member.score] * 2, abs=1e-5)
+    # Where one member has none there is no spread of the whole, and no penalty on it.
+    mixed = (str(spread_folder), str(folders[0]))
+    section = ScoringConfig(models=mixed, ensemble=RAW)
+    assert [s.spread for s in load_scorer(section, device="cpu").score(CHATS[:2])] == [None, None]
+    with pytest.raises(ConfigError, match="members whose scores have a spread"):
+        load_scorer(ScoringConfig(models=mixed, ensemble=twice), device="cpu")
+    with pytest.raises(ConfigError, match="worst, of which it is a part"):
+        EnsembleConfig(method="mean", spread_penalty=0.5)

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import messages
 import pytest
+from families import tiny_model
+from signed import signed
 
-from treeward.config.scoring import RewardShapingConfig
+from treeward import RewardModelEnvironment
+from treeward.config.scoring import RewardShapingConfig, ScoringConfig
 from treeward.data.conversation import AnyConversation
 from treeward.errors import ConfigError, ModelError
 from treeward.model.contract import (
+    ESTIMATE_MEANING,
     CalibratedTemperature,
+    HeadContract,
     LengthCurve,
     NormalizationConstants,
     RewardCalibration,
 )
 from treeward.scoring.score import OnError, Reward, Score
-from treeward.scoring.shaping import RewardScorer, Shaper
+from treeward.scoring.scorer import Scorer
+from treeward.scoring.shaping import RewardScorer, Shaper, load_shaper
 
 CURVE = LengthCurve(
     lengths=(10, 20, 40), values=(-1.0, 1.0, 2.0), residual_mean=0.25, residual_std=0.5
@@ -114,6 +121,45 @@ def test_a_missing_score_stays_missing() -> None:
             "the score is not finite: nan",
             "too long",
         ]
+
+
+def test_a_spread_is_taken_off_in_the_units_of_the_score() -> None:
+    keys = {"spread_penalty": 0.5, "temperature": 2.0, "normalize_rewards": True}
+    made = shaper(**keys, reward_mean=1.0, reward_std=0.25)
+    [got] = values(made.shape([Score(5.0, spread=3.0)], [chat("x")]))
+    assert got == pytest.approx(((5.0 - 0.5 * 3.0) / 2.0 - 1.0) / 0.25)
+    # A score without a spread would else be the best reward of its group.
+    [missing] = made.shape([Score(5.0)], [chat("x")])
+    assert missing.value is None and missing.error is not None and "no spread" in missing.error
+    [unasked] = shaper(temperature=2.0).shape([Score(5.0)], [chat("x")])
+    assert unasked.value == 2.5
+
+
+def test_a_penalty_on_a_spread_works_wherever_models_are_shaped_or_is_refused_at_the_start(
+    spread_folder: Path, model_folder: Path, tmp_path: Path, tiny_tokenizer: Any
+) -> None:
+    heads = [HeadContract(name=name, meaning=ESTIMATE_MEANING, weight=0.5) for name in "ab"]
+    hf = tiny_model("llama", num_labels=2)
+    signed(tmp_path / "two", tiny_tokenizer, hf, heads=heads, max_length=256)
+    chats = [chat("Four."), chat("Five, of course!")]
+    for folder in (spread_folder, tmp_path / "two"):
+        section = {"model_name": str(folder), "reward_shaping": {"spread_penalty": 0.5}}
+        rewards = RewardModelEnvironment(section).rewards(chats, [{}, {}])
+        for got, score in zip(rewards, Scorer.load(folder).score(chats), strict=True):
+            assert score.score is not None and score.spread is not None and score.spread > 0
+            assert got.value == pytest.approx(score.score - 0.5 * score.spread, abs=1e-5)
+            assert got.components["spread"] == pytest.approx(score.spread, abs=1e-5)
+    with pytest.raises(ConfigError, match="needs scores that have a spread"):
+        RewardModelEnvironment(
+            {"model_name": str(model_folder), "reward_shaping": {"spread_penalty": 0.5}}
+        )
+    other = ScoringConfig(
+        models=(str(spread_folder),),
+        head_weights=(2.0,),
+        shaping=RewardShapingConfig(spread_penalty=1.0),
+    )
+    with pytest.raises(ConfigError, match="other weights of heads"):
+        load_shaper(other)
 
 
 # --- rewards in the place of scores ---------------------------------------------------------------

@@ -55,7 +55,7 @@ def test_all_numbers_equal_a_loop_over_pairs() -> None:
     draw = np.random.default_rng(0)
     margin_P = draw.normal(scale=2.0, size=500)
     spread_P = draw.uniform(0.1, 3.0, size=500)
-    got = metrics.spread_metrics(margin_P, spread_P, temperature=1.7)
+    got = metrics.spread_metrics(margin_P, spread_P, np.full(500, 1.7))
 
     bins: dict[str, dict[int, list[tuple[float, float]]]] = {"mean": {}, "low": {}, "high": {}}
     nll = 0.0
@@ -88,5 +88,5 @@ def test_all_numbers_equal_a_loop_over_pairs() -> None:
 
 
 def test_a_pair_with_equal_features_is_no_surer_than_any() -> None:
-    got = metrics.spread_metrics(np.array([0.0, 1.0, -1.0]), np.array([0.0, 2.0, 1.0]), 1.0)
+    got = metrics.spread_metrics(np.array([0.0, 1.0, -1.0]), np.array([0.0, 2.0, 1.0]), np.ones(3))
     assert got.auroc_sureness == pytest.approx(0.5)

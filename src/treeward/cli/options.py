@@ -207,6 +207,13 @@ def model_section(text: str, where: str = "MODEL") -> dict[str, Any]:
     # No folder and no name of the hub begins with a brace.
     if not text.lstrip().startswith("{"):
         return {"models": [text]}
+    return section_of(text, where, example="{models: [A, B], ensemble: worst}")
+
+
+def section_of(
+    text: str, where: str, example: str = "{data_path: FILE, split: train}"
+) -> dict[str, Any]:
+    """A section in YAML, in braces. Raises `ConfigError` for other text, with an `example`."""
     import yaml
 
     try:
@@ -218,7 +225,7 @@ def model_section(text: str, where: str = "MODEL") -> dict[str, Any]:
             "the text in braces is not a section",
             where=where,
             got=text,
-            need="YAML, as {models: [A, B], ensemble: worst}",
+            need=f"YAML, as {example}",
         )
     return section
 

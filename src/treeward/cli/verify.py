@@ -207,6 +207,7 @@ def _write(
     """Score the golden conversations here, and write a contract with them."""
     from treeward.model.contract import CONTRACT_FILE, read_contract
     from treeward.model.pretrained import choose_device
+    from treeward.model.spread import refit
     from treeward.scoring.golden import sign_folder
 
     path = folder / CONTRACT_FILE
@@ -243,3 +244,5 @@ def _write(
             "Its calibration is left out: treeward calibrate %s --data FILE fits a new one.",
             folder,
         )
+    if before is not None and before.spread is not None:
+        logger.warning("Its spread is left out: %s fits a new one.", refit(folder))

@@ -45,13 +45,14 @@ class RenderedConversation:
 
 @dataclass(frozen=True, slots=True)
 class ServerScore:
-    """A server's numbers for one conversation, its count of tokens, and the hash of the contract
-    that it reports.
+    """A server's numbers for one conversation, its count of tokens, the hash of the contract that it
+    reports, and the spread of the score.
     """
 
     values: Sequence[float | None]
     num_tokens: int | None = None
     contract: str | None = None
+    spread: float | None = None
 
 
 class Dialect(abc.ABC):
@@ -93,7 +94,10 @@ class TreewardDialect(Dialect):
         for row in _by_index(response["data"]):
             # 0 tokens are those of a conversation that failed.
             num_tokens = row["num_tokens"] or None
-            scores.append(ServerScore([row["score"]], num_tokens=num_tokens, contract=contract))
+            score = ServerScore(
+                [row["score"]], num_tokens=num_tokens, contract=contract, spread=row.get("spread")
+            )
+            scores.append(score)
         return scores
 
 

@@ -36,6 +36,7 @@ from treeward.scoring.diagnosis import (
     Verification,
     compare_rows,
     diagnose,
+    diagnose_spreads,
     verification,
 )
 
@@ -314,8 +315,8 @@ class _Replay:
         # The first difference is the cause, so what comes after it says nothing.
         if verdict.state == "differs":
             return
-        # After the contract and the files.
-        for part in PARTS[2:]:
+        # After the contract and the files, and before the spread.
+        for part in PARTS[2:-1]:
             # The server did not use its own.
             is_unused = part == "template" and self.form != "messages"
             is_unused = is_unused or (part == "tokens" and self.form == "tokens")
@@ -323,3 +324,13 @@ class _Replay:
                 yield Check(part, "not checked", f"conversations were sent as {self.form}")
             else:
                 yield Check(part, "equal", "the scores are equal")
+        yield self._spread()
+
+    def _spread(self) -> Check:
+        """The check of the spreads, where the contract and the dialect have them."""
+        if self.contract.spread is None:
+            return Check("spread", "equal", "none")
+        if self.dialect != "treeward":
+            return Check("spread", "not checked", f"{self.dialect} does not send it")
+        spreads = [answer.spread for answer in self.answers]
+        return diagnose_spreads(self.contract, spreads, dtype=self.dtype)

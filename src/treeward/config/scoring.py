@@ -53,6 +53,9 @@ class LengthPenaltyConfig(Strict):
 class RewardShapingConfig(Strict):
     """How scores become rewards. As it stands, it changes nothing."""
 
+    spread_penalty: NonNegativeFloat = 0.0
+    """c of score - c * spread: how much a score loses for each unit of its spread, for a model whose
+    scores have one."""
     length_calibration: bool = False
     """Subtract the score that length alone predicts, by the curve that `treeward calibrate` has
     fitted."""
@@ -113,9 +116,20 @@ class EnsembleConfig(Strict):
     times the variance)."""
     uncertainty_coefficient: NonNegativeFloat = 0.5
     """Deduction for a unit of variance between members, with `method: uncertainty`."""
+    spread_penalty: NonNegativeFloat = 0.0
+    """c of min (score - c * spread), with `method: worst`, for members whose scores have a
+    spread."""
     standardize: bool = True
     """Bring each member to mean 0 and deviation 1 first, by its calibration (`treeward
     calibrate`)."""
+
+    def check(self) -> None:
+        if self.spread_penalty > 0 and self.method != "worst":
+            raise self.error(
+                "spread_penalty method",
+                "method: worst, of which it is a part",
+                "reward_shaping.spread_penalty is for the spread of the whole ensemble",
+            )
 
 
 def _section_of_method(raw: Any) -> Any:

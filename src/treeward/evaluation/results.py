@@ -94,7 +94,7 @@ class Diagnostic:
 Outcome = Literal["right", "wrong", "tie", "failed"]
 
 _NUMBERS = ("scores", "lengths", "num_tokens", "errors")
-_OPTIONAL = ("heads", "judgements", "steps")
+_OPTIONAL = ("heads", "spreads", "judgements", "steps")
 """The fields of a scored example that its row has; the optional ones if they are not empty."""
 
 
@@ -105,9 +105,10 @@ class ScoredExample:
 
     `lengths`: characters of each completion's last message. `num_tokens`: of each scored
     conversation. `heads`: for each completion the values of the model's heads by name, where the
-    example has grades of such names, or the components of an environment's reward. `judgements`:
-    what a judge wrote of each completion. `steps`: of each completion, the probabilities that its
-    steps are right, for a process reward model.
+    example has grades of such names, or the components of an environment's reward. `spreads`: of
+    each score, where the model has one. `judgements`: what a judge wrote of each completion.
+    `steps`: of each completion, the probabilities that its steps are right, for a process reward
+    model.
     """
 
     example: Preference
@@ -116,6 +117,7 @@ class ScoredExample:
     num_tokens: tuple[int, ...]
     errors: tuple[str | None, ...] = ()
     heads: tuple[Mapping[str, float], ...] = ()
+    spreads: tuple[float | None, ...] = ()
     judgements: tuple[str | None, ...] = ()
     steps: tuple[Sequence[float], ...] = ()
 
@@ -202,6 +204,9 @@ def _scored(
     # A row has these fields only where one of its completions has something there.
     if not any(heads):
         heads = []
+    spreads = [score.spread for score in scores]
+    if all(spread is None for spread in spreads):
+        spreads = []
     judgements = [score.judgement for score in scores]
     if not any(judgements):
         judgements = []
@@ -219,6 +224,7 @@ def _scored(
         num_tokens=tuple(num_tokens),
         errors=tuple(errors),
         heads=tuple(heads),
+        spreads=tuple(spreads),
         judgements=tuple(judgements),
         steps=tuple(steps),
     )

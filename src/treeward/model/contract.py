@@ -356,6 +356,11 @@ class ScoringContract(Strict):
             return raw
         return {key: value for key, value in raw.items() if key != "reward_shaping"}
 
+    def check(self) -> None:
+        has_golden = all(example.spread is not None for example in self.golden)
+        if self.spread is not None and not has_golden:
+            raise self.error("spread golden", "a spread for each golden conversation")
+
     @property
     def has_estimates(self) -> bool:
         """Whether the heads are several estimates of one score, whose spread means something."""

@@ -61,6 +61,24 @@ _ANSWER_BEGINS = {
 2."""
 
 
+class HiddenReader(nn.Module):
+    """Reads `num_values` numbers from each last hidden state beside the head, float32 (N,
+    num_values)."""
+
+    num_values: int
+
+
+class Features(HiddenReader):
+    """The head's input itself."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.num_values = num_features
+
+    def forward(self, hidden_ND: Tensor) -> Tensor:
+        return hidden_ND.float()
+
+
 def mlp(sizes: Sequence[int], *between: Callable[[], nn.Module]) -> nn.Sequential:
     """Linear layers of these sizes, with these modules between two of them."""
     modules: list[nn.Module] = []

@@ -15,9 +15,10 @@ sequences, V rows of values, D hidden size, H heads.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -27,11 +28,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from treeward.errors import ModelError
+from treeward.model.heads import HiddenReader
 from treeward.model.side_by_side import can_divide, divided, side_by_side
 from treeward.model.wrapped import Layout, WrappedModel
 from treeward.tree.batch import Batch, Movable, RowBatch, TreeBatch
 from treeward.tree.plan import order_of_parts, plan_sequences, split_group
-from treeward.tree.prefix import MIN_PREFIX_TOKENS, Prefix, PrefixCache
+from treeward.tree.prefix import (
+    MIN_PREFIX_TOKENS,
+    Prefix,
+    PrefixCache,
+    by_known_beginning,
+    known_beginnings,
+)
 from treeward.tree.token_tree import TokenIds, common_prefix_length
 
 DEFAULT_BATCH_TOKENS = 4096
@@ -71,12 +79,14 @@ class RewardModel(WrappedModel):
     def __init__(self, hf: PreTrainedModel, *, layout: Layout = "tree") -> None:
         super().__init__(hf, layout=layout)
         self.num_computed_tokens = 0
-        """Tokens that `score_tokens` has computed so far."""
+        """Tokens that `read_tokens` has computed so far."""
         self.num_row_tokens = 0
         """Tokens of the same sequences as plain rows."""
         self.num_known_tokens = self.num_embeddings
         """Tokens whose embeddings come from the checkpoint; a row added for padding is never
         scored."""
+        self.beside: HiddenReader | None = None
+        """What `heads` reads from the last hidden states beside the values of the head."""
         self.padding_token: int | None = None
         """For a decoder that is read as in plain transformers: the token to cut off the end of
         sequences."""
@@ -220,8 +230,9 @@ class RewardModel(WrappedModel):
         return self._heads(batch)[:, 0].clone()  # no view: FSDP puts a hook on it
 
     def heads(self, batch: Batch | FeatureBatch) -> Tensor:
-        """The value of each of the H heads, float32 (V, H), in the order of the batch's groups. One
-        row for each sequence, or of a process reward model one for each step."""
+        """The value of each of the H heads, float32 (V, H), in the order of the batch's groups, and
+        then what `beside` reads. One row for each sequence, or of a process reward model one for
+        each step."""
         return self._heads(batch)
 
     def features(self, batch: Batch | FeatureBatch) -> Tensor:
@@ -247,10 +258,15 @@ class RewardModel(WrappedModel):
     def _heads(self, batch: Batch | FeatureBatch) -> Tensor:
         # Apart from `heads`, around which FSDP puts the hooks that it puts around `forward`.
         if self.layout == "encoder" and isinstance(batch, RowBatch):
-            return self._encoder_logits(batch)
+            if self.beside is None:
+                return self._encoder_logits(batch)
+            hidden_SD, values_SH = self._encoder_read(batch)
+            return torch.cat([values_SH, self.beside(hidden_SD)], dim=1)
         hidden_ND, index_R = self._read(batch)
         # Before the index: a place at which several sequences end is computed once.
         values_NH = self.head_values(hidden_ND)
+        if self.beside is not None:
+            values_NH = torch.cat([values_NH, self.beside(hidden_ND)], dim=1)
         return values_of_reads(self.head, values_NH.index_select(0, index_R))
 
     def _read(self, batch: Batch | FeatureBatch) -> tuple[Tensor, Tensor]:
@@ -264,16 +280,16 @@ class RewardModel(WrappedModel):
         if isinstance(batch, FeatureBatch):
             hidden_RD = batch.features_SKD.flatten(0, 1)
         else:
-            hidden_RD = self._encoder_hidden(batch)
+            hidden_RD, _ = self._encoder_read(batch)
         return hidden_RD, torch.arange(len(hidden_RD), device=hidden_RD.device)
 
     def _encoder_logits(self, batch: RowBatch) -> Tensor:
         logits: Tensor = self.hf(input_ids=batch.tokens_SL, attention_mask=batch.mask_SL).logits
         return logits.float()
 
-    def _encoder_hidden(self, batch: RowBatch) -> Tensor:
-        """The inputs of an encoder's head, (S, D): the pooled state, or the first token's. Raises
-        `ModelError` for a head that reads more."""
+    def _encoder_read(self, batch: RowBatch) -> tuple[Tensor, Tensor]:
+        """The inputs of an encoder's head, (S, D): the pooled state, or the first token's; and its
+        values, (S, H). Raises `ModelError` for a head that reads more."""
         inputs: list[Tensor] = []
         hook = self.head.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
         try:
@@ -290,9 +306,30 @@ class RewardModel(WrappedModel):
                 got=type(self.head).__name__,
                 fix="set policy.reward_model_cfg.freeze_backbone=false",
             )
-        return hidden_SD
+        return hidden_SD, values_SH
 
-    def score_tokens(
+    @contextlib.contextmanager
+    def reading(self, beside: HiddenReader | None) -> Iterator[None]:
+        """A context in which `read_tokens` reads this beside the values of the head."""
+        before = self.beside
+        self.beside = beside
+        try:
+            yield
+        finally:
+            self.beside = before
+
+    @property
+    def num_columns(self) -> int:
+        """The values of a row of `read_tokens`."""
+        if self.beside is None:
+            return self.num_heads
+        return self.num_heads + self.beside.num_values
+
+    def score_tokens(self, sequences: Sequence[TokenIds], **limits: Any) -> Tensor:
+        """The values of the heads, float32 (V, H): `read_tokens` without what is `beside` them."""
+        return self.read_tokens(sequences, **limits)[:, : self.num_heads]
+
+    def read_tokens(
         self,
         sequences: Sequence[TokenIds],
         *,
@@ -301,9 +338,9 @@ class RewardModel(WrappedModel):
         cache: PrefixCache | None = None,
         prompt_lengths: Sequence[int] | None = None,
     ) -> Tensor:
-        """Values of token sequences, each a whole conversation: float32 (V, H) on the CPU, in
-        order. One row for each sequence, or of a process reward model one for each of its steps
-        (`num_values`).
+        """What is read of token sequences, each a whole conversation: the values of the heads, and
+        then of `beside`, float32 (V, num_columns) on the CPU, in order. One row for each sequence,
+        or of a process reward model one for each of its steps (`num_values`).
 
         `max_tokens`: of a forward pass, counted after sharing; `max_sequences`: of a forward pass;
         not both None. `cache`: holds beginnings of earlier calls, and keeps the first
@@ -316,14 +353,14 @@ class RewardModel(WrappedModel):
         # cannot be.
         is_sharded = self.compute_device is not None
         with torch.no_grad() if is_sharded else torch.inference_mode():
-            values: list[Tensor] = [torch.empty(0, self.num_heads)] * len(sequences)
+            values: list[Tensor] = [torch.empty(0, self.num_columns)] * len(sequences)
             share = self.layout == "tree"
             if not share or (cache is not None and cache.max_bytes == 0):
                 cache = None
             num_known: list[int] | None = None
             cached: list[Prefix | None] = []
             if cache is not None:
-                num_known, cached = _known_beginnings(cache, sequences, read_at)
+                num_known, cached = known_beginnings(cache, sequences, read_at)
             for groups in plan_sequences(
                 sequences,
                 max_tokens=max_tokens,
@@ -332,7 +369,7 @@ class RewardModel(WrappedModel):
                 num_cached=num_known,
             ):
                 if cache is not None and num_known is not None:
-                    groups = _by_known_beginning(sequences, num_known, groups)
+                    groups = by_known_beginning(sequences, num_known, groups)
 
                 def compute(part: Sequence[Sequence[int]]) -> _Computed:
                     with torch.no_grad() if is_sharded else torch.inference_mode():
@@ -365,10 +402,10 @@ class RewardModel(WrappedModel):
                 if not values_of_sequence.isfinite().all():
                     values[i] = self.heads(self.make_batch([[sequences[i]]])).cpu()
             # The first is for no sequences at all.
-            return torch.cat([torch.empty(0, self.num_heads), *values])
+            return torch.cat([torch.empty(0, self.num_columns), *values])
 
     def num_values(self, ids: TokenIds) -> int:
-        """How many rows of `score_tokens` a sequence has: one, or of a process reward model one for
+        """How many rows of `read_tokens` a sequence has: one, or of a process reward model one for
         each step."""
         if reads_each(self.head) is not None:
             return 1
@@ -528,40 +565,6 @@ def values_of_reads(head: nn.Module, values_RH: Tensor) -> Tensor:
         combined: Tensor = gate.combine(values_RH)
         return combined
     return values_RH
-
-
-def _known_beginnings(
-    cache: PrefixCache, sequences: Sequence[TokenIds], read_at: Sequence[Sequence[int]]
-) -> tuple[list[int], list[Prefix | None]]:
-    """How many of each sequence's first tokens need not be computed, and what is known of them.
-
-    They are cached ones before the first that is read: no value is kept for a cached token, only
-    what others attend to.
-    """
-    num_known = []
-    cached: list[Prefix | None] = []
-    for ids, positions in zip(sequences, read_at, strict=True):
-        length = cache.match(ids, most=min(positions, default=0))
-        num_known.append(length)
-        # Fetched already here: what the first forward passes of a call keep may drop it from the
-        # cache before a later one reads it.
-        cached.append(cache.get(ids, length) if length else None)
-    return num_known, cached
-
-
-def _by_known_beginning(
-    sequences: Sequence[TokenIds], num_known: Sequence[int], groups: Sequence[Sequence[int]]
-) -> list[list[int]]:
-    """The groups in parts by the cached beginnings, so that each part continues one prefix."""
-    all_parts: list[list[int]] = []
-    for group in groups:
-        # By the tokens themselves: two sequences of a group may continue different entries.
-        parts: dict[bytes, list[int]] = {}
-        for i in group:
-            prefix = np.asarray(sequences[i][: num_known[i]], dtype=np.int64)
-            parts.setdefault(prefix.tobytes(), []).append(i)
-        all_parts.extend(parts.values())
-    return all_parts
 
 
 def check_finite(values: Sequence[float], name: str, num_tokens: int) -> None:

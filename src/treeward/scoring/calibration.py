@@ -67,6 +67,46 @@ class _Scored:
     length: int
 
 
+class DataLog:
+    """What was read of a set of comparisons, for its provenance. `num_conversations`, `num_failed`:
+    completions with and without a score."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.num_comparisons = 0
+        self.num_conversations = 0
+        self.num_failed = 0
+        self._digest = hashlib.sha256()
+
+    def add(self, preference: Preference) -> None:
+        """Count a comparison, in the order of the set."""
+        # Of the comparisons, and not of the file: an ensemble's members must be calibrated on the
+        # same data, in whatever file it lies.
+        row = preference_to_dict(preference)
+        self._digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
+        self.num_comparisons += 1
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the comparisons so far."""
+        return self._digest.hexdigest()
+
+    def provenance(self) -> CalibrationProvenance:
+        """What was read so far."""
+        name = self.name
+        if PurePath(name).is_absolute():
+            name = PurePath(name).name  # a contract is published: no paths of this machine
+        return CalibrationProvenance(
+            data=name,
+            fingerprint=self.fingerprint,
+            num_comparisons=self.num_comparisons,
+            num_conversations=self.num_conversations,
+            num_failed=self.num_failed,
+            treeward_version=VERSION,
+            date=datetime.now(UTC).date().isoformat(),
+        )
+
+
 def calibrate(
     scorer: PreparedScorer,
     preferences: Iterable[Preference],
@@ -81,21 +121,16 @@ def calibrate(
     """
     scored: list[_Scored] = []
     errors: list[str] = []
-    num_comparisons = 0
-    digest = hashlib.sha256()
+    log = DataLog(name)
     remaining = iter(preferences)
     while chunk := list(islice(remaining, _COMPARISONS_AT_ONCE)):
         places = []
         conversations = []
         for preference in chunk:
-            # Of the comparisons, and not of the file: an ensemble's members must be calibrated on
-            # the same data, in whatever file it lies.
-            row = preference_to_dict(preference)
-            digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
             for completion in preference.completions:
-                places.append((num_comparisons, completion.rank))
+                places.append((log.num_comparisons, completion.rank))
                 conversations.append(preference.conversation(completion))
-            num_comparisons += 1
+            log.add(preference)
         results = scorer.score(conversations, on_error="mask")
         for result, place, conversation in zip(results, places, conversations, strict=True):
             if result.score is None:
@@ -103,7 +138,9 @@ def calibrate(
                 continue
             group, rank = place
             scored.append(_Scored(group, rank, result.score, len(last_text(conversation))))
-    _check(scored, errors, num_comparisons, name)
+    log.num_conversations = len(scored)
+    log.num_failed = len(errors)
+    _check(scored, errors, log.num_comparisons, name)
     logger.info("Fitting the constants to %d scores.", len(scored))
     scores = np.array([completion.score for completion in scored], dtype=np.float64)
     lengths = np.array([completion.length for completion in scored], dtype=np.float64)
@@ -124,22 +161,11 @@ def calibrate(
             name=f"{name}, beside the length curve",
         )
         curve = curve.model_copy(update={"residual_temperature": residual_temperature})
-    provenance_name = name
-    if PurePath(name).is_absolute():
-        provenance_name = PurePath(name).name  # a contract is published: no paths of this machine
     return RewardCalibration(
         normalization=NormalizationConstants(mean=float(scores.mean()), std=float(scores.std())),
         length_curve=curve,
         temperature=fit_temperature(scores[better] - scores[worse], name=name),
-        provenance=CalibrationProvenance(
-            data=provenance_name,
-            fingerprint=digest.hexdigest(),
-            num_comparisons=num_comparisons,
-            num_conversations=len(scored),
-            num_failed=len(errors),
-            treeward_version=VERSION,
-            date=datetime.now(UTC).date().isoformat(),
-        ),
+        provenance=log.provenance(),
     )
 
 

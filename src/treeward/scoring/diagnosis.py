@@ -29,9 +29,10 @@ Part = Literal[
     "precision",
     "activation",
     "weights",
+    "spread",
 ]
 PARTS: tuple[Part, ...] = get_args(Part)
-"""What is compared, in the order in which a score is made."""
+"""What is compared, in the order in which a score is made, and last how sure it is."""
 
 
 class _KnownMistake(NamedTuple):
@@ -280,6 +281,31 @@ def diagnose(
         got=f"{got[worst]:.6g} for the conversation {examples[worst].name!r}",
         need=f"{need[worst]:.6g} within {tolerance:.1e}",
     )
+
+
+def diagnose_spreads(
+    contract: ScoringContract, spreads: Sequence[float | None], *, dtype: Dtype = "float32"
+) -> Check:
+    """One check of the spreads of the golden conversations, of a contract that has them."""
+    assert contract.spread is not None
+    tolerance = contract.spread.tolerance.of(dtype)
+    largest = 0.0
+    for example, spread in zip(contract.golden, spreads, strict=True):
+        need = example.spread
+        assert need is not None
+        # Written so that NaN differs.
+        if spread is None or not abs(spread - need) <= tolerance:
+            return Check(
+                "spread",
+                "differs",
+                "the spreads differ, and the scores do not",
+                got=f"{spread} for the conversation {example.name!r}",
+                need=f"{need:.6g} within {tolerance:.1e}",
+                fix=restore(f"{contract.spread.file} and the weights"),
+            )
+        largest = max(largest, abs(spread - need))
+    summary = f"{len(spreads)} spreads equal, largest difference {largest:.1e}"
+    return Check("spread", "equal", summary)
 
 
 def restore(what: str) -> str:

@@ -4,6 +4,7 @@
     scorer = load_scorer(ScoringConfig(models=models, ensemble=ensemble))
     score = scorer.score([conversation])[0]
     score.score, score.members        # the combined score, and the score of each member
+    score.spread                      # of the mixture, where all members have one
 
 Each member renders and scores with its own tokenizer, template and weights. Their scores are
 z-scored first with fixed constants: no score depends on the rest of the call. A conversation that
@@ -28,6 +29,7 @@ from treeward.config.scoring import EnsembleConfig, EnsembleMethod, ScoringConfi
 from treeward.data.conversation import AnyConversation
 from treeward.errors import ConfigError, TreewardError
 from treeward.model.contract import ScoringContract, read_contract
+from treeward.model.spread import refit
 from treeward.scoring.score import OnError, Score
 from treeward.scoring.scorer import Prepared, PreparedScorer, Scorer
 
@@ -37,14 +39,17 @@ def combine(
     method: EnsembleMethod = "mean",
     *,
     uncertainty_coefficient: float = 0.5,
+    spreads_SM: ArrayLike | None = None,
+    spread_penalty: float = 0.0,
     constants: tuple[ArrayLike, ArrayLike] | None = None,
 ) -> NDArray[np.float64]:
     """One score for each conversation from those of its members, float64 (S,).
 
     Each row depends on itself alone. `constants`: the mean and the standard deviation of each
-    member (M,); its scores are z-scored with them first.
+    member (M,); its scores are z-scored with them first. `spreads_SM`: of the scores, for
+    `spread_penalty` alone, c.
 
-    mean: R = 1/M sum_m r_m. worst: R = min_m r_m. uncertainty: R = mean_m r_m - lambda Var_m r_m,
+    mean: R = 1/M sum_m r_m. worst: R = min_m (r_m - c s_m). uncertainty: R = mean_m r_m - lambda Var_m r_m,
     where lambda is `uncertainty_coefficient` and Var = 1/M sum_m (r_m - mean)^2, of the population.
     Coste et al. 2023 (arXiv 2310.02743, their mean, worst-case and uncertainty-weighted
     optimisation).
@@ -53,12 +58,16 @@ def combine(
     scores_SM = np.asarray(values_SM, dtype=np.float64, order="C")
     has_members = scores_SM.ndim == 2 and scores_SM.shape[1] > 0
     assert has_members, f"got shape {scores_SM.shape}, need (conversations, members)"
+    stds_M: NDArray[np.float64] | None = None
     if constants is not None:
         means, stds = constants
         means_M = np.asarray(means, dtype=np.float64)
         stds_M = np.asarray(stds, dtype=np.float64)
         scores_SM = (scores_SM - means_M) / stds_M
     if method == "worst":
+        if spread_penalty > 0:
+            assert spreads_SM is not None
+            scores_SM = scores_SM - spread_penalty * _in_units(spreads_SM, stds_M)
         worst_S: NDArray[np.float64] = scores_SM.min(axis=1)
         return worst_S
     means_S: NDArray[np.float64] = scores_SM.mean(axis=1)
@@ -66,6 +75,34 @@ def combine(
         return means_S
     variances_S: NDArray[np.float64] = scores_SM.var(axis=1)
     return means_S - uncertainty_coefficient * variances_S
+
+
+def mixture_spreads(
+    values_SM: ArrayLike,
+    spreads_SM: ArrayLike,
+    *,
+    constants: tuple[ArrayLike, ArrayLike] | None = None,
+) -> NDArray[np.float64]:
+    """The standard deviation of the mixture of the members, float64 (S,), by the law of total
+    variance: Var = 1/M sum_m s_m^2 + Var_m r_m, of scores and spreads that are z-scored first with
+    the `constants` of `combine`."""
+    scores_SM = np.asarray(values_SM, dtype=np.float64)
+    stds_M: NDArray[np.float64] | None = None
+    if constants is not None:
+        stds_M = np.asarray(constants[1], dtype=np.float64)
+        scores_SM = (scores_SM - np.asarray(constants[0], dtype=np.float64)) / stds_M
+    within_S = np.square(_in_units(spreads_SM, stds_M)).mean(axis=1)
+    spreads_S: NDArray[np.float64] = np.sqrt(within_S + scores_SM.var(axis=1))
+    return spreads_S
+
+
+def _in_units(spreads_SM: ArrayLike, stds_M: NDArray[np.float64] | None) -> NDArray[np.float64]:
+    """Spreads in the units of scores that are divided by `stds_M`."""
+    spreads = np.asarray(spreads_SM, dtype=np.float64)
+    if stds_M is None:
+        return spreads
+    divided: NDArray[np.float64] = spreads / stds_M
+    return divided
 
 
 _Constants = tuple[tuple[float, ...], tuple[float, ...]]
@@ -96,6 +133,14 @@ class EnsembleScorer(PreparedScorer):
         assert len(self.names) == num_members, f"{len(self.names)} names for {num_members} members"
         contracts = [member.contract for member in self.members]
         self._constants = _constants(self.config, contracts, self.names)
+        for member, name in zip(self.members, self.names, strict=True):
+            if self.config.spread_penalty > 0 and not member.has_spread:
+                raise ConfigError(
+                    "ensemble.spread_penalty needs members whose scores have a spread",
+                    where=name,
+                    field="ensemble.spread_penalty",
+                    fix=f"fit one: {refit(name)}",
+                )
         self.renderer = self.members[0].renderer
 
     @property
@@ -145,20 +190,31 @@ class EnsembleScorer(PreparedScorer):
         The first member without a score gives the error.
         """
         is_truncated = any(score.truncated for score in scores)
-        # Heads and steps of the first member say nothing about the combined score.
-        joined = replace(scores[0], heads=(), steps=(), truncated=is_truncated)
+        # Heads, steps and spread of the first member say nothing about the combined score.
+        joined = replace(scores[0], heads=(), steps=(), spread=None, truncated=is_truncated)
         members = []
+        spreads = []
         for m, score in enumerate(scores):
             if score.score is None:
                 return replace(joined, score=None, error=f"{self._label(m)}: {score.error}")
             members.append(score.score)
+            if score.spread is not None:
+                spreads.append(score.spread)
+        spread = None
+        member_spreads = None
+        if len(spreads) == len(members):
+            member_spreads = [spreads]
+            [mixed] = mixture_spreads([members], member_spreads, constants=self._constants)
+            spread = float(mixed)
         [combined] = combine(
             [members],
             self.config.method,
             uncertainty_coefficient=self.config.uncertainty_coefficient,
+            spreads_SM=member_spreads,
+            spread_penalty=self.config.spread_penalty,
             constants=self._constants,
         )
-        return replace(joined, score=float(combined), members=tuple(members))
+        return replace(joined, score=float(combined), members=tuple(members), spread=spread)
 
     @contextlib.contextmanager
     def _named(self, m: int) -> Iterator[None]:

@@ -49,12 +49,14 @@ from treeward.model.loading import PAD_TOKEN, load_classifier
 from treeward.model.lora import has_adapters
 from treeward.model.pretrained import DTYPES, has_room, load_tokenizer
 from treeward.model.reward_model import RewardModel, check_finite, stored_heads
+from treeward.model.spread import SpreadReader
 from treeward.model.stored import StoredModel, architecture_of, dtype_of, sha256_of
 from treeward.parallel.mesh import Mesh
 from treeward.parallel.sharding import plain_copy
 from treeward.scoring.combining import score_of, values_of, weighted_heads
 from treeward.scoring.golden_conversations import GOLDEN_CONVERSATIONS
 from treeward.scoring.steps import Steps
+from treeward.tree.token_tree import TokenIds
 from treeward.version import VERSION
 
 logger = logging.getLogger(__name__)
@@ -163,6 +165,7 @@ def sign_exported(
     with _as_saved(model, saved_dtype, mesh, computed=torch.float32) as exact:
         golden = _golden(exact, renderer, heads, steps, may_be_broken=is_checkpoint)
     token_ids = [example.token_ids for example in golden]
+    scores = [example.score for example in golden]
     # Scored again in bfloat16: how far these are off says how much the model amplifies rounding.
     with _as_saved(model, saved_dtype, mesh, computed=torch.bfloat16) as rounded:
         rounded_scores = [score_of(row, heads, steps) for row in values_of(rounded, token_ids)]
@@ -201,7 +204,7 @@ def sign_exported(
                 config=architecture_of(stored.config),
             ),
             golden=golden,
-            tolerance=_tolerance(golden, rounded_scores),
+            tolerance=measured_tolerance(scores, rounded_scores),
             readme_sha256=readme_sha256(folder),
         )
         if not is_checkpoint:
@@ -416,17 +419,27 @@ def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
     return text_sha256(json.dumps(parts, sort_keys=True))
 
 
-def _tolerance(golden: Sequence[GoldenExample], rounded: Sequence[float]) -> ToleranceContract:
-    """How far scores of this model may be off, by how far they are off in bfloat16 (`rounded`).
+def golden_spreads(
+    model: RewardModel, reader: SpreadReader, token_ids: Sequence[TokenIds]
+) -> list[float]:
+    """The spread of each of these conversations."""
+    with model.reading(reader):
+        spreads: list[float] = model.read_tokens(token_ids)[:, -1].tolist()
+    return spreads
+
+
+def measured_tolerance(exact: Sequence[float], rounded: Sequence[float]) -> ToleranceContract:
+    """How far numbers of this model may be off, by how far the golden ones are off in bfloat16
+    (`rounded`).
 
     bfloat16 keeps 8 bits of a number and float32 24, so rounding is 2^16 times coarser, and a model
     amplifies both alike; 2^8 of it are left to other orders of summation, and to other
     conversations than these ten.
     """
-    off = [abs(score - example.score) for score, example in zip(rounded, golden, strict=True)]
+    off = [abs(a - b) for a, b in zip(rounded, exact, strict=True)]
     worst = max(filter(math.isfinite, off), default=0.0)
-    largest = max((abs(example.score) for example in golden), default=1.0)
-    # The floors are for scores that happen to round well: a share of the largest, and a number.
+    largest = max(map(abs, exact), default=1.0)
+    # The floors are for numbers that happen to round well: a share of the largest, and a number.
     return ToleranceContract(
         float32=max(worst / 256, 1e-5 * largest, 1e-7),
         bfloat16=max(8 * worst, 2**-6 * largest, 1e-5),

@@ -49,7 +49,7 @@ def scorer_identity(scorer: ConversationScorer, name: str) -> dict[str, Any]:
     head_weights: object = scorer.head_weights
     if scorer.steps is not None:
         head_weights = scorer.steps.how
-    return {
+    identity = {
         "model": model,
         "truncation": scorer.renderer.truncation,
         "max_length": scorer.renderer.max_length,
@@ -57,6 +57,10 @@ def scorer_identity(scorer: ConversationScorer, name: str) -> dict[str, Any]:
         "head_weights": head_weights,
         "rendering": scorer.renderer.fingerprint,
     }
+    # Rows have the spread beside the score, which the hash of the scores leaves out.
+    if scorer.contract is not None and scorer.contract.spread is not None:
+        identity["spread"] = scorer.contract.spread.sha256
+    return identity
 
 
 def _calibration(scorer: ConversationScorer) -> object:

@@ -44,6 +44,13 @@ def blocks(rows_ND: NDArray[np.float32]) -> Iterator[Floats]:
         yield rows_ND[start : start + _BLOCK].astype(np.float64)
 
 
+def folds_of(prompt_P: NDArray[np.int64], num_folds: int) -> NDArray[np.int64]:
+    """The fold of each pair. Prompts are digests, so their order is random, and it is the same
+    whatever the order of the data; dealt out in that order they make folds of equal size."""
+    _, place_P = np.unique(prompt_P, return_inverse=True)
+    return place_P.astype(np.int64) % num_folds
+
+
 def root_mean_square(squares_D: Floats, num_rows: int) -> Floats:
     """The scale of each feature from its sum of squares; 1 of one that is always 0."""
     scale_D = np.sqrt(squares_D / num_rows)

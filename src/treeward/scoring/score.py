@@ -33,8 +33,10 @@ class Score:
     `score`: float32, or None where there is none; `error` then says why. `num_tokens`: as it was
     scored, or its full length; 0 where it could not be rendered. `truncated`: some of its context
     was cut to make it fit. `heads`: the value of each head, in the model's order, and `head_names`
-    their names; `members`: the score of each model of an ensemble. `spread`: where the heads are
-    estimates of one score, their standard deviation (of the population), in units of the score.
+    their names; `members`: the score of each model of an ensemble. `spread`: how sure the score
+    is, a standard deviation in its units: of heads that are estimates of one score (of the
+    population), or to the average completion by a Laplace approximation of the head; of an
+    ensemble, that of the mixture of its members.
     `steps`: of a process reward model, the probability that each step is right. `judgement`: what a
     judge wrote.
     """

@@ -47,8 +47,9 @@ from treeward.model.contract import (
 )
 from treeward.model.pretrained import DTYPES, choose_device, load_tokenizer
 from treeward.model.reward_model import DEFAULT_BATCH_TOKENS, RewardModel, check_finite
+from treeward.model.spread import read_spread
 from treeward.scoring.combining import head_names_of, head_weights_of, score_of
-from treeward.scoring.diagnosis import Check, diagnose
+from treeward.scoring.diagnosis import Check, diagnose, diagnose_spreads
 from treeward.scoring.score import OnError, Score
 from treeward.scoring.steps import Steps
 from treeward.tree.prefix import PrefixCache, RecentTokens
@@ -272,8 +273,8 @@ class Scorer(PreparedScorer):
         rendering["max_length"] = min(known_limits, default=None)
         head_weights = config.head_weights
         if contract is not None and head_weights is not None:
-            # The calibration was fitted to the score by the contract's weights.
-            contract = contract.model_copy(update={"calibration": None})
+            # Both were fitted to the score by the contract's weights.
+            contract = contract.model_copy(update={"calibration": None, "spread": None})
         elif contract is not None:
             weights = tuple(head.weight for head in contract.heads)
             # The value of one head of weight 1 is the score: None says so.
@@ -287,6 +288,9 @@ class Scorer(PreparedScorer):
             head_weights=head_weights,
             contract=contract,
         )
+        if contract is not None and contract.spread is not None:
+            reader = read_spread(name, contract, loaded.model)
+            scorer.model.beside = reader.to(loaded.model.device)
         if contract is not None and config.check_contract:
             # Whoever asks for another rendering wants other tokens than the golden ones.
             is_rendered_alike = tokenizer is None and not section.rendering
@@ -300,6 +304,11 @@ class Scorer(PreparedScorer):
     @property
     def members(self) -> Sequence[Scorer]:  # type: ignore[override]
         return (self,)
+
+    @property
+    def has_spread(self) -> bool:
+        """Whether each score has a spread."""
+        return self._has_estimates or self.model.beside is not None
 
     def prepare(
         self,
@@ -382,11 +391,12 @@ class Scorer(PreparedScorer):
             num_row_tokens = self.model.num_row_tokens
             token_ids = [example.token_ids for example in contract.golden]
             counts = [self.model.num_values(ids) for ids in token_ids]
-            rows_of_golden = self._values(token_ids).split(counts)
+            values_VX = self._values(token_ids)
             self.model.num_computed_tokens = num_computed_tokens
             self.model.num_row_tokens = num_row_tokens
+            num_heads = self.model.num_heads
             scores = []
-            for rows in rows_of_golden:
+            for rows in values_VX[:, :num_heads].split(counts):
                 values = rows.flatten().tolist()
                 scores.append(score_of(values, contract.heads, contract.steps))
             # Any coarser dtype gets the tolerance that was measured in bfloat16.
@@ -394,6 +404,9 @@ class Scorer(PreparedScorer):
             if self.model.hf.dtype == torch.float32:
                 dtype = "float32"
             check = diagnose(contract, scores, dtype=dtype)
+            if check.state == "equal" and contract.spread is not None:
+                spreads = values_VX[:, num_heads].tolist()
+                check = diagnose_spreads(contract, spreads, dtype=dtype)
         if check.state == "differs":
             command = f"treeward verify {model}"
             raise ModelError(
@@ -424,7 +437,7 @@ class Scorer(PreparedScorer):
         sequences: Sequence[TokenIds],
         prompt_lengths: Sequence[int] | None = None,
     ) -> Tensor:
-        return self.model.score_tokens(
+        return self.model.read_tokens(
             sequences,
             max_tokens=self.batch_tokens,
             max_sequences=self.max_sequences,
@@ -433,7 +446,8 @@ class Scorer(PreparedScorer):
         )
 
     def _score(self, rows: list[list[float]], item: Prepared, on_error: OnError) -> Score:
-        """`rows`: the values of the heads; of a process reward model, one row for each step."""
+        """`rows`: the values of the heads, and the spread where the model reads one beside them; of
+        a process reward model, one row for each step."""
         values = list(chain.from_iterable(rows))
         try:
             check_finite(values, item.name, item.num_tokens)
@@ -444,13 +458,15 @@ class Scorer(PreparedScorer):
         if self.steps is not None:
             score, probabilities = self.steps.score(values)
             return Score(score, item.num_tokens, item.truncated, steps=probabilities)
+        spread = None
+        if self.model.beside is not None:
+            spread = values.pop()
+        elif self._has_estimates:  # else heads are different things, and have no common spread
+            spread = float(np.std(values))
         if self.head_weights is None:
             score = values[0]
         else:
             score = sum(w * x for w, x in zip(self.head_weights, values, strict=True))
-        spread = None
-        if self._has_estimates:  # else heads are different things, and have no common spread
-            spread = float(np.std(values))
         return Score(
             score=score,
             num_tokens=item.num_tokens,

@@ -9,8 +9,8 @@ It is the only code that turns a model's score into a policy's reward.
 
 Each step is off unless the configuration asks for it. The order is fixed:
 
-1. length calibration and length penalty, on the raw score: the curve and the coefficient are in its
-   units;
+1. length calibration, length penalty and spread penalty, on the raw score: the curve, the
+   coefficient and the spread are in its units;
 2. temperature, which turns a score into log-odds;
 3. the sigmoid of log-odds (`preference_score`);
 4. normalisation and clipping, last, because they set the scale and the bounds of the policy's
@@ -33,6 +33,7 @@ from treeward.config.scoring import RewardShapingConfig, ScoringConfig
 from treeward.data.conversation import AnyConversation, last_text
 from treeward.errors import ConfigError, ModelError
 from treeward.model.contract import LengthCurve, RewardCalibration, read_contract
+from treeward.model.spread import refit
 from treeward.scoring.score import ConversationScorer, OnError, Reward, Score
 
 _T = TypeVar("_T")
@@ -114,7 +115,8 @@ class Shaper:
         if not math.isfinite(score.score):
             missing = f"the score is not finite: {score.score}"
             return Reward(None, score, error=score.error or missing)
-        # (r - c(L) - alpha max(0, L - L0)) / T, with the length L in characters: steps 1 and 2.
+        # (r - c(L) - alpha max(0, L - L0) - c s) / T, with the length L in characters and the spread
+        # s: steps 1 and 2.
         shaped = score.score
         length = len(last_text(conversation))
         penalty = self.config.length_penalty
@@ -124,6 +126,13 @@ class Shaper:
             shaped -= float(np.interp(length, self._curve.lengths, self._curve.values))
         if penalty is not None:
             shaped -= penalty.coefficient * max(0.0, length - penalty.threshold)
+        if self.config.spread_penalty > 0:
+            if score.spread is None:
+                # Without its deduction it would be a better reward than all that have one.
+                return Reward(
+                    None, score, error="the score has no spread, which spread_penalty needs"
+                )
+            shaped -= self.config.spread_penalty * score.spread
         shaped /= self._temperature
         if self.config.preference_score:
             # The probability to beat a completion of score 0, by the model of Bradley and Terry.
@@ -190,16 +199,40 @@ class RewardScorer:
 def load_shaper(config: ScoringConfig) -> Shaper | None:
     """The shaper of a section, with the constants of the model's contract; None without shaping.
 
-    Raises `ConfigError` for constants that are needed and missing.
+    Raises `ConfigError` for constants that are needed and missing, and for a penalty on a spread
+    that the scores do not have.
     """
     if config.shaping is None:
         return None
+    if config.shaping.spread_penalty > 0:
+        _check_spreads(config)
     calibration = None
     if not config.has_other_score:  # else the constants of the contract are of another score
         contract = read_contract(config.models[0])
         if contract is not None:
             calibration = contract.calibration
     return Shaper(config.shaping, calibration=calibration)
+
+
+def _check_spreads(config: ScoringConfig) -> None:
+    """Raise `ConfigError` for a model of the section whose scores have no spread."""
+    for name in config.models:
+        contract = read_contract(name)
+        has_spread = contract is not None and contract.has_spread
+        got = "a model without one"
+        if has_spread and contract is not None and config.head_weights is not None:
+            # A Laplace approximation is of the score that the contract's weights make.
+            has_spread = contract.has_estimates
+            got = "other weights of heads than those of the contract"
+        if not has_spread:
+            raise ConfigError(
+                "spread_penalty needs scores that have a spread",
+                where=name,
+                field="reward_shaping.spread_penalty",
+                got=got,
+                fix=f"fit one: {refit(name)}; or train several heads: "
+                "policy.reward_model_cfg.num_heads",
+            )
 
 
 def _fitted(value: _T | None, field: str, what: str) -> _T:

@@ -1,6 +1,6 @@
 """What a spread is worth on pairs whose order is known: numbers of margins and their spreads.
 
-    spread_metrics(margin_P, spread_P, temperature=1.3)     # `SpreadMetrics`, of the contract
+    spread_metrics(margin_P, spread_P, temperature_P)        # `SpreadMetrics`, of the contract
     calibration_error(margin_P)                             # ECE, of both orientations
 
 The numbers and their defaults are those of RewardUQ (2602.24040; its metrics.py, commit 9f86e163):
@@ -29,13 +29,13 @@ BETAS = (0.0, 0.01, 0.2, 1.0)
 """Of the ranking scores: 0 counts shares of the true and of the false pairs, 1 of all pairs."""
 
 
-def spread_metrics(margin_P: Floats, spread_P: Floats, temperature: float) -> SpreadMetrics:
-    """Numbers of margins by themselves, divided by a `temperature`, and with their spreads.
+def spread_metrics(margin_P: Floats, spread_P: Floats, temperature_P: Floats) -> SpreadMetrics:
+    """Numbers of margins by themselves, divided by a temperature, and with their spreads.
 
-    `temperature`: fitted on other pairs. A spread that is the same for all pairs does no more than
+    `temperature_P`: fitted on other pairs. A spread that is the same for all pairs does no more than
     a temperature, which is why both stand side by side.
     """
-    cooled_P = margin_P / temperature
+    cooled_P = margin_P / temperature_P
     moderated_P = moderated(margin_P, spread_P)
     lower_P = margin_P - BOUND * spread_P
     upper_P = margin_P + BOUND * spread_P

@@ -37,6 +37,7 @@ from treeward.model.export import HTTP_ERROR
 from treeward.model.loading import load_classifier
 from treeward.model.pretrained import check_local, choose_device, load_tokenizer
 from treeward.model.reward_model import RewardModel, stored_heads
+from treeward.model.spread import SPREAD_FOLDER, read_spread, refit
 from treeward.model.stored import StoredModel, architecture_of, dtype_of, sha256_of
 from treeward.scoring.combining import score_of, values_of
 from treeward.scoring.diagnosis import (
@@ -46,11 +47,17 @@ from treeward.scoring.diagnosis import (
     Verification,
     compare_rows,
     diagnose,
+    diagnose_spreads,
     failed,
     restore,
     verification,
 )
-from treeward.scoring.golden import HASH_DIGITS, exact_scoring, tokenizer_sha256
+from treeward.scoring.golden import (
+    HASH_DIGITS,
+    exact_scoring,
+    golden_spreads,
+    tokenizer_sha256,
+)
 
 _PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 _RESTORE_CONFIG = restore("config.json")
@@ -129,6 +136,8 @@ def verify(
         checks.append(compare_rows("precision", _precision(contract, stored, heads), about))
         verdict = diagnose(contract, scores, dtype=computed)
         checks.append(_weights(contract, stored, heads, verdict))
+        part = "spread"
+        checks.append(_spread(contract, stored, model, computed))
     except TreewardError as error:
         # Without this part the later ones cannot be compared.
         checks.append(failed(part, error))
@@ -386,6 +395,41 @@ def _weights(
         fix = "restore the folder; if it is whole, compare the versions of torch and transformers"
         return replace(verdict, part="weights", summary=summary, fix=fix)
     return verdict
+
+
+def _spread(
+    contract: ScoringContract, stored: StoredModel, model: RewardModel, dtype: Dtype
+) -> Check:
+    """The check of how sure a score is. Raises `ModelError` for a file that cannot be used."""
+    folder = stored.folder
+    if contract.spread is None:
+        about = "none"
+        if contract.has_estimates:
+            about = "the deviation of the heads"
+        if (folder / SPREAD_FOLDER).is_dir():
+            # As after `verify --write`: a new contract has nothing that was fitted to an older one.
+            about += f"; nothing reads the folder {SPREAD_FOLDER}, which the contract does not name"
+        return Check("spread", "equal", about)
+    _, head = stored.split(stored_heads(model.hf))
+    head_sha256 = sha256_of(head)
+    if head_sha256 != contract.spread.head_sha256:
+        return Check(
+            "spread",
+            "differs",
+            "the head was changed after the spread was fitted",
+            got=f"a head of SHA-256 {head_sha256[:HASH_DIGITS]}",
+            need=contract.spread.head_sha256[:HASH_DIGITS],
+            fix=f"{_RESTORE_WEIGHTS}, or fit it again: {refit(folder)}",
+        )
+    reader = read_spread(folder, contract, model).to(model.device)
+    token_ids = [example.token_ids for example in contract.golden]
+    with exact_scoring(model):
+        spreads = golden_spreads(model, reader, token_ids)
+    check = diagnose_spreads(contract, spreads, dtype=dtype)
+    if check.state == "equal":
+        about = f"{contract.spread.file}, of {contract.spread.num_pairs} pairs; {check.summary}"
+        return replace(check, summary=about)
+    return check
 
 
 def _first_difference(observed: Sequence[Any], expected: Sequence[Any]) -> int:

@@ -285,3 +285,37 @@ class RecentTokens:
 
 def _tokens(key: bytes) -> np.ndarray:
     return np.frombuffer(key, dtype=">i8")
+
+
+def known_beginnings(
+    cache: PrefixCache, sequences: Sequence[TokenIds], read_at: Sequence[Sequence[int]]
+) -> tuple[list[int], list[Prefix | None]]:
+    """How many of each sequence's first tokens need not be computed, and what is known of them.
+
+    They are cached ones before the first that is read: no value is kept for a cached token, only
+    what others attend to.
+    """
+    num_known = []
+    cached: list[Prefix | None] = []
+    for ids, positions in zip(sequences, read_at, strict=True):
+        length = cache.match(ids, most=min(positions, default=0))
+        num_known.append(length)
+        # Fetched already here: what the first forward passes of a call keep may drop it from the
+        # cache before a later one reads it.
+        cached.append(cache.get(ids, length) if length else None)
+    return num_known, cached
+
+
+def by_known_beginning(
+    sequences: Sequence[TokenIds], num_known: Sequence[int], groups: Sequence[Sequence[int]]
+) -> list[list[int]]:
+    """The groups in parts by the cached beginnings, so that each part continues one prefix."""
+    all_parts: list[list[int]] = []
+    for group in groups:
+        # By the tokens themselves: two sequences of a group may continue different entries.
+        parts: dict[bytes, list[int]] = {}
+        for i in group:
+            prefix = np.asarray(sequences[i][: num_known[i]], dtype=np.int64)
+            parts.setdefault(prefix.tobytes(), []).append(i)
+        all_parts.extend(parts.values())
+    return all_parts

@@ -15,6 +15,7 @@ from serving.dialects.conftest import CHATS, KINDS, Served
 from signed import signed
 
 from treeward import RewardClient, RewardModelEnvironment
+from treeward.client.verification import verify_server
 from treeward.config.scoring import RewardShapingConfig
 from treeward.losses import Heads
 from treeward.scoring.scorer import Scorer
@@ -73,6 +74,21 @@ def test_the_spread_of_heads_is_in_our_own_dialect_and_its_client(
     environment = RewardModelEnvironment({"model_name": url})
     [reward] = environment.rewards(CHATS[:1], [{}])
     assert reward.components["spread"] == pytest.approx(pstdev(reward.score.heads), abs=CLOSE)
+
+
+def test_a_spread_is_in_our_own_dialect_and_verified_there(
+    spread_folder: Path, make_service: Any, serve_on_loopback: Any
+) -> None:
+    url = serve_on_loopback(make_service(models=[{"model": str(spread_folder), "device": "cpu"}]))
+    want = Scorer.load(spread_folder, device="cpu").score(CHATS)
+    got = RewardClient(url).score(CHATS)
+    spreads = [score.spread for score in want]
+    assert None not in spreads
+    assert [score.spread for score in got] == pytest.approx(spreads, abs=CLOSE)
+    result = verify_server(spread_folder, url)
+    assert result.equal and "spreads equal" in result.checks[-1].summary
+    foreign = verify_server(spread_folder, url, dialect="vllm")
+    assert foreign.equal and foreign.checks[-1].state == "not checked"
 
 
 ASK = [{"role": "user", "content": "2 + 2?"}]

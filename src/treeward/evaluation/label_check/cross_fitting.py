@@ -26,6 +26,7 @@ from treeward.scoring.laplace import (
     Floats,
     Posterior,
     blocks,
+    folds_of,
     root_mean_square,
     weighted_products,
 )
@@ -79,13 +80,6 @@ class Head:
 
     def spreads(self, differences_PD: NDArray[np.float32]) -> Floats:
         return self.posterior.spreads(differences_PD)
-
-
-def folds_of(prompt_P: NDArray[np.int64], num_folds: int = NUM_FOLDS) -> NDArray[np.int64]:
-    """The fold of each pair. Prompts are digests, so their order is random, and it is the same
-    whatever the order of the data; dealt out in that order they make folds of equal size."""
-    _, place_P = np.unique(prompt_P, return_inverse=True)
-    return place_P.astype(np.int64) % num_folds
 
 
 def cross_fit(
