@@ -99,6 +99,7 @@ benchmark: env-dev
 	$(BIN)/python benchmarks/two_processes.py
 	$(BIN)/python benchmarks/labels.py
 	$(BIN)/python benchmarks/wrong_labels.py
+	$(BIN)/python benchmarks/spread.py
 	$(BIN)/python benchmarks/process_tokens.py
 
 benchmark-gpu: env-dev

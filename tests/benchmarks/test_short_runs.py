@@ -28,6 +28,7 @@ SHORT = {
     "rubrics.py": "--size tiny --prompts 1 --completions 2 --criteria 2 --rounds 1",
     "labels.py": "--size tiny --steps 2 --seeds 1 --rounds 1",
     "wrong_labels.py": "--rows 120 --steps 2 --seeds 2 --shares 0.2",
+    "spread.py": "--seeds 1 --steps 4 --comparisons 40",
     "process_tokens.py": "--problems 2",
     "check_data.py": "--rows 300",
     "soak.py": "--minutes 0.1 --clients 8",

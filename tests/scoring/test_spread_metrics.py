@@ -80,6 +80,8 @@ def test_all_numbers_equal_a_loop_over_pairs() -> None:
     assert got.ece_spread == pytest.approx(error("mean", 0))
     assert got.elce == pytest.approx(error("low", 1))
     assert got.euce == pytest.approx(error("high", -1))
+    # The bounds of a pair the other way round are the mirror image of its own.
+    assert got.euce == pytest.approx(got.elce)
     sure = np.abs(margin_P) > spread_P / 2
     assert got.confident_true == pytest.approx(np.mean(sure & (margin_P > 0)))
     assert got.confident_false == pytest.approx(np.mean(sure & (margin_P < 0)))

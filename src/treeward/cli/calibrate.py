@@ -227,8 +227,8 @@ def _spread_table(spread: SpreadContract) -> str:
             cooled: metrics.auroc_margin,
             spread_out: metrics.auroc_sureness,
         },
-        {title: "ELCE", spread_out: metrics.elce},
-        {title: "EUCE", spread_out: metrics.euce},
+        # Of both orientations of each pair EUCE is the same number.
+        {title: "ELCE, EUCE", spread_out: metrics.elce},
         {title: "confident and right", spread_out: metrics.confident_true},
         {title: "confident and wrong", spread_out: metrics.confident_false},
     ]

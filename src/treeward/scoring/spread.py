@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
@@ -67,6 +67,16 @@ class FittedSpread:
 
 
 @dataclass(frozen=True, slots=True)
+class _ReadComparison:
+    """What the head reads of a comparison's completions, and makes of it. `prompt`: a digest.
+    `rows`: of each completion the score, and then the features."""
+
+    prompt: int
+    ranks: list[int] = field(default_factory=list)
+    rows: list[NDArray[np.float32]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
 class _PairBlock:
     """The ordered pairs of some comparisons, as the head reads them.
 
@@ -109,26 +119,28 @@ def fit_spread(
     held_out_log = DataLog(names[1])
     blocks = list(_read_pairs(scorer, held_out, held_out_log))
     margin_P = np.concatenate([np.zeros(0), *(block.margin_P for block in blocks)])
-    num_prompts = len({prompt for block in blocks for prompt in block.prompt_P.tolist()})
-    _check_pairs(len(margin_P), num_prompts - 1, held_out_log)
+    prompt_P = np.concatenate([np.zeros(0, dtype=np.int64), *(block.prompt_P for block in blocks)])
+    # Half of the prompts chooses, and half is measured.
+    _check_pairs(len(margin_P), len(np.unique(prompt_P)) - 1, held_out_log)
     if trained_log.fingerprint == held_out_log.fingerprint:
         raise DataError(
             "the held-out comparisons are those that the model was trained on",
             where=names[1],
             need="comparisons of other prompts, which say how large the spread must be",
         )
-    prompt_P = np.concatenate([block.prompt_P for block in blocks])
     differences_PD = np.concatenate([block.differences_PD for block in blocks])
     spreads = [curvature.posterior(penalty).spreads(differences_PD) for penalty in PENALTIES]
     spread_LP = np.stack(spreads)
-    metrics = _held_out_metrics(margin_P, spread_LP, folds_of(prompt_P, 2))
+    metrics = held_out_metrics(margin_P, spread_LP, prompt_P)
     penalty = PENALTIES[_likeliest(margin_P, spread_LP)]
-    if penalty in (PENALTIES[0], PENALTIES[-1]):
+    if penalty == PENALTIES[0]:
         logger.warning(
-            "The prior's precision is at the end of those that are tried, %g: the held-out pairs "
-            "say little about how large the spread should be.",
-            penalty,
+            "The held-out pairs ask for more doubt than a Laplace approximation has with any prior: "
+            "they may be of another kind than what the model was trained on. A temperature may do "
+            "more."
         )
+    if penalty == PENALTIES[-1]:
+        logger.warning("The held-out labels are the likeliest without any spread: it is about 0.")
     whitening_DD = curvature.posterior(penalty).whitening().astype(np.float32)
     mean_D = (sum_D / num_completions).astype(np.float32)
     reader = SpreadReader(torch.from_numpy(whitening_DD), torch.from_numpy(mean_D))
@@ -243,57 +255,70 @@ def _read_pairs(
 ) -> Iterator[_PairBlock]:
     """The pairs of a set, some comparisons at a time. Completions that cannot be scored are counted
     in the log, and left out."""
-    _, num_features = scorer.model.feature_shape
     remaining = iter(preferences)
     while chunk := list(islice(remaining, _COMPARISONS_AT_ONCE)):
-        conversations: list[AnyConversation] = []
-        for preference in chunk:
-            log.add(preference)
-            conversations += preference.conversations
-        prepared = scorer.prepare(conversations, on_error="mask")
-        sequences = [item.ids for item in prepared if item.ids is not None]
-        with scorer.model.reading(Features(num_features)):
-            values_CX = _read(scorer, sequences).numpy()
-        # In the order of `prepared`, of which those without tokens have no row.
-        rows = iter(values_CX)
-        row_of = [None if item.ids is None else next(rows) for item in prepared]
-        differences = [np.zeros((0, num_features), dtype=np.float32)]
-        margins = [np.zeros(0)]
-        weights: list[float] = []
-        prompts: list[int] = []
-        features = [np.zeros((0, num_features), dtype=np.float32)]
-        start = 0
-        for preference in chunk:
-            end = start + len(preference.completions)
-            read_rows = []
-            ranks = []
-            for row, rank in zip(row_of[start:end], preference.ranks, strict=True):
-                if row is not None and np.isfinite(row).all():
-                    read_rows.append(row)
-                    ranks.append(rank)
-            log.num_conversations += len(read_rows)
-            log.num_failed += len(preference.completions) - len(read_rows)
-            start = end
-            if not read_rows:
+        yield _block_of(_read_comparisons(scorer, chunk, log), scorer.model.feature_shape[1])
+
+
+def _read_comparisons(
+    scorer: Scorer, chunk: Sequence[Preference], log: DataLog
+) -> list[_ReadComparison]:
+    """The completions of each comparison that can be scored, in one call."""
+    conversations: list[AnyConversation] = []
+    for preference in chunk:
+        conversations += preference.conversations
+    prepared = scorer.prepare(conversations, on_error="mask")
+    sequences = [item.ids for item in prepared if item.ids is not None]
+    _, num_features = scorer.model.feature_shape
+    with scorer.model.reading(Features(num_features)):
+        rows = iter(_read(scorer, sequences).numpy())
+    # In the order of `prepared`, of which those without tokens have no row.
+    items = iter(prepared)
+    comparisons = []
+    for preference in chunk:
+        read = _ReadComparison(_prompt_of(preference))
+        for rank in preference.ranks:
+            if next(items).ids is None:
                 continue
-            read_CX = np.stack(read_rows)
-            pairs = ranked_pairs([ranks])
-            better_P = pairs.better_P.numpy()
-            worse_P = pairs.worse_P.numpy()
-            scores_C = read_CX[:, 0].astype(np.float64)
-            features_CD = read_CX[:, 1:]
-            features.append(features_CD)
-            differences.append(features_CD[better_P] - features_CD[worse_P])
-            margins.append(scores_C[better_P] - scores_C[worse_P])
-            weights += pairs.weight_P.tolist()
-            prompts += [_prompt_of(preference)] * len(better_P)
-        yield _PairBlock(
-            differences_PD=np.concatenate(differences),
-            margin_P=np.concatenate(margins),
-            weight_P=np.array(weights, dtype=np.float64),
-            prompt_P=np.array(prompts, dtype=np.int64),
-            features_CD=np.concatenate(features),
-        )
+            row_X = next(rows)
+            if np.isfinite(row_X).all():
+                read.ranks.append(rank)
+                read.rows.append(row_X)
+        log.add(preference)
+        log.num_conversations += len(read.rows)
+        log.num_failed += len(preference.completions) - len(read.rows)
+        comparisons.append(read)
+    return comparisons
+
+
+def _block_of(comparisons: Sequence[_ReadComparison], num_features: int) -> _PairBlock:
+    # The first of each list is of no pair: a chunk may have none.
+    differences = [np.zeros((0, num_features), dtype=np.float32)]
+    margins = [np.zeros(0)]
+    features = [np.zeros((0, num_features), dtype=np.float32)]
+    weights: list[float] = []
+    prompts: list[int] = []
+    for read in comparisons:
+        if not read.rows:
+            continue
+        rows_CX = np.stack(read.rows)
+        scores_C = rows_CX[:, 0].astype(np.float64)
+        features_CD = rows_CX[:, 1:]
+        pairs = ranked_pairs([read.ranks])
+        better_P = pairs.better_P.numpy()
+        worse_P = pairs.worse_P.numpy()
+        features.append(features_CD)
+        differences.append(features_CD[better_P] - features_CD[worse_P])
+        margins.append(scores_C[better_P] - scores_C[worse_P])
+        weights += pairs.weight_P.tolist()
+        prompts += [read.prompt] * len(better_P)
+    return _PairBlock(
+        differences_PD=np.concatenate(differences),
+        margin_P=np.concatenate(margins),
+        weight_P=np.array(weights, dtype=np.float64),
+        prompt_P=np.array(prompts, dtype=np.int64),
+        features_CD=np.concatenate(features),
+    )
 
 
 def _read(scorer: Scorer, sequences: Sequence[TokenIds]) -> torch.Tensor:
@@ -329,11 +354,12 @@ def _likeliest(margin_P: Floats, spread_LP: Floats) -> int:
     return int(np.argmin(losses))
 
 
-def _held_out_metrics(
-    margin_P: Floats, spread_LP: Floats, half_P: NDArray[np.int64]
+def held_out_metrics(
+    margin_P: Floats, spread_LP: Floats, prompt_P: NDArray[np.int64]
 ) -> SpreadMetrics:
-    """The numbers of both halves of the prompts, each by the penalty and the temperature that the
-    other half has chosen."""
+    """The numbers of both halves of the prompts, each by the spread (of L) and the temperature that
+    the other half has chosen."""
+    half_P = folds_of(prompt_P, 2)
     spread_P = np.zeros(len(margin_P))
     temperature_P = np.ones(len(margin_P))
     for half in range(2):

@@ -6,7 +6,7 @@
 The numbers and their defaults are those of RewardUQ (2602.24040; its metrics.py, commit 9f86e163):
 20 bins, both orientations of each pair, and bounds of a margin at half a standard deviation below
 and above it. Its own bounds are of two rewards, and add up what both completions share; here the
-spread is that of the margin.
+spread is that of the margin. With both orientations ELCE and EUCE are mirror images, and equal.
 
 Shapes: P pairs, of which the first completion is the better one; N = 2 P with both orientations.
 """
