@@ -21,6 +21,7 @@ from transformers import AutoModelForSequenceClassification
 from treeward.config.scoring import ScoringConfig
 from treeward.data.preference import Preference
 from treeward.errors import DataError, ModelError
+from treeward.evaluation.results import score_examples, scored_from_row, to_row
 from treeward.losses import ranked_pairs
 from treeward.model.contract import CONTRACT_FILE, ESTIMATE_MEANING, HeadContract
 from treeward.model.heads import Features
@@ -253,3 +254,15 @@ def test_an_encoder_has_a_spread(tiny_tokenizer: Any, tmp_path: Path) -> None:
     again = Scorer.load(folder, device="cpu").score_completions(CONTEXT, COMPLETIONS)
     assert [score.score for score in again] == plain
     assert all(score.spread is not None and score.spread > 0 for score in again)
+
+
+def test_an_evaluation_keeps_the_spreads(
+    spread_folder: Path, data: tuple[list[Preference], list[Preference]]
+) -> None:
+    scorer = Scorer.load(spread_folder, device="cpu")
+    [example, *_] = score_examples(scorer, data[1][:2], at_once=2)
+    want = [score.spread for score in scorer.score(data[1][0].conversations)]
+    assert list(example.spreads) == pytest.approx(want, rel=1e-5)
+    row = json.loads(json.dumps(to_row(example)))
+    assert row["spreads"] == pytest.approx(want, rel=1e-5)
+    assert scored_from_row(row, "examples.jsonl:1").spreads == example.spreads

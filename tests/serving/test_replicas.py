@@ -172,12 +172,16 @@ def test_a_replica_that_is_killed_loses_nothing(server: Server) -> None:
 
 
 def test_a_divided_model_gives_the_scores_and_comes_back(
-    served_folder: Path, tmp_path: Path
+    spread_folder: Path, tmp_path: Path
 ) -> None:
     """A replica of two processes, each with a part of the model, of which one is killed."""
-    with serving(served_folder, tmp_path, "--tensor-parallel-size", "2") as server:
-        want = [score.score for score in server.scorer.score(CHATS)]
+    with serving(spread_folder, tmp_path, "--tensor-parallel-size", "2") as server:
+        scores = server.scorer.score(CHATS)
+        want = [score.score for score in scores]
         assert server.scores(CHATS) == pytest.approx(want, abs=CLOSE)
+        rows = server.post("/v1/rewards", {"conversations": CHATS}).json()["data"]
+        spreads = [score.spread for score in scores]
+        assert [row["spread"] for row in rows] == pytest.approx(spreads, rel=1e-4)
         [part] = server.replicas("_Part")
         part.kill()
         # The replica ends when it needs the part, and the front asks the one that Serve starts.
