@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -218,7 +219,10 @@ def test_a_second_fit_replaces_the_first(folder: Path) -> None:
 
 
 def test_a_model_that_cannot_have_one_is_told(
-    tiny_tokenizer: Any, data: tuple[list[Preference], list[Preference]], tmp_path: Path
+    tiny_tokenizer: Any,
+    data: tuple[list[Preference], list[Preference]],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     heads = [HeadContract(name=name, meaning=ESTIMATE_MEANING, weight=0.5) for name in "ab"]
     hf = tiny_model("llama", num_labels=2)
@@ -238,6 +242,9 @@ def test_a_model_that_cannot_have_one_is_told(
         fit_spread(one, data[0], data[0], names=NAMES)
     with pytest.raises(DataError, match="too few"):
         fit_spread(one, data[0], data[1][:1], names=NAMES)
+    with caplog.at_level(logging.WARNING, logger="treeward"):
+        fit_spread(one, data[0], data[0][:20], names=NAMES)
+    assert "prompts that the model was trained on" in caplog.text
     with pytest.raises(ModelError, match="float32"):
         half = Scorer.load(tmp_path / "one", device="cpu", dtype="bfloat16")
         fit_spread(half, *data, names=NAMES)

@@ -10,6 +10,9 @@ from scipy.special import expit
 
 from treeward.scoring import spread_metrics as metrics
 
+ONE = np.zeros(3, dtype=int)
+"""The part of three pairs that are all compared."""
+
 
 def test_calibration_errors_by_hand() -> None:
     # Two pairs with probability 0.9 and 0.7, both right. The other way round they are 0.1 and 0.3,
@@ -47,15 +50,20 @@ def test_the_ranking_score_by_hand() -> None:
 def test_auroc_by_hand() -> None:
     is_true = np.array([True, True, False, True])
     # Of the three true ones two are above the false one, and one ties with it.
-    assert metrics.auroc(np.array([3.0, 2.0, 1.0, 1.0]), is_true) == pytest.approx(2.5 / 3)
-    assert metrics.auroc(np.array([1.0, 2.0]), np.array([True, True])) is None
+    one = np.zeros(4, dtype=int)
+    assert metrics.auroc(np.array([3.0, 2.0, 1.0, 1.0]), is_true, one) == pytest.approx(2.5 / 3)
+    assert metrics.auroc(np.array([1.0, 2.0]), np.array([True, True]), one[:2]) is None
+    # Pairs of another part are not compared: the first beats nothing, and of the three others two
+    # are compared with the false one.
+    parts = np.array([1, 0, 0, 0])
+    assert metrics.auroc(np.array([3.0, 2.0, 1.0, 1.0]), is_true, parts) == pytest.approx(1.5 / 2)
 
 
 def test_all_numbers_equal_a_loop_over_pairs() -> None:
     draw = np.random.default_rng(0)
     margin_P = draw.normal(scale=2.0, size=500)
     spread_P = draw.uniform(0.1, 3.0, size=500)
-    got = metrics.spread_metrics(margin_P, spread_P, np.full(500, 1.7))
+    got = metrics.spread_metrics(margin_P, spread_P, np.full(500, 1.7), np.zeros(500, dtype=int))
 
     bins: dict[str, dict[int, list[tuple[float, float]]]] = {"mean": {}, "low": {}, "high": {}}
     nll = 0.0
@@ -90,5 +98,7 @@ def test_all_numbers_equal_a_loop_over_pairs() -> None:
 
 
 def test_a_pair_with_equal_features_is_no_surer_than_any() -> None:
-    got = metrics.spread_metrics(np.array([0.0, 1.0, -1.0]), np.array([0.0, 2.0, 1.0]), np.ones(3))
+    got = metrics.spread_metrics(
+        np.array([0.0, 1.0, -1.0]), np.array([0.0, 2.0, 1.0]), np.ones(3), ONE
+    )
     assert got.auroc_sureness == pytest.approx(0.5)

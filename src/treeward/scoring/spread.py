@@ -111,10 +111,12 @@ def fit_spread(
     curvature = Curvature(num_features)
     sum_D = np.zeros(num_features)
     num_completions = 0
+    known_prompts: set[int] = set()
     for block in _read_pairs(scorer, trained_on, trained_log):
         curvature.add(block.differences_PD, block.margin_P, block.weight_P)
         sum_D += block.features_CD.sum(axis=0, dtype=np.float64)
         num_completions += len(block.features_CD)
+        known_prompts.update(block.prompt_P.tolist())
     _check_pairs(curvature.num_pairs, 1, trained_log)
     held_out_log = DataLog(names[1])
     blocks = list(_read_pairs(scorer, held_out, held_out_log))
@@ -127,6 +129,13 @@ def fit_spread(
             "the held-out comparisons are those that the model was trained on",
             where=names[1],
             need="comparisons of other prompts, which say how large the spread must be",
+        )
+    num_known = len(known_prompts.intersection(prompt_P.tolist()))
+    if num_known:
+        logger.warning(
+            "%s has %d prompts that the model was trained on: the spread comes out too small.",
+            names[1],
+            num_known,
         )
     differences_PD = np.concatenate([block.differences_PD for block in blocks])
     spreads = [curvature.posterior(penalty).spreads(differences_PD) for penalty in PENALTIES]
@@ -370,4 +379,4 @@ def held_out_metrics(
         temperature = fit_temperature(choosing_P, name="half of the held-out pairs")
         if temperature is not None:
             temperature_P[is_measured_P] = temperature.value
-    return spread_metrics(margin_P, spread_P, temperature_P)
+    return spread_metrics(margin_P, spread_P, temperature_P, half_P)

@@ -1,6 +1,6 @@
 """What a spread is worth on pairs whose order is known: numbers of margins and their spreads.
 
-    spread_metrics(margin_P, spread_P, temperature_P)        # `SpreadMetrics`, of the contract
+    spread_metrics(margin_P, spread_P, temperature_P, half_P)    # `SpreadMetrics`, of the contract
     calibration_error(margin_P)                             # ECE, of both orientations
 
 The numbers and their defaults are those of RewardUQ (2602.24040; its metrics.py, commit 9f86e163):
@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.special import expit
 from scipy.stats import rankdata
 
@@ -29,11 +30,14 @@ BETAS = (0.0, 0.01, 0.2, 1.0)
 """Of the ranking scores: 0 counts shares of the true and of the false pairs, 1 of all pairs."""
 
 
-def spread_metrics(margin_P: Floats, spread_P: Floats, temperature_P: Floats) -> SpreadMetrics:
+def spread_metrics(
+    margin_P: Floats, spread_P: Floats, temperature_P: Floats, part_P: NDArray[np.int64]
+) -> SpreadMetrics:
     """Numbers of margins by themselves, divided by a temperature, and with their spreads.
 
-    `temperature_P`: fitted on other pairs. A spread that is the same for all pairs does no more than
-    a temperature, which is why both stand side by side.
+    `temperature_P`: fitted on other pairs. `part_P`: the part of each pair, by which spreads may
+    have another prior, so that only pairs of one part are compared. A spread that is the same for
+    all pairs does no more than a temperature, which is why both stand side by side.
     """
     cooled_P = margin_P / temperature_P
     moderated_P = moderated(margin_P, spread_P)
@@ -58,8 +62,8 @@ def spread_metrics(margin_P: Floats, spread_P: Floats, temperature_P: Floats) ->
         confident_true=float((lower_P > 0).mean()),
         confident_false=float((upper_P < 0).mean()),
         ranking={f"{beta:g}": ranking_score(margin_P, lower_P, upper_P, beta) for beta in BETAS},
-        auroc_margin=auroc(np.abs(margin_P), is_true_P),
-        auroc_sureness=auroc(sureness_P, is_true_P),
+        auroc_margin=auroc(np.abs(margin_P), is_true_P, part_P),
+        auroc_sureness=auroc(sureness_P, is_true_P, part_P),
     )
 
 
@@ -122,13 +126,18 @@ def _share(part: float, whole: float) -> float:
     return part / whole
 
 
-def auroc(value_P: Floats, is_true_P: np.ndarray) -> float | None:
-    """The chance that a pair in the right order has a larger value than one in the wrong order; a
-    tie is half. None where all are right, or all are wrong."""
-    num_true = int(is_true_P.sum())
-    num_false = len(is_true_P) - num_true
-    if num_true == 0 or num_false == 0:
+def auroc(value_P: Floats, is_true_P: NDArray[np.bool_], part_P: NDArray[np.int64]) -> float | None:
+    """The chance that a pair in the right order has a larger value than one of its part in the
+    wrong order; a tie is half. None where all are right, or all are wrong."""
+    num_above = 0.0
+    num_compared = 0
+    for part in np.unique(part_P):
+        value_N = value_P[part_P == part]
+        is_true_N = is_true_P[part_P == part]
+        num_true = int(is_true_N.sum())
+        # The Mann-Whitney statistic: the true ones' ranks, less what they are among themselves.
+        num_above += rankdata(value_N)[is_true_N].sum() - num_true * (num_true + 1) / 2
+        num_compared += num_true * (len(is_true_N) - num_true)
+    if num_compared == 0:
         return None
-    # The Mann-Whitney statistic.
-    above = rankdata(value_P)[is_true_P].sum() - num_true * (num_true + 1) / 2
-    return float(above / (num_true * num_false))
+    return float(num_above / num_compared)
