@@ -54,8 +54,8 @@ class RewardShapingConfig(Strict):
     """How scores become rewards. As it stands, it changes nothing."""
 
     spread_penalty: NonNegativeFloat = 0.0
-    """c of score - c * spread: how much a score loses for each unit of its spread, for a model whose
-    scores have one."""
+    """c of score - c * spread: how much a score loses for each unit of its spread, for a model
+    whose scores have one."""
     length_calibration: bool = False
     """Subtract the score that length alone predicts, by the curve that `treeward calibrate` has
     fitted."""

@@ -49,10 +49,10 @@ def combine(
     member (M,); its scores are z-scored with them first. `spreads_SM`: of the scores, for
     `spread_penalty` alone, c.
 
-    mean: R = 1/M sum_m r_m. worst: R = min_m (r_m - c s_m). uncertainty: R = mean_m r_m - lambda Var_m r_m,
-    where lambda is `uncertainty_coefficient` and Var = 1/M sum_m (r_m - mean)^2, of the population.
-    Coste et al. 2023 (arXiv 2310.02743, their mean, worst-case and uncertainty-weighted
-    optimisation).
+    mean: R = 1/M sum_m r_m. worst: R = min_m (r_m - c s_m). uncertainty: R = mean_m r_m - lambda
+    Var_m r_m, where lambda is `uncertainty_coefficient` and Var = 1/M sum_m (r_m - mean)^2, of the
+    population. Coste et al. 2023 (arXiv 2310.02743, their mean, worst-case and
+    uncertainty-weighted optimisation).
     """
     # One layout in memory, because the order of a sum depends on it.
     scores_SM = np.asarray(values_SM, dtype=np.float64, order="C")

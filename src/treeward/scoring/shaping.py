@@ -115,8 +115,8 @@ class Shaper:
         if not math.isfinite(score.score):
             missing = f"the score is not finite: {score.score}"
             return Reward(None, score, error=score.error or missing)
-        # (r - c(L) - alpha max(0, L - L0) - c s) / T, with the length L in characters and the spread
-        # s: steps 1 and 2.
+        # (r - c(L) - alpha max(0, L - L0) - c s) / T, with the length L in characters and the
+        # spread s: steps 1 and 2.
         shaped = score.score
         length = len(last_text(conversation))
         penalty = self.config.length_penalty

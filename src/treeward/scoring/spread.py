@@ -144,9 +144,9 @@ def fit_spread(
     penalty = PENALTIES[_likeliest(margin_P, spread_LP)]
     if penalty == PENALTIES[0]:
         logger.warning(
-            "The held-out pairs ask for more doubt than a Laplace approximation has with any prior: "
-            "they may be of another kind than what the model was trained on. A temperature may do "
-            "more."
+            "The held-out pairs ask for more doubt than a Laplace approximation has with any "
+            "prior: they may be of another kind than what the model was trained on. A temperature "
+            "may do more."
         )
     if penalty == PENALTIES[-1]:
         logger.warning("The held-out labels are the likeliest without any spread: it is about 0.")
