@@ -150,7 +150,7 @@ def test_planted_flips_are_found_and_bounded(share: float) -> None:
 
 def test_labels_without_information_are_not_found() -> None:
     # At the seeds 16 and 39 the interval of the accuracy lies above 1/2 by chance.
-    for seed in (0, 1, 2, 16, 39):
+    for seed in (0, 16, 39):
         pairs, _ = planted(0.5, seed)
         result = checked(pairs)
         numbers = numbers_of(pairs)
