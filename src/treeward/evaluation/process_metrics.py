@@ -1,6 +1,8 @@
 """Metrics of process reward models: first errors, and ProcessBench's F1.
 
-    judged = [JudgedSolution(predicted=2, first_error=2), JudgedSolution(predicted=-1, first_error=-1)]
+    found = JudgedSolution(predicted=2, first_error=2)
+    right = JudgedSolution(predicted=-1, first_error=-1)
+    judged = [found, right]
     first_error_accuracy(judged)      # 1.0: in both the first wrong step is found
     process_bench_f1(judged)          # the harmonic mean of the two kinds' accuracies
 
@@ -53,20 +55,29 @@ def first_error_of(labels: Sequence[float], *, is_whole: bool = True) -> int | N
 
 
 def first_error_accuracy(judged: Sequence[JudgedSolution]) -> float:
-    """The share of solutions whose first wrong step, or that there is none, is found exactly; NaN
-    without any."""
+    """The share of solutions whose first wrong step is found exactly, or that are found to have
+    none; NaN without any."""
     if not judged:
         return math.nan
     return fmean(solution.is_found for solution in judged)
 
 
+def accuracies_by_kind(judged: Sequence[JudgedSolution]) -> tuple[float, float]:
+    """`first_error_accuracy` of the solutions with an error, and of those without one."""
+    with_error = []
+    without_error = []
+    for solution in judged:
+        if solution.first_error == -1:
+            without_error.append(solution)
+        else:
+            with_error.append(solution)
+    return first_error_accuracy(with_error), first_error_accuracy(without_error)
+
+
 def process_bench_f1(judged: Sequence[JudgedSolution]) -> float:
     """ProcessBench's F1: the harmonic mean of the accuracy on solutions with an error, where the
     exact index counts, and of the accuracy on those without one. NaN where one kind is missing."""
-    with_error = [solution for solution in judged if solution.first_error != -1]
-    without_error = [solution for solution in judged if solution.first_error == -1]
-    error_accuracy = first_error_accuracy(with_error)
-    right_accuracy = first_error_accuracy(without_error)
+    error_accuracy, right_accuracy = accuracies_by_kind(judged)
     total = error_accuracy + right_accuracy
     if total == 0:
         return 0.0

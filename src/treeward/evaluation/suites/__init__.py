@@ -42,22 +42,25 @@ def published_suites(source: str | None) -> list[tuple[Suite, str | None]]:
     `DataError` for a folder without any.
     """
     copies: dict[str, str] = {}
-    if source is not None:
-        folder = Path(source)
-        if folder.is_dir():
-            copies = {_key(path.name.split(".")[0]): str(path) for path in folder.iterdir()}
-    found: list[tuple[Suite, str | None]] = []
+    if source is not None and Path(source).is_dir():
+        for path in Path(source).iterdir():
+            # Without suffixes: a copy may be a file, as rewardbench.jsonl.gz.
+            stem = path.name.split(".")[0]
+            copies[_key(stem)] = str(path)
+    suites: list[tuple[Suite, str | None]] = []
     missing = []
-    for kind in PUBLISHED:
-        suite = kind()
-        places = (suite.name, suite.hub_path, suite.git_url)
-        names = [_key(place.split("/")[-1]) for place in places if place is not None]
-        copy = next((copies[name] for name in names if name in copies), None)
+    for suite_type in PUBLISHED:
+        suite = suite_type()
+        copy: str | None = None
+        for place in (suite.name, suite.hub_path, suite.git_url):
+            # A clone or a download has the last part of its address as its name.
+            if copy is None and place is not None:
+                copy = copies.get(_key(place.split("/")[-1]))
         if copy is not None or (source is None and suite.hub_path is not None):
-            found.append((suite, copy))
+            suites.append((suite, copy))
         else:
             missing.append(suite.name)
-    if not found:
+    if not suites:
         raise DataError(
             "there is no copy of a published suite here",
             where=source,
@@ -65,10 +68,11 @@ def published_suites(source: str | None) -> list[tuple[Suite, str | None]]:
         )
     if missing:
         logger.warning("Left out, because there is no copy: %s.", ", ".join(missing))
-    return found
+    return suites
 
 
 def _key(name: str) -> str:
+    """A name as people write it, RM-Bench or rm_bench, as the key of `SUITES`."""
     return name.lower().replace("-", "").replace("_", "").replace(" ", "")
 
 

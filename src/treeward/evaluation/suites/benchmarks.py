@@ -10,8 +10,8 @@ lacks a score is wrong in every cell.
 JudgeBench: pairs of which one is objectively right (Tan et al. 2024, arXiv 2410.12784). A judge
 sees each pair in both orders; a reward model's two votes are the same unless its scores tie, so a
 pair is right where the better completion scores higher. The pairs are the 350 that GPT-4o wrote, of
-which the headline is (ScalerLab/JudgeBench at d8740a8; `compute_final_metrics`). Model cards as that
-of Skywork-Reward-V2 have the plain mean of the four categories instead, which is a section here.
+which the headline is (ScalerLab/JudgeBench at d8740a8; `compute_final_metrics`). Model cards such
+as that of Skywork-Reward-V2 have the plain mean of the four categories, which is a section here.
 
 LLMBar: 419 expert comparisons of who follows the instruction (Zeng et al. 2023, arXiv 2310.07641).
 The headline is the plain mean of the sets in the data, the section Adversarial that of its four
@@ -21,8 +21,10 @@ is read from RewardBench's data.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,7 +34,7 @@ from pydantic import BaseModel, Field
 
 from treeward.data.preference import Preference
 from treeward.errors import DataError
-from treeward.evaluation.results import Metric, ScoredExample, SuiteResult, by_subset
+from treeward.evaluation.results import ScoredExample, SuiteResult, by_subset
 from treeward.evaluation.statistics import combined
 from treeward.evaluation.suites.interface import Prompt, Suite, one_of, published_example
 from treeward.evaluation.suites.rewardbench import RewardBench
@@ -41,7 +43,7 @@ from treeward.evaluation.suites.rewardbench import RewardBench
 
 DOMAINS = ("chat", "math", "code", "safety")
 _SUBSETS = ("chat", "math", "code", "safety-refuse", "safety-response")
-# The cells (style of the chosen, style of the rejected) of each.
+# The cells of each difficulty: rows are styles of the chosen, columns styles of the rejected.
 _DIFFICULTIES = {
     "hard": np.triu_indices(3, 1),
     "normal": np.diag_indices(3),
@@ -86,39 +88,35 @@ class RMBench(Suite):
         return published_example(where, row.domain, row.id, row.prompt, texts, ranks)
 
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
-        # By identity: an example has messages, which cannot be hashed.
-        cells = {id(example): self._cells(example) for example in scored}
-
-        def part(name: str, examples: Sequence[ScoredExample], places: Any = ...) -> Metric:
-            """The mean over these places of the cells, by default all of them."""
-
-            def mean_of_cells(example: ScoredExample) -> float:
-                return float(cells[id(example)][places].mean())
-
-            return self.part(name, examples, mean_of_cells)
-
-        domains: dict[str, list[ScoredExample]] = {}
-        for domain in DOMAINS:
-            # The two halves of safety are one domain.
-            examples = [one for one in scored if one.example.task_name.startswith(domain)]
-            if examples:
-                domains[domain] = examples
-        sections = [part(domain, examples) for domain, examples in domains.items()]
+        domains: dict[str, list[ScoredExample]] = defaultdict(list)
+        for example in scored:
+            # The two halves of safety, "safety-refuse" and "safety-response", are one domain.
+            domain, _, _ = example.example.task_name.partition("-")
+            domains[domain].append(example)
+        names = [domain for domain in DOMAINS if domain in domains]
+        sections = [self.part(domain, domains[domain], _share_of_wins) for domain in names]
         overall = combined("overall", sections)
-        for name, places in _DIFFICULTIES.items():
-            of_domains = [part(name, examples, places) for examples in domains.values()]
-            sections.append(combined(name, of_domains))
-        groups = by_subset(scored)
-        subsets = [part(name, groups[name]) for name in _SUBSETS if name in groups]
-        return SuiteResult(self.name, overall, sections=tuple(sections), subsets=tuple(subsets))
+        for difficulty, places in _DIFFICULTIES.items():
+            value = partial(_share_of_wins, places=places)
+            of_domains = [self.part(difficulty, domains[domain], value) for domain in names]
+            sections.append(combined(difficulty, of_domains))
+        subsets = tuple(self.parts(_SUBSETS, scored, _share_of_wins).values())
+        return SuiteResult(self.name, overall, sections=tuple(sections), subsets=subsets)
 
-    def _cells(self, scored: ScoredExample) -> NDArray[np.float64]:
-        """(3, 3): whether the chosen one in style i beats the rejected one in style j."""
-        if scored.failed:
-            return np.zeros((3, 3))
-        chosen, rejected = np.array(scored.scores, dtype=np.float64).reshape(2, 3)
-        # A tie is no win.
-        return (chosen[:, None] > rejected[None, :]).astype(np.float64)
+
+def _share_of_wins(example: ScoredExample, places: Any = ...) -> float:
+    """The mean of the cells at these places, by default of all nine."""
+    return float(_cells(example)[places].mean())
+
+
+def _cells(scored: ScoredExample) -> NDArray[np.float64]:
+    """(3, 3): 1 where the chosen one in style i beats the rejected one in style j, else 0."""
+    if scored.failed:
+        return np.zeros((3, 3))
+    chosen_S, rejected_S = np.array(scored.scores, dtype=np.float64).reshape(2, 3)
+    # A tie is no win.
+    is_win_SS = chosen_S[:, None] > rejected_S[None, :]
+    return is_win_SS.astype(np.float64)
 
 
 # --- JudgeBench -----------------------------------------------------------------------------------
@@ -169,8 +167,8 @@ class JudgeBench(Suite):
         )
 
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
-        groups = by_subset(scored)
-        categories = tuple(self.part(name, groups[name]) for name in CATEGORIES if name in groups)
+        categories = tuple(self.parts(CATEGORIES, scored).values())
+        # What model cards report. The headline is the authors', over all pairs.
         mean = combined("Mean of the categories", categories)
         return SuiteResult(
             self.name,
@@ -211,20 +209,19 @@ class LLMBar(Suite):
         named = []
         for pair in pairs:
             if pair.task_name.startswith("llmbar-"):
-                # As "llmbar-adver-neighbor".
+                # RewardBench writes "llmbar-adver-neighbor", and LLMBar "Neighbor".
                 last_word = pair.task_name.lower().split("-")[-1]
                 named.append(replace(pair, task_name=sets[last_word]))
         return sorted(named, key=lambda pair: SETS.index(pair.task_name))
 
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
-        parts = {name: self.part(name, group) for name, group in by_subset(scored).items()}
-        adversarial = [part for name, part in parts.items() if name in SETS[1:]]
-        sections = []
-        if "Natural" in parts:
-            sections.append(parts["Natural"])
+        groups = by_subset(scored)
+        subsets = tuple(self.part(name, group) for name, group in groups.items())
+        natural = [part for part in subsets if part.name == "Natural"]
+        adversarial = [part for part in subsets if part.name != "Natural"]
+        sections = natural
         if adversarial:
-            sections.append(combined("Adversarial", adversarial))
-        subsets = tuple(parts.values())
+            sections = [*natural, combined("Adversarial", adversarial)]
         return SuiteResult(
             self.name, combined("accuracy", subsets), sections=tuple(sections), subsets=subsets
         )

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -45,7 +45,7 @@ class Suite(ABC):
     git_url: ClassVar[str | None] = None
     """The repository of a suite that is not on the hub."""
     split: ClassVar[str | None] = None
-    """Its split."""
+    """The split of `hub_path`."""
     schema: ClassVar[type[BaseModel]]
     """The schema of its rows."""
     num_published: ClassVar[int | None] = None
@@ -59,8 +59,14 @@ class Suite(ABC):
         for `hub_path`. Raises `DataError` naming file, row and field for data that is not there or
         not in the schema.
         """
-        rows = suite_rows(source, str(self.hub_path), split=self.split)
-        return [self._example(read_as(self.schema, row), row.where) for row in rows]
+        return self._examples(suite_rows(source, str(self.hub_path), split=self.split))
+
+    def _examples(self, rows: Iterable[Row]) -> list[Preference]:
+        """An example of each row."""
+        examples = []
+        for row in rows:
+            examples.append(self._example(read_as(self.schema, row), row.where))
+        return examples
 
     def copy_of(self, source: str | None) -> str:
         """The source of a suite that has no data on the hub.
@@ -85,17 +91,19 @@ class Suite(ABC):
     def summarize(self, scored: Sequence[ScoredExample]) -> SuiteResult:
         """The suite's numbers; values are None where there is nothing to compute them from."""
         result = self._compute(scored)
-        if scored and not any(self.is_measured(example) for example in scored):
-            # Nothing was scored, which is no accuracy of 0 %.
-            nothing: dict[str, Any] = {"value": None, "low": None, "high": None}
-            note = "Nothing was scored, so there is no result."
-            headline = replace(result.headline, note=note, **nothing)
-            sections = [replace(section, **nothing) for section in result.sections]
-            subsets = [replace(subset, **nothing) for subset in result.subsets]
-            result = replace(
-                result, headline=headline, sections=tuple(sections), subsets=tuple(subsets)
-            )
         headline = result.headline
+        sections = result.sections
+        subsets = result.subsets
+        is_any_measured = any(self.is_measured(example) for example in scored)
+        if scored and not is_any_measured:
+            # An example without a score counts as wrong, so the arithmetic has made 0 % of them
+            # all. But a model that could not be asked is not a model that is always wrong.
+            no_value: dict[str, Any] = {"value": None, "low": None, "high": None}
+            note = "Nothing was scored, so there is no result."
+            headline = replace(headline, note=note, **no_value)
+            sections = tuple(replace(section, **no_value) for section in sections)
+            subsets = tuple(replace(subset, **no_value) for subset in subsets)
+        # A part of the data, as of `--limit`, has another mean than the whole.
         if self.num_published not in (None, headline.count):
             note = (
                 f"These are {headline.count} of {self.num_published} examples: not comparable with "
@@ -108,6 +116,8 @@ class Suite(ABC):
         return replace(
             result,
             headline=headline,
+            sections=sections,
+            subsets=subsets,
             num_examples=len(scored),
             num_failed=sum(example.failed for example in scored),
             num_ties=outcomes.count("tie"),
@@ -141,8 +151,8 @@ class Suite(ABC):
         scored: Sequence[ScoredExample],
         value: Callable[[ScoredExample], float] | None = None,
     ) -> Metric:
-        """A subset by how many of its examples are right, or by another value of each; those of one
-        prompt depend.
+        """The metric of a subset: the share of its examples that are right, or the mean of `value`
+        of each. The interval treats examples of one prompt as dependent.
         """
         if value is None:
             values = [float(example.outcome == "right") for example in scored]
@@ -150,6 +160,21 @@ class Suite(ABC):
             values = [value(example) for example in scored]
         prompts = [example.example.context_key for example in scored]
         return accuracy_metric(values, name, prompts)
+
+    def parts(
+        self,
+        names: Iterable[str],
+        scored: Sequence[ScoredExample],
+        value: Callable[[ScoredExample], float] | None = None,
+    ) -> dict[str, Metric]:
+        """`part` of each of these subsets by its name, in this order; a subset that the data lacks
+        is left out."""
+        groups = by_subset(scored)
+        parts = {}
+        for name in names:
+            if name in groups:
+                parts[name] = self.part(name, groups[name], value)
+        return parts
 
 
 class PreferenceSuite(Suite):
@@ -190,10 +215,12 @@ class PreferenceSuite(Suite):
         ordered = [example for example in scored if len(set(example.example.ranks)) > 1]
         headline = self._pairwise("accuracy", ordered)
         subsets = [self._pairwise(name, group) for name, group in by_subset(ordered).items()]
+        # `SuiteResult.unit` reads it: the headline counts pairs, and not examples.
         details = {"num_pairs": headline.count}
         return SuiteResult(self.name, headline, subsets=tuple(subsets), details=details)
 
     def _pairwise(self, name: str, scored: Sequence[ScoredExample]) -> Metric:
+        """The accuracy over all pairs; a tie and a missing score are wrong."""
         values = []
         prompts = []
         for example in scored:
@@ -218,8 +245,11 @@ def suite_rows(source: str | None, hub_path: str, *, split: str | None) -> Itera
         named = [file for file in files if file_suffix(file.name) in KINDS]
         if named:
             source = str(named[0])
+    # `read_rows` refuses a split that is not in a file's name. A pattern of files has a suffix.
     is_file = source is not None and (os.path.isfile(source) or file_suffix(source) in KINDS)
-    return read_rows(source or hub_path, split=None if is_file else split)
+    if is_file:
+        split = None
+    return read_rows(source or hub_path, split=split)
 
 
 def read_as(schema: type[Schema], row: Row) -> Schema:
@@ -259,8 +289,8 @@ Prompt = Annotated[tuple[dict[str, Any], ...], BeforeValidator(_messages)]
 def published_example(
     where: str, subset: str, id: str | int, prompt: Any, texts: Sequence[str], ranks: Sequence[int]
 ) -> Preference:
-    """An example whose completions are one message each; `id`: the published one, after the
-    subset."""
+    """An example whose completions are one message each. Its id is the subset, and after it the
+    published `id`."""
     completions = []
     for rank, text in zip(ranks, texts, strict=True):
         message = {"role": "assistant", "content": text}

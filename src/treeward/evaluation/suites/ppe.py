@@ -17,6 +17,7 @@ The fields are those that users' loaders read: the authors' repository was not a
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -87,18 +88,18 @@ class PPEPreference(Suite):
         ranks = (0, 1) if row.winner == "model_a" else (1, 0)
         columns = row.model_extra or {}
         kinds = [kind for kind, column in KINDS.items() if columns.get(column) is True]
+        # One subset for all, because a prompt may be of several kinds, and an example is of one
+        # subset.
         example = published_example(where, "all", row.question_id, row.prompt, texts, ranks)
         return replace(example, info={"kinds": kinds})
 
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
-        parts = []
-        for kind in KINDS:
-            of_kind = [one for one in scored if kind in one.example.info["kinds"]]
-            if of_kind:
-                parts.append(self.part(kind, of_kind))
-        return SuiteResult(
-            self.name, self.part("accuracy", scored), sections=tuple(parts), subsets=tuple(parts)
-        )
+        examples_of: dict[str, list[ScoredExample]] = {kind: [] for kind in KINDS}
+        for example in scored:
+            for kind in example.example.info["kinds"]:
+                examples_of[kind].append(example)
+        parts = tuple(self.part(kind, group) for kind, group in examples_of.items() if group)
+        return SuiteResult(self.name, self.part("accuracy", scored), sections=parts, subsets=parts)
 
 
 # --- correctness ----------------------------------------------------------------------------------
@@ -125,13 +126,15 @@ class BestOfKRow(BaseModel):
         Raises `DataError` for other columns than one text for each of the scores, and for a pair
         that is not one of a correct and a wrong response.
         """
-        found: dict[int, Any] = {}
+        by_number: dict[int, Any] = {}
         for name, value in (self.model_extra or {}).items():
             match = _RESPONSE.fullmatch(name)
             if match is not None:
-                found[int(match[1])] = value
-        texts = [found[number] for number in sorted(found)]
-        if len(texts) != len(self.scores) or not all(isinstance(text, str) for text in texts):
+                by_number[int(match[1])] = value
+        # By number and not by name: "response_10" comes before "response_2".
+        texts = [by_number[number] for number in sorted(by_number)]
+        are_texts = all(isinstance(text, str) for text in texts)
+        if len(texts) != len(self.scores) or not are_texts:
             raise DataError(
                 "the row does not have a response for each score",
                 where=where,
@@ -139,14 +142,15 @@ class BestOfKRow(BaseModel):
                 got=f"{len(texts)} responses, {len(self.scores)} scores",
                 need="as many texts response_1, response_2, ... as scores",
             )
-        for pair in self.sampled_conflict_pairs:
-            is_known = all(0 <= index < len(texts) for index in pair)
-            if not is_known or self.scores[pair[0]] == self.scores[pair[1]]:
+        for first, second in self.sampled_conflict_pairs:
+            # Not Python's own error: an index of -1 would be the last response.
+            is_known = 0 <= first < len(texts) and 0 <= second < len(texts)
+            if not is_known or self.scores[first] == self.scores[second]:
                 raise DataError(
                     "this is no pair of a correct and a wrong response",
                     where=where,
                     field="sampled_conflict_pairs",
-                    got=list(pair),
+                    got=[first, second],
                     need="the indices of two responses of which one is correct, from 0",
                 )
         return texts
@@ -173,27 +177,34 @@ class PPECorrectness(Suite):
             hub_path = self.hub_path.format(benchmark)
             for row in suite_rows(place, hub_path, split=self.split):
                 best_of_k = read_as(BestOfKRow, row)
-                examples.append(_correctness_example(benchmark, best_of_k, row.where))
+                texts = best_of_k.responses(row.where)
+                ranks = [int(not is_correct) for is_correct in best_of_k.scores]
+                example = published_example(
+                    row.where, benchmark, best_of_k.question_id, best_of_k.prompt, texts, ranks
+                )
+                # The accuracy is over these pairs alone, and the ranks would give all of them.
+                info = {"pairs": best_of_k.sampled_conflict_pairs}
+                examples.append(replace(example, info=info))
         return examples
 
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
         groups = by_subset(scored)
         parts = []
+        auc: dict[str, float | None] = {}
+        best_of_k: dict[str, Mapping[int, float]] = {}
         for name, group in groups.items():
             part = _accuracy(name, group)
             # The first prompts of a benchmark may have no pairs, which is no accuracy.
             if part.count:
                 parts.append(part)
-        details: dict[str, Any] = {
-            "auc": {name: _mean_auc(group) for name, group in groups.items()},
-            "best_of_k": {name: _best_of_k(group) for name, group in groups.items()},
-        }
+            auc[name] = _mean_auc(group)
+            best_of_k[name] = _best_of_k(group)
         return SuiteResult(
             self.name,
             combined("accuracy", parts),
             sections=tuple(parts),
             subsets=tuple(parts),
-            details=details,
+            details={"auc": auc, "best_of_k": best_of_k},
         )
 
 
@@ -215,6 +226,7 @@ def _places(source: Path) -> dict[str, str]:
             )
         if named:
             places[benchmark] = named[0]
+    # A single file may have any name: it is then a benchmark of its own.
     if not places and source.is_file():
         return {source.stem: str(source)}
     if not places:
@@ -226,21 +238,15 @@ def _places(source: Path) -> dict[str, str]:
     return places
 
 
-def _correctness_example(benchmark: str, row: BestOfKRow, where: str) -> Preference:
-    texts = row.responses(where)
-    ranks = [0 if is_correct else 1 for is_correct in row.scores]
-    example = published_example(where, benchmark, row.question_id, row.prompt, texts, ranks)
-    return replace(example, info={"pairs": row.sampled_conflict_pairs})
-
-
 def _accuracy(name: str, scored: Sequence[ScoredExample]) -> Metric:
     """Over the sampled pairs; a tie and a missing score are wrong."""
     outcomes = []
     prompts = []
     for example in scored:
         ranks = example.example.ranks
-        for pair in example.example.info["pairs"]:
-            correct, wrong = sorted(pair, key=lambda index: ranks[index])
+        for first, second in example.example.info["pairs"]:
+            # The data has the two in either order. Rank 0 is correct.
+            correct, wrong = (first, second) if ranks[first] == 0 else (second, first)
             better = example.scores[correct]
             worse = example.scores[wrong]
             is_right = better is not None and worse is not None and better > worse
@@ -258,8 +264,11 @@ def _mean_auc(scored: Sequence[ScoredExample]) -> float | None:
         if not correct or not wrong:
             continue
         wins = 0.0
-        for score in correct:
-            wins += sum((score > other) + (score == other) / 2 for other in wrong)
+        for score, other in itertools.product(correct, wrong):
+            if score > other:
+                wins += 1.0
+            elif score == other:
+                wins += 0.5
         areas.append(wins / (len(correct) * len(wrong)))
     return fmean(areas) if areas else None
 
@@ -268,28 +277,34 @@ def _best_of_k(scored: Sequence[ScoredExample]) -> Mapping[int, float]:
     """For k = 1, 2, 4, ... how often the highest score among the first k answers is that of a
     correct one; joint maxima share it. Answers without a score are never chosen."""
     curve: dict[int, float] = {}
-    most = min(len(example.scores) for example in scored)
+    # The same prompts stand behind every k.
+    fewest_answers = min(len(example.scores) for example in scored)
     k = 1
-    while k <= most:
+    while k <= fewest_answers:
         shares = []
         for example in scored:
-            known = []
-            for score, rank in zip(example.scores[:k], example.example.ranks[:k], strict=True):
-                if score is not None:
-                    known.append((score, rank == 0))
-            best = max((score for score, _ in known), default=None)
-            chosen = [is_correct for score, is_correct in known if score == best]
-            shares.append(fmean(chosen) if chosen else 0.0)
+            correct, wrong = _by_correctness(example, k)
+            if not correct and not wrong:
+                shares.append(0.0)
+                continue
+            highest = max(correct + wrong)
+            num_right = correct.count(highest)
+            num_chosen = num_right + wrong.count(highest)
+            shares.append(num_right / num_chosen)
         curve[k] = fmean(shares)
         k *= 2
     return curve
 
 
-def _by_correctness(example: ScoredExample) -> tuple[list[float], list[float]]:
-    """The scores of the correct and of the wrong answers that have one."""
+def _by_correctness(
+    example: ScoredExample, first: int | None = None
+) -> tuple[list[float], list[float]]:
+    """The scores of the correct and of the wrong answers that have one, among the first so many;
+    None: among all."""
     correct = []
     wrong = []
-    for score, rank in zip(example.scores, example.example.ranks, strict=True):
+    ranks = example.example.ranks
+    for score, rank in zip(example.scores[:first], ranks[:first], strict=True):
         if score is None:
             continue
         if rank == 0:

@@ -13,6 +13,7 @@ A step is called wrong where its probability is below 1/2, the more probable of 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,7 +26,7 @@ from treeward.data.preference import Preference
 from treeward.errors import DataError
 from treeward.evaluation.process_metrics import (
     JudgedSolution,
-    first_error_accuracy,
+    accuracies_by_kind,
     first_wrong,
     process_bench_f1,
 )
@@ -33,7 +34,6 @@ from treeward.evaluation.results import Metric, ScoredExample, SuiteResult, by_s
 from treeward.evaluation.suites.interface import (
     Suite,
     published_example,
-    read_as,
     suite_rows,
 )
 
@@ -70,7 +70,7 @@ class ProcessBench(Suite):
             rows = []
             for subset in SUBSETS:
                 rows += suite_rows(None, str(self.hub_path), split=subset)
-        return [self._example(read_as(self.schema, row), row.where) for row in rows]
+        return self._examples(rows)
 
     def _example(self, row: Any, where: str) -> Preference:
         if row.label >= len(row.steps):
@@ -87,9 +87,11 @@ class ProcessBench(Suite):
         prompt = ({"role": "user", "content": row.problem},)
         example = published_example(where, subset, row.id, prompt, ["\n\n".join(steps)], [0])
         info = {"first_error": row.label, "num_steps": len(row.steps)}
+        # The published id has its subset already, as "gsm8k-12".
         return replace(example, id=row.id, info=info)
 
     def is_measured(self, example: ScoredExample) -> bool:
+        # A solution is one completion: it has probabilities of steps, and no pairs.
         return bool(_probabilities(example))
 
     def chance(self, part: str | None = None) -> float | None:
@@ -97,22 +99,19 @@ class ProcessBench(Suite):
 
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
         parts: list[Metric] = []
+        f1_of_subsets: list[float] = []
         accuracies: dict[str, Mapping[str, float]] = {}
         for name, group in by_subset(scored).items():
             judged = [_judged(example) for example in group]
-            # NaN, where one kind of solutions is missing, is no number of a report.
             f1 = process_bench_f1(judged)
-            if f1 == f1:
+            # NaN, where one kind of solutions is missing, is no number of a report.
+            if not math.isnan(f1):
+                f1_of_subsets.append(f1)
                 parts.append(Metric(name, f1, count=len(group)))
-            with_error = [solution for solution in judged if solution.first_error != -1]
-            without_error = [solution for solution in judged if solution.first_error == -1]
-            accuracies[name] = {
-                "error": first_error_accuracy(with_error),
-                "correct": first_error_accuracy(without_error),
-            }
-        if parts:
-            values = [part.value for part in parts if part.value is not None]
-            headline = Metric("F1", fmean(values), count=len(scored))
+            error_accuracy, right_accuracy = accuracies_by_kind(judged)
+            accuracies[name] = {"error": error_accuracy, "correct": right_accuracy}
+        if f1_of_subsets:
+            headline = Metric("F1", fmean(f1_of_subsets), count=len(scored))
         else:
             note = "No subset has solutions with an error and solutions without one."
             headline = Metric("F1", None, count=len(scored), note=note)
@@ -126,10 +125,12 @@ class ProcessBench(Suite):
 
 
 def _probabilities(example: ScoredExample) -> Sequence[float]:
-    """Those of the steps; none where the model has not read exactly the solution's steps."""
+    """The probabilities that the steps are right; none where the model has not read exactly the
+    solution's steps."""
     if not example.steps:
         return ()
-    [probabilities] = example.steps
+    [probabilities] = example.steps  # a solution is one completion
+    # As where a step is blank, which no model reads: the label would count other steps.
     if len(probabilities) != example.example.info["num_steps"]:
         return ()
     return probabilities
@@ -140,5 +141,6 @@ def _judged(example: ScoredExample) -> JudgedSolution:
     first_error = example.example.info["first_error"]
     probabilities = _probabilities(example)
     if not probabilities:
+        # No label is -2, so this is wrong for every label.
         return JudgedSolution(predicted=-2, first_error=first_error)
     return JudgedSolution(first_wrong(probabilities), first_error)

@@ -28,9 +28,9 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field
 
 from treeward.data.preference import Preference
-from treeward.data.sources import read_rows
+from treeward.data.sources import Row, read_rows
 from treeward.errors import DataError
-from treeward.evaluation.results import Metric, ScoredExample, SuiteResult, by_subset
+from treeward.evaluation.results import ScoredExample, SuiteResult, by_subset
 from treeward.evaluation.statistics import combined
 from treeward.evaluation.suites.interface import (
     Prompt,
@@ -85,6 +85,7 @@ class RMB(Suite):
         # Absolute: the folders above a file say of which part its rows are.
         folder = Path(self.copy_of(source)).absolute()
         files = [] if folder.is_dir() else [folder]
+        # The repository has other JSON beside the two sets.
         for file in sorted(folder.rglob("*.json")):
             if {"Pairwise_set", "BoN_set"} & set(file.parts):
                 files.append(file)
@@ -98,30 +99,35 @@ class RMB(Suite):
         examples = []
         for file in files:
             for row in read_rows(str(file)):
-                if "bon_best" in row.values:
-                    best = read_as(BestAnswer, row)
-                    texts = [best.bon_best.answer, *(one.answer for one in best.loser_list)]
-                    id = best.bon_uid
-                    prompt = best.conversation_input
-                    kind = "best of n"
-                else:
-                    pair = read_as(PairOfAnswers, row)
-                    texts = [pair.chosen.answer, pair.reject.answer]
-                    id = pair.pair_uid
-                    prompt = pair.conversation_input
-                    kind = "pairs"
-                ranks = [0] + [1] * (len(texts) - 1)
-                part = f"{_goal(file)}, {kind}"
-                examples.append(published_example(row.where, part, id, prompt, texts, ranks))
+                examples.append(self._example_of(file, row))
         return examples
 
+    def _example_of(self, file: Path, row: Row) -> Preference:
+        """The example of a row of either set; the first of its texts is the better one."""
+        if "bon_best" in row.values:
+            best = read_as(BestAnswer, row)
+            texts = [best.bon_best.answer]
+            texts += [loser.answer for loser in best.loser_list]
+            id = best.bon_uid
+            prompt = best.conversation_input
+            kind = "best of n"
+        else:
+            pair = read_as(PairOfAnswers, row)
+            texts = [pair.chosen.answer, pair.reject.answer]
+            id = pair.pair_uid
+            prompt = pair.conversation_input
+            kind = "pairs"
+        ranks = [0] + [1] * (len(texts) - 1)
+        part = f"{_goal(file)}, {kind}"
+        return published_example(row.where, part, id, prompt, texts, ranks)
+
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
-        groups = by_subset(scored)
-        parts = tuple(self.part(name, groups[name]) for name in PARTS if name in groups)
+        parts = tuple(self.parts(PARTS, scored).values())
         return SuiteResult(self.name, combined("accuracy", parts), sections=parts, subsets=parts)
 
     def chance(self, part: str | None = None) -> float | None:
-        """None where one answer stands against several, whose number differs, and of the mean."""
+        """None where one answer stands against several, because their number differs, and of the
+        headline, which has such parts."""
         if part is None or part.endswith("best of n"):
             return None
         return 0.5
@@ -170,20 +176,21 @@ class InstructionRow(BaseModel):
 
     def edges(self, where: str) -> list[tuple[int, int]]:
         """The indices of the better and the worse response of each edge."""
-        places = {one.response_id: number for number, one in enumerate(self.responses)}
+        indices = {response.response_id: i for i, response in enumerate(self.responses)}
         edges = []
         for edge in self.preference_graph:
-            ends = (edge.chosen.response_id, edge.rejected.response_id)
-            unknown = [end for end in ends if end not in places]
-            if unknown:
-                raise DataError(
-                    "an edge of the graph has a response that the row lacks",
-                    where=where,
-                    field="preference_graph",
-                    got=unknown[0],
-                    need=f"one of {', '.join(map(str, places))}",
-                )
-            edges.append((places[ends[0]], places[ends[1]]))
+            better = edge.chosen.response_id
+            worse = edge.rejected.response_id
+            for response_id in (better, worse):
+                if response_id not in indices:
+                    raise DataError(
+                        "an edge of the graph has a response that the row lacks",
+                        where=where,
+                        field="preference_graph",
+                        got=response_id,
+                        need=f"one of {', '.join(map(str, indices))}",
+                    )
+            edges.append((indices[better], indices[worse]))
         return edges
 
 
@@ -209,35 +216,40 @@ class IFRewardBench(Suite):
                 need="data/if_rewardbench.json, as the repository has it",
                 fix=f"git clone {self.git_url}",
             )
-        rows = suite_rows(str(files[0]), "", split=None)
-        return [self._example(read_as(InstructionRow, row), row.where) for row in rows]
+        return self._examples(suite_rows(str(files[0]), "", split=None))
 
     def _example(self, row: InstructionRow, where: str) -> Preference:
         edges = row.edges(where)
-        texts = [one.response for one in row.responses]
+        texts = [response.response for response in row.responses]
+        # The suite counts edges; ranks are for what compares completions, as the diagnostics.
         ranks = _depths(len(texts), edges, where)
         example = published_example(where, row.instruction_type, row.id, row.messages, texts, ranks)
         return replace(example, info={"edges": edges})
 
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
+        parts = self.parts(TYPES, scored, _share_of_edges_right)
         groups = by_subset(scored)
-        named = {name: groups[name] for name in TYPES if name in groups}
-        parts = tuple(self.part(name, group, _edges_right) for name, group in named.items())
-        tau = {name: fmean(map(_tau, group)) for name, group in named.items()}
+        tau = {name: fmean(map(_tau, groups[name])) for name in parts}
         details: dict[str, Any] = {"tau": tau}
         if tau:
             details["tau_overall"] = fmean(tau.values())
-        headline: Metric = combined("accuracy", parts)
-        return SuiteResult(self.name, headline, sections=parts, subsets=parts, details=details)
+        sections = tuple(parts.values())
+        return SuiteResult(
+            self.name,
+            combined("accuracy", sections),
+            sections=sections,
+            subsets=sections,
+            details=details,
+        )
 
 
 def _depths(count: int, edges: Sequence[tuple[int, int]], where: str) -> list[int]:
-    """The rank of each response: how many stand above it on the longest way through the graph.
+    """The rank of each response: the number of edges of the longest way that leads down to it.
 
     Raises `DataError` for a graph with a circle.
     """
     depths = [0] * count
-    # A way has at most count - 1 edges, and only in a circle it goes on.
+    # A way has at most count - 1 edges, so that by then nothing changes but in a circle.
     for _ in range(count):
         has_changed = False
         for better, worse in edges:
@@ -269,13 +281,15 @@ def _counts(example: ScoredExample) -> Mapping[str, int]:
     return counts
 
 
-def _edges_right(example: ScoredExample) -> float:
+def _share_of_edges_right(example: ScoredExample) -> float:
     counts = _counts(example)
     return counts["right"] / sum(counts.values())
 
 
 def _tau(example: ScoredExample) -> float:
+    """The tau of the module's head: C is `right`, D is `wrong`, T is `tie`."""
     counts = _counts(example)
     decided = counts["right"] + counts["wrong"]
     size = math.sqrt(decided * (decided + counts["tie"]))
+    # Where all are ties the size is 0, and so is tau.
     return (counts["right"] - counts["wrong"]) / max(1.0, size)
