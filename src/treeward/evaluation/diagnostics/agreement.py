@@ -48,36 +48,35 @@ def costs_and_agreement(
         agreement[second][first] = metric
     rows = []
     for name, examples in scored.items():
+        # Only a judge of pairs has asked in both orders.
         inconsistent = usage[name].get("judge/inconsistent")
         both_orders = None if inconsistent is None else 1.0 - inconsistent
-        rows.append(
-            CostAndAgreement(name, usage[name], _verdicts(examples), both_orders, agreement[name])
-        )
+        has_score = []
+        prompts = []
+        for example in examples:
+            for score in example.scores:
+                has_score.append(float(score is not None))
+                prompts.append(example.example.context_key)
+        verdicts = accuracy_metric(has_score, "verdicts", prompts)
+        rows.append(CostAndAgreement(name, usage[name], verdicts, both_orders, agreement[name]))
     return rows
 
 
-def _verdicts(examples: Sequence[ScoredExample]) -> Metric:
-    has_score = []
-    prompts = []
-    for example in examples:
-        for score in example.scores:
-            has_score.append(float(score is not None))
-            prompts.append(example.example.context_key)
-    return accuracy_metric(has_score, "verdicts", prompts)
-
-
-def _agreement(first: Sequence[ScoredExample], second: Sequence[ScoredExample]) -> Metric:
+def _agreement(
+    first_model: Sequence[ScoredExample], second_model: Sequence[ScoredExample]
+) -> Metric:
     agrees = []
     prompts = []
-    for one, other in zip(first, second, strict=True):
-        assert one.example.id == other.example.id, "these are not the same examples"
-        for i, j in itertools.combinations(range(len(one.scores)), 2):
-            preferred = _preferred(one.scores[i], one.scores[j])
-            preferred_by_other = _preferred(other.scores[i], other.scores[j])
-            if preferred is None or preferred_by_other is None:
+    for first, second in zip(first_model, second_model, strict=True):
+        assert first.example.id == second.example.id, "these are not the same examples"
+        for i, j in itertools.combinations(range(len(first.scores)), 2):
+            preferred_by_first = _preferred(first.scores[i], first.scores[j])
+            preferred_by_second = _preferred(second.scores[i], second.scores[j])
+            # A missing score is counted among the verdicts, and is no disagreement.
+            if preferred_by_first is None or preferred_by_second is None:
                 continue
-            agrees.append(float(preferred == preferred_by_other))
-            prompts.append(one.example.context_key)
+            agrees.append(float(preferred_by_first == preferred_by_second))
+            prompts.append(first.example.context_key)
     return accuracy_metric(agrees, "agreement", prompts)
 
 

@@ -9,10 +9,13 @@ A bias lifts the accuracy where the better completion of a prompt has more of th
 it where it has less (`stratify`); the mean of both is the accuracy on data in which the trait tells
 nothing. A pair with a missing score is left out: it is mostly the longest completions that lack
 one.
+
+Shapes: P pairs.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -52,10 +55,16 @@ def collect_pairs(scored: Sequence[ScoredExample]) -> list[Pair]:
     pairs = []
     for i, example in enumerate(scored):
         prompt = example.example.context_key
-        # NaN makes the margin of a pair without a score NaN, which is above nothing.
+        # None becomes NaN, and so does the margin of a pair without a score.
         scores = np.array(example.scores, dtype=np.float64).tolist()
-        pairs += [Pair(scores[a] - scores[b], prompt, i, a, b) for a, b in example.pairs()]
+        for better, worse in example.pairs():
+            pairs.append(Pair(scores[better] - scores[worse], prompt, i, better, worse))
     return pairs
+
+
+def known_margins(pairs: Sequence[Pair]) -> list[float]:
+    """The margins of the pairs that have both scores."""
+    return [pair.margin for pair in pairs if not math.isnan(pair.margin)]
 
 
 Floats = NDArray[np.float64]
@@ -63,21 +72,23 @@ Mask = NDArray[np.bool_]
 
 _SIMILAR = 0.1  # of the larger amount
 
+# A block of code from its fence to one of the same kind, or to the end of a text that was cut.
 _FENCED = re.compile(r"^[ \t]*(```|~~~).*?(?:^[ \t]*\1[ \t]*$|\Z)", re.MULTILINE | re.DOTALL)
 _MARKS = (
     re.compile(r"^ {0,3}#{1,6}[ \t]+\S", re.MULTILINE),  # headings
     re.compile(r"^[ \t]*(?:[-*+]|\d{1,3}[.)])[ \t]+\S", re.MULTILINE),  # list items
     re.compile(r"\*\*(?=\S)[^\n]+?(?<=\S)\*\*|(?<!\w)__(?=\S)[^\n]+?(?<=\S)__(?!\w)"),  # bold
-    re.compile(r"`[^`\n]+`"),
+    re.compile(r"`[^`\n]+`"),  # code within a line
     re.compile(r"^[ \t]*\|.+\|[ \t]*$", re.MULTILINE),  # table rows
 )
 
 
 class Trait(NamedTuple):
-    """What a model may like beyond quality, by the names of its numbers.
+    """What a model may like beyond quality: the names that its numbers have in `results.json`.
 
-    `share`: of pairs whose better completion has more. `more`, `less`, `similar`: the accuracies of
-    the strata; `gap`: `more` less `less`; `controlled`: their mean.
+    `share`: the share of pairs whose better completion has more of the trait. `more`, `less`,
+    `similar`: the accuracies of the strata. `gap`: the accuracy of `more` less that of `less`.
+    `controlled`: the mean of these two.
     """
 
     share: str
@@ -120,8 +131,10 @@ def diagnose_style(scored: Sequence[ScoredExample]) -> Diagnostic:
     """The markdown bias of scored examples."""
     densities = []
     for example in scored:
-        texts = [last_text(completion.messages) for completion in example.example.completions]
-        densities.append([markdown_density(text) for text in texts])
+        example_densities = []
+        for completion in example.example.completions:
+            example_densities.append(markdown_density(last_text(completion.messages)))
+        densities.append(example_densities)
     return Diagnostic(stratify(scored, densities, STYLE))
 
 
@@ -129,6 +142,7 @@ def markdown_density(text: str) -> float:
     """Headings, list items, bold texts, pieces of code (a block is one) and table rows per 100
     words.
     """
+    # Marks within a block of code are code.
     prose, num_marks = _FENCED.subn(" ", text)
     for mark in _MARKS:
         num_marks += len(mark.findall(prose))
@@ -139,43 +153,53 @@ def markdown_density(text: str) -> float:
 def stratify(
     scored: Sequence[ScoredExample], amounts: Sequence[Sequence[float]], trait: Trait
 ) -> dict[str, Metric]:
-    """Accuracies by an amount, not negative, that each completion of each example has, by the names
-    of the trait.
+    """The numbers of a trait by their names. `amounts`: how much of the trait each completion of
+    each example has, not negative.
 
     A tie counts as wrong. The intervals of gap and controlled accuracy are those of `combined`.
     Marks of markdown are those of the Chatbot Arena's style control (Li, Angelopoulos and Chiang
     2024, "Does style matter?"). Unlike the regression of AlpacaEval (Dubois et al. 2024, arXiv
     2404.04475) strata need no model of the effect.
     """
-    pairs = collect_pairs(scored)
-    prompts = [pair.prompt for pair in pairs]
-    outcomes = np.array([pair.outcome for pair in pairs], dtype=np.float64)
-    margins = np.array([pair.margin for pair in pairs], dtype=np.float64)
-    better = np.array([amounts[pair.example][pair.better] for pair in pairs], dtype=np.float64)
-    worse = np.array([amounts[pair.example][pair.worse] for pair in pairs], dtype=np.float64)
+    prompts = []
+    outcomes = []
+    margins = []
+    better_amounts = []
+    worse_amounts = []
+    for pair in collect_pairs(scored):
+        prompts.append(pair.prompt)
+        outcomes.append(pair.outcome)
+        margins.append(pair.margin)
+        better_amounts.append(amounts[pair.example][pair.better])
+        worse_amounts.append(amounts[pair.example][pair.worse])
+    outcomes_P = np.array(outcomes, dtype=np.float64)
+    better_P = np.array(better_amounts, dtype=np.float64)
+    worse_P = np.array(worse_amounts, dtype=np.float64)
     # It is mostly the longest completions that lack a score: counted as wrong, they would look
     # like a bias.
-    has_scores = ~np.isnan(margins)
+    has_scores_P = ~np.isnan(np.array(margins, dtype=np.float64))
     # A few characters decide nothing: such pairs are in neither stratum.
-    is_similar = np.abs(better - worse) <= _SIMILAR * np.maximum(better, worse)
-    has_more = has_scores & (better > worse) & ~is_similar
-    has_less = has_scores & (better < worse) & ~is_similar
+    is_similar_P = np.abs(better_P - worse_P) <= _SIMILAR * np.maximum(better_P, worse_P)
+    has_more_P = has_scores_P & (better_P > worse_P) & ~is_similar_P
+    has_less_P = has_scores_P & (better_P < worse_P) & ~is_similar_P
 
-    def part(name: str, mask: Mask, values: Floats = outcomes) -> Metric:
-        return accuracy_metric(values[mask].tolist(), name, list(compress(prompts, mask)))
+    def part(name: str, mask_P: Mask, values_P: Floats = outcomes_P) -> Metric:
+        """The mean of the values of these pairs."""
+        return accuracy_metric(values_P[mask_P].tolist(), name, list(compress(prompts, mask_P)))
 
-    more = part(trait.more, has_more)
-    less = part(trait.less, has_less)
+    more = part(trait.more, has_more_P)
+    less = part(trait.less, has_less_P)
     numbers = [
-        part(trait.share, better != worse, (better > worse).astype(np.float64)),
+        # Of all pairs, scored or not: it is a number of the data.
+        part(trait.share, better_P != worse_P, (better_P > worse_P).astype(np.float64)),
         more,
         less,
-        part(trait.similar, has_scores & is_similar),
+        part(trait.similar, has_scores_P & is_similar_P),
     ]
     # Either stratum alone says nothing of the difference.
     if more.count and less.count:
-        # p - q is twice the mean of p and 1 - q, less 1.
-        mistakes = part(trait.less, has_less, 1 - outcomes)
+        # `combined` makes means and no differences: p - q is twice the mean of p and 1 - q, less 1.
+        mistakes = part(trait.less, has_less_P, 1 - outcomes_P)
         half = combined(trait.gap, [more, mistakes])
         gap = Metric(
             trait.gap, _twice_less_1(half.value), _twice_less_1(half.low), _twice_less_1(half.high)
@@ -189,7 +213,8 @@ def stratify(
         gap = Metric(trait.gap, None)
         controlled = Metric(trait.controlled, None)
     count = (more.count or 0) + (less.count or 0)
-    numbers += [replace(metric, count=count, note=note) for metric in (gap, controlled)]
+    numbers.append(replace(gap, count=count, note=note))
+    numbers.append(replace(controlled, count=count, note=note))
     return {metric.name: metric for metric in numbers}
 
 

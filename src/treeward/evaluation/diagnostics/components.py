@@ -76,96 +76,108 @@ class ComponentsSummary:
 
 def component_statistics(groups: Sequence[RatedGroup]) -> ComponentsSummary | None:
     """The statistics of all components; None where there are none."""
-    # For each component its values in each group that has it, with the gold beside them.
-    found: dict[str, list[_Values]] = defaultdict(list)
+    # By component, in order of appearance: one entry for each prompt that has it.
+    prompts_of: dict[str, list[_ComponentAtPrompt]] = defaultdict(list)
     for group in groups:
-        names = dict.fromkeys(name for components in group.values for name in components)
-        for name in names:
-            if "/" in name:
-                continue
-            known = []
-            for components, gold in zip(group.values, group.gold, strict=True):
-                if name in components:
-                    known.append((components[name], gold))
-            found[name].append(_Values(group.prompt, known))
-    if not found:
+        rated: dict[str, list[tuple[float, float | None]]] = defaultdict(list)
+        for components, gold in zip(group.values, group.gold, strict=True):
+            for name, value in components.items():
+                if "/" not in name:
+                    rated[name].append((value, gold))
+        for name, values in rated.items():
+            prompts_of[name].append(_ComponentAtPrompt(group.prompt, values))
+    if not prompts_of:
         return None
-    by_frequency = sorted(found, key=lambda name: (-len(found[name]), name))
-    statistics = {name: _statistics(name, found[name]) for name in by_frequency}
-    everything: list[_Values] = []
+    by_frequency = sorted(prompts_of, key=lambda name: (-len(prompts_of[name]), name))
+    statistics = {name: _statistics(name, prompts_of[name]) for name in by_frequency}
+    all_prompts: list[_ComponentAtPrompt] = []
     num_criteria = 0
     num_always_met = 0
     num_never_met = 0
-    for of_prompts in found.values():
-        everything += of_prompts
-        if not _is_share(of_prompts):
+    for prompts in prompts_of.values():
+        all_prompts += prompts
+        if not _is_share(prompts):
             continue
-        for one in of_prompts:
-            num_criteria += len(one.known) > 1
-            num_always_met += one.is_always_met
-            num_never_met += one.is_never_met
+        for prompt in prompts:
+            num_criteria += prompt.has_several
+            num_always_met += prompt.is_always_met
+            num_never_met += prompt.is_never_met
     return ComponentsSummary(
-        statistics, num_criteria, num_always_met, num_never_met, _agreement(everything)
+        statistics, num_criteria, num_always_met, num_never_met, _agreement(all_prompts)
     )
 
 
 def components_of(scored: Sequence[ScoredExample]) -> ComponentsSummary | None:
-    """Those of the rewards of an environment, whose gold is the rank of each completion."""
+    """The statistics of the components of an environment's rewards; the gold is the rank of each
+    completion."""
     groups = []
     for example in scored:
         if example.heads:
-            # Rank 0 is the best.
+            # A lower rank is better, and a higher gold.
             gold = [-float(rank) for rank in example.example.ranks]
             groups.append(RatedGroup(example.example.context_key, example.heads, gold))
     return component_statistics(groups)
 
 
-class _Values(NamedTuple):
+class _ComponentAtPrompt(NamedTuple):
     """One component at one prompt: its value and the gold of each completion that has it."""
 
     prompt: str
-    known: Sequence[tuple[float, float | None]]
+    rated: Sequence[tuple[float, float | None]]
+
+    @property
+    def values(self) -> list[float]:
+        return [value for value, _ in self.rated]
+
+    @property
+    def has_several(self) -> bool:
+        """Whether there are completions that the component could tell apart."""
+        return len(self.rated) > 1
 
     @property
     def is_always_met(self) -> bool:
-        return len(self.known) > 1 and all(value >= _MET for value, _ in self.known)
+        return self.has_several and min(self.values) >= _MET
 
     @property
     def is_never_met(self) -> bool:
-        return len(self.known) > 1 and all(value < _MET for value, _ in self.known)
+        return self.has_several and max(self.values) < _MET
 
 
-def _statistics(name: str, values: Sequence[_Values]) -> ComponentStatistics:
-    numbers = []
-    for one in values:
-        numbers += [value for value, _ in one.known]
-    several = [one for one in values if len(one.known) > 1]
+def _statistics(name: str, prompts: Sequence[_ComponentAtPrompt]) -> ComponentStatistics:
+    values: list[float] = []
+    for prompt in prompts:
+        values += prompt.values
     always_met = None
     never_met = None
-    if several and _is_share(values):
-        always_met = fmean(one.is_always_met for one in several)
-        never_met = fmean(one.is_never_met for one in several)
+    num_several = sum(prompt.has_several for prompt in prompts)
+    if num_several and _is_share(prompts):
+        always_met = sum(prompt.is_always_met for prompt in prompts) / num_several
+        never_met = sum(prompt.is_never_met for prompt in prompts) / num_several
     return ComponentStatistics(
-        name, len(values), fmean(numbers), _agreement(values), always_met, never_met
+        name, len(prompts), fmean(values), _agreement(prompts), always_met, never_met
     )
 
 
-def _is_share(values: Sequence[_Values]) -> bool:
+def _is_share(prompts: Sequence[_ComponentAtPrompt]) -> bool:
     """Whether all values are from 0 to 1, as how far a criterion is met."""
-    for one in values:
-        for value, _ in one.known:
+    for prompt in prompts:
+        for value in prompt.values:
             if not 0.0 <= value <= 1.0:
                 return False
     return True
 
 
-def _agreement(values: Sequence[_Values]) -> Metric:
+def _agreement(prompts: Sequence[_ComponentAtPrompt]) -> Metric:
+    """How often the completion with more gold has the higher value."""
     agrees = []
-    prompts = []
-    for one in values:
-        for (value, gold), (other, other_gold) in itertools.combinations(one.known, 2):
-            if gold is None or other_gold is None or gold == other_gold or value == other:
+    keys = []
+    for prompt in prompts:
+        for (value, gold), (other, other_gold) in itertools.combinations(prompt.rated, 2):
+            if gold is None or other_gold is None:
+                continue
+            # Equal gold says that neither is better, and an equal value does not choose.
+            if gold == other_gold or value == other:
                 continue
             agrees.append(float((value > other) == (gold > other_gold)))
-            prompts.append(one.prompt)
-    return accuracy_metric(agrees, "agreement", prompts)
+            keys.append(prompt.prompt)
+    return accuracy_metric(agrees, "agreement", keys)

@@ -18,11 +18,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from scipy import stats
 
 from treeward.data.preference import Completion, Preference
-from treeward.evaluation.diagnostics.biases import collect_pairs, diagnose_length
+from treeward.evaluation.diagnostics.biases import collect_pairs, diagnose_length, known_margins
 from treeward.evaluation.results import Diagnostic, Metric, ScoredExample, SuiteResult, by_subset
 from treeward.evaluation.statistics import (
     accuracy_metric,
@@ -43,14 +42,18 @@ def statistics_of(
     does. `ece_fitted`: at that temperature. `worst_subset`: of `result`. The others are those of
     `orders_and_confidences` and `grade_errors`. `name`: for the log.
     """
+    outcomes = []
+    prompts = []
+    is_tie = []
+    prompts_of_margins = []
     pairs = collect_pairs(scored)
-    outcomes = [pair.outcome for pair in pairs]
-    prompts = [pair.prompt for pair in pairs]
-    with_scores = [pair for pair in pairs if not math.isnan(pair.margin)]
-    prompts_with_scores = [pair.prompt for pair in with_scores]
-    margins = np.array([pair.margin for pair in with_scores], dtype=np.float64)
-    # A pair without a score is wrong in the accuracy, and no tie.
-    is_tie = (margins == 0).astype(float)
+    for pair in pairs:
+        outcomes.append(pair.outcome)
+        prompts.append(pair.prompt)
+        # A pair without a score is wrong in the accuracy, and no tie.
+        if not math.isnan(pair.margin):
+            is_tie.append(float(pair.margin == 0))
+            prompts_of_margins.append(pair.prompt)
     scores: list[float] = []
     for example in scored:
         scores += [score for score in example.scores if score is not None]
@@ -61,10 +64,10 @@ def statistics_of(
         deviation = float(np.std(scores))
     numbers = [
         accuracy_metric(outcomes, "pair_accuracy", prompts),
-        accuracy_metric(is_tie.tolist(), "ties", prompts_with_scores),
+        accuracy_metric(is_tie, "ties", prompts_of_margins),
         *orders_and_confidences(scored).values(),
         *grade_errors(scored).values(),
-        *_fitted_temperature(margins, name),
+        *_fitted_temperature(known_margins(pairs), name),
         _worst_subset(result),
         Metric("score_mean", mean, count=len(scores)),
         Metric("score_std", deviation, count=len(scores)),
@@ -72,11 +75,13 @@ def statistics_of(
     return Diagnostic({metric.name: metric for metric in numbers})
 
 
-def _fitted_temperature(margins: NDArray[np.float64], name: str | None) -> tuple[Metric, Metric]:
+def _fitted_temperature(margins: Sequence[float], name: str | None) -> tuple[Metric, Metric]:
     """`ece_fitted` and `temperature`."""
     count = len(margins)
-    # Without pairs it would only warn that there are none.
-    fitted = fit_temperature(margins, name=name) if count else None
+    fitted = None
+    # Without pairs the fit would only warn that there are none.
+    if margins:
+        fitted = fit_temperature(np.array(margins, dtype=np.float64), name=name)
     if fitted is None:
         missing = "There is none: the better completions do not score higher on average."
         return (
@@ -105,7 +110,7 @@ def _worst_subset(result: SuiteResult | None) -> Metric:
 def reliability_of(scored: Sequence[ScoredExample]) -> list[dict[str, Any]]:
     """How often the higher score was right over how sure sigma(|margin|) was: bins of
     `reliability_curve`."""
-    margins = [pair.margin for pair in collect_pairs(scored) if not math.isnan(pair.margin)]
+    margins = known_margins(collect_pairs(scored))
     return reliability_curve(*pair_confidences(margins))
 
 
@@ -121,21 +126,25 @@ def grade_errors(scored: Sequence[ScoredExample]) -> dict[str, Metric]:
         for heads in example.heads:
             head_names |= heads.keys()
     names = sorted(graded_names & head_names)
+    if not names:
+        return {}
     sums = GradeSums()
     for example in scored:
-        grades: list[list[float | None]] = []
+        grades: list[list[float]] = []
         values: list[list[float]] = []
         # `heads` is empty for an example without grades of such names.
         for heads, completion in zip(example.heads, example.example.completions, strict=False):
-            if heads and names:
-                grades.append([completion.all_grades.get(name) for name in names])
+            if heads:
+                # An unknown grade is NaN, which `graded` masks.
+                grades.append([completion.all_grades.get(name, math.nan) for name in names])
                 values.append([heads.get(name, 0.0) for name in names])
         if grades:
-            # An unknown grade becomes NaN, which `graded` masks.
-            grades_SH = np.array(grades, dtype=np.float64).tolist()
-            sums.add(torch.tensor(values), graded([grades_SH], (1.0,) * len(names)))
+            # `GradeSums` asks of a weight only whether there is a grade: any unit would do.
+            units_H = (1.0,) * len(names)
+            sums.add(torch.tensor(values), graded([grades], units_H))
     if sums.sums_6H is None:
         return {}
+    # The first of the six sums counts the grades of each name.
     count = int(sums.sums_6H[0].sum())
     metrics = {}
     for name, value in grade_metrics(sums.sums_6H, names).items():
@@ -153,23 +162,23 @@ def orders_and_confidences(scored: Sequence[ScoredExample]) -> dict[str, Metric]
     right, of pairs with both scores.
     """
     taus: list[float] = []
-    all_right: list[bool] = []
-    best_wins: list[bool] = []
+    is_in_order: list[bool] = []
+    is_best_on_top: list[bool] = []
     for example in scored:
         if len(set(example.example.ranks)) > 1:
-            all_right.append(_is_in_order(example))
-            best_wins.append(_has_best_on_top(example))
+            is_in_order.append(_is_in_order(example))
+            is_best_on_top.append(_is_best_on_top(example))
         tau = _kendall_tau(example)
         if tau is not None:
             taus.append(tau)
-    margins = [pair.margin for pair in collect_pairs(scored) if not math.isnan(pair.margin)]
+    margins = known_margins(collect_pairs(scored))
     ece = expected_calibration_error(*pair_confidences(margins))
     no_pairs = "There is no pair of a better and a worse completion that both have a score."
     no_taus = "There is no example of more than two completions with different scores."
     metrics = [
         _mean_metric("kendall_tau", taus, no_taus),
-        _mean_metric("group_accuracy", all_right, no_pairs),
-        _mean_metric("best_of_k", best_wins, no_pairs),
+        _mean_metric("group_accuracy", is_in_order, no_pairs),
+        _mean_metric("best_of_k", is_best_on_top, no_pairs),
         Metric("ece", ece, count=len(margins), note=no_pairs if ece is None else None),
     ]
     return {metric.name: metric for metric in metrics}
@@ -185,15 +194,19 @@ def _is_in_order(example: ScoredExample) -> bool:
     return not example.failed
 
 
-def _has_best_on_top(example: ScoredExample) -> bool:
+def _is_best_on_top(example: ScoredExample) -> bool:
     """Whether the highest score is that of a best completion, and of no other."""
-    scores = [score for score in example.scores if score is not None]
-    if len(scores) < len(example.scores):
-        return False
-    highest = max(scores)
+    best_scores = []
+    other_scores = []
     best = min(example.example.ranks)
-    ranks = zip(example.example.ranks, scores, strict=True)
-    return {rank for rank, score in ranks if score == highest} == {best}
+    for score, rank in zip(example.scores, example.example.ranks, strict=True):
+        if score is None:
+            return False
+        if rank == best:
+            best_scores.append(score)
+        else:
+            other_scores.append(score)
+    return max(best_scores) > max(other_scores)
 
 
 def _kendall_tau(example: ScoredExample) -> float | None:
@@ -241,13 +254,13 @@ def scored_comparison(
     may be computed from it.
     """
     completions = tuple(Completion(rank, ()) for rank in ranks)
-    finite: list[float | None] = []
+    known_scores: list[float | None] = []
     for score in scores:
-        finite.append(score if math.isfinite(score) else None)
+        known_scores.append(score if math.isfinite(score) else None)
     context = ({"role": "user", "content": prompt},)
     example = Preference(context, completions, task_name=subset, id=id)
     num_tokens = (0,) * len(ranks)
-    return ScoredExample(example, tuple(finite), tuple(lengths), num_tokens)
+    return ScoredExample(example, tuple(known_scores), tuple(lengths), num_tokens)
 
 
 def gate_metrics(scored: Sequence[ScoredExample]) -> dict[str, Metric]:
@@ -259,8 +272,7 @@ def gate_metrics(scored: Sequence[ScoredExample]) -> dict[str, Metric]:
     metrics = {**diagnose_length(scored).numbers, **orders_and_confidences(scored)}
     gates = {}
     for name in GATE_METRICS[:-1]:  # without worst_subset, which is made below
-        note = metrics[name].note if metrics[name].value is None else None
-        gates[name] = replace(metrics[name], low=None, high=None, note=note)
+        gates[name] = replace(metrics[name], low=None, high=None)
     accuracies = []
     for name, examples in by_subset(scored).items():
         outcomes = [pair.outcome for pair in collect_pairs(examples)]
