@@ -7,6 +7,8 @@
 Examples are matched by suite and id; what only one model was given is left out and counted. A tie
 and an example that could not be scored count as not right, as in `treeward eval`. Examples of one
 prompt are one draw, in the tests as in the intervals.
+
+Shapes: N examples.
 """
 
 from __future__ import annotations
@@ -65,8 +67,8 @@ class _Pair(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PairedResult:
-    """Two models on the same `count` examples of `num_prompts` prompts; of all, of a suite or of a
-    subset, by `name`.
+    """Two models on the same `count` examples of `num_prompts` prompts. `name`: "all", or the suite
+    or subset that these are.
 
     `difference`: the first's accuracy less the second's, with a paired interval, which holds 0
     wherever `p_value` is 0.05 or more. `only_first` and `only_second`: examples that this model
@@ -151,6 +153,7 @@ def compare(first: Evaluation, second: Evaluation) -> ModelComparison:
         # Here, because it imports pandas, which takes seconds.
         from statsmodels.stats.multitest import multipletests
 
+        # Of many parts some differ by chance.
         p_values = [part.p_value for part in parts]
         _, adjusted, *_ = multipletests(p_values, method="holm")
         for i, p_value in enumerate(adjusted.tolist()):
@@ -175,20 +178,21 @@ def _match(first: Evaluation, second: Evaluation) -> tuple[list[_Pair], dict[str
         second_suites = dict(zip(first.suites, second_suites.values(), strict=True))
     first_rows = _by_suite_and_id(first.suites)
     second_rows = _by_suite_and_id(second_suites)
-    num_matched = 0
-    num_same = 0
+    num_with_other_content = 0
+    num_without_order = 0
     pairs: list[_Pair] = []
     for key, row in first_rows.items():
         other = second_rows.get(key)
         if other is None:
             continue
-        num_matched += 1
         # An id says little: other data may have the same, as numbers of rows.
         if _content(row.example) != _content(other.example):
-            continue
-        num_same += 1
-        if len(set(row.example.ranks)) > 1:
-            pairs.append(_Pair(key[0], row, other))
+            num_with_other_content += 1
+        elif len(set(row.example.ranks)) < 2:
+            num_without_order += 1
+        else:
+            suite, _ = key
+            pairs.append(_Pair(suite, row, other))
     counts = dict.fromkeys(_NOTES, 0)
     counts["left_out"] = len(first_rows.keys() | second_rows.keys()) - len(pairs)
     for pair in pairs:
@@ -202,8 +206,9 @@ def _match(first: Evaluation, second: Evaluation) -> tuple[list[_Pair], dict[str
         raise DataError(
             "the two evaluations have no example in common that says which model is better",
             where=f"{first.path}, {second.path}",
-            got=f"{num_matched} examples with an id in common, of them {num_matched - num_same} "
-            f"with other content and {num_same} without a better and a worse completion",
+            got=f"{num_with_other_content + num_without_order} examples with an id in common, of "
+            f"them {num_with_other_content} with other content and {num_without_order} without a "
+            "better and a worse completion",
             need="examples that both models were given",
             fix="evaluate both models on the same suites",
         )
@@ -214,13 +219,14 @@ def _by_suite_and_id(
     suites: Mapping[str, Sequence[ScoredExample]],
 ) -> dict[tuple[str, str], ScoredExample]:
     rows = {}
-    for suite, of_suite in suites.items():
-        for scored in of_suite:
+    for suite, examples in suites.items():
+        for scored in examples:
             rows[suite, scored.example.id] = scored
     return rows
 
 
 def _content(example: Preference) -> tuple[object, ...]:
+    """What both models must have been given: the context, and the completions with their ranks."""
     completions = [(completion.rank, completion.messages) for completion in example.completions]
     return example.context_key, completions
 
@@ -254,6 +260,7 @@ def _groups(pairs: Sequence[_Pair]) -> dict[str, list[_Pair]]:
         subsets.setdefault(pair.first.example.task_name, []).append(pair)
     groups: dict[str, list[_Pair]] = {}
     for suite, subsets in suites.items():
+        # A single suite is the overall result, and a single subset is its suite.
         prefix = ""
         if len(suites) > 1:
             prefix = f"{suite} / "
@@ -265,25 +272,26 @@ def _groups(pairs: Sequence[_Pair]) -> dict[str, list[_Pair]]:
 
 
 def _result(name: str, pairs: Sequence[_Pair]) -> PairedResult:
-    first = np.array([pair.first.outcome == "right" for pair in pairs], dtype=np.float64)
-    second = np.array([pair.second.outcome == "right" for pair in pairs], dtype=np.float64)
+    # 1 where a model is right, else 0.
+    first_N = np.array([pair.first.outcome == "right" for pair in pairs], dtype=np.float64)
+    second_N = np.array([pair.second.outcome == "right" for pair in pairs], dtype=np.float64)
     prompts = [pair.prompt for pair in pairs]
-    p_value = paired_test(first - second, prompts)
-    low, high = paired_bootstrap(first, second, prompts)
+    p_value = paired_test(first_N - second_N, prompts)
+    low, high = paired_bootstrap(first_N, second_N, prompts)
     if p_value >= 0.05 and low is not None and high is not None:
         # Where few examples differ (4 to 0), resampling excludes 0, and the exact test, which is
         # stricter, does not.
         low = min(low, 0.0)
         high = max(high, 0.0)
-    difference = float((first - second).mean())
+    difference = float((first_N - second_N).mean())
     return PairedResult(
         name=name,
         count=len(pairs),
         num_prompts=len(set(prompts)),
-        first=accuracy_metric(first.tolist(), "first", prompts),
-        second=accuracy_metric(second.tolist(), "second", prompts),
+        first=accuracy_metric(first_N.tolist(), "first", prompts),
+        second=accuracy_metric(second_N.tolist(), "second", prompts),
         difference=Metric("difference", difference, low, high, len(pairs)),
-        only_first=int(np.sum(first > second)),
-        only_second=int(np.sum(second > first)),
+        only_first=int(np.sum(first_N > second_N)),
+        only_second=int(np.sum(second_N > first_N)),
         p_value=p_value,
     )

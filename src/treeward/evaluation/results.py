@@ -28,7 +28,8 @@ from treeward.scoring.score import ConversationScorer, GroupScorer, Score
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A number with its 95 % interval (None where there is none) and how many examples it is of.
+    """A number with its 95 % interval, from `low` to `high` (None where there is none), and how
+    many examples it is of.
 
     `value`: None where nothing could be computed. `note`: what a reader must know to read it, one
     sentence.
@@ -44,10 +45,10 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class SuiteResult:
-    """What one model does in one suite. `headline`: the number that the suite is known by.
+    """The numbers of one model in one suite. `headline`: the number that the suite is known by.
 
-    `sections` make up the headline and `subsets` the sections; `details`: further numbers of the
-    suite, JSON. `num_failed`: examples without a score, which count as wrong.
+    The headline is computed from `sections`, and these from `subsets`. `details`: further numbers
+    of the suite, as JSON holds them. `num_failed`: examples without a score, which count as wrong.
     """
 
     suite: str
@@ -93,9 +94,10 @@ class Diagnostic:
 
 Outcome = Literal["right", "wrong", "tie", "failed"]
 
+# The fields of a scored example that are columns of its row; the optional ones if they are not
+# empty, because most models have none of them.
 _NUMBERS = ("scores", "lengths", "num_tokens", "errors")
 _OPTIONAL = ("heads", "spreads", "judgements", "steps")
-"""The fields of a scored example that its row has; the optional ones if they are not empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +132,9 @@ class ScoredExample:
         """Indices (better, worse) of every pair of completions with different ranks."""
         pairs = []
         for i, rank in enumerate(self.example.ranks):
-            pairs += [(i, j) for j, other in enumerate(self.example.ranks) if rank < other]
+            for j, other_rank in enumerate(self.example.ranks):
+                if rank < other_rank:
+                    pairs.append((i, j))
         return pairs
 
     @property
@@ -189,44 +193,37 @@ def _scored(
 ) -> ScoredExample:
     """The example with its scores.
 
-    `keeps_all_heads`: those of an environment are the components of its reward. Those of a model
-    are kept where the example has grades of their names.
+    `keeps_all_heads`: whether heads without a grade of their name are kept too. Those of an
+    environment are the components of its reward, of which every one is shown.
     """
     grade_names: set[str] = set()
+    lengths = []
     for completion in example.completions:
         grade_names |= completion.all_grades.keys()
+        lengths.append(len(last_text(completion.messages)))
     heads = []
     for score in scores:
-        named = dict(zip(score.head_names, score.heads, strict=False))
-        if not keeps_all_heads:
-            named = {name: value for name, value in named.items() if name in grade_names}
-        heads.append(named)
-    # A row has these fields only where one of its completions has something there.
-    if not any(heads):
-        heads = []
+        heads_of_score = {}
+        # Heads need not have names.
+        for name, value in zip(score.head_names, score.heads, strict=False):
+            if keeps_all_heads or name in grade_names:
+                heads_of_score[name] = value
+        heads.append(heads_of_score)
     spreads = [score.spread for score in scores]
-    if all(spread is None for spread in spreads):
-        spreads = []
+    has_spread = any(spread is not None for spread in spreads)
     judgements = [score.judgement for score in scores]
-    if not any(judgements):
-        judgements = []
-    steps: list[Sequence[float]] = [score.steps or () for score in scores]
-    if not any(steps):
-        steps = []
-    lengths = [len(last_text(completion.messages)) for completion in example.completions]
-    values = [score.score for score in scores]
-    num_tokens = [score.num_tokens for score in scores]
-    errors = [score.error for score in scores]
+    steps = [score.steps or () for score in scores]
+    # A row has a column of these only where one of its completions has something there.
     return ScoredExample(
         example,
-        scores=tuple(values),
+        scores=tuple(score.score for score in scores),
         lengths=tuple(lengths),
-        num_tokens=tuple(num_tokens),
-        errors=tuple(errors),
-        heads=tuple(heads),
-        spreads=tuple(spreads),
-        judgements=tuple(judgements),
-        steps=tuple(steps),
+        num_tokens=tuple(score.num_tokens for score in scores),
+        errors=tuple(score.error for score in scores),
+        heads=tuple(heads) if any(heads) else (),
+        spreads=tuple(spreads) if has_spread else (),
+        judgements=tuple(judgements) if any(judgements) else (),
+        steps=tuple(steps) if any(steps) else (),
     )
 
 
@@ -234,10 +231,13 @@ def judge_usage(
     scorer: ConversationScorer | GroupScorer, scored: Iterable[ScoredExample]
 ) -> dict[str, float]:
     """What a judge has used since it was last asked, and the mean of each detail of its rewards,
-    as `judge/position_bias`, over all rows, those that were kept too. Empty for a reward model."""
+    as `judge/position_bias`. Empty for a reward model.
+
+    The means are over all rows, those that an earlier run kept too; only the costs are of this
+    run.
+    """
     if not isinstance(scorer, GroupScorer):
         return {}
-    # Rows that an earlier run kept count too, so these are means of rows and not of requests.
     values_by_name: dict[str, list[float]] = defaultdict(list)
     for row in scored:
         for heads in row.heads:
@@ -285,15 +285,14 @@ def to_row(scored: ScoredExample) -> dict[str, Any]:
 def scored_from_row(row: Mapping[str, Any], where: str) -> ScoredExample:
     """The inverse of `to_row`. Raises `DataError` for any other row."""
     try:
-        grades = row.get("grades") or [{}] * len(row["ranks"])
+        ranks = row["ranks"]
+        all_grades = row.get("grades") or [{}] * len(ranks)
         completions = []
-        for rank, messages, named in zip(row["ranks"], row["completions"], grades, strict=True):
-            grades_by_name = dict(named)
-            # The grade without a name of its own is the completion's score.
-            score = grades_by_name.pop("score", None)
-            completions.append(
-                Completion(rank, tuple(messages), score=score, grades=grades_by_name)
-            )
+        for rank, messages, grades in zip(ranks, row["completions"], all_grades, strict=True):
+            # `Completion.all_grades` has the completion's score among them, by this name.
+            named_grades = dict(grades)
+            score = named_grades.pop("score", None)
+            completions.append(Completion(rank, tuple(messages), score=score, grades=named_grades))
         example = Preference(
             context=tuple(row["context"]),
             completions=tuple(completions),
@@ -304,6 +303,7 @@ def scored_from_row(row: Mapping[str, Any], where: str) -> ScoredExample:
         numbers = {name: tuple(row[name]) for name in _NUMBERS}
         optional = {name: tuple(row.get(name) or ()) for name in _OPTIONAL}
         return ScoredExample(example, **numbers, **optional)
+    # Any JSON may stand in a file that is called examples.jsonl: these are all its misfits.
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise DataError(
             "the row is not an example of an evaluation",

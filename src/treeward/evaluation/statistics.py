@@ -12,7 +12,7 @@ computed is None, never NaN.
 
 scipy is imported where it is used: it takes seconds, and `check-data` needs `wilson` alone.
 
-Shapes: N examples, C clusters, R resamples, K columns, P pairs.
+Shapes: N examples, C clusters, R resamples, K columns, P pairs, I parts.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ Interval = tuple[float | None, float | None]
 
 _NORMAL_QUANTILE = NormalDist().inv_cdf(0.975)
 _NUM_RESAMPLES = 2000
-_DRAWS_AT_ONCE = 4_000_000
-_FEWEST_CLUSTERS = 10
-_FEWEST_OF_A_PART = 5
+_DRAWS_AT_ONCE = 4_000_000  # numbers of 8 bytes in one array
+_FEWEST_CLUSTERS = 10  # with fewer there is no bootstrap
+_FEWEST_OF_A_PART = 5  # examples; with fewer there is a note
 
 
 # --- intervals ------------------------------------------------------------------------------------
@@ -119,13 +119,14 @@ def cluster_bootstrap(
     a statistic.
     """
     rows = np.asarray(values, dtype=np.float64)
-    codes = _codes(clusters, len(rows))
-    num = int(codes.max(initial=-1)) + 1
-    if num < 2:
+    codes_N = _codes(clusters, len(rows))
+    num_clusters = int(codes_N.max(initial=-1)) + 1
+    if num_clusters < 2:
         return None, None
-    # Each cluster's sums of the columns, and in the last column how many rows it has.
-    sums_CK = np.zeros((num, rows[0].size + 1))
-    np.add.at(sums_CK, codes, np.column_stack([rows, np.ones(len(rows))]))
+    # Each cluster's sums of the columns, and in the last column how many rows it has: clusters
+    # differ in it, and the mean of a resample is over its rows.
+    sums_CK = np.zeros((num_clusters, rows[0].size + 1))
+    np.add.at(sums_CK, codes_N, np.column_stack([rows, np.ones(len(rows))]))
     drawn_RK = resampled(sums_CK, _NUM_RESAMPLES)
     with np.errstate(invalid="ignore", divide="ignore"):
         values_R = statistic(drawn_RK[:, :-1] / drawn_RK[:, -1:])
@@ -133,24 +134,24 @@ def cluster_bootstrap(
     values_R = values_R[np.isfinite(values_R)]
     if len(values_R) == 0:
         return None, None
-    tail = expanded_tail(num)
+    tail = expanded_tail(num_clusters)
     low, high = np.quantile(values_R, [tail, 1 - tail])
     return float(low), float(high)
 
 
 def resampled(rows_CK: Floats, num_resamples: int) -> Floats:
-    """(R, K): the mean of as many rows as there are, drawn with replacement, of each resample."""
-    num = len(rows_CK)
+    """(R, K): for each resample the mean of C rows, drawn from the C rows with replacement."""
+    num_rows = len(rows_CK)
     rng = np.random.default_rng(0)  # the same draws, so that a report can be made again
-    uniform_C = np.full(num, 1.0 / num)
-    at_once = max(1, _DRAWS_AT_ONCE // num)  # a bound of the memory
-    means = []
+    uniform_C = np.full(num_rows, 1.0 / num_rows)
+    at_once = max(1, _DRAWS_AT_ONCE // num_rows)  # a bound of the memory
+    sums = []
     for start in range(0, num_resamples, at_once):
         size = min(at_once, num_resamples - start)
         # How often each row is drawn.
-        counts_RC = rng.multinomial(num, uniform_C, size=size)
-        means.append(counts_RC @ rows_CK)
-    return np.concatenate(means) / num
+        counts_RC = rng.multinomial(num_rows, uniform_C, size=size)
+        sums.append(counts_RC @ rows_CK)
+    return np.concatenate(sums) / num_rows
 
 
 def expanded_tail(num_clusters: int) -> float:
@@ -177,22 +178,26 @@ def accuracy_metric(
     fewer than ten clusters, or where all have the same mean, Wilson's interval with the number of
     clusters as its count stands in.
     """
-    values = np.asarray(outcomes, dtype=np.float64)
-    count = len(values)
+    values_N = np.asarray(outcomes, dtype=np.float64)
+    count = len(values_N)
     if count == 0:
         return Metric(name, None, count=0, note="There are none.")
-    codes = np.arange(count) if clusters is None else _codes(clusters, count)
-    means = np.bincount(codes, weights=values) / np.bincount(codes)
-    value = float(values.mean())
-    if len(means) < count and _can_resample(means):
-        low, high = cluster_bootstrap(values, codes.tolist())
+    codes_N = np.arange(count) if clusters is None else _codes(clusters, count)
+    means_C = np.bincount(codes_N, weights=values_N) / np.bincount(codes_N)
+    num_clusters = len(means_C)
+    value = float(values_N.mean())
+    if num_clusters < count and _can_resample(means_C):
+        low, high = cluster_bootstrap(values_N, codes_N.tolist())
     else:
-        low, high = wilson(value * len(means), len(means))
+        # Each prompt counts as one example, as if those of a prompt were all alike: where they are
+        # not, the interval is wider than it need be.
+        low, high = wilson(value * num_clusters, num_clusters)
     return Metric(name, value, low, high, count)
 
 
 def _can_resample(means_C: Floats) -> bool:
     """Whether resampling clusters with these means tells how uncertain their mean is."""
+    # Equal means give an interval without a width. They may differ by their rounding.
     return len(means_C) >= _FEWEST_CLUSTERS and bool(np.ptp(means_C) >= 1e-12)
 
 
@@ -210,16 +215,18 @@ def combined(name: str, parts: Sequence[Metric], weights: Sequence[float] | None
         return Metric(name, None, count=0, note="There are no examples.")
     if weights is None:
         weights = [1.0] * len(parts)
-    shares = np.array(weights, dtype=np.float64)
-    shares = shares / shares.sum()
+    w_I = np.array(weights, dtype=np.float64)
+    w_I = w_I / w_I.sum()
     ends = [(part.value, part.low, part.high) for part in parts]
-    p, lows, highs = np.array(ends, dtype=np.float64).T
-    value = float(shares @ p)
-    least = math.sqrt(float(shares**2 @ ((p - lows) * (highs - p)).clip(0.0)))
-    below = max(float(np.linalg.norm(shares * (p - lows))), least)
-    above = max(float(np.linalg.norm(shares * (highs - p))), least)
-    low = max(value - below, float(shares @ lows))
-    high = min(value + above, float(shares @ highs))
+    p_I, low_I, high_I = np.array(ends, dtype=np.float64).T
+    below_I = p_I - low_I
+    above_I = high_I - p_I
+    value = float(w_I @ p_I)
+    least = math.sqrt(float(w_I**2 @ (below_I * above_I).clip(0.0)))
+    below = max(float(np.linalg.norm(w_I * below_I)), least)
+    above = max(float(np.linalg.norm(w_I * above_I)), least)
+    low = max(value - below, float(w_I @ low_I))
+    high = min(value + above, float(w_I @ high_I))
     counts = [part.count or 0 for part in parts]
     note = None
     if len(parts) > 1 and min(counts) < _FEWEST_OF_A_PART:
@@ -244,22 +251,24 @@ def paired_test(
     """
     from scipy import stats
 
-    values = np.asarray(differences, dtype=np.float64)
-    sums = np.bincount(_codes(clusters, len(values)), weights=values)
+    values_N = np.asarray(differences, dtype=np.float64)
+    sums_C = np.bincount(_codes(clusters, len(values_N)), weights=values_N)
     # Clusters without a difference tell nothing, and their signs would only cost time.
-    sums = sums[sums != 0]
-    if len(sums) == 0:
+    sums_C = sums_C[sums_C != 0]
+    if len(sums_C) == 0:
         return 1.0
-    if np.ptp(np.abs(sums)) == 0:
-        return float(stats.binomtest(int((sums > 0).sum()), len(sums)).pvalue)
+    # Of equally large sums only the number of positive ones counts, which is binomial.
+    if np.ptp(np.abs(sums_C)) == 0:
+        num_positive = int((sums_C > 0).sum())
+        return float(stats.binomtest(num_positive, len(sums_C)).pvalue)
     # The second sample is 0: exchanging the samples of a cluster flips the sign of its sum.
     test = stats.permutation_test(
-        (sums, np.zeros_like(sums)),
+        (sums_C, np.zeros_like(sums_C)),
         lambda first, second, axis: (first - second).sum(axis=axis),
         permutation_type="samples",
         vectorized=True,
         n_resamples=num_resamples,
-        batch=max(1, _DRAWS_AT_ONCE // len(sums)),
+        batch=max(1, _DRAWS_AT_ONCE // len(sums_C)),
         rng=np.random.default_rng(0),
     )
     return float(test.pvalue)
@@ -271,11 +280,12 @@ def paired_bootstrap(first: ArrayLike, second: ArrayLike, clusters: Sequence[Has
 
     (None, None) with fewer than ten clusters, or where all of them have the same difference.
     """
-    differences = np.asarray(first, dtype=np.float64) - np.asarray(second, dtype=np.float64)
-    codes = _codes(clusters, len(differences))
-    if not _can_resample(np.bincount(codes, weights=differences) / np.bincount(codes)):
+    differences_N = np.asarray(first, dtype=np.float64) - np.asarray(second, dtype=np.float64)
+    codes_N = _codes(clusters, len(differences_N))
+    means_C = np.bincount(codes_N, weights=differences_N) / np.bincount(codes_N)
+    if not _can_resample(means_C):
         return None, None
-    return cluster_bootstrap(differences, codes.tolist())
+    return cluster_bootstrap(differences_N, codes_N.tolist())
 
 
 # --- calibration ----------------------------------------------------------------------------------
@@ -291,8 +301,11 @@ def pair_confidences(margins: ArrayLike, temperature: float = 1.0) -> tuple[Floa
     """
     from scipy import special
 
-    values = np.asarray(margins, np.float64)
-    return special.expit(np.abs(values) / temperature), (np.sign(values) + 1) / 2
+    margins_P = np.asarray(margins, np.float64)
+    probabilities_P = special.expit(np.abs(margins_P) / temperature)
+    # Signs of -1, 0 and 1 become 0, 1/2 and 1.
+    outcomes_P = (np.sign(margins_P) + 1) / 2
+    return probabilities_P, outcomes_P
 
 
 def expected_calibration_error(probabilities: ArrayLike, outcomes: ArrayLike) -> float | None:
@@ -320,20 +333,20 @@ def reliability_curve(probabilities: ArrayLike, outcomes: ArrayLike) -> list[dic
     Each has `count`, `mean_probability`, `frequency` (how often the event happened) and `interval`,
     Wilson's of that.
     """
-    p = np.asarray(probabilities, np.float64)
-    happened = np.asarray(outcomes, np.float64)
+    p_N = np.asarray(probabilities, np.float64)
+    happened_N = np.asarray(outcomes, np.float64)
     # Without 0 and 1 as edges, these belong to the first and the last bin.
     inner_edges = np.linspace(0.0, 1.0, 11)[1:-1]
-    places = np.searchsorted(inner_edges, p, side="left")
+    bin_N = np.searchsorted(inner_edges, p_N, side="left")
     bins: list[dict[str, Any]] = []
-    for place in np.unique(places):
-        is_inside = places == place
-        count = int(is_inside.sum())
-        num_happened = float(happened[is_inside].sum())
+    for number in np.unique(bin_N):
+        is_inside_N = bin_N == number
+        count = int(is_inside_N.sum())
+        num_happened = float(happened_N[is_inside_N].sum())
         bins.append(
             {
                 "count": count,
-                "mean_probability": float(p[is_inside].mean()),
+                "mean_probability": float(p_N[is_inside_N].mean()),
                 "frequency": num_happened / count,
                 "interval": wilson(num_happened, count),
             }
@@ -345,6 +358,8 @@ def _codes(clusters: Sequence[Hashable], count: int) -> NDArray[np.int64]:
     """Clusters as numbers from 0, in order of appearance."""
     assert len(clusters) == count, "each value needs a cluster"
     numbers: dict[Hashable, int] = {}
-    return np.array(
-        [numbers.setdefault(cluster, len(numbers)) for cluster in clusters], dtype=np.int64
-    )
+    codes = []
+    for cluster in clusters:
+        # A cluster that is new has the next number.
+        codes.append(numbers.setdefault(cluster, len(numbers)))
+    return np.array(codes, dtype=np.int64)
