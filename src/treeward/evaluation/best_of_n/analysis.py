@@ -29,8 +29,9 @@ Scores = Sequence[Sequence[float | None]]
 """A score of each sample of each prompt; None where there is none."""
 
 _SHARE_OF_PROMPTS = 0.95  # a few prompts with few samples must not shorten the curves of all
-_FEWEST_PROMPTS = 10  # with fewer, nothing is said of certainty
+_FEWEST_PROMPTS = 10  # with fewer, the correlation has no interval
 _ROUNDING = 1e-12  # relative to what they were computed from, smaller differences are none
+# Every n up to the first number, and then so many for each doubling.
 _ALL_SIZES_TO = 64
 _SIZES_PER_DOUBLING = 16
 _CURVES = ("gold", "proxy", "best", "gold_gain", "proxy_gain", "best_gain")
@@ -108,21 +109,32 @@ def analyse(
     arXiv 2009.01325, appendix G.3), is an upper bound where samples are equal (Beirami et al. 2024,
     arXiv 2401.01879).
     """
-    rows = []
+    # A proxy and a gold score for each sample that has both, row by row.
+    rows: list[list[tuple[float, float]]] = []
+    num_without_proxy = 0
+    num_without_gold = 0
     for proxy_scores, gold_scores in zip(proxy, gold, strict=True):
-        samples = zip(proxy_scores, gold_scores, strict=True)
-        scored_by_both = [sample for sample in samples if None not in sample]
-        # (2, N), also for a row without samples, whose array would have one axis.
-        rows.append(np.array(scored_by_both, dtype=np.float64).reshape(-1, 2).T)
-    sizes = curve_sizes(_largest_size([row.shape[1] for row in rows], max_n))
-    kept = [i for i, row in enumerate(rows) if row.shape[1] >= sizes[-1]]
-    # Rows of one prompt are averaged: they are one draw of the bootstrap.
-    by_prompt: dict[str, list[Floats]] = {}
-    for i in kept:
+        samples = []
+        for proxy_score, gold_score in zip(proxy_scores, gold_scores, strict=True):
+            num_without_proxy += proxy_score is None
+            num_without_gold += gold_score is None
+            if proxy_score is not None and gold_score is not None:
+                samples.append((proxy_score, gold_score))
+        rows.append(samples)
+    sizes = curve_sizes(_largest_size([len(samples) for samples in rows], max_n))
+    num_rows = 0
+    num_samples = 0
+    rows_by_prompt: dict[str, list[Floats]] = {}
+    for i, samples in enumerate(rows):
+        if len(samples) < sizes[-1]:
+            continue
+        num_rows += 1
+        num_samples += len(samples)
         prompt = str(i) if prompts is None else prompts[i]
-        row_proxy, row_gold = rows[i]
-        by_prompt.setdefault(prompt, []).append(_statistics(row_proxy, row_gold, sizes))
-    table_CK = np.stack([np.mean(of_rows, axis=0) for of_rows in by_prompt.values()])
+        proxy_N, gold_N = np.array(samples, dtype=np.float64).T
+        rows_by_prompt.setdefault(prompt, []).append(_statistics(proxy_N, gold_N, sizes))
+    # Rows of one prompt are averaged: they are one draw of the bootstrap.
+    table_CK = np.stack([np.mean(rows_K, axis=0) for rows_K in rows_by_prompt.values()])
     # Ratios are of means, not means of ratios: a prompt of equal samples has none of its own.
     point = _derive(table_CK.mean(axis=0), len(sizes))
     drawn = _derive(resampled(table_CK, num_resamples), len(sizes))
@@ -143,35 +155,32 @@ def analyse(
         return Curve(mean=_known(point[name]), low=_known(ends[0]), high=_known(ends[1]))
 
     def metric(name: str, fewest: int = 2) -> Metric:
-        only = curve(name, fewest)
-        return Metric(name, only.mean[0], only.low[0], only.high[0], len(kept))
+        """The single value of a curve that is the same for every n."""
+        single = curve(name, fewest)
+        return Metric(name, single.mean[0], single.low[0], single.high[0], num_rows)
 
-    curves = {name: curve(name) for name in _CURVES}
-    num_samples = 0
-    for i in kept:
-        num_samples += rows[i].shape[1]
-    n = np.array(sizes, dtype=np.float64)
-    kl_G = np.log(n) - (n - 1.0) / n
-    lead_metric = replace(metric("lead"), note=f"above n = {sizes[other]}")
+    n_G = np.array(sizes, dtype=np.float64)
+    kl_G = np.log(n_G) - (n_G - 1.0) / n_G
     return BestOfN(
         sizes=sizes,
         kl=tuple(kl_G.tolist()),
-        curves=curves,
+        curves={name: curve(name) for name in _CURVES},
         correlation=metric("correlation", _FEWEST_PROMPTS),
         peak=sizes[peak],
-        lead=lead_metric,
+        lead=replace(metric("lead"), note=f"above n = {sizes[other]}"),
         counts={
-            "num_prompts": len(kept),
-            "num_clusters": len(by_prompt),
-            "num_prompts_with_fewer_samples": len(rows) - len(kept),
+            "num_prompts": num_rows,
+            "num_clusters": len(rows_by_prompt),
+            "num_prompts_with_fewer_samples": len(rows) - num_rows,
             "num_samples": num_samples,
-            "num_without_proxy": sum(row.count(None) for row in map(list, proxy)),
-            "num_without_gold": sum(row.count(None) for row in map(list, gold)),
+            "num_without_proxy": num_without_proxy,
+            "num_without_gold": num_without_gold,
         },
     )
 
 
 def _largest_size(lengths: Sequence[int], max_n: int | None) -> int:
+    """The largest n of the curves. `lengths`: how many samples each row has."""
     ordered = sorted(lengths, reverse=True)
     if not ordered or ordered[0] < 2:
         raise DataError(
@@ -195,6 +204,7 @@ def _largest_size(lengths: Sequence[int], max_n: int | None) -> int:
 def curve_sizes(max_n: int) -> tuple[int, ...]:
     """The n that curves are computed at: each up to 64, then 16 for every doubling, and `max_n`."""
     sizes = {max_n, *range(1, _ALL_SIZES_TO + 1)}
+    # 2 ** bit_length is above max_n.
     for i in range(_SIZES_PER_DOUBLING * max_n.bit_length()):
         sizes.add(round(2 ** (i / _SIZES_PER_DOUBLING)))
     return tuple(n for n in sorted(sizes) if n <= max_n)
@@ -227,12 +237,13 @@ def expected_best_of(by: ArrayLike, values: ArrayLike, sizes: Sequence[int]) -> 
     Samples that are equal `by` are chosen from at random: they share the mean of their values. All
     numbers are finite.
     """
-    keys = np.asarray(by, dtype=np.float64)
-    amounts = np.asarray(values, dtype=np.float64)
-    # Ties share the mean of their values: whichever is chosen among them is chosen at random.
-    _, tie, count = np.unique(keys, return_inverse=True, return_counts=True)
-    shared = np.bincount(tie, weights=amounts) / count
-    return selection_weights(len(keys), tuple(sizes)) @ np.repeat(shared, count)
+    keys_N = np.asarray(by, dtype=np.float64)
+    amounts_N = np.asarray(values, dtype=np.float64)
+    # The distinct keys from below, as the weights go, each with the mean value of its samples.
+    _, tie_N, counts = np.unique(keys_N, return_inverse=True, return_counts=True)
+    means = np.bincount(tie_N, weights=amounts_N) / counts
+    shared_N = np.repeat(means, counts)
+    return selection_weights(len(keys_N), tuple(sizes)) @ shared_N
 
 
 # --- curves ---------------------------------------------------------------------------------------
@@ -253,6 +264,7 @@ def _statistics(proxy: Floats, gold: Floats, sizes: tuple[int, ...]) -> Floats:
 
 
 def _known(values: Floats) -> tuple[float | None, ...]:
+    """The values, None for NaN."""
     known: list[float | None] = []
     for value in values.tolist():
         known.append(value if math.isfinite(value) else None)
@@ -263,6 +275,7 @@ def _derive(means: Floats, num: int) -> dict[str, Floats]:
     """Everything that is computed of the means of `_statistics` (..., 3 G + 3)."""
     gold, proxy, best, moments = np.split(means, [num, 2 * num, 3 * num], axis=-1)
     var_proxy, var_gold, covariance = np.split(moments, 3, axis=-1)
+    # Within a prompt: each row's variance is about its own mean.
     sd_proxy = _divisor(np.sqrt(var_proxy), proxy)
     sd_gold = _divisor(np.sqrt(var_gold), gold)
     first_gold = gold[..., :1]

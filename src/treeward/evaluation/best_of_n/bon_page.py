@@ -38,10 +38,10 @@ LEGEND = (
 
 @dataclass(frozen=True, slots=True)
 class BestOfNPage:
-    """The numbers of the report. `proxy`, `gold`: the names of what scored.
+    """The numbers of the report. `proxy`, `gold`: the names of the two models that scored.
 
     `rows`: see `table`. `gains`: curves over sqrt(KL(n)), in standard deviations within a prompt;
-    `ticks`: some n there. `correlation` of proxy and gold is in `result`.
+    `ticks`: some n on that axis. The correlation of proxy and gold is in `result`.
     """
 
     proxy: str
@@ -110,7 +110,7 @@ def best_of_n_page(result: BestOfN, proxy: str, gold: str) -> BestOfNPage:
 
 
 def _is_power_of_two(n: int) -> bool:
-    return n & (n - 1) == 0
+    return n.bit_count() == 1
 
 
 def _line(

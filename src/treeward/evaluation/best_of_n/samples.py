@@ -55,6 +55,7 @@ def sampled_rows(rows: Iterable[Row], config: DatasetConfig | None = None) -> It
         values = row.values
         if config is not None:
             values = named_columns(values, config, row.where)
+        # A table has None where a row lacks a column.
         keys = {key: value for key, value in values.items() if value is not None}
         if is_single(keys, row.where):
             raise DataError(
@@ -66,39 +67,43 @@ def sampled_rows(rows: Iterable[Row], config: DatasetConfig | None = None) -> It
             )
         conversations = conversations_of(keys, row.where)
         context, ends = split_common_prefix([tuple(messages) for messages in conversations])
-        columns = {key: value for key, value in row.values.items() if key not in _CONVERSATION}
         # All have one rank: which is the better is what the two rewards are asked.
         completions = tuple(Completion(0, end) for end in ends)
+        info = {}
+        fields: dict[str, tuple[float | None, ...]] = {}
+        for name, value in row.values.items():
+            if name in _CONVERSATION:
+                continue
+            info[name] = value
+            numbers = _numbers(value, name, row.where)
+            if numbers is not None and len(numbers) == len(ends):
+                fields[name] = numbers
         example = Preference(
             context,
             completions,
             id=str(number),
-            info=columns,
+            info=info,
             where=row.where,
             template_kwargs=conversations[0].template_kwargs,
         )
-        yield Samples(example, _fields(row, columns, len(ends)))
+        yield Samples(example, fields)
 
 
-def _fields(
-    row: Row, columns: Mapping[str, Any], count: int
-) -> dict[str, tuple[float | None, ...]]:
-    """The columns with a list of numbers, one for each sample."""
-    fields: dict[str, tuple[float | None, ...]] = {}
-    for name, value in columns.items():
-        try:
-            values = parse_json_list(value, name, row.where)
-        except DataError:  # text that begins with a bracket
-            continue
-        if not isinstance(values, list) or len(values) != count:
-            continue
-        if all(isinstance(value, int | float | None) for value in values):
-            numbers: list[float | None] = []
-            for number in values:
-                # NaN, which JSON and pandas write for nothing, is no score.
-                numbers.append(number if is_number(number) else None)
-            fields[name] = tuple(numbers)
-    return fields
+def _numbers(value: Any, name: str, where: str) -> tuple[float | None, ...] | None:
+    """The numbers of a column that is a list of them; None for any other column."""
+    try:
+        values = parse_json_list(value, name, where)
+    except DataError:  # text that begins with a bracket
+        return None
+    if not isinstance(values, list):
+        return None
+    numbers: list[float | None] = []
+    for number in values:
+        if not isinstance(number, int | float | None):
+            return None
+        # NaN, which JSON and pandas write for nothing, is no score.
+        numbers.append(number if is_number(number) else None)
+    return tuple(numbers)
 
 
 def scores_of(samples: Iterable[Samples], name: str) -> list[Sequence[float | None]]:
