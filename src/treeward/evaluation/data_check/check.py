@@ -42,17 +42,18 @@ from treeward.evaluation.data_check.reading import (
 from treeward.storage import write_text
 from treeward.version import VERSION
 
+# The tokenizer of a check without a model. Its counts are estimates, so a part of the data will do.
 _TEXTS_TO_TRAIN = 6000
 _CHARACTERS_TO_TRAIN = 10_000  # of each text
 _VOCABULARY = 8192
-_EXCERPT = 400  # characters
+_EXCERPT = 400  # characters of a refused value
 
 
 @dataclass(frozen=True)
 class DataCheck:
-    """The results of a check. `numbers`: see `numbers_of`. `tokenizer`: whose tokens are
-    counted. `refused`: the error of each set that `train` refuses, because it keeps none of its
-    comparisons."""
+    """The results of a check. `numbers`: see `numbers_of`. `tokenizer`: whose tokens are counted.
+    `errors`: those of the first broken rows. `refused`: the error of each set that `train` refuses,
+    because it keeps none of its comparisons."""
 
     files: tuple[str, ...]
     tokenizer: str
@@ -69,9 +70,9 @@ def open_sets(configs: Sequence[DatasetConfig]) -> tuple[RowDataset, ...]:
 
 
 def trained_renderer(streams: Sequence[RowDataset], **template: Any) -> Renderer:
-    """The renderer, with the arguments `template`, of a tokenizer that is trained on the first
-    texts."""
-    # The pass after this one sets its own, and counts them.
+    """The renderer of a tokenizer that is trained on the first texts. `template`: the renderer's
+    other arguments."""
+    # Broken rows are passed over: the pass after this one sets its own `broken`, and counts them.
     for stream in streams:
         stream.broken = lambda error: None
     first_texts = islice(texts_of(streams), _TEXTS_TO_TRAIN)
@@ -104,24 +105,27 @@ def check_data(
     )
     benchmarks = benchmarks or {}
     held_out = DataRead()
-    sets: list[tuple[str, list[Preference]]] = []
+    # Names with their examples. A list, because two files may have one name.
+    sets: list[tuple[str, Sequence[Preference]]] = []
+    num_sound = 0
     for stream in validation:
         preferences = read_held_out(stream, renderer, held_out, ties=ties, max_length=max_length)
-        sets.append((stream.name.rpartition("/")[2], preferences))
-    num_sound = sum(len(preferences) for _, preferences in sets)
+        num_sound += len(preferences)
+        _, _, file_name = stream.name.rpartition("/")
+        sets.append((file_name, preferences))
     broken = broken_rows(held_out, num_sound, "rows of the validation sets")
-    sets += [(name, list(examples)) for name, examples in benchmarks.items()]
+    sets += benchmarks.items()
     overlaps: list[Overlap] = []
     if sets:
-        # All sets are looked for at once, so that the data are read once more.
-        examples: list[Preference] = []
-        for _, of_set in sets:
-            examples += of_set
+        # All sets are looked for at once, so that the data are read only once more.
+        all_examples: list[Preference] = []
+        for _, examples in sets:
+            all_examples += examples
         training = (preference for preference, _ in rows_of(streams))
         progress = partial(on_progress, "looking for overlap")
-        flags = iter(find_overlap(examples, training, on_progress=progress))
-        for name, of_set in sets:
-            overlaps.append(Overlap(name, tuple(islice(flags, len(of_set)))))
+        flags = iter(find_overlap(all_examples, training, on_progress=progress))
+        for name, examples in sets:
+            overlaps.append(Overlap(name, tuple(islice(flags, len(examples)))))
     numbers = numbers_of(data)
     findings = findings_of(data, numbers, overlaps=overlaps, benchmarks=benchmarks)
     if broken.count:
@@ -144,6 +148,7 @@ def summary_rows(checked: DataCheck) -> list[dict[str, Any]]:
     tokens = numbers["tokens"]
     longer = numbers["style"]["longer"]
     num_longer = round((longer.value or 0.0) * (longer.count or 0))
+    # What is counted, how many there are, and of how many; None where that is no share.
     counts: list[tuple[str, int, int | None]] = [
         ("comparisons", rows, None),
         ("broken rows", numbers["broken"], rows + numbers["broken"]),
@@ -161,11 +166,11 @@ def summary_rows(checked: DataCheck) -> list[dict[str, Any]]:
     for overlap in checked.overlaps:
         what = f"examples of {overlap.name} in the data"
         counts.append((what, len(overlap.flagged), len(overlap.flags)))
-    shown = []
+    table = []
     for what, number, total in counts:
         share = None if total is None else number / max(1, total)
-        shown.append({"what": what, "number": number, "share": share})
-    return shown
+        table.append({"what": what, "number": number, "share": share})
+    return table
 
 
 def write_check(folder: Path, checked: DataCheck) -> Path:
@@ -174,6 +179,7 @@ def write_check(folder: Path, checked: DataCheck) -> Path:
     style = [dataclasses.asdict(metric) for metric in checked.numbers["style"].values()]
     findings = []
     for finding in checked.findings:
+        # Properties are no fields of a dataclass.
         advice = {"why": finding.why, "fix": finding.fix}
         findings.append(dataclasses.asdict(finding) | advice)
     flags = []

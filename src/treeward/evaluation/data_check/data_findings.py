@@ -21,11 +21,12 @@ from treeward.evaluation.statistics import wilson
 Severity = Literal["error", "warning", "note"]
 
 _SEVERITIES = ("error", "warning", "note")
-_MOST_NAMED = 3
-# Shares beyond which a finding is a warning: of most, of ties.
+_MOST_NAMED = 3  # rows of a finding on the terminal
+# Shares beyond which a finding is a warning and not a note: of most findings, and of ties.
 _SOME = 0.01
 _MUCH = 0.1
-# Shares of pairs in which the better completion has more of a trait: a note, a warning.
+# Shares of pairs in which the better completion has more of a trait. Beyond the first there is a
+# note, and beyond the second a warning.
 _IMBALANCED = 0.55
 _VERY_IMBALANCED = 0.6
 _SUMS = (
@@ -104,8 +105,8 @@ _ADVICE = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`text`: the number in a sentence. `count` of `of` rows, pairs or completions. `rows`: where,
-    the first ones.
+    """`text`: the number in a sentence. It is `count` of `of` rows, pairs or completions. `rows`:
+    the places of the first ones.
     """
 
     name: str
@@ -172,7 +173,11 @@ def findings_of(
     def counted(name: str, unit: str, verb: str, severity: Severity | None = None) -> Finding:
         return _finding(name, numbers[name], totals[unit], unit, verb, severity)
 
-    many_ties: Severity = "warning" if numbers["ties"] > _MUCH * numbers["rows"] else "note"
+    tie_severity: Severity = "warning" if numbers["ties"] > _MUCH * numbers["rows"] else "note"
+    overlap_findings = []
+    for overlap in overlaps:
+        overlap_findings.append(_of_overlap(overlap, is_benchmark=overlap.name in benchmarks))
+    # Of one severity the order is that of this list, which `sorted` keeps.
     findings = [
         broken_rows(data, numbers["rows"], "rows"),
         counted(
@@ -190,7 +195,7 @@ def findings_of(
         counted(
             "unanswered", "completions", "do not end with a message of the assistant.", "warning"
         ),
-        *(_of_overlap(overlap, is_benchmark=overlap.name in benchmarks) for overlap in overlaps),
+        *overlap_findings,
         counted("duplicates", "comparisons", "are there before."),
         counted("identical", "completions", "have the tokens of another of their comparison."),
         # They are left out, so they are not among the completions.
@@ -203,13 +208,14 @@ def findings_of(
             "note",
         ),
         counted("empty", "completions", "are empty."),
-        counted("ties", "comparisons", "have one rank for all completions.", many_ties),
+        counted("ties", "comparisons", "have one rank for all completions.", tie_severity),
         *_of_style(numbers),
     ]
     places = {name: tuple(rows) for name, rows in data.noted.items()}
+    # A contradiction shows only with a later row, so its rows are known at the end alone.
     contradicting = _contradicting(data)[:MOST_KEPT]
     places["contradictions"] = tuple(data.places[row] for row in contradicting)
-    # What is not there is not told.
+    # A finding of nothing is left out.
     with_rows = []
     for finding in findings:
         if finding.count:
@@ -227,9 +233,8 @@ def _finding(
     severity: Severity | None = None,
     rows: Sequence[str] = (),
 ) -> Finding:
-    """A sentence with the share; more than a hundredth is a warning, where `severity` says nothing
-    else.
-    """
+    """The finding of a sentence with its share. Without a `severity` it is a warning from a
+    hundredth on, and else a note."""
     share = count / max(total, 1)
     percent = f"{share:.1%}"
     if 0 < share < 0.001:
@@ -254,7 +259,11 @@ def broken_rows(data: DataRead, num_sound: int, what: str) -> Finding:
 
 def _of_overlap(overlap: Overlap, is_benchmark: bool) -> Finding:
     flagged = overlap.flagged
-    num_whole = sum(max(flag.prompt, flag.completion) == 1 for flag in flagged)
+    num_whole = 0
+    for flag in flagged:
+        if max(flag.prompt, flag.completion) == 1:
+            num_whole += 1
+    # They differ in their advice: one's own data may be split again, and a benchmark may not.
     name = "benchmark_overlap" if is_benchmark else "validation_overlap"
     return _finding(
         name,
@@ -279,6 +288,7 @@ def _of_style(numbers: dict[str, Any]) -> Iterator[Finding]:
         if imbalance <= _IMBALANCED:
             continue
         count = metric.count or 0
+        # The text names the side that has more of the trait more often.
         side = "better"
         share = metric.value
         if share <= 0.5:
@@ -299,7 +309,8 @@ def _contradicting(data: DataRead) -> list[int]:
     """
     rows: dict[int, None] = {}  # in order, each once
     for labels in data.labels.values():
-        sides = {side for _, side in labels}
-        if len(sides) > 1:
-            rows |= dict.fromkeys(row for row, _ in labels)
+        is_first_better = {is_better for _, is_better in labels}
+        if len(is_first_better) > 1:
+            for row, _ in labels:
+                rows[row] = None
     return list(rows)

@@ -21,8 +21,8 @@ from treeward.data.conversation import Message, last_text
 from treeward.data.preference import Preference
 
 _RUN = 13  # words
-_NEAR = 0.7
-_PROGRESS_EVERY = 256
+_NEAR = 0.7  # the share of words in runs from which an example is flagged
+_PROGRESS_EVERY = 256  # preferences
 
 # Chinese and Japanese have no spaces: there each character is a word.
 _WORD = re.compile(
@@ -67,27 +67,29 @@ def find_overlap(
     """Read the training data once and flag the examples that it has. `on_progress` receives how
     many preferences were read."""
     runs_of_examples = [_runs(example) for example in examples]
-    wanted: set[int] = set()
+    evaluation_runs: set[int] = set()
     for runs_of_texts in runs_of_examples:
         for runs in runs_of_texts:
-            wanted.update(runs)
-    found: set[int] = set()  # the wanted runs that the training data has too
+            evaluation_runs.update(runs)
+    shared_runs: set[int] = set()  # those that the training data has too
     count = 0
     for count, preference in enumerate(training, start=1):
         for runs in _runs(preference):
-            found |= wanted.intersection(runs)
+            shared_runs |= evaluation_runs.intersection(runs)
         if count % _PROGRESS_EVERY == 0:
             on_progress(count)
     on_progress(count)
 
     def share(runs: list[int]) -> float:
         """The share of a text's words that are in runs that the training data has too."""
-        words: set[int] = set()
+        shared_words: set[int] = set()  # by their places: runs overlap
         for i, run in enumerate(runs):
-            if run in found:
-                words.update(range(i, i + _RUN))
+            if run in shared_runs:
+                shared_words.update(range(i, i + _RUN))
+        # The last run begins `_RUN - 1` words before the end. A short prompt is one run, and so
+        # has as many words here as a run.
         num_words = len(runs) + _RUN - 1
-        return len(words) / max(1, num_words)
+        return len(shared_words) / num_words
 
     flags = []
     for example, runs_of_texts in zip(examples, runs_of_examples, strict=True):

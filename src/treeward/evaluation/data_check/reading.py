@@ -49,12 +49,12 @@ and of a text."""
 class DataRead:
     """What a pass over preference data leaves.
 
-    `sums`: by name. `longest`: tokens of the longest conversation. `errors`: the first ones of
-    broken rows. `noted`: the first rows of findings, by name. `stopped`: sets that could not be
-    read to their end. `refused`: `train`'s error of each set of which it would keep nothing.
-    `places`: file and line of each row. `prompts` and `comparisons`: their hashes, the latter with
-    completions and ranks. `labels`: by the hash of two completions of a prompt, each row that ranks
-    them, and whether the one of the smaller hash is the better.
+    `sums`: counts by name. `longest`: tokens of the longest conversation. `errors`: the errors of
+    the first broken rows. `noted`: the places of the first rows of each finding. `stopped`: sets
+    that could not be read to their end. `refused`: `train`'s error of each set of which it would
+    keep nothing. `places`: file and line of each row. `prompts`: their hashes. `comparisons`:
+    hashes of the prompt with its completions and ranks. `labels`: by the hash of two completions of
+    a prompt, each row that ranks them, and whether the one of the smaller hash is the better.
     """
 
     sums: Counter[str] = field(default_factory=Counter)
@@ -93,6 +93,7 @@ def read_comparisons(
                 _add_row(data, preference, where, record)
                 training.add(record)
             on_progress(data.sums["rows"])
+        # The set knows them once it has been read.
         _note(data, "mistyped", stream.left_out)
         data.refused.extend(training.refusal())
     return data
@@ -163,12 +164,15 @@ def rows_of(
         stream.broken = data.broken
         try:
             for preference, where in stream:
-                # No text beyond `_MOST_CHARACTERS`, and the place in the file as the id.
                 completions = []
                 for completion in preference.completions:
                     completions.append(replace(completion, messages=_cut(completion.messages)))
-                context = _cut(preference.context)
-                cut = replace(preference, context=context, completions=tuple(completions), id=where)
+                cut = replace(
+                    preference,
+                    context=_cut(preference.context),
+                    completions=tuple(completions),
+                    id=where,  # findings name rows by their places
+                )
                 yield cut, where
         except DataError as error:  # of the file, not of one row
             data.broken(error)
@@ -176,13 +180,14 @@ def rows_of(
 
 
 def _cut(messages: Messages) -> Messages:
-    shown = []
+    """The messages without text beyond `_MOST_CHARACTERS`."""
+    cut_messages = []
     for message in messages:
         content = message.get("content")
         if content is not None and len(content) > _MOST_CHARACTERS:
             message = message | {"content": content[:_MOST_CHARACTERS]}
-        shown.append(message)
-    return tuple(shown)
+        cut_messages.append(message)
+    return tuple(cut_messages)
 
 
 def _encoded(
@@ -203,11 +208,19 @@ def _encoded(
 
 
 def _add_row(data: DataRead, preference: Preference, where: str, record: Mapping[str, Any]) -> None:
+    """Count a row, its findings and its pairs."""
     completions = preference.completions
     ranks = preference.ranks
     prompt = key_of(preference.context, preference.template_kwargs)
-    keys = [key_of(completion.messages) for completion in completions]
-    texts = [last_text(completion.messages) for completion in completions]
+    keys = []
+    texts = []
+    num_empty = 0
+    for completion in completions:
+        text = last_text(completion.messages)
+        keys.append(key_of(completion.messages))
+        texts.append(text)
+        if not text.strip():
+            num_empty += 1
     # The order of the completions is no difference between two comparisons.
     comparison = hash((prompt, frozenset(zip(keys, ranks, strict=True))))
     num_identical = record["deduplicated"]
@@ -216,7 +229,7 @@ def _add_row(data: DataRead, preference: Preference, where: str, record: Mapping
         num_identical = num_identical or 1
     counts = {
         "ties": int(len(ranks) > 1 and len(set(ranks)) == 1),
-        "empty": sum(not text.strip() for text in texts),
+        "empty": num_empty,
         "identical": num_identical,
         "duplicates": int(comparison in data.comparisons),
         "contradicted_scores": int(contradicts_scores(completions)),
@@ -252,20 +265,24 @@ def _note(data: DataRead, name: str, places: Sequence[str]) -> None:
 def _add_pairs(
     data: DataRead, prompt: int, keys: Sequence[int], texts: Sequence[str], ranks: Sequence[int]
 ) -> None:
+    """Count for each ordered pair of completions which one is the better, and which has more of
+    each trait. `keys`: hashes of the completions."""
     amounts: dict[str, list[float]] = {}
     for name, (_, amount_of) in TRAITS.items():
         amounts[name] = [amount_of(text) for text in texts]
-    for a, b in itertools.permutations(range(len(keys)), 2):
-        if ranks[a] >= ranks[b] or keys[a] == keys[b]:
+    row = len(data.places)  # its place is added after its pairs
+    for better, worse in itertools.permutations(range(len(keys)), 2):
+        # Of two equal texts neither can be the better, whatever their ranks.
+        if ranks[better] >= ranks[worse] or keys[better] == keys[worse]:
             continue
         # The same pair in another row has the same key, whichever is the better there.
-        first, second = sorted((keys[a], keys[b]))
-        label = (len(data.places), keys[a] < keys[b])
+        first, second = sorted((keys[better], keys[worse]))
+        label = (row, keys[better] == first)
         data.labels.setdefault(hash((prompt, first, second)), []).append(label)
         for name, of_texts in amounts.items():
-            if of_texts[a] > of_texts[b]:
+            if of_texts[better] > of_texts[worse]:
                 data.sums[f"{name} in better"] += 1
-            elif of_texts[a] < of_texts[b]:
+            elif of_texts[better] < of_texts[worse]:
                 data.sums[f"{name} in worse"] += 1
 
 
