@@ -34,8 +34,8 @@ from treeward.evaluation.report import charts, examples, intervals, tables
 from treeward.formatting import format_number
 from treeward.storage import write_text
 
-_MOST_NUMBERS = 200  # rows of a figure's table; the JSON has all
-_LONG_COMPLETION = 900  # characters, beyond which a reader opens the rest
+_MOST_NUMBERS = 200  # rows of a figure's table; the JSON has all of them
+_LONG_COMPLETION = 900  # characters; a longer completion is folded, and a reader opens the rest
 # Characters that are invisible or reorder their neighbours, and halves of surrogate pairs; not the
 # joiners of emoji.
 _HIDDEN = re.compile(
@@ -99,13 +99,14 @@ def build_report(
 
 
 def plain(value: Any, of_text: Callable[[str], str] = str) -> Any:
-    """`value` as JSON holds it: dataclasses become objects, numpy's arrays lists, and what is not
-    finite None.
+    """`value` as JSON holds it: dataclasses become objects, arrays of numpy become lists, and
+    numbers that are not finite become None.
 
     `of_text`: applied to every text.
     """
     if dataclasses.is_dataclass(value):
-        value = {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
+        fields = dataclasses.fields(value)
+        value = {field.name: getattr(value, field.name) for field in fields}
     if isinstance(value, Mapping):
         return {of_text(str(key)): plain(item, of_text) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -131,8 +132,8 @@ class Heading:
 
 
 class Document:
-    """What a page turns out to have while its template is rendered: headings for its contents, and
-    needs of scripts."""
+    """What a page turns out to have while its template is rendered: headings, which its contents
+    list, and the scripts that it needs."""
 
     def __init__(self) -> None:
         self.headings: list[Heading] = []
@@ -175,8 +176,8 @@ class Document:
         self._add(_resource("page.js"))
 
     def _add(self, script: str) -> None:
-        # Each once, however many charts there are. It is our own and the libraries' text, which is
-        # no user's, so it is not escaped.
+        # Each once, however many charts there are. It is not escaped, because it is text of ours
+        # and of libraries, and none of a user.
         if script not in self.scripts:
             self.scripts.append(Markup(script))
 
@@ -241,8 +242,8 @@ def _visible(value: Any) -> Any:
 
 @cache
 def _datatables() -> str:
-    # A module's exports are no names of the page: the bundle's own end is replaced by one that
-    # makes them such.
+    # The bundle is a module, whose exports the page's script could not name. So its last statement,
+    # the export, becomes an assignment to the window.
     bundle = _bundled("dt_bundle.js")
     bundle = re.sub(r"export\{.*?(\w+) as default.*?\}", r"window.DataTable=\1;", bundle)
     return _safe_script(f"(() => {{{bundle}}})();")
@@ -256,11 +257,12 @@ def _bundled(name: str) -> str:
 
 
 def _resource(name: str) -> str:
-    # Universal newlines: a carriage return would be normalised by the browser and the hash would
-    # not match.
+    # `read_text` makes every line end "\n". A browser does the same to a carriage return, and the
+    # hash of the policy would not be that of what it runs.
     return resources.files("treeward.evaluation.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def _safe_script(text: str) -> str:
-    # In HTML both of these would end or change the script wherever they are in it.
+    # In HTML both of these would end or change the script wherever they are in it, within a text
+    # of JavaScript too.
     return text.replace("<!--", "<\\!--").replace("</script", "<\\/script").replace("\r\n", "\n")

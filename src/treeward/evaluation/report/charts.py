@@ -31,13 +31,15 @@ DASHED = 1
 DOTTED = 2
 """Dashes of a `Line`, by number."""
 
-# Expressions of Vega: only the browser knows how wide the page is.
+# Expressions of Vega: only the browser knows how wide the page is. Bars end 205 pixels before the
+# right edge, where "71.0%  (62.1% to 79.0%, n = 100)" stands, or 52 where there is "71.0%" alone.
 _WIDE = "width > 480"
 _ROOM_FOR_WORDS = f"width - ({_WIDE} ? 205 : 52)"
+# Pixels.
 _LANE_HEIGHT = 20.5
 _HEIGHT = 340
 _SQUARE_HEIGHT = 240
-_MOST_DOTS = 40
+_MOST_DOTS = 40  # of a line whose points are marked
 _FONT = (
     '"Inter", "Segoe UI", -apple-system, "Roboto", "Noto Sans", "Liberation Sans", Arial, '
     "sans-serif"
@@ -111,8 +113,8 @@ class Place:
 class Figure:
     """A chart (None where there is nothing to draw) and what stands around it.
 
-    `legend`: (colour, dash or None for a filled square, name). `axes`: what is against what, in
-    words. `columns` and `rows`: its numbers, as a table.
+    `legend`: a colour, a dash or None for a filled square, and a name, for each series. `axes`:
+    what is against what, in words. `columns` and `rows`: its numbers, as a table.
     """
 
     kind: Literal["bars", "curves"]
@@ -172,10 +174,10 @@ def bar_chart(
     """
     bars = []
     for order, (name, metrics) in enumerate(series.items()):
-        shown = labels
-        if shown is None:
-            shown = dict(zip(metrics, metrics, strict=True))  # each by its own name
-        for metric, label in shown.items():
+        label_of_metric = labels
+        if label_of_metric is None:
+            label_of_metric = {metric: metric for metric in metrics}
+        for metric, label in label_of_metric.items():
             bars.append(_Bar(name, order, label, metrics[metric]))
     # One size for all, so that they have one number of decimals.
     size = size_of(bar.metric for bar in bars)
@@ -198,7 +200,7 @@ def bar_chart(
 
 
 class _Bar(NamedTuple):
-    """`order`: the number of its series."""
+    """A metric of a series. `order`: the number of the series, which gives the colour."""
 
     series: str
     order: int
@@ -207,6 +209,7 @@ class _Bar(NamedTuple):
 
 
 def _bar_row(bar: _Bar, format: str, x_range: tuple[float, float], size: float) -> dict[str, Any]:
+    """The row of a bar in the chart's data. `size`: see `interval_text`."""
     value, interval = interval_text(bar.metric, format, size=size)
     _, without_count = interval_text(bar.metric, format, with_count=False, size=size)
     return {
@@ -214,10 +217,12 @@ def _bar_row(bar: _Bar, format: str, x_range: tuple[float, float], size: float) 
         "label": bar.label,
         "lane": f"s{bar.order}",
         "colour": _colour(bar.order),
+        # A bar and its whisker end at the edges of the chart; the words have the whole numbers.
         "value": _within(bar.metric.value, x_range),
         "low": _within(bar.metric.low, x_range),
         "high": _within(bar.metric.high, x_range),
         "count": bar.metric.count,
+        # Three lengths of the words, for what there is room for.
         "shown": value,
         "brief": f"{value}  {without_count}",
         "words": f"{value}  {interval}",
@@ -226,6 +231,7 @@ def _bar_row(bar: _Bar, format: str, x_range: tuple[float, float], size: float) 
 
 
 def _within(number: float | None, x_range: tuple[float, float]) -> float | None:
+    """The number, or the end of the range beyond which it is; None for no number."""
     if not is_number(number):
         return None
     return min(max(number, x_range[0]), x_range[1])
@@ -273,6 +279,7 @@ def _bars(
     words = _layer(words_rows).encode(**place)
     shown_where_narrow = "shown" if has_several else "brief"
     text = alt.ExprRef(f"{_WIDE} ? datum.words : datum.{shown_where_narrow}")
+    # Later layers are drawn over earlier ones: bars, whiskers, words.
     layers = [
         # Half transparent, with an edge: a whisker in the colour of text is seen on it, in light
         # and dark.
@@ -328,6 +335,7 @@ def curve_chart(
     for number, line in enumerate(lines):
         rows += _points(line, number, format, x_label)
     legend: list[tuple[str, list[int] | None, str]] = []
+    # A single line is named by the axis.
     if len(lines) > 1:
         for line in lines:
             legend.append((_colour(line.colour), _dash(line), line.name))
@@ -358,15 +366,11 @@ def _points(line: Line, order: int, format: str, x_label: str) -> list[dict[str,
     if has_dots is None:
         has_dots = len(line.y) <= _MOST_DOTS
     nothing = [None] * len(line.y)
+    lows = line.low or nothing
+    highs = line.high or nothing
+    labels = line.labels or nothing
     rows = []
-    for x, y, low, high, label in zip(
-        line.x,
-        line.y,
-        line.low or nothing,
-        line.high or nothing,
-        line.labels or nothing,
-        strict=True,
-    ):
+    for x, y, low, high, label in zip(line.x, line.y, lows, highs, labels, strict=True):
         # A point that is not known is left out, and its neighbours are joined.
         if not (is_number(x) and is_number(y)):
             continue

@@ -23,7 +23,8 @@ OUTCOMES = {
 def example_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Rows of `examples.jsonl` with a `model`, as the table shows them.
 
-    `share` is the size of the margin; that of the widest is 1.
+    `share`: the size of a row's margin over that of the widest, for the bar beside it. `rank`: the
+    order of its outcome.
     """
     widest = 0.0
     for row in rows:
@@ -70,23 +71,24 @@ def prompt_text(context: Sequence[Message] | None) -> str:
 def _completions(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The completions by rank, each with its name, whether it is better, and its numbers."""
     ranks = row.get("ranks") or []
-    distinct = sorted(set(ranks))
+    distinct_ranks = sorted(set(ranks))
     known_scores = [score for score in row.get("scores") or () if score is not None]
     highest = max(known_scores, default=None)
-    columns = [
-        row.get(name) or () for name in ("completions", "scores", "lengths", "num_tokens", "errors")
-    ]
+    columns = []
+    for name in ("completions", "scores", "lengths", "num_tokens", "errors"):
+        columns.append(row.get(name) or ())
     shown = []
     # `zip_longest`, because a row may lack a column.
     for i, (completion, score, length, num_tokens, error) in enumerate(zip_longest(*columns)):
         place = 0
         is_better = False
         name = "Tied" if len(ranks) > 1 else "Completion"
-        if i < len(ranks) and len(distinct) > 1:
-            place = distinct.index(ranks[i])
+        if i < len(ranks) and len(distinct_ranks) > 1:
+            # Ranks of a row need not be 0, 1, 2: two of them may be 1 and 5.
+            place = distinct_ranks.index(ranks[i])
             is_better = place == 0
-            if len(distinct) > 2:
-                name = f"Rank {place + 1} of {len(distinct)}"
+            if len(distinct_ranks) > 2:
+                name = f"Rank {place + 1} of {len(distinct_ranks)}"
             else:
                 name = "Better completion" if is_better else "Worse completion"
         shown.append(

@@ -24,7 +24,8 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 def known_ends(metric: Metric) -> list[float]:
     """The value of a metric and the ends of its interval, those that are numbers."""
-    return [number for number in (metric.value, metric.low, metric.high) if is_number(number)]
+    ends = (metric.value, metric.low, metric.high)
+    return [number for number in ends if is_number(number)]
 
 
 def size_of(metrics: Iterable[Metric]) -> float:

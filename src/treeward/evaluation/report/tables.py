@@ -45,37 +45,44 @@ class TableColumn:
 def table_layout(
     columns: Sequence[TableColumn], rows: Sequence[Mapping[str, Any]]
 ) -> list[TableColumn]:
-    """The columns with what their cells share."""
+    """The columns with what their cells share: the format of a column of counts, and how wide the
+    table is."""
     num_with_intervals = 0  # columns
+    num_side_by_side = 0  # columns on a narrow screen
     formats = []
     for column in columns:
-        values = [row.get(column.key) for row in rows]
-        if any(isinstance(value, Metric) and is_number(value.low) for value in values):
-            num_with_intervals += 1
-        known = [value for value in values if value is not None]
-        is_whole = all(is_number(value) and value == round(value) for value in known)
+        is_whole = True
+        has_intervals = False
+        for row in rows:
+            value = row.get(column.key)
+            if isinstance(value, Metric) and is_number(value.low):
+                has_intervals = True
+            if value is not None and not (is_number(value) and value == round(value)):
+                is_whole = False
+        num_with_intervals += has_intervals
+        num_side_by_side += column.explains is None
         format = column.format
         if format == "number" and is_whole:
             format = "integer"  # a column of counts has no decimals
         formats.append(format)
+    # A value with its interval beside it takes the room of two columns.
     is_dense = num_with_intervals > _MOST_SIDE_BY_SIDE or len(columns) > 2 * _MOST_SIDE_BY_SIDE
-    num_side_by_side = sum(column.explains is None for column in columns)
     is_wide = num_side_by_side > _MOST_SIDE_BY_SIDE
-    return [
-        replace(column, format=format, is_dense=is_dense, is_wide=is_wide)
-        for column, format in zip(columns, formats, strict=True)
-    ]
+    laid_out = []
+    for column, format in zip(columns, formats, strict=True):
+        laid_out.append(replace(column, format=format, is_dense=is_dense, is_wide=is_wide))
+    return laid_out
 
 
 def cell_text(row: Mapping[str, Any], column: TableColumn) -> tuple[str, str]:
-    """A cell's value and, in brackets, its interval and count. A row's own "format" comes before
-    its columns'."""
+    """A cell's value and, in brackets, its interval and count. A metric has its row's own "format"
+    where there is one, because a table may list metrics of several units."""
     value = row.get(column.key)
     if isinstance(value, str):
         return value, ""
     format = column.format
     if column.is_text:
-        format = "number"
+        format = "number"  # a number in a column of names
     elif isinstance(value, Metric):
         format = row.get("format", format)
     # A plain number is a metric without an interval.
