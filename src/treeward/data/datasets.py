@@ -68,14 +68,14 @@ def open_dataset(config: DatasetConfig) -> RowDataset:
         need = "part: train, or part: validation for the rows held out"
         raise config.error("part split_validation_size", need)
     config = recognised(config)  # a row's keys tell which class reads it
-    found = _DATASETS.find(config.dataset_name)
+    entry = _DATASETS.find(config.dataset_name)
     dataset: RowDataset
-    if isinstance(found, KnownDataset):
-        dataset = KnownRows(config, found)
-    elif issubclass(found, RowDataset):
-        dataset = found(config)
+    if isinstance(entry, KnownDataset):
+        dataset = KnownRows(config, entry)
+    elif issubclass(entry, RowDataset):
+        dataset = entry(config)
     else:
-        dataset = _ObjectDataset(config, found)
+        dataset = _ObjectDataset(config, entry)
     # Before a row is read, so that the log has it before the tokenizing begins.
     dataset.name_unread_columns()
     if config.part is not None:
@@ -88,7 +88,7 @@ def recognised(config: DatasetConfig, *, skip_broken: bool = False) -> DatasetCo
     keys. `skip_broken`: skip invalid rows, unless all are."""
     if config.dataset_name != "auto":
         return config
-    # Who names the keys of a pair has said which format it is.
+    # A configuration that names the keys of a pair says the format with them.
     if (config.chosen_key, config.rejected_key) != ("chosen", "rejected"):
         return config.model_copy(update={"dataset_name": "BinaryPreferenceDataset"})
     errors: list[DataError] = []
@@ -106,6 +106,7 @@ def recognised(config: DatasetConfig, *, skip_broken: bool = False) -> DatasetCo
     except DataError as error:
         # The first broken row tells more than that no row is left.
         raise errors[0] if errors else error from None
+    # There is at least one row, and all are broken.
     raise errors[0]
 
 
@@ -300,6 +301,7 @@ class KnownRows(RowDataset):
     def rows(self) -> Iterator[Row]:
         """The rows for the parser."""
         rows = self._prompted_rows()
+        # Some sets join rows, or leave some out, before one is parsed.
         if self.known.prepare is not None:
             rows = function_of(self.known.prepare)(rows, self)
         return rows

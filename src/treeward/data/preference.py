@@ -57,7 +57,7 @@ _NEED_PROMPT = (
 )
 _NEED_ALIKE = "completions alone, or whole conversations with the prompt in each"
 _SURE = 1e-7  # a judge's 0 and 1 count as this and its complement, whose log-odds are finite
-# The first that an object has counts.
+# Of each of these the first that an object has counts.
 _TEXT_KEYS = ("completion", "response", "answer")
 _SCORE_KEYS = ("score", "overall_score", "probability")
 _STRENGTH_KEYS = ("strength", "margin", "probability")
@@ -90,7 +90,8 @@ class Preference:
 
     `strength`: by how much a better completion is better; see `rm.loss.strength`.
     `template_kwargs`: the row's tools and further variables of the chat template. `id`: the name in
-    an evaluation. `info`: further columns of the row, which rules and judges read. `where`: file and row.
+    an evaluation. `info`: further columns of the row, which rules and judges read. `where`: file
+    and row.
     """
 
     context: Messages
@@ -172,10 +173,13 @@ def completions_of(
     values: Mapping[str, Any],
     where: str | None,
 ) -> tuple[Messages, list[tuple[Messages, Mapping[str, Any]]]]:
-    """The context of the row's `completions` or `responses`, and the messages and other attributes
-    of each, which is text, messages, or an object with either as its `completion`, `response` or
+    """The context of the row, and the messages and other attributes of each of its `completions` or
+    `responses`.
+
+    One of them is text, messages, or an object with either as its `completion`, `response` or
     `answer`. The context is empty if the row has no prompt, or if all completions are whole
-    conversations."""
+    conversations.
+    """
     key = completions_column(values) or "completions"
     items = parse_json_list(values.get(key), key, where)
     if not is_list(items):
@@ -186,15 +190,16 @@ def completions_of(
     sides: dict[str, Messages] = {}
     attributes: list[Mapping[str, Any]] = []
     for i, item in enumerate(items):
-        about: Mapping[str, Any] = item if isinstance(item, Mapping) else {}
+        item_attributes: Mapping[str, Any] = item if isinstance(item, Mapping) else {}
         value = item
         field = f"{key}[{i}]"
-        text_key = first_with_value(about, _TEXT_KEYS)
+        # An object without such a key is a message, or refused as none.
+        text_key = first_with_value(item_attributes, _TEXT_KEYS)
         if text_key is not None:
-            value = about[text_key]
+            value = item_attributes[text_key]
             field = f"{key}[{i}].{text_key}"
         sides[field] = as_messages(value, field, "assistant", where)
-        attributes.append(about)
+        attributes.append(item_attributes)
     if context is None and any(side[0]["role"] == "assistant" for side in sides.values()):
         check_promptless(values, (key, "scores"), where)
     context = before(context or (), sides, where)
@@ -244,6 +249,7 @@ def preference_from_dict(
         # The prompt is what the conversations begin with in common.
         context, ends = split_common_prefix(ends)
     elif context_of(row, where) is None:
+        # A row may say that its prompt is empty, by an empty list. This one says nothing.
         raise _missing("context", row, where)
 
     fewest = 1 if attributes else 2
@@ -566,19 +572,20 @@ def score_of(value: Any, field: str, where: str | None) -> float | None:
 
 
 def grades_of(
-    about: Mapping[str, Any],
+    values: Mapping[str, Any],
     attributes: Sequence[str],
     where: str | None,
     prefix: str = "",
 ) -> dict[str, float]:
     """The grades of a completion, without its score; null and NaN mean none. Raises `DataError` for
     values that are not numbers, with `prefix` before the key."""
-    values = without_nan(about)
+    known_values = without_nan(values)
     grades: dict[str, float] = {}
     for name in attributes:
+        # `Completion` has its score apart, and `all_grades` puts it among them again.
         if name == "score":
             continue
-        grade = number_of(values.get(name), f"{prefix}{name}", where)
+        grade = number_of(known_values.get(name), f"{prefix}{name}", where)
         if grade is not None:
             grades[name] = grade
     return grades

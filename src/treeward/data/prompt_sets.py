@@ -41,8 +41,8 @@ _PROMPT_DATASETS = Registry("datasets of prompts", PROMPT_SETS, example="my_modu
 _Class = TypeVar("_Class", bound="type[RowPrompts]")
 _REQUEST = "responses_create_params"
 FAMILY = "prompt_family"
-"""The key of `info` whose value prompts have in common that are computed as one tree, as both
-orders of a pair."""
+"""A key of `info`. Prompts with the same value there are computed as one tree, such as both orders
+of a pair."""
 _PROMPT_KEYS = (_REQUEST, "messages", "prompt", "context")
 _ENVIRONMENT_KEYS = ("environment", "env_name")
 _NEED_ANSWER = "an answer, whose key output_key names; without one, dataset_name: PromptDataset"
@@ -84,8 +84,8 @@ def prompts_summary(counts: Counter[str]) -> str:
 
 class PromptSet(list[Prompt]):
     """The prompts of one set, in the order of the data. `name`: for messages. `weight`: passes over
-    it per epoch. `together`: so many neighbours are always drawn together, and left out
-    together."""
+    it per epoch. `together`: how many neighbours are always drawn together, and left out together.
+    """
 
     def __init__(
         self,
@@ -119,16 +119,17 @@ def open_prompts(
     environment of that name. Raises `ConfigError` for an unknown name or class, `DataError` for
     missing data or an invalid row.
     """
-    found = _PROMPT_DATASETS.find(config.dataset_name)
+    entry = _PROMPT_DATASETS.find(config.dataset_name)
     source: RowPrompts
-    if isinstance(found, KnownDataset):
-        source = KnownPrompts(config, found)
-    elif issubclass(found, RowPrompts):
-        source = found(config)
+    if isinstance(entry, KnownDataset):
+        source = KnownPrompts(config, entry)
+    elif issubclass(entry, RowPrompts):
+        source = entry(config)
     else:
-        source = _ObjectPrompts(config, found)
+        source = _ObjectPrompts(config, entry)
     prompts = []
     for prompt in itertools.islice(source, config.max_samples):
+        # Here too, because a class of the user may make prompts without `from_prompt_row`.
         messages = check_prompt(prompt.messages, "messages", prompt.where)
         messages = source.files.complete(messages, prompt.where)
         prompt = replace(prompt, messages=messages)
@@ -258,10 +259,11 @@ def from_prompt_row(
 ) -> Prompt:
     """A row with its prompt under one of four keys, or under `input_key`.
 
-    - `messages`: a conversation; a last message of the assistant is the reference answer, and no
-    part of the prompt. - `prompt` (TRL, verl) or `context` (the rank format): messages, or the text
-    of the user's only one. - `responses_create_params` (NeMo Gym): a request of OpenAI's Responses
-    API.
+    - `messages`: a conversation. If its last message is the assistant's, that is the reference
+      answer and no part of the prompt.
+    - `prompt` (TRL, verl) or `context` (the rank format): messages, or the text of one message of
+      the user.
+    - `responses_create_params` (NeMo Gym): a request of OpenAI's Responses API.
 
     `ground_truth` is the value of `output_key`, of `ground_truth`, of verl's
     `reward_model.ground_truth`, or the reference answer. `tools` (also those of the request) and
@@ -300,7 +302,9 @@ def from_prompt_row(
             info["ground_truth"] = truth
     if reference is not None:
         text = reference.get("content")
+        # A message with parts or calls is kept whole, as the only message of a conversation.
         answer = text if isinstance(text, str) else [reference]
+        # The row's own reference answers win.
         info.setdefault("reference_answers", [answer])
     messages = with_system(messages, [()], values, where)
     return Prompt(check_prompt(messages, key, where), info, where, variables)
@@ -335,12 +339,15 @@ def from_response_row(
     if isinstance(truth, str):
         info["reference_answers"] = [truth]
     for key, column in read.info.items():
+        # Without the answer's own column, which `ground_truth` repeats. Reference answers of the
+        # row replace the truth.
         if key == "ground_truth" or key != output_key:
-            info[key] = column  # the row's own reference answers too
+            info[key] = column
     return replace(read, info=info)
 
 
 def _is_answer(truth: Any) -> bool:
+    """Whether rules can compare it: a text, a finite number, or a list of accepted answers."""
     if isinstance(truth, bool):
         return False  # for Python it would be a number
     if isinstance(truth, int | float):
@@ -381,6 +388,7 @@ def _problem_of(messages: Any) -> str | None:
 
 
 def _prompt_key(values: Mapping[str, Any], where: str) -> str:
+    """The key of the row's only prompt."""
     keys = [key for key in _PROMPT_KEYS if values.get(key) is not None]
     if len(keys) == 1 or _REQUEST in keys:
         return keys[0]  # a request comes first, and holds its messages itself

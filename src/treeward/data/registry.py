@@ -168,19 +168,6 @@ def _construct(cls: Any, config: SetConfig) -> Any:
     return made
 
 
-def _arguments(signature: inspect.Signature, config: SetConfig) -> dict[str, Any]:
-    """The whole section, if the signature takes any keyword; else what it names, and `kwargs`."""
-    if _takes_any(signature):
-        return dict(config.section)
-    named: dict[str, Any] = {}
-    for key in (*_ARGUMENTS, *PROMPT_FILES):
-        value = getattr(config, key, None)
-        is_named = key in signature.parameters or f"train_{key}" in signature.parameters
-        if value is not None and is_named:
-            named[key] = value
-    return named | config.kwargs
-
-
 def _rows_of(dataset: Any, config: SetConfig) -> tuple[Iterable[Any], str]:
     """The rows of an object with `formatted_ds` or `dataset`, and their name in errors.
 

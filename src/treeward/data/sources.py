@@ -16,7 +16,6 @@ from __future__ import annotations
 import glob
 import gzip
 import hashlib
-import itertools
 import json
 import os
 import re
@@ -93,17 +92,18 @@ def read_rows(
                 need="each row once",
                 fix="remove one of them, or choose with a pattern",
             )
-    rows = _rows_of_table(table, label)
-    if files:
-        # A generator, so that a file is opened when the one before it is at its end.
-        rows = itertools.chain.from_iterable(read_file(file, broken) for file in files)
-    return _at_least_one(rows, path)
+    return _at_least_one(_rows_of_all(files, table, label, broken), path)
 
 
-def _rows_of_table(table: Any, label: str) -> Iterator[Row]:
-    # A dataset may have been saved with a torch or numpy format; rows are plain Python values.
-    for number, values in enumerate(table.with_format(None), 1):
-        yield Row(without_nested_nulls(values), f"{label}:row {number}")
+def _rows_of_all(files: Sequence[str], table: Any, label: str, broken: Broken) -> Iterator[Row]:
+    """The rows of the files, or of the table where there are none; see `_locate`."""
+    # A file is opened when the one before it is at its end.
+    for file in files:
+        yield from read_file(file, broken)
+    if not files:
+        # A dataset may have been saved with a torch or numpy format; rows are plain Python values.
+        for number, values in enumerate(table.with_format(None), 1):
+            yield Row(without_nested_nulls(values), f"{label}:row {number}")
 
 
 def read_file(path: str, broken: Broken = raised) -> Iterator[Row]:
@@ -153,6 +153,7 @@ def fingerprint(path: str, *, split: str | None = None, subset: str | None = Non
 
 
 def _at_least_one(rows: Iterator[Row], path: str) -> Iterator[Row]:
+    """The rows. Raises `DataError` if there are none."""
     first = next(rows, None)
     if first is None:
         raise DataError("there are no rows", where=path, got="empty data", need="at least one row")
@@ -192,23 +193,11 @@ def _locate(path: str, split: str | None, subset: str | None) -> tuple[list[str]
     return files, None, path
 
 
-def _is_saved_dataset(folder: str) -> bool:
-    """Whether `save_to_disk` wrote the folder: these are its files of several splits, and of
-    one."""
-    names = ("dataset_dict.json", "state.json")
-    return any(os.path.exists(os.path.join(folder, name)) for name in names)
-
-
-def _is_hub_name(path: str) -> bool:
-    """Whether it is of the form `org/name`; `data/train.jsonl`, which is too, is a file."""
-    is_pair = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path)
-    return is_pair is not None and file_suffix(path) not in KINDS
-
-
 def _is_split(split: str, names: Sequence[str]) -> bool:
     """Whether files of these names can be the split."""
     if all(split in name for name in names):
         return True
+    # Any file can be the validation data, unless its name says that it is for training.
     if split == "validation":
         return not any("train" in name for name in names)
     return split == "train"
@@ -230,14 +219,15 @@ def _files_of_splits(folder: str, subset: str | None) -> dict[str, list[str]]:
             need=f"files that end in {', '.join(KINDS)}",
             fix="check path and subset, and move scripts (.py) out of the folder",
         ) from error
-    read: set[str] = set()
+    names_in_splits: set[str] = set()
     for files in splits.values():
-        read.update(os.path.basename(file) for file in files)
+        for file in files:
+            names_in_splits.add(os.path.basename(file))
     unread = []
     for name in sorted(os.listdir(folder)):
         # Hidden files, those of `datasets`, and that of a model are no data.
         is_data = file_suffix(name) in KINDS and not name.startswith((".", "_", "dataset_info"))
-        if is_data and name != "config.json" and name not in read:
+        if is_data and name != "config.json" and name not in names_in_splits:
             unread.append(name)
     # A dataset's card may say which files are data.
     card = os.path.join(folder, "README.md")
@@ -247,7 +237,7 @@ def _files_of_splits(folder: str, subset: str | None) -> dict[str, list[str]]:
         raise DataError(
             "files of the folder are in no split",
             where=folder,
-            got=f"{', '.join(unread)} beside {', '.join(sorted(read))}",
+            got=f"{', '.join(unread)} beside {', '.join(sorted(names_in_splits))}",
             need="files of one kind, with a split in each name",
             fix=f"move them, or choose as *{file_suffix(unread[0])}",
         )
@@ -286,6 +276,7 @@ def read_jsonl_stream(
 
 
 def _jsonl_row(line: bytes | str, where: str) -> Row | None:
+    """The row of a line; None for a blank one."""
     text = _decode(line, where) if isinstance(line, bytes) else line
     text = text.removeprefix("\ufeff").strip()
     if not text:
@@ -358,6 +349,7 @@ def _decode(raw: bytes, where: str) -> str:
 
 
 def _json_rows(path: str, broken: Broken) -> Iterator[Row]:
+    """The rows of a `.json` file, which is read whole."""
     text = "".join(_texts(path))
     if not text.strip():
         return
@@ -376,6 +368,7 @@ def _json_rows(path: str, broken: Broken) -> Iterator[Row]:
     if isinstance(value, dict):
         lists = [value[key] for key in ("data", "rows") if isinstance(value.get(key), list)]
         is_one_line = "\n" not in text.strip()
+        # With two lists nothing says which one has the rows.
         if len(lists) == 1:
             value = lists[0]
         elif not lists and is_one_line:
@@ -443,9 +436,11 @@ class PromptFiles:
                     need=need,
                 )
             last = len(roles) - 1 - roles[::-1].index("user")  # the first from the end
-            filled = messages[last] | {"content": _filled(messages[last]["content"], self.template)}
+            content = _filled(messages[last]["content"], self.template)
+            filled = messages[last] | {"content": content}
             messages = (*messages[:last], filled, *messages[last + 1 :])
-        if self.system is not None and not any(message["role"] == "system" for message in messages):
+        has_system = any(message["role"] == "system" for message in messages)
+        if self.system is not None and not has_system:
             messages = ({"role": "system", "content": self.system}, *messages)
         return messages
 
@@ -460,6 +455,7 @@ class RowSource:
     hub_subset: str | None = None
     hub_split: str | None = "train"
     known: KnownDataset | None = None
+    # `staticmethod`, because a function of a class would be called with the object before the error.
     broken: Broken = staticmethod(raised)
 
     left_out: Sequence[str] = ()

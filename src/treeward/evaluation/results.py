@@ -209,21 +209,31 @@ def _scored(
             if keeps_all_heads or name in grade_names:
                 heads_of_score[name] = value
         heads.append(heads_of_score)
+    # A row has these fields only where one of its completions has something there.
+    if not any(heads):
+        heads = []
     spreads = [score.spread for score in scores]
-    has_spread = any(spread is not None for spread in spreads)
+    if all(spread is None for spread in spreads):
+        spreads = []
     judgements = [score.judgement for score in scores]
-    steps = [score.steps or () for score in scores]
-    # A row has a column of these only where one of its completions has something there.
+    if not any(judgements):
+        judgements = []
+    steps: list[Sequence[float]] = [score.steps or () for score in scores]
+    if not any(steps):
+        steps = []
+    values = [score.score for score in scores]
+    num_tokens = [score.num_tokens for score in scores]
+    errors = [score.error for score in scores]
     return ScoredExample(
         example,
-        scores=tuple(score.score for score in scores),
+        scores=tuple(values),
         lengths=tuple(lengths),
-        num_tokens=tuple(score.num_tokens for score in scores),
-        errors=tuple(score.error for score in scores),
-        heads=tuple(heads) if any(heads) else (),
-        spreads=tuple(spreads) if has_spread else (),
-        judgements=tuple(judgements) if any(judgements) else (),
-        steps=tuple(steps) if any(steps) else (),
+        num_tokens=tuple(num_tokens),
+        errors=tuple(errors),
+        heads=tuple(heads),
+        spreads=tuple(spreads),
+        judgements=tuple(judgements),
+        steps=tuple(steps),
     )
 
 
