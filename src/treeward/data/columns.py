@@ -134,6 +134,7 @@ def named_columns(values: Mapping[str, Any], config: DatasetConfig, where: str) 
     Raises `DataError` for a row without a named column.
     """
     row = dict(with_named_prompt(values, config.prompt_key, where, required=True))
+    # A column under its usual name may be missing: the row can be of another format.
     for column, name in ((config.chosen_key, "chosen"), (config.rejected_key, "rejected")):
         if column == name:
             continue
@@ -174,6 +175,7 @@ def with_system(
     texts = {name: values[name] for name in SYSTEM_COLUMNS if not _is_empty(values.get(name))}
     if not texts:
         return context
+    # A row may have the same text in both columns.
     name, text = next(iter(texts.items()))
     distinct = {str(text) for text in texts.values()}
     if not isinstance(text, str) or len(distinct) > 1:
@@ -237,11 +239,13 @@ def _holds_prompt(name: str, value: Any) -> bool:
     # Plain text. `input` is LLMBar's name of a prompt; under the other names text is anything.
     if isinstance(value, str) and messages == ({"role": "user", "content": value},):
         return name == "input"
+    # A conversation with its completion is what is scored, and no prompt.
     ends_with_completion = messages[-1]["role"] == "assistant"
     return not ends_with_completion
 
 
 def _is_empty(value: Any) -> bool:
+    """Whether it says nothing, as an empty cell or an empty list."""
     if isinstance(value, str):
         return not value.strip()
     return value is None or (isinstance(value, Mapping | list | tuple) and not value)

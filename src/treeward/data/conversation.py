@@ -126,6 +126,7 @@ def template_columns(template_kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_tools(value: Any, where: str | None) -> list[dict[str, Any]]:
+    """The tools of a column; none for an empty one."""
     tools = _parsed_json(value)
     if tools is None:
         return []
@@ -188,6 +189,8 @@ def check_messages(
 
 
 def _checked_message(value: Any, field: str, where: str | None) -> Message:
+    """The message in one form. Raises `DataError` for one without a role, or with neither text nor
+    calls of tools."""
     need = _NEED_MESSAGE
     if not isinstance(value, Mapping):
         summary = "a message is not an object"
@@ -211,7 +214,9 @@ def canonical_message(message: Mapping[str, Any]) -> Message:
     whose arguments are objects."""
     canonical = {key: item for key, item in message.items() if item is not None}
     if "role" not in canonical and "from" in canonical and "value" in canonical:
-        canonical = {"role": canonical.pop("from"), "content": canonical.pop("value")} | canonical
+        role = canonical.pop("from")
+        content = canonical.pop("value")
+        canonical = {"role": role, "content": content} | canonical
     role = canonical.get("role")
     # A message of ShareGPT whose whole text is the call.
     if role == "function_call" and "tool_calls" not in canonical:
@@ -283,6 +288,7 @@ def _listed(value: Any) -> Any:
 
 
 def _looks_like_messages(value: Any) -> bool:
+    """Whether every item has the keys of a message; what they hold is checked later."""
     if not isinstance(value, list) or not value:
         return False
     for item in value:

@@ -157,6 +157,7 @@ class EncodedDataset(Sequence[Comparison]):
             summary = f"the token cache {path} is damaged: {error}"
             fix = "delete the file; it is made again, in a data.cache_dir that all nodes share"
             raise DataError(summary, fix=fix) from error
+        # The first row of each batch, and at the end the number of rows.
         self._starts = np.cumsum([0, *(batch.num_rows for batch in self._batches)])
         kept = np.flatnonzero(pa.compute.equal(self._column("outcome"), "kept").to_numpy())
         # Places of rows in the file, which has dropped ones too.
@@ -245,7 +246,9 @@ class EncodedDataset(Sequence[Comparison]):
         nested = self._column("token_ids")
         counts = pa.compute.list_value_length(nested).to_numpy().astype(np.int64)
         lengths = pa.compute.list_value_length(pa.compute.list_flatten(nested)).to_numpy()
-        starts = (np.cumsum(counts) - counts)[self._kept]  # dropped rows have no conversations
+        # The maximum of each comparison's conversations, which `reduceat` takes from one start to
+        # the next: rows between them that are dropped have no conversations.
+        starts = (np.cumsum(counts) - counts)[self._kept]
         longest = np.maximum.reduceat(lengths, starts) if len(starts) else lengths
         return np.stack([counts[self._kept], longest], axis=1).astype(np.int32)
 
@@ -291,6 +294,7 @@ class EncodedDataset(Sequence[Comparison]):
 
     @cached_property
     def counts(self) -> EncodingCounts:
+        """The counts of all rows of the file, whatever the limit."""
         outcomes: dict[str, int] = {}
         for item in self._column("outcome").value_counts().to_pylist():
             outcomes[item["values"]] = item["counts"]
@@ -309,8 +313,12 @@ def count_tree_tokens(sequences: Sequence[npt.NDArray[np.int32] | Sequence[int]]
         else:
             ordered.append(list(sequence))
     ordered.sort()
-    shared = [os.path.commonprefix(neighbours) for neighbours in itertools.pairwise(ordered)]
-    return sum(map(len, ordered)) - sum(map(len, shared))
+    size = 0
+    neighbour: list[int] = []
+    for token_ids in ordered:
+        size += len(token_ids) - len(os.path.commonprefix([neighbour, token_ids]))
+        neighbour = token_ids
+    return size
 
 
 def encode_dataset(
@@ -425,6 +433,7 @@ def encoded_file(
 def _write(
     path: Path, name: str, portions_of_records: Iterator[list[dict[str, Any]]], progress: bool
 ) -> None:
+    """Write the file and its digest."""
     done = 0
     tokens = 0
     pending: list[dict[str, Any]] = []
@@ -495,8 +504,8 @@ def encode_rows(
         record["outcome"] = "dropped_ungraded" if rules.attributes else "dropped_ties"
         record["all_pair_ids"] = pair_ids(preference, preference.completions)
         if _is_trainable(preference, rules):
-            own = [next(fitted) for _ in preference.completions]
-            record |= _encode_row(preference, own, rules)
+            fitted_completions = [next(fitted) for _ in preference.completions]
+            record |= _encode_row(preference, fitted_completions, rules)
         yield record
 
 
@@ -525,6 +534,7 @@ def _encode_row(
         if sequence is not None:
             kept.append((sequence, completion))
     fitting_ranks = [completion.rank for _, completion in kept]
+    # Where all fit the ranks are enough, as `_is_trainable` has found.
     if len(kept) < len(fitted) and not rules.is_enough(fitting_ranks):
         return {"outcome": "dropped_too_long", "longest": longest}
 
@@ -541,8 +551,8 @@ def _encode_row(
 
     grades = []
     for completion in completions:
-        known = completion.all_grades
-        grades.append([known.get(name, math.nan) for name in rules.attributes])
+        all_grades = completion.all_grades
+        grades.append([all_grades.get(name, math.nan) for name in rules.attributes])
     # Sorted, so that a comparison whose completions come in another order has the same digest.
     ranked_tokens = sorted(zip(best, ranks, strict=True))
     lengths = [len(last_text(completion.messages)) for completion in completions]

@@ -13,19 +13,24 @@ _MUCH = 0.1  # a warning says when a larger share is left out
 
 @dataclass(frozen=True, slots=True)
 class EncodingCounts:
-    """The outcomes of the comparisons.
+    """The outcomes of the comparisons. `read` is `kept` and the five `dropped_*` together:
 
-    `read` = `kept` + the five `dropped_*`: no two completions of different rank fit (`too_long`), no
-    pair of different completions is left (`identical`), none outranks another (`ties`), none has a
-    grade to learn (`ungraded`), `data.labels` drops every pair (`suspects`). The others count kept
-    comparisons, except `longest`: tokens of the longest conversation before truncation, kept or
-    not. `truncated`: lost context. `deduplicated`: completions with the tokens of another.
-    `completions`, and left out of them `completions_too_long`. `contradicted`: a completion
+    - `too_long`: no two completions of different rank fit.
+    - `identical`: no pair of different completions is left.
+    - `ties`: no completion outranks another.
+    - `ungraded`: no completion has a grade to learn.
+    - `suspects`: `data.labels` drops every pair.
+
+    The others are counts of kept comparisons, except `longest`: the tokens of the longest
+    conversation before truncation, kept or not. `truncated`: comparisons that lost context.
+    `deduplicated`: completions with the tokens of another. `completions`: those that are kept, and
+    `completions_too_long` those that are not. `contradicted`: comparisons in which a completion
     outranks one with a higher score. `unanswered`: completions that do not end with a message of
     the assistant.
 
-    Of problems with steps: `steps`, the nodes with a label, `step_copies`, the labels that they
-    merge, and `steps_too_long`, the nodes with a label that were left out."""
+    Of problems with steps: `steps` are the nodes with a label, `step_copies` the labels that they
+    merge, and `steps_too_long` the nodes with a label that were left out.
+    """
 
     read: int = 0
     kept: int = 0

@@ -64,6 +64,8 @@ _SCORED_ALONE: list[Columns] = [_CONVERSATIONS]
 _SINGLE: list[Columns] = [_MESSAGES]
 """Those that hold one completion."""
 
+# A form with columns beside its completions, as the winner of a pair, has names that files of
+# other kinds use too.
 for _known in COMPARISONS:
     for _form in _known.forms:
         _scored = _SCORED_ALONE if _form.others else _SCORED_ALWAYS
@@ -186,7 +188,7 @@ def conversations_of(values: Mapping[str, Any], where: str) -> list[Conversation
     if known is not None:
         row = with_own_prompt(row, known.prompt, where)
     if keys == ("chosen", "rejected"):
-        # By the parsers of training: which part of a pair is its prompt is not told by keys alone.
+        # By the parsers of training: the keys of a pair do not tell where its prompt is.
         parser = from_transcripts if are_transcripts(row) else from_binary_row
         return parser(row, where).conversations
     context, ends = _parts(row, keys, where)

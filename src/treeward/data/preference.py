@@ -275,13 +275,11 @@ def preference_from_dict(
 
 
 def _missing(name: str, row: Mapping[str, Any], where: str | None) -> DataError:
-    summary = f"the row has no {name}"
-    got = shown_keys(row)
     return DataError(
-        summary,
+        f"the row has no {name}",
         where=where,
         field=name,
-        got=got,
+        got=shown_keys(row),
         need=_RANK_FORMAT,
         fix=DATASET_NAME_FIX,
     )

@@ -77,7 +77,7 @@ def encode_prompts(
     sizes = []
     counts = Counter[str]()
     for prompt_set in sets:
-        kept = 0
+        num_kept = 0
         first_too_long: _EncodedPrompt | None = None
         encoded = _encoded(prompt_set, renderer, max_length, progress)
         # One iterator in every place of the zip: each takes the next item, so that neighbours come
@@ -88,13 +88,13 @@ def encode_prompts(
             if too_long:
                 first_too_long = first_too_long or too_long[0]
                 continue
-            kept += len(family)
+            num_kept += len(family)
             for item in family:
                 prompts.append(item.prompt)
                 token_ids.append(np.asarray(item.token_ids, dtype=np.int32))
-        num_too_long = len(prompt_set) - kept
+        num_too_long = len(prompt_set) - num_kept
         if first_too_long is not None:
-            if kept == 0:
+            if num_kept == 0:
                 raise DataError(
                     "no prompt is short enough",
                     where=prompt_set.name,
@@ -110,7 +110,8 @@ def encode_prompts(
                 max_length,
                 first_too_long.place_and_length,
             )
-        sizes.append(kept)
+        sizes.append(num_kept)
+        # Of the prompts that were kept when the set was opened, these are left out now.
         counts += prompt_set.counts
         counts["kept"] -= num_too_long
         counts["too_long"] += num_too_long
@@ -156,6 +157,7 @@ def _encoded(
     max_length: int | None,
     progress: bool,
 ) -> Iterator[_EncodedPrompt]:
+    """The prompts of a set with their tokens, in its order."""
     with ShownProgress(unit="prompts", enabled=progress) as shown:
         for start in range(0, len(prompt_set), _PROMPTS_AT_ONCE):
             batch = prompt_set[start : start + _PROMPTS_AT_ONCE]

@@ -37,8 +37,8 @@ _Class = TypeVar("_Class", bound=type[Any])
 
 
 class Registry:
-    """`what`: the plural for errors. `known`: the entries of the table. `example`: a dotted
-    path."""
+    """The data sets that a configuration can name. `what`: they in the plural, for errors. `known`:
+    the entries of the table. `example`: a dotted path, for errors too."""
 
     def __init__(self, what: str, known: Mapping[str, KnownDataset], *, example: str) -> None:
         self._what = what

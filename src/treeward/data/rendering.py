@@ -51,6 +51,7 @@ from treeward.data.template_probes import (
     PROBE_MESSAGES,
     PROBE_SYSTEM,
     as_parts,
+    as_text,
     probe_content,
     reads_arguments_as_text,
     reads_reasoning_apart,
@@ -107,9 +108,11 @@ class Renderer:
         self.chat_template_kwargs: dict[str, Any] = dict(chat_template_kwargs or {})
         self.max_length = max_length
         self.truncation: Truncation = truncation
+        # What the log has said once, and does not say again for every conversation.
         self._seen_roles = set(_ROLES)
         self._ignored_variables: set[str] = set()
         self._openings: dict[str, str] = {}  # by generation prompt
+        # transformers would take such a variable as its own argument, as `tokenize`.
         arguments = inspect.signature(tokenizer.apply_chat_template).parameters.keys()
         self._not_variables = arguments - {"tools", "documents"}
         wrong = sorted(self._not_variables & self.chat_template_kwargs.keys())
@@ -130,6 +133,7 @@ class Renderer:
         framed = cls is not None and sep is not None and probe[:1] == [cls] and probe[-1:] == [sep]
         self.kind: Literal["decoder", "encoder"] = "encoder" if framed else "decoder"
         self.adds_bos = framed or (bos is not None and probe[:1] == [bos])
+        # The token that every row begins with.
         self._first_id: int | None = cls if framed else bos
         if num_bos is not None and (framed or bos is None):
             field = "policy.tokenizer.num_bos"
@@ -237,11 +241,11 @@ class Renderer:
         # What the generation prompt adds to the conversation as it stands.
         prompt = self.render(messages, where=where, generation_prompt=True)
         plain = self.render(messages, where=where)
-        first = len(os.path.commonprefix([plain, prompt]))
-        generation_prompt = prompt[first:]
+        begin = len(os.path.commonprefix([plain, prompt]))
+        generation_prompt = prompt[begin:]
         # It is the same for almost all prompts of a run.
         if generation_prompt not in self._openings:
-            self._openings[generation_prompt] = self._opening(messages, prompt, first, where)
+            self._openings[generation_prompt] = self._opening(messages, prompt, begin, where)
         return self._openings[generation_prompt]
 
     def encode_texts(
@@ -379,19 +383,19 @@ class Renderer:
         self,
         messages: AnyConversation,
         prompt: str,
-        first: int,
+        begin: int,
         where: str | None,
     ) -> str:
         """`opening` for the text of a prompt whose generation prompt begins at the character
-        `first`."""
+        `begin`."""
         answered = with_messages(messages, [*messages, {"role": "assistant", "content": _SENTINEL}])
         turn = self.render(answered, where=where)
         # The header of a turn is what the template writes before any content too.
         header = os.path.commonprefix([turn.partition(_SENTINEL)[0], prompt])
-        start = max(first, len(header))
+        start = max(begin, len(header))
         # Templates that write an empty block of reasoning into every turn have it before the
         # content: it is no header.
-        reasoning = prompt.find(REASONING_START, first)
+        reasoning = prompt.find(REASONING_START, begin)
         if reasoning >= 0:
             start = min(start, reasoning)
         opening = prompt[start:]
@@ -477,26 +481,13 @@ class Renderer:
         return message | {"reasoning_content": reasoning, "content": answer}
 
     def _content(self, message: Message, where: str | None) -> Message:
+        """The message with its content as text or as parts, whichever the template reads."""
         content = message.get("content")
         if content is None:
             return message
         if isinstance(content, str):
             return message if self.reads_text else message | {"content": as_parts(content)}
-        if self._reads_parts:
-            return message
-        texts = []
-        for part in content:
-            text = part.get("text") if isinstance(part, Mapping) else part
-            if not isinstance(text, str):
-                raise DataError(
-                    "the chat template reads text only",
-                    where=where,
-                    got=f"a content part {part!r}",
-                    need='text, or parts of the form {"type": "text", "text": "..."}',
-                    fix=f"remove the row, or use a model or {SETTING} that reads such parts",
-                )
-            texts.append(text)
-        return message | {"content": "".join(texts)}
+        return message if self._reads_parts else message | {"content": as_text(content, where)}
 
     def _frame(self, ids: list[int]) -> list[int]:
         """The ids with `num_bos` BOS (or one CLS and SEP); None: with one, if the tokenizer or the
@@ -515,6 +506,7 @@ class Renderer:
         return ids
 
     def _without_first(self, ids: list[int]) -> list[int]:
+        """The ids after the BOS (or CLS), of which a template may write none, one or several."""
         return list(itertools.dropwhile(lambda token: token == self._first_id, ids))
 
     def _fitted(
@@ -524,6 +516,7 @@ class Renderer:
         num_tokens: int,
         where: str | None,
     ) -> Fitted | None:
+        """`fit` for a conversation that `encode_short` has encoded."""
         if self.max_length is None or num_tokens <= self.max_length:
             assert ids is not None
             return Fitted(ids, truncated=False)
@@ -542,6 +535,8 @@ class Renderer:
         return None if shortened is None else Fitted(shortened, truncated=True)
 
     def _shortened(self, conversation: AnyConversation, ids: list[int] | None) -> list[int] | None:
+        """The ids of a conversation that is too long, with less context; None where not enough can
+        go. `ids`: those of the whole, if they are known."""
         assert self.max_length is not None
         context = conversation[:-1]
         system: list[Message] = []
@@ -558,15 +553,17 @@ class Renderer:
         alone = self._encode_if_short(with_messages(conversation, context))
         if alone is None:
             return None  # the end of the context is unknown
-        head = len(ids) - len(self._without_first(ids))
+        # The BOS stay, and the last token of the context: without any there is no question.
+        num_first = len(ids) - len(self._without_first(ids))
+        num_context = len(os.path.commonprefix([alone, ids])) - num_first
+        most = num_context - 1
         excess = len(ids) - self.max_length
-        most = len(os.path.commonprefix([alone, ids])) - head - 1
         # In steps, so that completions of similar length have the same context.
         step = max(1, self.max_length // 8)
         cut = min(math.ceil(excess / step) * step, most)
         if cut < excess:
             return None
-        return ids[:head] + ids[head + cut :]
+        return ids[:num_first] + ids[num_first + cut :]
 
     def _encode_if_short(self, messages: AnyConversation) -> list[int] | None:
         """The ids; None if the template refuses the messages, or the text has too many

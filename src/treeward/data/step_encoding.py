@@ -131,15 +131,16 @@ def _encode(
     encoded = iter(zip(sequences, conversations, strict=True))
     records = []
     for (problem, where), (nodes, paths) in zip(rows, trees, strict=True):
-        own = [next(encoded) for _ in paths]
+        encoded_paths = [next(encoded) for _ in paths]
         record = empty_record(where)
-        fitting = _fitting_paths(nodes, paths, own, renderer, token_id, where)
+        fitting = _fitting_paths(nodes, paths, encoded_paths, renderer, token_id, where)
         record |= _record(problem, nodes, fitting)
         records.append(record)
     return records
 
 
 def _check_unmarked(text: str, mark: str, what: str, where: str) -> None:
+    """Raise `DataError` for a text that has the mark. `what`: "prompt" or "step"."""
     if mark in text:
         raise DataError(
             f"a {what} has the mark in it, which would be read as the end of a step",

@@ -53,7 +53,16 @@ def from_step_row(values: Mapping[str, Any], where: str, *, task_name: str) -> P
     for i, (text, label) in enumerate(zip(texts, labels, strict=True)):
         step_text = _step_text(text, f"completions[{i}]", where)
         steps.append(Step(step_text, _label(label, f"labels[{i}]", where)))
-    return _problem(values, _context(values, where), [steps], where, task_name)
+    context = context_of(values, where)
+    if not context:
+        raise DataError(
+            "the row has no prompt",
+            where=where,
+            field="prompt",
+            got=shown_keys(values),
+            need="the problem, a text or messages",
+        )
+    return _problem(values, context, [steps], where, task_name)
 
 
 def from_process_bench_row(values: Mapping[str, Any], where: str, *, task_name: str) -> Problem:
@@ -140,7 +149,10 @@ def from_prm800k_row(
             following = _rated(human, f"{field}.human_completion", where, neutral_is_right)
         for i, alternative in enumerate(rated):
             if i != index:
-                solutions.append([*_without_labels(chosen), alternative])
+                # The chosen solution has the labels: an alternative that repeats them would count
+                # them again.
+                before = [Step(earlier.text) for earlier in chosen]
+                solutions.append([*before, alternative])
         if following is None:
             break  # the labelling has ended here
         chosen.append(following)
@@ -150,6 +162,7 @@ def from_prm800k_row(
 
 
 def _rated(item: Any, field: str, where: str, neutral_is_right: bool) -> Step:
+    """A step of PRM800K with its rating: 1 is right, 0 is neutral, -1 is wrong."""
     if not isinstance(item, Mapping):
         raise DataError("a completion is not an object", where=where, field=field, got=item)
     text = _step_text(item.get("text"), f"{field}.text", where)
@@ -163,11 +176,6 @@ def _rated(item: Any, field: str, where: str, neutral_is_right: bool) -> Step:
         )
     is_right = rating == 1 or (rating == 0 and neutral_is_right)
     return Step(text, float(is_right))
-
-
-def _without_labels(steps: Sequence[Step]) -> list[Step]:
-    # The chosen solution has the labels: an alternative that repeats them would count them again.
-    return [Step(step.text) for step in steps]
 
 
 def has_label_text(values: Mapping[str, Any]) -> bool:
@@ -401,6 +409,7 @@ def _problem(
     where: str,
     task_name: str,
 ) -> Problem:
+    """The problem of a row, with its system message, template variables and task name."""
     if not any(last_text([message]).strip() for message in context):
         raise DataError(
             "the problem is empty",
@@ -420,19 +429,6 @@ def _problem(
         task_name,
         read_template_kwargs(values, where),
     )
-
-
-def _context(values: Mapping[str, Any], where: str) -> Messages:
-    context = context_of(values, where)
-    if not context:
-        raise DataError(
-            "the row has no prompt",
-            where=where,
-            field="prompt",
-            got=shown_keys(values),
-            need="the problem, a text or messages",
-        )
-    return context
 
 
 def _list_of(values: Mapping[str, Any], field: str, where: str) -> Sequence[Any]:

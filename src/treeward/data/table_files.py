@@ -20,7 +20,7 @@ _FIX_DATASET = (
     "check path, subset, split and network; offline, give a local copy instead of the name; a "
     "private or gated dataset needs HF_TOKEN"
 )
-_ROWS_PER_BATCH = 1024
+_ROWS_PER_BATCH = 1024  # of a parquet file in memory
 _LONGEST_CELL_CHARACTERS = 2**31 - 1  # the most that csv takes on every system
 
 

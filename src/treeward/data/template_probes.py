@@ -10,7 +10,7 @@ place in question.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jinja2
@@ -18,7 +18,7 @@ import jinja2
 from treeward.data.chat_template import SETTING
 from treeward.data.conversation import Message
 from treeward.data.reasoning import REASONING_END, REASONING_START
-from treeward.errors import ConfigError
+from treeward.errors import ConfigError, DataError
 
 Apply = Callable[[list[Message]], str]
 
@@ -130,3 +130,21 @@ def with_text_arguments(call: Any) -> Any:
 def as_parts(text: str) -> list[dict[str, str]]:
     """A text as the content of a message in parts."""
     return [{"type": "text", "text": text}]
+
+
+def as_text(content: Iterable[Any], where: str | None) -> str:
+    """The content of a message in parts as one text, for a template that reads text only. Raises
+    `DataError` for a part that is none."""
+    texts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if not isinstance(text, str):
+            raise DataError(
+                "the chat template reads text only",
+                where=where,
+                got=f"a content part {part!r}",
+                need='text, or parts of the form {"type": "text", "text": "..."}',
+                fix=f"remove the row, or use a model or {SETTING} that reads such parts",
+            )
+        texts.append(text)
+    return "".join(texts)

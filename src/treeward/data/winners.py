@@ -70,6 +70,8 @@ def from_winner_row(
 
 
 def _ranks(verdict: Any, form: Form, values: Mapping[str, Any], where: str) -> tuple[int, int]:
+    """The ranks of the two sides by the row's verdict. Raises `DataError` for one that names
+    neither."""
     first, second = form.completions
     (winner,) = form.others
     if isinstance(verdict, float) and verdict.is_integer():
