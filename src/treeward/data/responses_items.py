@@ -80,6 +80,7 @@ def tools_of(params: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _messages(items: Sequence[Any], field: str, developer: str) -> list[Message]:
+    """The messages of items. `field`: what errors call the list of them."""
     messages: list[Message] = []
     names: dict[str, str] = {}  # of the functions, by the ids of their calls
     for i, element in enumerate(items):
@@ -107,7 +108,8 @@ def _messages(items: Sequence[Any], field: str, developer: str) -> list[Message]
                     message["name"] = name
                 messages.append(message)
             case "reasoning":
-                pass
+                pass  # never a part of what is scored
+            # Images, and calls of tools that the API runs itself.
             case other:
                 summary = f"an item of the type {other!r} cannot be scored"
                 need = "a message or a call of a function"
@@ -130,6 +132,7 @@ def _checked(value: Any, kind: Any, field: str, need: str) -> Any:
 
 
 def _message(item: Mapping[str, Any], where: str, developer: str) -> Message:
+    """The message of an item of this type."""
     role = _checked(item.get("role"), str, f"{where}.role", "a name such as user")
     content = _text(item.get("content"), f"{where}.content")
     message: Message = {"role": developer if role == "developer" else role, "content": content}
@@ -149,6 +152,7 @@ def _message(item: Mapping[str, Any], where: str, developer: str) -> Message:
 
 
 def _text(content: Any, where: str) -> str:
+    """The text of a content, which is text or a list of parts."""
     if isinstance(content, str):
         return content
     texts = []
@@ -169,6 +173,7 @@ def _text(content: Any, where: str) -> str:
 
 
 def _call(item: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The call of an item as a chat has it."""
     name = _checked(item.get("name"), str, f"{where}.name", "the function's name")
     call_id = item.get("call_id")
     return {
