@@ -263,6 +263,39 @@ def test_an_encoder_has_a_spread(tiny_tokenizer: Any, tmp_path: Path) -> None:
     assert all(score.spread is not None and score.spread > 0 for score in again)
 
 
+@pytest.fixture(scope="module")
+def encoder_folder(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("encoder") / "model"
+    signed(folder, tiny_tokenizer, tiny_model("bert"), max_length=128)
+    add_spread(folder)
+    return folder
+
+
+def test_parts_of_an_encoders_batch_keep_their_spreads(encoder_folder: Path) -> None:
+    # On a CPU with two threads two parts of the batch go through the head at the same time.
+    scorer = Scorer.load(encoder_folder, device="cpu")
+    chats = [chat(f"What is {i} and {i}?", "It is " + "four " * (i % 20)) for i in range(80)]
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        want = [score.spread for score in scorer.score(chats)]
+        torch.set_num_threads(2)
+        for _ in range(5):
+            assert [score.spread for score in scorer.score(chats)] == pytest.approx(want, rel=1e-3)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_broken_conversation_of_an_encoder_fails_alone(encoder_folder: Path) -> None:
+    scorer = Scorer.load(encoder_folder, device="cpu")
+    [token] = scorer.renderer.tokenizer.encode("Z", add_special_tokens=False)
+    with torch.no_grad():
+        scorer.model.hf.get_input_embeddings().weight[token] = float("nan")
+    broken, whole = scorer.score([chat("2 + 2?", "Z"), chat("2 + 2?", "4")], on_error="mask")
+    assert broken.score is None and broken.error is not None and "not finite" in broken.error
+    assert whole.spread is not None and whole.spread > 0
+
+
 def test_an_evaluation_keeps_the_spreads(
     spread_folder: Path, data: tuple[list[Preference], list[Preference]]
 ) -> None:

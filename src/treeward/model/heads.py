@@ -16,7 +16,9 @@ Shapes: N places, R reads, S sequences, D hidden size, H values, Q quantiles.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from itertools import pairwise
 from typing import Any
 
@@ -77,6 +79,33 @@ class Features(HiddenReader):
 
     def forward(self, hidden_ND: Tensor) -> Tensor:
         return hidden_ND.float()
+
+
+_INPUTS: ContextVar[list[Tensor] | None] = ContextVar("inputs of heads", default=None)
+"""Of each context its own: parts of one batch may go through a head at the same time."""
+
+
+def note_inputs(head: nn.Module) -> None:
+    """Have a head that an encoder's own forward calls note what it reads, for `inputs_of_heads`."""
+
+    def note(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        inputs = _INPUTS.get()
+        if inputs is not None:
+            inputs.append(arguments[0])
+
+    # Once, and not around each pass: a hook sees the passes of all threads.
+    head.register_forward_pre_hook(note)
+
+
+@contextlib.contextmanager
+def inputs_of_heads() -> Iterator[list[Tensor]]:
+    """A context with the list of what heads read in it."""
+    inputs: list[Tensor] = []
+    token = _INPUTS.set(inputs)
+    try:
+        yield inputs
+    finally:
+        _INPUTS.reset(token)
 
 
 def mlp(sizes: Sequence[int], *between: Callable[[], nn.Module]) -> nn.Sequential:

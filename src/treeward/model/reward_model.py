@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from treeward.errors import ModelError
-from treeward.model.heads import HiddenReader
+from treeward.model.heads import HiddenReader, inputs_of_heads, note_inputs
 from treeward.model.side_by_side import can_divide, divided, side_by_side
 from treeward.model.wrapped import Layout, WrappedModel
 from treeward.tree.batch import Batch, Movable, RowBatch, TreeBatch
@@ -94,6 +94,7 @@ class RewardModel(WrappedModel):
             # The encoder's own forward calls its head, with hidden states in the backbone's dtype.
             head = self.head
             forward = head.forward
+            note_inputs(head)
 
             def forward_in_float32(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
                 return forward(hidden.float(), *args, **kwargs)
@@ -290,17 +291,15 @@ class RewardModel(WrappedModel):
     def _encoder_read(self, batch: RowBatch) -> tuple[Tensor, Tensor]:
         """The inputs of an encoder's head, (S, D): the pooled state, or the first token's; and its
         values, (S, H). Raises `ModelError` for a head that reads more."""
-        inputs: list[Tensor] = []
-        hook = self.head.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
-        try:
+        with inputs_of_heads() as inputs:
             values_SH = self._encoder_logits(batch)
-        finally:
-            hook.remove()
         hidden_SD = inputs[0]
         if hidden_SD.dim() == 3:  # all tokens, of which a head reads the first
             hidden_SD = hidden_SD[:, 0]
-        # Tried on this very batch: families differ in what they hand to their head.
-        if not torch.allclose(self.head_values(hidden_SD), values_SH, rtol=1e-3, atol=1e-4):
+        # Tried on this very batch: families differ in what they hand to their head. A conversation
+        # that is not a number to the backbone says nothing about the head.
+        again_SH = self.head_values(hidden_SD)
+        if not torch.allclose(again_SH, values_SH, rtol=1e-3, atol=1e-4, equal_nan=True):
             raise ModelError(
                 "this encoder's head reads more than one hidden state",
                 got=type(self.head).__name__,
