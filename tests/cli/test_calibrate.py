@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from verbs import Command
 
 from treeward.config.scoring import RewardShapingConfig
 from treeward.formatting import format_number
-from treeward.model.contract import CONTRACT_FILE
+from treeward.model.contract import CONTRACT_FILE, write_contract
 from treeward.scoring.scorer import Scorer
 from treeward.scoring.shaping import Shaper
 
@@ -119,3 +120,31 @@ def test_data_that_cannot_give_a_spread_is_told(
     assert "not a section" in treeward(*words, "{data_path: [}").err
     section = "{dataset_name: Bundled, split: validation, no_such_key: 1}"
     assert "no_such_key" in treeward(*words, section).err
+    # Before the work: no constants are fitted first.
+    before = contract_of(own_model)
+    write_contract(before.model_copy(update={"calibration": None}), own_model)
+    assert "no such file" in treeward(*words, "no_such_file.jsonl").err
+    assert contract_of(own_model).calibration is None
+
+
+@pytest.mark.parametrize("content", [None, b"damaged"])
+def test_a_spread_that_cannot_be_read_is_fitted_again(
+    treeward: Command, spread_folder: Path, tmp_path: Path, write_rows: Write, content: bytes | None
+) -> None:
+    folder = Path(shutil.copytree(spread_folder, tmp_path / "model"))
+    before = contract_of(folder).spread
+    assert before is not None
+    if content is None:
+        (folder / before.file).unlink()
+    else:
+        (folder / before.file).write_bytes(content)
+    held_out = write_rows("held_out.jsonl", ROWS)
+    trained_on = write_rows("train.jsonl", [{**row, "prompt": "?" + row["prompt"]} for row in ROWS])
+    words = ["calibrate", folder, "--data", held_out, "--device", "cpu"]
+    # Without --trained-on the spread stays, so it must be whole; the error has the way out.
+    refused = treeward(*words)
+    assert refused.code == 2 and "--trained-on TRAIN" in refused.err
+    ended = treeward(*words, "--trained-on", trained_on)
+    assert ended.code == 0, ended.err
+    [score] = Scorer.load(folder, device="cpu").score([chat("2 + 3?", "It is 5.")])
+    assert score.spread is not None and score.spread > 0

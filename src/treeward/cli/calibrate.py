@@ -152,8 +152,12 @@ def _calibrate(
             fix=f"treeward verify {model} --write --force --head-weights {weights} first",
         )
     stream = open_dataset(config)
+    trained_stream = None
+    if trained_config is not None:
+        trained_stream = open_dataset(trained_config)
     section = checked_model({"models": [model]}, "MODEL", options)
-    scorer, _, _ = load(section, options.batch_tokens)
+    # A spread that is fitted anew may be missing, or damaged.
+    scorer, _, _ = load(section, options.batch_tokens, with_spread=trained_config is None)
     assert isinstance(scorer, Scorer)
     if trained_config is not None:
         check_head(scorer)
@@ -169,12 +173,12 @@ def _calibrate(
     # The rest of the contract stays, its hash of the scores too.
     path = write_contract(contract.model_copy(update={"calibration": calibration}), model)
     logger.info("Wrote the constants to %s.", path)
-    if trained_config is None:
+    if trained_config is None or trained_stream is None:
         return
     with ShownProgress(unit="comparisons") as progress:
         fitted = fit_spread(
             scorer,
-            _counted(open_dataset(trained_config), "reading what it was trained on", progress),
+            _counted(trained_stream, "reading what it was trained on", progress),
             _counted(open_dataset(config), "reading what was held out", progress),
             names=(_name_of(trained_config), name),
         )

@@ -254,11 +254,13 @@ def checked_model(section: dict[str, Any], where: str, options: ModelOptions) ->
 def load(
     section: ServedModelConfig,
     batch_tokens: int | None,
+    *,
+    with_spread: bool = True,
 ) -> tuple[PreparedScorer, Shaper | None, Mapping[str, Any]]:
     """The scorer of a section, the `Shaper` of its scores, None without shaping, and what its rows
     depend on.
 
-    A function of the module: workers import it.
+    `with_spread`: as of `Scorer.load`. A function of the module: workers import it.
     """
     from treeward.scoring.ensemble import load_scorer
     from treeward.scoring.identity import scorer_identity
@@ -267,7 +269,7 @@ def load(
     logger.info("Loading %s.", ", ".join(section.models))
     # Else the scorer's own default holds.
     capacity = {} if batch_tokens is None else {"batch_tokens": batch_tokens}
-    scorer = load_scorer(section, device=section.device, **capacity)
+    scorer = load_scorer(section, device=section.device, with_spread=with_spread, **capacity)
     shaper = load_shaper(section)
     rewards = scorer if shaper is None else RewardScorer(scorer, shaper)
     return scorer, shaper, scorer_identity(rewards, section.models[0])

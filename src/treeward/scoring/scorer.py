@@ -228,6 +228,7 @@ class Scorer(PreparedScorer):
         batch_tokens: int | None = DEFAULT_BATCH_TOKENS,
         max_sequences: int | None = None,
         prefix_cache_bytes: int = 0,
+        with_spread: bool = True,
         **settings: Any,
     ) -> Scorer:
         """Load a reward model from a folder or the hub.
@@ -236,7 +237,8 @@ class Scorer(PreparedScorer):
         They override the model's scoring contract, which says how conversations are rendered and
         truncated; a model without one uses its tokenizer's chat template and drops conversations
         longer than its positions. `device`: None or `auto` is a GPU where there is one.
-        `prefix_cache_bytes`: for the prompts of earlier calls; 0 keeps none.
+        `prefix_cache_bytes`: for the prompts of earlier calls; 0 keeps none. `with_spread`: False
+        leaves the contract's spread out, and its file unread.
 
         Raises `ModelError` for a checkpoint without a trained head, for several heads without
         `head_weights`, and for a model that breaks its contract, unless `check_contract` is False.
@@ -247,6 +249,8 @@ class Scorer(PreparedScorer):
             config = ScoringConfig(models=(str(model),), **settings)
         [name] = config.models
         contract = read_contract(name)
+        if contract is not None and not with_spread:
+            contract = contract.model_copy(update={"spread": None})
         section = config.tokenizer
         trusts = config.trust_remote_code
         tokenizer = None  # the model's own
