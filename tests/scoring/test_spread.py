@@ -29,6 +29,7 @@ from treeward.model.heads import Features
 from treeward.model.reward_model import RewardModel
 from treeward.scoring.identity import scorer_identity
 from treeward.scoring.laplace import Curvature
+from treeward.scoring.score import Score
 from treeward.scoring.scorer import Scorer
 from treeward.scoring.spread import fit_spread, margin_spreads
 from treeward.scoring.verification import verify
@@ -248,6 +249,33 @@ def test_a_model_that_cannot_have_one_is_told(
     with pytest.raises(ModelError, match="float32"):
         half = Scorer.load(tmp_path / "one", device="cpu", dtype="bfloat16")
         fit_spread(half, *data, names=NAMES)
+
+
+def test_completions_that_cannot_be_scored_are_counted(
+    spread_folder: Path,
+    data: tuple[list[Preference], list[Preference]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    lengths = [score.num_tokens for score in scores_of(spread_folder, data[0])]
+    limit = sorted(lengths)[-10]
+    num_left_out = sum(length > limit for length in lengths)
+    assert num_left_out > 0
+    short = Scorer.load(spread_folder, device="cpu", max_length=limit, check_contract=False)
+    with caplog.at_level(logging.WARNING, logger="treeward"):
+        fitted = fit_spread(short, *data, names=NAMES)
+    assert fitted.trained_on.num_failed == num_left_out
+    words = f"train.jsonl: {num_left_out} of {len(lengths)} completions have no score"
+    assert words in caplog.text and "too long to score" in caplog.text
+    tiny = Scorer.load(spread_folder, device="cpu", max_length=2, check_contract=False)
+    with pytest.raises(DataError, match=r"too few(?s:.*)too long to score"):
+        fit_spread(tiny, *data, names=NAMES)
+
+
+def scores_of(folder: Path, preferences: list[Preference]) -> list[Score]:
+    conversations = []
+    for preference in preferences:
+        conversations += preference.conversations
+    return Scorer.load(folder, device="cpu").score(conversations)
 
 
 def test_an_encoder_has_a_spread(tiny_tokenizer: Any, tmp_path: Path) -> None:

@@ -68,14 +68,14 @@ class _Scored:
 
 
 class DataLog:
-    """What was read of a set of comparisons, for its provenance. `num_conversations`, `num_failed`:
-    completions with and without a score."""
+    """What was read of a set of comparisons, for its provenance. `num_conversations`: completions
+    with a score; `errors`: why others have none."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.num_comparisons = 0
         self.num_conversations = 0
-        self.num_failed = 0
+        self.errors: list[str] = []
         self._digest = hashlib.sha256()
 
     def add(self, preference: Preference) -> None:
@@ -85,6 +85,25 @@ class DataLog:
         row = preference_to_dict(preference)
         self._digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
         self.num_comparisons += 1
+
+    @property
+    def first_error(self) -> str:
+        """The end of a sentence about too little data: nothing, or why a completion has no
+        score."""
+        if not self.errors:
+            return ""
+        return f"; the first failure: {self.errors[0]}"
+
+    def warn_of_failures(self) -> None:
+        """Log how many completions are left out."""
+        if self.errors:
+            logger.warning(
+                "%s: %d of %d completions have no score and are left out; the first: %s.",
+                self.name,
+                len(self.errors),
+                len(self.errors) + self.num_conversations,
+                self.errors[0],
+            )
 
     @property
     def fingerprint(self) -> str:
@@ -101,7 +120,7 @@ class DataLog:
             fingerprint=self.fingerprint,
             num_comparisons=self.num_comparisons,
             num_conversations=self.num_conversations,
-            num_failed=self.num_failed,
+            num_failed=len(self.errors),
             treeward_version=VERSION,
             date=datetime.now(UTC).date().isoformat(),
         )
@@ -120,7 +139,6 @@ def calibrate(
     scores are the same.
     """
     scored: list[_Scored] = []
-    errors: list[str] = []
     log = DataLog(name)
     remaining = iter(preferences)
     while chunk := list(islice(remaining, _COMPARISONS_AT_ONCE)):
@@ -134,13 +152,12 @@ def calibrate(
         results = scorer.score(conversations, on_error="mask")
         for result, place, conversation in zip(results, places, conversations, strict=True):
             if result.score is None:
-                errors.append(result.error or "there is no score")
+                log.errors.append(result.error or "there is no score")
                 continue
             group, rank = place
             scored.append(_Scored(group, rank, result.score, len(last_text(conversation))))
     log.num_conversations = len(scored)
-    log.num_failed = len(errors)
-    _check(scored, errors, log.num_comparisons, name)
+    _check(scored, log)
     logger.info("Fitting the constants to %d scores.", len(scored))
     scores = np.array([completion.score for completion in scored], dtype=np.float64)
     lengths = np.array([completion.length for completion in scored], dtype=np.float64)
@@ -273,27 +290,18 @@ def preference_nll(differences: Floats, temperature: float) -> float:
     return float(np.mean(np.logaddexp(0.0, -differences / temperature)))
 
 
-def _check(
-    scored: Sequence[_Scored],
-    errors: Sequence[str],
-    num_comparisons: int,
-    name: str,
-) -> None:
+def _check(scored: Sequence[_Scored], log: DataLog) -> None:
     """Raise `DataError` where there is too little to fit constants to; log what was left out."""
     sizes = Counter(completion.group for completion in scored)
     num_usable = sum(size > 1 for size in sizes.values())
     if num_usable < 2:
-        got = f"{num_usable} with two scored completions, of {num_comparisons} comparisons"
-        if errors:
-            got += f"; the first failure: {errors[0]}"
-        raise DataError("there are too few comparisons to calibrate on", where=name, got=got)
+        got = f"{num_usable} with two scored completions, of {log.num_comparisons} comparisons"
+        raise DataError(
+            "there are too few comparisons to calibrate on",
+            where=log.name,
+            got=got + log.first_error,
+        )
     if len({completion.score for completion in scored}) == 1:
         summary = "all completions have the same score, so there is nothing to calibrate"
-        raise DataError(summary, where=name)
-    if errors:
-        logger.warning(
-            "%d of %d completions have no score and are left out; the first: %s.",
-            len(errors),
-            len(errors) + len(scored),
-            errors[0],
-        )
+        raise DataError(summary, where=log.name)
+    log.warn_of_failures()

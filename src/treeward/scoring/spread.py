@@ -287,15 +287,18 @@ def _read_comparisons(
     for preference in chunk:
         read = _ReadComparison(_prompt_of(preference))
         for rank in preference.ranks:
-            if next(items).ids is None:
+            item = next(items)
+            if item.ids is None:
+                log.errors.append(item.error or "there are no tokens")
                 continue
             row_X = next(rows)
-            if np.isfinite(row_X).all():
-                read.ranks.append(rank)
-                read.rows.append(row_X)
+            if not np.isfinite(row_X).all():
+                log.errors.append("the model reads states that are not finite")
+                continue
+            read.ranks.append(rank)
+            read.rows.append(row_X)
         log.add(preference)
         log.num_conversations += len(read.rows)
-        log.num_failed += len(preference.completions) - len(read.rows)
         comparisons.append(read)
     return comparisons
 
@@ -345,12 +348,14 @@ def _prompt_of(preference: Preference) -> int:
 
 
 def _check_pairs(num_pairs: int, num_other_prompts: int, log: DataLog) -> None:
+    """Raise `DataError` where there is too little to fit a spread on; log what was left out."""
     if num_pairs and num_other_prompts > 0:
+        log.warn_of_failures()
         return
     raise DataError(
         "there are too few comparisons to fit a spread on",
         where=log.name,
-        got=f"{num_pairs} ordered pairs of {log.num_comparisons} comparisons",
+        got=f"{num_pairs} ordered pairs of {log.num_comparisons} comparisons{log.first_error}",
         need="comparisons of different prompts, each with a better and a worse completion",
     )
 
