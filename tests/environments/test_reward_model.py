@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,15 @@ def test_the_metrics_of_a_batch_and_the_precision_of_the_weights(folder: str) ->
         {f"reward_model_env/{name}": float(value) for name, value in values.items()}
     )
     assert environment.shutdown()
+
+
+def test_a_spread_is_a_component_that_is_no_reward(spread_folder: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(spread_folder, tmp_path / "other")
+    models = [str(spread_folder), str(other)]
+    environment = make(models, ensemble={"method": "mean", "standardize": False})
+    [reward] = environment.rewards([LOGS[0]], INFOS[:1])
+    assert set(reward.components) == {"member_0", "member_1", "spread"}
+    assert reward.weights == {"spread": 0.0}
 
 
 def test_what_cannot_be_scored_is_masked_and_counted(

@@ -73,7 +73,9 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
         with_parts = []
         for reward in rewards:
             components = {**reward.components, **reward.score.parts}
-            with_parts.append(replace(reward, components=components))
+            # A member or a head may be a reward of its own. More doubt is not better.
+            weights = {**reward.weights, "spread": 0.0}
+            with_parts.append(replace(reward, components=components, weights=weights))
         return with_parts
 
     def preprocess_data(

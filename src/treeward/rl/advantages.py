@@ -162,7 +162,9 @@ def component_weights(
     if isinstance(chosen, Mapping):
         numbers = {name: number for name, number in chosen.items() if number != 0.0}
     elif chosen is None:
-        numbers = dict.fromkeys(rewards, 1.0)
+        # Some have no weight in any reward, as the spread of a score.
+        idle = {name for name, weights_PG in own_weights.items() if not weights_PG.any()}
+        numbers = {name: 1.0 for name in rewards if name not in idle}
     elif len(chosen) == len(rewards):
         numbers = dict(zip(rewards, chosen, strict=True))
     # Failures cannot excuse a list: without all names it says nothing.

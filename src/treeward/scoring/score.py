@@ -79,7 +79,8 @@ class Reward:
 
     `score`: the score that the reward was made of; without a reward model it has at most a
     judgement. `components`: finite numbers by name, the parts of the reward; more of each is
-    better. `weights`: how much a component counts in the reward, where that is not 1.
+    better, but for one of weight 0. `weights`: how much a component counts in the reward, where
+    that is not 1.
     """
 
     value: float | None
