@@ -232,8 +232,8 @@ def _check_positive(name: str, number: float) -> None:
 class RewardRow(TypedDict):
     """A conversation in a response of `/v1/rewards`.
 
-    `heads`, `members`: the value of each head, of each member of an ensemble. `spread`: of heads
-    that estimate one score. `steps`: of a process reward model, the probability of each step.
+    `heads`, `members`: the value of each head, of each member of an ensemble. `spread`: how sure
+    the score is. `steps`: of a process reward model, the probability of each step.
     """
 
     index: int

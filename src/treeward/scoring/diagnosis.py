@@ -293,8 +293,17 @@ def diagnose_spreads(
     for example, spread in zip(contract.golden, spreads, strict=True):
         need = example.spread
         assert need is not None
+        if spread is None:
+            return Check(
+                "spread",
+                "differs",
+                "the server sends no spread",
+                got=f"none for the conversation {example.name!r}",
+                need=f"{need:.6g}",
+                fix="start it again with this folder: it has loaded one that was not calibrated",
+            )
         # Written so that NaN differs.
-        if spread is None or not abs(spread - need) <= tolerance:
+        if not abs(spread - need) <= tolerance:
             return Check(
                 "spread",
                 "differs",

@@ -37,7 +37,7 @@ from treeward.model.export import HTTP_ERROR
 from treeward.model.loading import load_classifier
 from treeward.model.pretrained import check_local, choose_device, load_tokenizer
 from treeward.model.reward_model import RewardModel, stored_heads
-from treeward.model.spread import SPREAD_FOLDER, read_spread, refit
+from treeward.model.spread import SPREAD_FOLDER, read_spread
 from treeward.model.stored import StoredModel, architecture_of, dtype_of, sha256_of
 from treeward.scoring.combining import score_of, values_of
 from treeward.scoring.diagnosis import (
@@ -419,7 +419,7 @@ def _spread(
             "the head was changed after the spread was fitted",
             got=f"a head of SHA-256 {head_sha256[:HASH_DIGITS]}",
             need=contract.spread.head_sha256[:HASH_DIGITS],
-            fix=f"{_RESTORE_WEIGHTS}, or fit it again: {refit(folder)}",
+            fix=_RESTORE_WEIGHTS,
         )
     reader = read_spread(folder, contract, model).to(model.device)
     token_ids = [example.token_ids for example in contract.golden]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 from families import tiny_model
+from messages import edit_json
 from serving.dialects.clients import CLIENTS, Client
 from serving.dialects.conftest import CHATS, KINDS, Served
 from signed import signed
@@ -18,6 +20,7 @@ from treeward import RewardClient, RewardModelEnvironment
 from treeward.client.verification import verify_server
 from treeward.config.scoring import RewardShapingConfig
 from treeward.losses import Heads
+from treeward.model.contract import CONTRACT_FILE
 from treeward.scoring.scorer import Scorer
 from treeward.scoring.shaping import Shaper
 from treeward.serving.rendered_text import RenderedText, beginning_of
@@ -89,6 +92,18 @@ def test_a_spread_is_in_our_own_dialect_and_verified_there(
     assert result.equal and "spreads equal" in result.checks[-1].summary
     foreign = verify_server(spread_folder, url, dialect="vllm")
     assert foreign.equal and foreign.checks[-1].state == "not checked"
+
+
+def test_a_server_of_a_model_that_was_not_calibrated_sends_no_spread(
+    spread_folder: Path, tmp_path: Path, make_service: Any, serve_on_loopback: Any
+) -> None:
+    # As a server that was started before `treeward calibrate`.
+    before = shutil.copytree(spread_folder, tmp_path / "model")
+    edit_json(before / CONTRACT_FILE, spread=None)
+    url = serve_on_loopback(make_service(models=[{"model": str(before), "device": "cpu"}]))
+    difference = verify_server(spread_folder, url).first_difference
+    assert difference is not None and difference.part == "spread"
+    assert difference.summary == "the server sends no spread"
 
 
 ASK = [{"role": "user", "content": "2 + 2?"}]
