@@ -77,7 +77,7 @@ class _ReadComparison:
 
 
 @dataclass(frozen=True, slots=True)
-class _PairBlock:
+class _Pairs:
     """The ordered pairs of some comparisons, as the head reads them.
 
     `differences_PD`: the better one's features less the worse one's; `margin_P`: the same of the
@@ -90,6 +90,15 @@ class _PairBlock:
     weight_P: Floats
     prompt_P: NDArray[np.int64]
     features_CD: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class _TrainedOn:
+    """`mean_D`: of the features of all completions. `prompts`: digests."""
+
+    curvature: Curvature
+    mean_D: NDArray[np.float32]
+    prompts: set[int]
 
 
 def fit_spread(
@@ -105,61 +114,46 @@ def fit_spread(
     compute in float32, and `DataError` for sets without pairs, or that are the same.
     """
     check_head(scorer)
-    model = scorer.model
-    _, num_features = model.feature_shape
     trained_log = DataLog(names[0])
-    curvature = Curvature(num_features)
-    sum_D = np.zeros(num_features)
-    num_completions = 0
-    known_prompts: set[int] = set()
-    for block in _read_pairs(scorer, trained_on, trained_log):
-        curvature.add(block.differences_PD, block.margin_P, block.weight_P)
-        sum_D += block.features_CD.sum(axis=0, dtype=np.float64)
-        num_completions += len(block.features_CD)
-        known_prompts.update(block.prompt_P.tolist())
-    _check_pairs(curvature.num_pairs, 1, trained_log)
+    trained = _read_trained_on(scorer, trained_on, trained_log)
     held_out_log = DataLog(names[1])
-    blocks = list(_read_pairs(scorer, held_out, held_out_log))
-    margin_P = np.concatenate([np.zeros(0), *(block.margin_P for block in blocks)])
-    prompt_P = np.concatenate([np.zeros(0, dtype=np.int64), *(block.prompt_P for block in blocks)])
+    comparisons: list[_ReadComparison] = []
+    for chunk in _read_chunks(scorer, held_out, held_out_log):
+        comparisons += chunk
+    pairs = _pairs_of(comparisons, scorer)
     # Half of the prompts chooses, and half is measured.
-    _check_pairs(len(margin_P), len(np.unique(prompt_P)) - 1, held_out_log)
+    num_other_prompts = len(np.unique(pairs.prompt_P)) - 1
+    _check_pairs(len(pairs.margin_P), num_other_prompts, held_out_log)
     if trained_log.fingerprint == held_out_log.fingerprint:
         raise DataError(
             "the held-out comparisons are those that the model was trained on",
             where=names[1],
             need="comparisons of other prompts, which say how large the spread must be",
         )
-    num_known = len(known_prompts.intersection(prompt_P.tolist()))
+    num_known = len(trained.prompts.intersection(pairs.prompt_P.tolist()))
     if num_known:
         logger.warning(
             "%s has %d prompts that the model was trained on: the spread comes out too small.",
             names[1],
             num_known,
         )
-    differences_PD = np.concatenate([block.differences_PD for block in blocks])
-    spreads = [curvature.posterior(penalty).spreads(differences_PD) for penalty in PENALTIES]
+    spreads = []
+    for penalty in PENALTIES:
+        # One at a time: each has a factor of D x D numbers.
+        spreads.append(trained.curvature.posterior(penalty).spreads(pairs.differences_PD))
     spread_LP = np.stack(spreads)
-    metrics = held_out_metrics(margin_P, spread_LP, prompt_P)
-    penalty = PENALTIES[_likeliest(margin_P, spread_LP)]
-    if penalty == PENALTIES[0]:
-        logger.warning(
-            "The held-out pairs ask for more doubt than a Laplace approximation has with any "
-            "prior: they may be of another kind than what the model was trained on. A temperature "
-            "may do more."
-        )
-    if penalty == PENALTIES[-1]:
-        logger.warning("The held-out labels are the likeliest without any spread: it is about 0.")
-    whitening_DD = curvature.posterior(penalty).whitening().astype(np.float32)
-    mean_D = (sum_D / num_completions).astype(np.float32)
-    reader = SpreadReader(torch.from_numpy(whitening_DD), torch.from_numpy(mean_D))
+    # The measure is of halves. The spread that is kept is chosen by all pairs, which are more.
+    penalty = PENALTIES[_likeliest(pairs.margin_P, spread_LP)]
+    _warn_of_ends(penalty)
+    whitening_DD = trained.curvature.posterior(penalty).whitening().astype(np.float32)
+    reader = SpreadReader(torch.from_numpy(whitening_DD), torch.from_numpy(trained.mean_D))
     return FittedSpread(
-        reader=reader.to(model.device),
+        reader=reader.to(scorer.model.device),
         penalty=penalty,
-        num_pairs=curvature.num_pairs,
+        num_pairs=trained.curvature.num_pairs,
         trained_on=trained_log.provenance(),
         held_out=held_out_log.provenance(),
-        metrics=metrics,
+        metrics=held_out_metrics(pairs.margin_P, spread_LP, pairs.prompt_P),
     )
 
 
@@ -259,14 +253,31 @@ def check_head(scorer: Scorer) -> None:
         )
 
 
-def _read_pairs(
+def _read_trained_on(scorer: Scorer, trained_on: Iterable[Preference], log: DataLog) -> _TrainedOn:
+    """Sums alone are kept of what the model was trained on, which may be large."""
+    _, num_features = scorer.model.feature_shape
+    curvature = Curvature(num_features)
+    sum_D = np.zeros(num_features)
+    prompts: set[int] = set()
+    for chunk in _read_chunks(scorer, trained_on, log):
+        pairs = _pairs_of(chunk, scorer)
+        curvature.add(pairs.differences_PD, pairs.margin_P, pairs.weight_P)
+        sum_D += pairs.features_CD.sum(axis=0, dtype=np.float64)
+        prompts.update(pairs.prompt_P.tolist())
+    _check_pairs(curvature.num_pairs, 1, log)
+    # Also of completions that are in no pair: they are tied, or the only one that has a score.
+    mean_D = (sum_D / log.num_conversations).astype(np.float32)
+    return _TrainedOn(curvature, mean_D, prompts)
+
+
+def _read_chunks(
     scorer: Scorer, preferences: Iterable[Preference], log: DataLog
-) -> Iterator[_PairBlock]:
-    """The pairs of a set, some comparisons at a time. Completions that cannot be scored are counted
-    in the log, and left out."""
+) -> Iterator[list[_ReadComparison]]:
+    """A set, some comparisons at a time. Completions that cannot be scored are counted in the log,
+    and left out."""
     remaining = iter(preferences)
     while chunk := list(islice(remaining, _COMPARISONS_AT_ONCE)):
-        yield _block_of(_read_comparisons(scorer, chunk, log), scorer.model.feature_shape[1])
+        yield _read_comparisons(scorer, chunk, log)
 
 
 def _read_comparisons(
@@ -303,7 +314,8 @@ def _read_comparisons(
     return comparisons
 
 
-def _block_of(comparisons: Sequence[_ReadComparison], num_features: int) -> _PairBlock:
+def _pairs_of(comparisons: Sequence[_ReadComparison], scorer: Scorer) -> _Pairs:
+    _, num_features = scorer.model.feature_shape
     # The first of each list is of no pair: a chunk may have none.
     differences = [np.zeros((0, num_features), dtype=np.float32)]
     margins = [np.zeros(0)]
@@ -324,7 +336,7 @@ def _block_of(comparisons: Sequence[_ReadComparison], num_features: int) -> _Pai
         margins.append(scores_C[better_P] - scores_C[worse_P])
         weights += pairs.weight_P.tolist()
         prompts += [read.prompt] * len(better_P)
-    return _PairBlock(
+    return _Pairs(
         differences_PD=np.concatenate(differences),
         margin_P=np.concatenate(margins),
         weight_P=np.array(weights, dtype=np.float64),
@@ -358,6 +370,18 @@ def _check_pairs(num_pairs: int, num_other_prompts: int, log: DataLog) -> None:
         got=f"{num_pairs} ordered pairs of {log.num_comparisons} comparisons{log.first_error}",
         need="comparisons of different prompts, each with a better and a worse completion",
     )
+
+
+def _warn_of_ends(penalty: float) -> None:
+    """Warn where no penalty that was tried is the best one."""
+    if penalty == PENALTIES[0]:
+        logger.warning(
+            "The held-out pairs ask for more doubt than a Laplace approximation has with any "
+            "prior: they may be of another kind than what the model was trained on. A temperature "
+            "may do more."
+        )
+    if penalty == PENALTIES[-1]:
+        logger.warning("The held-out labels are the likeliest without any spread: it is about 0.")
 
 
 def _likeliest(margin_P: Floats, spread_LP: Floats) -> int:
