@@ -29,6 +29,7 @@ def answers(row: dict[str, Any]) -> list[str]:
     return [completion["completion"][0]["content"] for completion in row["completions"]]
 
 
+@pytest.mark.slow
 def test_command_writes_the_committed_files(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     import_object(f"{SCRIPT}:main", field="script")(str(tmp_path))

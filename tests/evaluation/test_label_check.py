@@ -148,6 +148,7 @@ def test_planted_flips_are_found_and_bounded(share: float) -> None:
         assert point.bound.high is not None and point.bound.high >= share - 0.02
 
 
+@pytest.mark.slow
 def test_labels_without_information_are_not_found() -> None:
     # At the seeds 16 and 39 the interval of the accuracy lies above 1/2 by chance.
     for seed in (0, 16, 39):
@@ -165,6 +166,7 @@ def test_labels_without_information_are_not_found() -> None:
             assert flips.suspect_precision.value is None
 
 
+@pytest.mark.slow
 def test_the_numbers_of_flips_are_those_of_a_check_of_flipped_labels() -> None:
     # With many features the heads learn flipped labels too.
     clean, _ = planted(num_features=200)

@@ -84,6 +84,7 @@ def test_the_exact_interval_is_that_of_the_binomial_and_clusters_widen_it() -> N
     assert clopper_pearson([], [], 0.05) == (0.0, 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_clusters", "highest"), [(2, 1.0), (4, 1.0), (9, 1.0), (15, 1.0), (40, 0.985)]
 )

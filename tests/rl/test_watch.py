@@ -47,6 +47,7 @@ def runs(
         yield gold, proxy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("z", "level"), [(3.0, 0.00135), (1.645, 0.05)])
 def test_runs_whose_gold_stays_flat_are_hardly_ever_accused(z: float, level: float) -> None:
     count = 100

@@ -139,6 +139,7 @@ def test_a_planted_rule_is_learnt_scored_and_verified(
     assert "AutoModelForTokenClassification" in card and "steps" in card
 
 
+@pytest.mark.slow
 def test_shuffled_labels_are_not_learnt(step_run: Callable[..., Any]) -> None:
     config = step_run(train_rows=rows(48, seed=0, shuffled=True), steps=24)
     metrics = train(config, show_progress=False).validation["held_out"]
@@ -489,6 +490,7 @@ def test_problems_that_were_trained_on_are_told(
     assert "Each step is read at the mark after it, '<|step|>'" in caplog.text
 
 
+@pytest.mark.slow
 def test_adapters_are_merged_into_the_export(step_run: Callable[..., Any]) -> None:
     lora = "policy.dtensor_cfg.lora_cfg={enabled: true, dim: 4}"
     folder = train(step_run(lora, steps=2), show_progress=False).model_folder

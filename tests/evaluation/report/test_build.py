@@ -131,6 +131,7 @@ def texts_of_json(script: str) -> str:
     return json.dumps(json.loads(script), ensure_ascii=False)
 
 
+@pytest.mark.slow
 def test_the_charts_script_is_that_of_the_pinned_vega() -> None:
     sys.path.insert(0, str(DOCS))
     import vega_bundle
