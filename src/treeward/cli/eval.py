@@ -129,22 +129,7 @@ def run(
         )
     suites = _suites(suite or [], data or [], dataset_name, split, data_option)
     sections = [model_section(text) for text in models or []]
-    from treeward.evaluation.diagnostics.rewrites import rewrites_of
-
-    chosen_rewrites = rewrites_of(rewrites or "usual")
-    if rewrites and not perturbations:
-        raise ConfigError(
-            "no example is rewritten",
-            where="--rewrites",
-            got=rewrites,
-            need="--perturbations N, how many examples of each suite",
-        )
-    if perturbations and any("type" in section for section in sections):
-        raise ConfigError(
-            "an environment may reward by comparing, so it cannot score rewritten completions",
-            where="--perturbations",
-            need="reward models alone",
-        )
+    chosen_rewrites = _chosen_rewrites(rewrites, perturbations, sections)
     # Before suites are read: errors of a model come first.
     candidates = [candidate(section, "MODEL", options) for section in sections]
 
@@ -169,6 +154,30 @@ def run(
         if summary.result.headline.value is None or summary.result.num_failed > 0:
             return 1
     return 0
+
+
+def _chosen_rewrites(
+    rewrites: str | None, perturbations: int | None, sections: Sequence[dict[str, Any]]
+) -> tuple[str, ...]:
+    """The names of the rewrites that are asked for. Raises `ConfigError` for unknown ones, and for
+    options that do not fit each other or the models."""
+    from treeward.evaluation.diagnostics.rewrites import rewrites_of
+
+    chosen = rewrites_of(rewrites or "usual")
+    if rewrites and not perturbations:
+        raise ConfigError(
+            "no example is rewritten",
+            where="--rewrites",
+            got=rewrites,
+            need="--perturbations N, how many examples of each suite",
+        )
+    if perturbations and any("type" in section for section in sections):
+        raise ConfigError(
+            "an environment may reward by comparing, so it cannot score rewritten completions",
+            where="--perturbations",
+            need="reward models alone",
+        )
+    return chosen
 
 
 def _tell(summaries: Sequence[Summary]) -> None:

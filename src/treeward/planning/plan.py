@@ -58,8 +58,8 @@ class Plan:
     when there are no gradients. `peak`: the most at a time. `usable`: of the device's memory.
     `host`: in the memory of the host, for each device. A micro-batch has `micro_batch_tokens`.
 
-    `unknown`: layers whose activations the formula does not know, and which are in no number. `fits`
-    is then false where the rest is too much already, and otherwise None.
+    `unknown`: layers whose activations the formula does not know, and which are in no number.
+    `fits` is then false where the rest is too much already, and otherwise None.
     """
 
     model: str
