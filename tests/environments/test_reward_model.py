@@ -76,8 +76,8 @@ def test_a_spread_is_a_component_that_is_no_reward(spread_folder: Path, tmp_path
     models = [str(spread_folder), str(other)]
     environment = make(models, ensemble={"method": "mean", "standardize": False})
     [reward] = environment.rewards([LOGS[0]], INFOS[:1])
-    assert set(reward.components) == {"member_0", "member_1", "spread"}
-    assert reward.weights == {"spread": 0.0}
+    # Nothing is learnt from a component with a slash, nor does a report say that it fell.
+    assert set(reward.components) == {"member_0", "member_1", "score/spread"}
 
 
 def test_what_cannot_be_scored_is_masked_and_counted(

@@ -101,18 +101,16 @@ def test_it_is_the_formula_to_rounding(source: str) -> None:
     assert torch.allclose(got, torch.tensor(by_formula(source)), atol=1e-6)
 
 
-def test_a_component_without_a_weight_is_learnt_from_only_where_it_is_named() -> None:
+def test_a_detail_is_learnt_from_only_where_it_is_named() -> None:
     """As the spread of a score: more doubt is no better."""
-    values = components(spread=[[3.0, 1.0, 2.0], [1.0, 2.0, 3.0]])
-    own = {name: torch.ones_like(rows) for name, rows in values.items()}
-    own["spread"] = torch.zeros(2, 3)
+    values = components() | {"score/spread": torch.tensor([[3.0, 1.0, 2.0], [1.0, 2.0, 3.0]])}
     want = advantages_of(components(), config(weights=None))
-    assert torch.equal(advantages_of(values, config(weights=None), own=own), want)
-    only_one = {name: values[name] for name in ("correct", "spread")}
+    assert torch.equal(advantages_of(values, config(weights=None)), want)
+    only_one = {name: values[name] for name in ("correct", "score/spread")}
     with pytest.raises(ConfigError, match="two components or more"):
-        advantages_of(only_one, config(weights=None), own=own)
-    named = config(weights={"correct": 1.0, "form": 1.0, "spread": -0.5})
-    assert not torch.equal(advantages_of(values, named, own=own), want)
+        advantages_of(only_one, config(weights=None))
+    named = config(weights={"correct": 1.0, "form": 1.0, "score/spread": -0.5})
+    assert not torch.equal(advantages_of(values, named), want)
 
 
 def test_a_missing_component_adds_nothing_to_its_completion() -> None:

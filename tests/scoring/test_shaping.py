@@ -148,7 +148,7 @@ def test_a_penalty_on_a_spread_works_wherever_models_are_shaped_or_is_refused_at
         for got, score in zip(rewards, Scorer.load(folder).score(chats), strict=True):
             assert score.score is not None and score.spread is not None and score.spread > 0
             assert got.value == pytest.approx(score.score - 0.5 * score.spread, abs=1e-5)
-            assert got.components["spread"] == pytest.approx(score.spread, abs=1e-5)
+            assert got.components["score/spread"] == pytest.approx(score.spread, abs=1e-5)
     with pytest.raises(ConfigError, match="needs scores that have a spread"):
         RewardModelEnvironment(
             {"model_name": str(model_folder), "reward_shaping": {"spread_penalty": 0.5}}

@@ -72,10 +72,14 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
             rewards = self._running().rewards(conversations)
         with_parts = []
         for reward in rewards:
-            components = {**reward.components, **reward.score.parts}
-            # A member or a head may be a reward of its own. More doubt is not better.
-            weights = {**reward.weights, "spread": 0.0}
-            with_parts.append(replace(reward, components=components, weights=weights))
+            parts = reward.score.parts
+            spread = parts.pop("spread", None)
+            components = {**reward.components, **parts}
+            if spread is not None:
+                # With a slash: a detail. A member or a head may be a reward of its own, but more
+                # doubt is not better.
+                components["score/spread"] = spread
+            with_parts.append(replace(reward, components=components))
         return with_parts
 
     def preprocess_data(

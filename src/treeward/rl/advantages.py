@@ -155,16 +155,14 @@ def component_weights(
     """
     chosen = estimator.reward_weights
     known = set(own_weights).union(row_components)
-    # With a slash are details, as `judge/label_mass`, and the components of a hybrid's members,
+    # With a slash are details, as `score/spread`, and the components of a hybrid's members,
     # which stand for themselves in the member's reward. Only a mapping can name them.
     rewards = sorted(name for name in known if "/" not in name)
     numbers: dict[str, float] = {}
     if isinstance(chosen, Mapping):
         numbers = {name: number for name, number in chosen.items() if number != 0.0}
     elif chosen is None:
-        # Some have no weight in any reward, as the spread of a score.
-        idle = {name for name, weights_PG in own_weights.items() if not weights_PG.any()}
-        numbers = {name: 1.0 for name in rewards if name not in idle}
+        numbers = dict.fromkeys(rewards, 1.0)
     elif len(chosen) == len(rewards):
         numbers = dict(zip(rewards, chosen, strict=True))
     # Failures cannot excuse a list: without all names it says nothing.

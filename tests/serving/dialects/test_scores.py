@@ -76,7 +76,7 @@ def test_the_spread_of_heads_is_in_our_own_dialect_and_its_client(
         assert score.spread == pytest.approx(pstdev(score.heads), abs=CLOSE) == expected.spread
     environment = RewardModelEnvironment({"model_name": url})
     [reward] = environment.rewards(CHATS[:1], [{}])
-    assert reward.components["spread"] == pytest.approx(pstdev(reward.score.heads), abs=CLOSE)
+    assert reward.components["score/spread"] == pytest.approx(pstdev(reward.score.heads), abs=CLOSE)
 
 
 def test_a_spread_is_in_our_own_dialect_and_verified_there(
