@@ -318,9 +318,8 @@ def test_spread_is_a_component_and_in_rows(tiny_run: Callable[..., Any]) -> None
     )
     environment = RewardModelEnvironment({"model_name": str(folder), "precision": "float32"})
     [reward] = environment.rewards([log], [{}])
-    assert reward.value == pytest.approx(score.score) and reward.components[
-        "spread"
-    ] == pytest.approx(score.spread)
+    assert reward.value == pytest.approx(score.score)
+    assert reward.components["score/spread"] == pytest.approx(score.spread)
     assert [reward.components[f"head_{h}"] for h in range(4)] == pytest.approx(list(score.heads))
     assert score.spread == pytest.approx(pstdev(score.heads))
     given = [{"messages": log}, {"prompt": "Say 1.", "completions": ["sun moon", "ash"]}]

@@ -10,10 +10,12 @@ import pytest
 from evaluated import preference, rated
 
 from treeward.config.data import DatasetConfig
+from treeward.data.preference import Completion, Preference
 from treeward.evaluation.diagnostics.biases import diagnose_length, diagnose_style
 from treeward.evaluation.diagnostics.scores import (
     GATE_METRICS,
     gate_metrics,
+    grade_errors,
     scored_comparison,
     statistics_of,
 )
@@ -24,6 +26,27 @@ from treeward.evaluation.suites import PreferenceSuite
 def test_nothing_has_no_numbers() -> None:
     for nothing in (statistics_of([]), diagnose_length([]), diagnose_style([])):
         assert all(metric.value is None for metric in nothing.numbers.values())
+
+
+def test_a_value_that_a_completion_lacks_is_compared_with_no_grade() -> None:
+    """A criterion without a verdict is missing, and no 0."""
+    grades = [{"unit": 1.0}, {"unit": 1.0}, {"unit": 0.0}]
+    completions = []
+    for number, grade in enumerate(grades):
+        message = {"role": "assistant", "content": str(number)}
+        completions.append(Completion(number, (message,), grades=grade))
+    example = ScoredExample(
+        Preference(({"role": "user", "content": "a"},), tuple(completions)),
+        scores=(1.0, 0.5, 0.0),
+        lengths=(1, 1, 1),
+        num_tokens=(1, 1, 1),
+        errors=(None, None, None),
+        heads=({"unit": 0.5}, {"style": 1.0}, {"unit": 0.5}),
+    )
+    errors = grade_errors([example])
+    # Without the second completion: with a 0 there it would be (0.25 + 1 + 0.25) / 3.
+    assert errors["mse"].value == pytest.approx(0.25)
+    assert errors["mse"].count == 2
 
 
 # --- by which checkpoints are chosen --------------------------------------------------------------

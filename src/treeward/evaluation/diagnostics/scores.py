@@ -135,9 +135,17 @@ def grade_errors(scored: Sequence[ScoredExample]) -> dict[str, Metric]:
         # `heads` is empty for an example without grades of such names.
         for heads, completion in zip(example.heads, example.example.completions, strict=False):
             if heads:
-                # An unknown grade is NaN, which `graded` masks.
-                grades.append([completion.all_grades.get(name, math.nan) for name in names])
-                values.append([heads.get(name, 0.0) for name in names])
+                # An unknown grade is NaN, which `graded` masks. So is one without a value, as of a
+                # criterion without a verdict: its 0 is read by nobody.
+                own_grades = []
+                own_values = []
+                for name in names:
+                    has_value = name in heads
+                    own_values.append(heads[name] if has_value else 0.0)
+                    grade = completion.all_grades.get(name, math.nan)
+                    own_grades.append(grade if has_value else math.nan)
+                grades.append(own_grades)
+                values.append(own_values)
         if grades:
             # `GradeSums` asks of a weight only whether there is a grade: any unit would do.
             units_H = (1.0,) * len(names)
