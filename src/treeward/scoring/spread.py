@@ -199,6 +199,9 @@ def margin_spreads(
     """The spread of each difference of two scores, (C, C), in which what both completions share
     cancels. The spreads of the two scores say less: they have no sum that would be this one.
 
+    No other thread may score with this model meanwhile: beside each score the model reads the
+    features of its head, where the other thread would take the first of them for a spread.
+
     Raises `ModelError` for a model without a spread, and `DataError` for a completion that cannot
     be scored.
     """
