@@ -144,6 +144,14 @@ class ScoredExample:
         """
         if len(set(self.example.ranks)) < 2:
             return None
+        sides = self.best_and_others()
+        if sides is None:
+            return None
+        best_scores, other_scores = sides
+        return min(best_scores) - max(other_scores)
+
+    def best_and_others(self) -> tuple[list[float], list[float]] | None:
+        """The scores of the best-ranked completions, and of the others; None if one is missing."""
         best = min(self.example.ranks)
         best_scores = []
         other_scores = []
@@ -154,7 +162,7 @@ class ScoredExample:
                 best_scores.append(score)
             else:
                 other_scores.append(score)
-        return min(best_scores) - max(other_scores)
+        return best_scores, other_scores
 
     @property
     def outcome(self) -> Outcome | None:

@@ -175,7 +175,8 @@ def orders_and_confidences(scored: Sequence[ScoredExample]) -> dict[str, Metric]
     for example in scored:
         if len(set(example.example.ranks)) > 1:
             is_in_order.append(_is_in_order(example))
-            is_best_on_top.append(_is_best_on_top(example))
+            sides = example.best_and_others()
+            is_best_on_top.append(sides is not None and max(sides[0]) > max(sides[1]))
         tau = _kendall_tau(example)
         if tau is not None:
             taus.append(tau)
@@ -200,21 +201,6 @@ def _is_in_order(example: ScoredExample) -> bool:
         if score is None or other is None or not score > other:
             return False
     return not example.failed
-
-
-def _is_best_on_top(example: ScoredExample) -> bool:
-    """Whether the highest score is that of a best completion, and of no other."""
-    best_scores = []
-    other_scores = []
-    best = min(example.example.ranks)
-    for score, rank in zip(example.scores, example.example.ranks, strict=True):
-        if score is None:
-            return False
-        if rank == best:
-            best_scores.append(score)
-        else:
-            other_scores.append(score)
-    return max(best_scores) > max(other_scores)
 
 
 def _kendall_tau(example: ScoredExample) -> float | None:
