@@ -231,10 +231,12 @@ def make_environment_runner(config: GRPORunConfig, prompts: Sequence[Prompt]) ->
     if processes.is_main():
         environments = make_environments(sections)
         try:
-            _check_infos(environments, prompts, default, gold)
             for prompt in prompts:
                 # Chosen or the default: a prompt without either was refused above.
                 name = str(prompt.info.get(CHOICE) or default)
+                environments[name].check_info(prompt.info, prompt.where)
+                if gold is not None:
+                    environments[gold].check_info(prompt.info, prompt.where)
                 row_components.update(environments[name].row_components(prompt.info))
         except BaseException:
             for environment in environments.values():
@@ -250,19 +252,6 @@ def make_environment_runner(config: GRPORunConfig, prompts: Sequence[Prompt]) ->
     return EnvironmentRunner(
         used_environments, default, gold=gold_environment, row_components=row_components
     )
-
-
-def _check_infos(
-    environments: Mapping[str, Environment],
-    prompts: Sequence[Prompt],
-    default: str | None,
-    gold: str | None,
-) -> None:
-    """Raise `DataError` for a prompt that its environment could not reward."""
-    for prompt in prompts:
-        for name in (prompt.info.get(CHOICE) or default, gold):
-            if name is not None:
-                environments[name].check_info(prompt.info, prompt.where)
 
 
 def environment_metrics(draws: Sequence[GroupRewards]) -> dict[str, float]:

@@ -110,9 +110,12 @@ def with_bonuses(
         (config.reasoning_bonus, reasoning_lengths),
         (config.answer_bonus, answer_lengths),
     ):
-        shortest = _shortest(lengths)
+        present = [i for i, length in enumerate(lengths) if length > 0]
+        if not present:
+            continue
+        shortest = min(present, key=lengths.__getitem__)  # the first of several
         # The second bonus looks at a reward that may have the first one already.
-        if shortest is not None and shaped[shortest] >= least_best:
+        if shaped[shortest] >= least_best:
             shaped[shortest] += bonus
 
     densities = [style_density(completion.answer) for completion in completions]
@@ -124,12 +127,6 @@ def with_bonuses(
         for i, advantage in enumerate(_advantages_of_less(amounts)):
             shaped[i] += coefficient * advantage
     return shaped
-
-
-def _shortest(lengths: Sequence[int]) -> int | None:
-    """The first of the shortest that are not empty."""
-    present = [i for i, length in enumerate(lengths) if length > 0]
-    return min(present, key=lengths.__getitem__, default=None)
 
 
 def _advantages_of_less(amounts: Sequence[float]) -> list[float]:

@@ -164,7 +164,9 @@ class LocalJudge:
         for rows in groups:
             all_rows += rows
             # What all rows of a question begin with is its prompt, and the rest is the label.
-            prompt_lengths += [_shared_length(rows)] * len(rows)
+            first = np.asarray(rows[0])
+            num_shared = min(common_prefix_length(first, np.asarray(row)) for row in rows[1:])
+            prompt_lengths += [num_shared] * len(rows)
         # One tree: all questions share the judge's instructions, and the two orders of a pair its
         # conversation too.
         result = self.policy.log_probs([all_rows], [prompt_lengths])
@@ -228,12 +230,6 @@ class LocalJudge:
             self.cost += Cost(num_completion_tokens=num_written)
         self.cost += Cost(num_prompt_tokens=sum(map(len, rows)))
         return answers
-
-
-def _shared_length(rows: Sequence[TokenIds]) -> int:
-    """How many tokens all rows begin with."""
-    first = np.asarray(rows[0])
-    return min(common_prefix_length(first, np.asarray(row)) for row in rows[1:])
 
 
 def _special_texts(tokenizer: Any) -> list[str]:

@@ -90,7 +90,10 @@ def _change_python(text: str, change: Callable[[str], str]) -> str:
 
     def changed_block(block: re.Match[str]) -> str:
         opening, language, code, end = block.groups()
-        if language.lower() not in ("python", "py", "python3") or not _parses(code):
+        if language.lower() not in ("python", "py", "python3"):
+            return block.group(0)
+        tree = _parsed(code)
+        if tree is None or not tree.body:
             return block.group(0)
         return f"{opening}{_changed(code, change)}{end}"
 
@@ -114,11 +117,6 @@ def _is_python(text: str) -> bool:
     if tree is None:
         return False
     return any(isinstance(statement, _STATEMENTS) for statement in tree.body)
-
-
-def _parses(code: str) -> bool:
-    tree = _parsed(code)
-    return tree is not None and len(tree.body) > 0
 
 
 def _parsed(code: str) -> ast.Module | None:

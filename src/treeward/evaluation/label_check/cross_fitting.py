@@ -129,6 +129,8 @@ def fit_head(
     `weight_N`: c. `target_N`: q, the probability that the better one wins; None: 1. `start_D`:
     where Newton's method begins, in units of the scaled features.
     """
+    from scipy.linalg import cho_solve
+
     scale_D = _scale(differences_ND)
     if target_N is None:
         target_N = np.ones(len(weight_N))
@@ -142,7 +144,7 @@ def fit_head(
             differences_ND, scale_D, weight_N, target_N, weights_D, penalty
         )
         factor_DD = np.linalg.cholesky(hessian_DD).astype(np.float64)
-        step_D = _solve(factor_DD, gradient_D)
+        step_D: Floats = cho_solve((factor_DD, True), gradient_D)
         before = loss
         share = 1.0
         for _ in range(_MOST_HALVINGS):
@@ -235,11 +237,3 @@ def _derivatives(
         hessian_DD += weighted_products(scaled_BD, probability_B, weight_N[start:end])
         start = end
     return gradient_D, hessian_DD
-
-
-def _solve(factor_DD: Floats, right_D: Floats) -> Floats:
-    """x with L L' x = b."""
-    from scipy.linalg import cho_solve
-
-    solution: Floats = cho_solve((factor_DD, True), right_D)
-    return solution

@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import BaseModel, Field
 
 from treeward.data.preference import Preference
@@ -105,18 +104,14 @@ class RMBench(Suite):
 
 
 def _share_of_wins(example: ScoredExample, places: Any = ...) -> float:
-    """The mean of the cells at these places, by default of all nine."""
-    return float(_cells(example)[places].mean())
-
-
-def _cells(scored: ScoredExample) -> NDArray[np.float64]:
-    """(3, 3): 1 where the chosen one in style i beats the rejected one in style j, else 0."""
-    if scored.failed:
-        return np.zeros((3, 3))
-    chosen_S, rejected_S = np.array(scored.scores, dtype=np.float64).reshape(2, 3)
+    """How often the chosen one in style i beats the rejected one in style j, over these places (i,
+    j), by default all nine."""
+    if example.failed:
+        return 0.0
+    chosen_S, rejected_S = np.array(example.scores, dtype=np.float64).reshape(2, 3)
     # A tie is no win.
     is_win_SS = chosen_S[:, None] > rejected_S[None, :]
-    return is_win_SS.astype(np.float64)
+    return float(is_win_SS[places].mean())
 
 
 # --- JudgeBench -----------------------------------------------------------------------------------
