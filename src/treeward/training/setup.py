@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -188,10 +189,7 @@ def read_data(
     validation_sets: dict[str, EncodedDataset] = {}
     for name, dataset in encoded_sets.items():
         validation_sets[name] = dataset.first(most_comparisons)
-    if section.learns_steps:
-        _warn_of_seen_problems(training_sets, validation_sets)
-    else:
-        _warn_of_seen_comparisons(training_sets, validation_sets)
+    _warn_of_seen(training_sets, validation_sets, learns_steps=section.learns_steps)
     sizes = [len(dataset) for dataset in training_sets.values()]
     weights = [section.weight for section in config.data.train]
     order = EpochOrder(sizes, weights=weights, seed=config.rm.seed, shuffle=config.data.shuffle)
@@ -261,37 +259,34 @@ def _check_grades(
             )
 
 
-def _warn_of_seen_comparisons(
-    training_sets: Mapping[str, EncodedDataset], validation_sets: Mapping[str, EncodedDataset]
+def _warn_of_seen(
+    training_sets: Mapping[str, EncodedDataset],
+    validation_sets: Mapping[str, EncodedDataset],
+    *,
+    learns_steps: bool,
 ) -> None:
-    # Of the tokens, so that a comparison is found in whatever form another set has it.
-    trained_on = np.concatenate([dataset.digests for dataset in training_sets.values()])
+    """Warn of validation data that the model is trained on."""
+    if learns_steps:
+        # By the prompt: rows of one problem, which a split by rows parts, have other solutions.
+        keys_of = attrgetter("prompts")
+        kind = "problems"
+        likeness = "perhaps with other solutions"
+    else:
+        # By the tokens, so that a comparison is found in whatever form another set has it.
+        keys_of = attrgetter("digests")
+        kind = "comparisons"
+        likeness = "word for word"
+    trained_on = np.concatenate([keys_of(dataset) for dataset in training_sets.values()])
     for name, dataset in validation_sets.items():
-        number = int(np.isin(dataset.digests, trained_on).sum())
+        number = int(np.isin(keys_of(dataset), trained_on).sum())
         if number > 0:
             logger.warning(
-                "%d of %d comparisons of the validation set %s are in the training data too, word "
-                "for word.",
+                "%d of %d %s of the validation set %s are in the training data too, %s.",
                 number,
                 len(dataset),
+                kind,
                 name,
-            )
-
-
-def _warn_of_seen_problems(
-    training_sets: Mapping[str, EncodedDataset], validation_sets: Mapping[str, EncodedDataset]
-) -> None:
-    # By the prompt: rows of one problem, which a split by rows parts, have other solutions.
-    trained_on = np.concatenate([dataset.prompts for dataset in training_sets.values()])
-    for name, dataset in validation_sets.items():
-        number = int(np.isin(dataset.prompts, trained_on).sum())
-        if number > 0:
-            logger.warning(
-                "%d of %d problems of the validation set %s are in the training data too, perhaps "
-                "with other solutions.",
-                number,
-                len(dataset),
-                name,
+                likeness,
             )
 
 
