@@ -33,6 +33,7 @@ from transformers import (
 
 from treeward.cli.main import keep_freed_memory
 from treeward.config.data import DatasetConfig
+from treeward.config.load import load_config
 from treeward.data.datasets import open_dataset
 from treeward.data.rendering import Renderer
 from treeward.data.tokenizers import texts_of, train_tokenizer
@@ -40,6 +41,7 @@ from treeward.model.loading import classifier_class, ensure_pad_token, initialis
 from treeward.model.pretrained import choose_device, quiet_transformers
 from treeward.model.reward_model import RewardModel
 from treeward.tables import Column, results_table
+from treeward.training.train import TrainingOutcome, train
 
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 64, "num_hidden_layers": 2},  # to see that a benchmark runs
@@ -114,6 +116,8 @@ SIZES |= HYBRIDS
 
 VOCAB_SIZE = 8192
 
+_QUICKSTART = Path(__file__).parents[1] / "examples" / "configs" / "quickstart.yaml"
+
 TRL_PENALTY: dict[str, Any] = {
     "reference_policy_kl_type": "k3_unweighted",
     "kl_input_clamp_value": None,
@@ -150,6 +154,36 @@ def shared_data() -> Path | None:
         )
     )
     return folder if folder.is_dir() else None
+
+
+def hh_harmless(model: str | None) -> Path | None:
+    """The folder of hh_harmless for a benchmark with heads on a model; None, after a line that says
+    so, without the data or the model."""
+    data = shared_data()
+    if data is None or model is None:
+        print("\nhh_harmless is left out: it needs the shared data, and --model.")
+        return None
+    return data / "hh_harmless"
+
+
+def train_quickstart(
+    folder: Path, *, seed: int, steps: int, overrides: Sequence[str]
+) -> TrainingOutcome:
+    """Train the quickstart's model from scratch; it validates and is saved at its end alone."""
+    config = load_config(
+        _QUICKSTART,
+        [
+            f"rm.seed={seed}",
+            f"rm.max_num_steps={steps}",
+            "rm.val_period=null",
+            f"checkpointing.checkpoint_dir={folder}",
+            "checkpointing.metric_name=null",
+            "checkpointing.save_period=null",
+            f"logger.log_dir={folder}/logs",
+            *overrides,
+        ],
+    )
+    return train(config, show_progress=False)
 
 
 def real_data(size: str) -> Path | None:

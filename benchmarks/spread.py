@@ -28,12 +28,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import shared_data
+from common import hh_harmless, train_quickstart
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from treeward.config.data import DatasetConfig
-from treeward.config.load import load_config, load_file
+from treeward.config.load import load_file
 from treeward.config.run import RewardModelRunConfig
 from treeward.data.datasets import open_dataset
 from treeward.data.preference import Preference, digest_of
@@ -47,7 +47,6 @@ from treeward.tables import Column, results_table
 from treeward.training.train import train
 
 _EXAMPLES = Path(__file__).parents[1] / "examples"
-_QUICKSTART = _EXAMPLES / "configs" / "quickstart.yaml"
 _NUM_HEADS = 8
 _SCALES = tuple(10.0 ** (quarters / 4) for quarters in range(-4, 13))
 _PENALTIES = (0.25, 0.5, 1.0, 2.0)
@@ -85,11 +84,9 @@ def main() -> None:
         cache = Path(arguments.cache or folder / "cache")
         if arguments.steps:
             _bundled(folder, cache, arguments)
-        data = shared_data()
-        if data is None or arguments.model is None:
-            print("\nhh_harmless is left out: it needs the shared data, and --model.")
-        else:
-            _hh(data / "hh_harmless", folder, cache, arguments)
+        data = hh_harmless(arguments.model)
+        if data is not None:
+            _hh(data, folder, cache, arguments)
 
 
 # --- the bundled data, models from scratch --------------------------------------------------------
@@ -138,15 +135,8 @@ def _train_bundled(folder: Path, cache: Path, seed: int, num_heads: int, steps: 
     overrides = [
         f"+policy.reward_model_cfg.num_heads={num_heads}",
         f"+data.cache_dir={cache}",
-        f"rm.seed={seed}",
-        f"rm.max_num_steps={steps}",
-        "rm.val_period=null",
-        f"checkpointing.checkpoint_dir={run}",
-        "checkpointing.metric_name=null",
-        "checkpointing.save_period=null",
-        f"logger.log_dir={run}/logs",
     ]
-    outcome = train(load_config(_QUICKSTART, overrides), show_progress=False)
+    outcome = train_quickstart(run, seed=seed, steps=steps, overrides=overrides)
     assert outcome.model_folder is not None
     return outcome.model_folder
 

@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import shared_data
+from common import hh_harmless, train_quickstart
 from numpy.typing import NDArray
 from scipy import stats
 
 from treeward.config.data import DatasetConfig
-from treeward.config.load import load_config, load_file
+from treeward.config.load import load_file
 from treeward.config.run import RewardModelRunConfig
 from treeward.data.datasets import open_dataset
 from treeward.evaluation.label_check.cross_fitting import FeaturePairs, cross_fit, fit_head
@@ -43,9 +43,7 @@ from treeward.tables import Column, results_table
 from treeward.training.features import with_features
 from treeward.training.label_check import check_labels
 from treeward.training.setup import set_up
-from treeward.training.train import train
 
-_QUICKSTART = Path(__file__).parents[1] / "examples" / "configs" / "quickstart.yaml"
 _LONGEST = 1024  # tokens of a conversation of part 2
 _SUSPECTS = {"dropped": "drop", "flipped back": "flip", "soft": "soft"}
 """What `data.suspects` is in each variant that has it."""
@@ -68,11 +66,9 @@ def main() -> None:
         cache = Path(arguments.cache or folder / "cache")
         if arguments.rows:
             _bundled(folder, cache, arguments)
-        data = shared_data()
-        if data is None or arguments.model is None:
-            print("\nhh_harmless is left out: it needs the shared data, and --model.")
-        else:
-            _hh(data / "hh_harmless", cache, arguments)
+        data = hh_harmless(arguments.model)
+        if data is not None:
+            _hh(data, cache, arguments)
 
 
 # --- the bundled data, models from scratch --------------------------------------------------------
@@ -147,17 +143,10 @@ def _train(
     overrides = [
         "~data",
         f"+data={data}",
-        f"rm.seed={seed}",
-        f"rm.max_num_steps={steps}",
         "rm.max_num_epochs=100",
-        "rm.val_period=null",
-        f"checkpointing.checkpoint_dir={folder}",
-        "checkpointing.metric_name=null",
-        "checkpointing.save_period=null",
-        f"logger.log_dir={folder}/logs",
         *options,
     ]
-    outcome = train(load_config(_QUICKSTART, overrides), show_progress=False)
+    outcome = train_quickstart(folder, seed=seed, steps=steps, overrides=overrides)
     return {"model": outcome.model_folder, "accuracy": outcome.validation["plain"]["accuracy"]}
 
 
