@@ -74,11 +74,10 @@ def check_cut(model: WrappedModel, size: int) -> None:
 
 def _styles_of_layers(model: WrappedModel, size: int) -> dict[nn.Module, dict[str, str]]:
     """transformers' style for each module of each layer, by its name in the layer."""
-    styles: dict[nn.Module, dict[str, str]] = {
-        module: _styles(model, name, module, size)
-        for name, module in model.backbone.named_modules()
-        if isinstance(module, GradientCheckpointingLayer)
-    }
+    styles: dict[nn.Module, dict[str, str]] = {}
+    for name, module in model.backbone.named_modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            styles[module] = _styles(model, name, module, size)
     if not styles:
         raise _refused(
             "this model's layers are not known",

@@ -67,7 +67,10 @@ def mean_scores(verdicts: Sequence[PairVerdict], num_completions: int) -> list[f
             first, second = verdict.scores.tie_broken
             values[verdict.first].append(first)
             values[verdict.second].append(second)
-    return [fmean(scores) if scores else None for scores in values]
+    means: list[float | None] = []
+    for scores in values:
+        means.append(fmean(scores) if scores else None)
+    return means
 
 
 def group_metrics(verdicts: Sequence[PairVerdict]) -> dict[str, float]:

@@ -280,8 +280,11 @@ def rubric_reward(
         return None
     if any(c is not None and c < 0.5 for c in vetoes):
         return 0.0
-    # Of something bad: that it is not there.
-    good = [c if one.weight >= 0.0 else 1.0 - c for one, c in known]
+    good = []
+    for one, c in known:
+        if one.weight < 0.0:
+            c = 1.0 - c  # the bad thing is not there
+        good.append(c)
     if aggregation == "min":
         return min(good)
     if aggregation == "max":
