@@ -49,7 +49,8 @@ def run(
         list[str] | None,
         typer.Argument(
             metavar="DATA [key=value]...",
-            help="Comparisons, in any format of docs/data.md; and overrides of a run, as for train.",
+            help="Comparisons, in any format of docs/data.md; and overrides of a run, as for "
+            "train.",
         ),
     ] = None,
     *,

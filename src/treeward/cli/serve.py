@@ -1,5 +1,5 @@
-r"""`treeward serve`: reward models, or a judge that compares completions, behind an HTTP address, in
-the API formats that RL frameworks use.
+r"""`treeward serve`: reward models, or a judge that compares completions, behind an HTTP address,
+in the API formats that RL frameworks use.
 
 examples:
   treeward serve results/quickstart/final

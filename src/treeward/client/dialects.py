@@ -45,8 +45,8 @@ class RenderedConversation:
 
 @dataclass(frozen=True, slots=True)
 class ServerScore:
-    """A server's numbers for one conversation, its count of tokens, the hash of the contract that it
-    reports, and the spread of the score.
+    """A server's numbers for one conversation, its count of tokens, the hash of the contract that
+    it reports, and the spread of the score.
     """
 
     values: Sequence[float | None]

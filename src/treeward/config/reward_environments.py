@@ -205,9 +205,9 @@ class JudgePromptConfig(Strict):
     answers are the same. `criterion`: whether something is true of the completion. `rubric`: for a
     number, by a list of criteria."""
     verdict: Literal["label", "scores"] = "label"
-    """The form of a pairwise verdict. `label`: `[[A]]`, `[[B]]`, or `[[C]]` for a tie. `scores`: the
-    JSON of generative reward models, `{"score_1": 4, "score_2": 3, "ranking": 2}`: how good each
-    is, from 1 to 5, and from 1 (the first is much better) to 6 (the second is)."""
+    """The form of a pairwise verdict. `label`: `[[A]]`, `[[B]]`, or `[[C]]` for a tie. `scores`:
+    the JSON of generative reward models, `{"score_1": 4, "score_2": 3, "ranking": 2}`: how good
+    each is, from 1 to 5, and from 1 (the first is much better) to 6 (the second is)."""
     template: str | None = None
     """The prompt of the judge, with the placeholders `{conversation}` and `{completion}`, or
     `{completion_a}` and `{completion_b}`; for a rubric also `{criterion}`, or `{rubric}`. None: the

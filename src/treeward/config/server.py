@@ -1,4 +1,5 @@
-"""`ServerConfig`: the models or the judge of `treeward serve`, the address, and the limits on requests.
+"""`ServerConfig`: the models or the judge of `treeward serve`, the address, and the limits on
+requests.
 
 models:
   - model: results/rm/final

@@ -455,7 +455,8 @@ class RowSource:
     hub_subset: str | None = None
     hub_split: str | None = "train"
     known: KnownDataset | None = None
-    # `staticmethod`, because a function of a class would be called with the object before the error.
+    # `staticmethod`, because a function of a class would be called with the object before the
+    # error.
     broken: Broken = staticmethod(raised)
 
     left_out: Sequence[str] = ()

@@ -1,5 +1,5 @@
-"""`Problem`: a problem with its solutions as steps; `step_tree`: the solutions as one tree, in which
-equal beginnings are one node.
+"""`Problem`: a problem with its solutions as steps; `step_tree`: the solutions as one tree, in
+which equal beginnings are one node.
 
     problem = Problem(context, (
         (Step("2 + 3 = 5", 1.0), Step("5 * 2 = 10", 1.0)),

@@ -14,9 +14,9 @@ Rewards are from 0 to 1. By `mode`:
 
 Judges favour a position (Zheng et al. 2023, arXiv 2306.05685, section 3.4). So two texts are
 compared in both orders: a judge that always says A gives 0.5 to all. The component
-`judge/position_bias`, from -1 to 1, is the advantage of the first place; `judge/inconsistent` is the
-share of pairs whose winner changed with the order. With a slash: details, and no rewards of their
-own to `gdpo`.
+`judge/position_bias`, from -1 to 1, is the advantage of the first place; `judge/inconsistent` is
+the share of pairs whose winner changed with the order. With a slash: details, and no rewards of
+their own to `gdpo`.
 
 A sample with a question without a verdict has no reward. What the judge wrote is in
 `Reward.score.judgement`. A judge without a verdict on the first few questions stops the run.

@@ -210,8 +210,8 @@ def length_finding(length: Mapping[str, Metric]) -> str | None:
     shorter = percent(length["accuracy_shorter_right"])
     controlled = percent(length["length_controlled_accuracy"])
     return (
-        f"{likes[0].upper()}{likes[1:]}: correct in {longer} of the pairs whose better completion is "
-        f"the longer, in {shorter} where it is the shorter, {abs(gap.value) * 100:.1f} points "
+        f"{likes[0].upper()}{likes[1:]}: correct in {longer} of the pairs whose better completion "
+        f"is the longer, in {shorter} where it is the shorter, {abs(gap.value) * 100:.1f} points "
         f"({low:.1f} to {high:.1f}) apart; length-controlled {controlled}."
     )
 

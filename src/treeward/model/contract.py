@@ -276,8 +276,9 @@ class SpreadMetrics(Strict):
     """What a spread is worth on held-out pairs (`scoring/spread_metrics.py`).
 
     `nll`, `ece`: of the margins by themselves, divided by a temperature (`_temperature`), and with
-    their spread (`_spread`). `ranking`: by beta. `auroc_margin`, `auroc_sureness`: how well |margin|
-    and |margin| / spread tell pairs in the right order from others; null where all are right.
+    their spread (`_spread`). `ranking`: by beta. `auroc_margin`, `auroc_sureness`: how well
+    |margin| and |margin| / spread tell pairs in the right order from others; null where all are
+    right.
     """
 
     num_pairs: PositiveInt

@@ -62,8 +62,8 @@ class FeatureBatch(Movable):
 
 
 class _Computed(NamedTuple):
-    """What a forward pass gave for groups of sequences: `values` of all their reads, on the CPU, and
-    the beginnings to keep, by their tokens."""
+    """What a forward pass gave for groups of sequences: `values` of all their reads, on the CPU,
+    and the beginnings to keep, by their tokens."""
 
     groups: Sequence[Sequence[int]]
     batch: Batch

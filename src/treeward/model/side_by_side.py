@@ -26,10 +26,11 @@ Part = TypeVar("Part")
 Result = TypeVar("Result")
 
 _PASSES = 2
-"""At the same time. More were not measured: they need more memory, and read the weights more often."""
+"""At the same time. More were not measured: they need more memory, and read the weights more
+often."""
 _PART_TOKENS = 1024
-"""Of a part: larger ones are no faster, and the last one of a batch keeps one half of the CPU waiting
-for longer."""
+"""Of a part: larger ones are no faster, and the last one of a batch keeps one half of the CPU
+waiting for longer."""
 _MOST_SHARE = 0.6
 """Of the tokens, which the busier half of the threads may have: beyond it one pass is faster."""
 
@@ -45,8 +46,8 @@ def can_divide(model: WrappedModel) -> bool:
 def _is_changed_by_passes(hf: PreTrainedModel) -> bool:
     """Whether a forward pass writes into the model what another one at the same time would read.
 
-    Dynamic rotary frequencies and those of longrope (Phi) depend on the longest row. Of code that is
-    not transformers' own nothing is known.
+    Dynamic rotary frequencies and those of longrope (Phi) depend on the longest row. Code that is
+    not transformers' own may write too, so it counts as changed.
     """
     if not type(hf).__module__.startswith("transformers."):
         return True
@@ -60,8 +61,8 @@ def _is_changed_by_passes(hf: PreTrainedModel) -> bool:
 
 
 def divided(sizes: Sequence[int]) -> list[list[int]]:
-    """The groups of a batch, of so many tokens each, in parts: indices. One part where dividing does
-    not pay, as with a single group."""
+    """The groups of a batch, of so many tokens each, in parts: indices. One part where dividing
+    does not pay, as with a single group."""
     whole = [list(range(len(sizes)))]
     parts = plan_micro_batches(sizes, max_tokens=_PART_TOKENS, num_ranks=_PASSES)
     parts = [part for part in parts if part]

@@ -143,7 +143,8 @@ class OverOptimisationWatch:
         `proxy_by_prompt`, `gold_by_prompt` (P,): mean reward of each prompt, in the same order
         every time, NaN where scoring failed; `components_by_prompt` and
         `gold_components_by_prompt`: the same of each of their components, by name. `length`: mean
-        tokens of a completion; `length_correlation`: of reward and length within groups, see the function of that name.
+        tokens of a completion; `length_correlation`: of reward and length within groups, see the
+        function of that name.
         `kl` and `entropy`: in nats.
         """
         components: dict[str, list[float]] = {}

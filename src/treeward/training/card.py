@@ -173,11 +173,11 @@ transformers has no sequence classifier of {family}, so it cannot load this mode
 The score is the output of the linear layer `score` at the last token of a conversation."""
 _NO_PLAIN_STEPS = """\
 transformers has no token classifier of {family}, so it cannot load this model: treeward does. \
-Each step is read at the `{mark}` after it, by the two outputs of the layer `score`: that the step is \
-wrong, and right."""
+Each step is read at the `{mark}` after it, by the two outputs of the layer `score`: that the step \
+is wrong, and right."""
 _PLAIN_STEPS = """\
 With plain transformers, `AutoModelForTokenClassification.from_pretrained(THIS_FOLDER, \
 dtype="float32")` gives two logits at each token. Write `{mark}` after each step of the \
-completion: there their softmax is the probability that the step is wrong (LABEL_0), and right (LABEL_1). \
-Render conversations with the tokenizer's chat template and tokenize with \
+completion: there their softmax is the probability that the step is wrong (LABEL_0), and right \
+(LABEL_1). Render conversations with the tokenizer's chat template and tokenize with \
 `add_special_tokens=False`."""

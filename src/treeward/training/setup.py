@@ -79,8 +79,8 @@ class RewardModelSetup:
 
     `policy`, `rm` and `hub` are sections of its configuration. `ranking`: the metric that ranks
     checkpoints, None where nothing does. `cache_dir`: the folder of everything that is computed
-    once. `validation_sets`: what a validation measures of each set. `features`: by the fingerprint of
-    a data set, the features of a comparison (`training.features`); empty unless the backbone is
+    once. `validation_sets`: what a validation measures of each set. `features`: by the fingerprint
+    of a data set, the features of a comparison (`training.features`); empty unless the backbone is
     frozen.
     """
 
