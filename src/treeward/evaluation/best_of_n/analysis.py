@@ -16,6 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -109,74 +110,63 @@ def analyse(
     arXiv 2009.01325, appendix G.3), is an upper bound where samples are equal (Beirami et al. 2024,
     arXiv 2401.01879).
     """
-    # A proxy and a gold score for each sample that has both, row by row.
-    rows: list[list[tuple[float, float]]] = []
-    num_without_proxy = 0
-    num_without_gold = 0
-    for proxy_scores, gold_scores in zip(proxy, gold, strict=True):
-        samples = []
-        for proxy_score, gold_score in zip(proxy_scores, gold_scores, strict=True):
-            num_without_proxy += proxy_score is None
-            num_without_gold += gold_score is None
-            if proxy_score is not None and gold_score is not None:
-                samples.append((proxy_score, gold_score))
-        rows.append(samples)
-    sizes = curve_sizes(_largest_size([len(samples) for samples in rows], max_n))
-    num_rows = 0
-    num_samples = 0
-    rows_by_prompt: dict[str, list[Floats]] = {}
-    for i, samples in enumerate(rows):
-        if len(samples) < sizes[-1]:
-            continue
-        num_rows += 1
-        num_samples += len(samples)
-        prompt = str(i) if prompts is None else prompts[i]
-        proxy_N, gold_N = np.array(samples, dtype=np.float64).T
-        rows_by_prompt.setdefault(prompt, []).append(_statistics(proxy_N, gold_N, sizes))
-    # Rows of one prompt are averaged: they are one draw of the bootstrap.
-    table_CK = np.stack([np.mean(rows_K, axis=0) for rows_K in rows_by_prompt.values()])
-    # Ratios are of means, not means of ratios: a prompt of equal samples has none of its own.
-    point = _derive(table_CK.mean(axis=0), len(sizes))
-    drawn = _derive(resampled(table_CK, num_resamples), len(sizes))
-    gold_G = point["gold"]
-    is_highest_G = gold_G >= gold_G.max() - _ROUNDING * np.abs(gold_G).max()
-    peak = int(np.argmax(is_highest_G))  # the first of them
-    # The lead is over the largest n, or over n = 1 where the largest is as high as the peak.
-    other = 0 if is_highest_G[-1] else len(sizes) - 1
-    for means in (point, drawn):
-        means["lead"] = means["gold"][..., [peak]] - means["gold"][..., [other]]
-
-    def curve(name: str, fewest: int = 2) -> Curve:
-        """No interval for fewer prompts than `fewest`, nor where a resample has no number."""
-        ends = np.full((2, len(point[name])), np.nan)
-        if len(table_CK) >= fewest:
-            tail = expanded_tail(len(table_CK))
-            ends = np.quantile(drawn[name], (tail, 1.0 - tail), axis=0)
-        return Curve(mean=_known(point[name]), low=_known(ends[0]), high=_known(ends[1]))
-
-    def metric(name: str, fewest: int = 2) -> Metric:
-        """The single value of a curve that is the same for every n."""
-        single = curve(name, fewest)
-        return Metric(name, single.mean[0], single.low[0], single.high[0], num_rows)
-
+    samples = _samples_with_both(proxy, gold)
+    lengths = [len(row) for row in samples.rows]
+    sizes = curve_sizes(_largest_size(lengths, max_n))
+    kept_lengths = [length for length in lengths if length >= sizes[-1]]
+    table_CK = _statistics_by_prompt(samples.rows, prompts, sizes)
+    estimates = _Estimates(
+        # Ratios are of means, not means of ratios: a prompt of equal samples has none of its own.
+        of_all=_derive(table_CK.mean(axis=0), len(sizes)),
+        of_resamples=_derive(resampled(table_CK, num_resamples), len(sizes)),
+        num_prompts=len(table_CK),
+        num_rows=len(kept_lengths),
+    )
+    peak, other = _peak(estimates.of_all["gold"])
+    estimates.add_lead(peak, other)
     n_G = np.array(sizes, dtype=np.float64)
     kl_G = np.log(n_G) - (n_G - 1.0) / n_G
     return BestOfN(
         sizes=sizes,
         kl=tuple(kl_G.tolist()),
-        curves={name: curve(name) for name in _CURVES},
-        correlation=metric("correlation", _FEWEST_PROMPTS),
+        curves={name: estimates.curve(name) for name in _CURVES},
+        correlation=estimates.metric("correlation", _FEWEST_PROMPTS),
         peak=sizes[peak],
-        lead=replace(metric("lead"), note=f"above n = {sizes[other]}"),
+        lead=replace(estimates.metric("lead"), note=f"above n = {sizes[other]}"),
         counts={
-            "num_prompts": num_rows,
-            "num_clusters": len(rows_by_prompt),
-            "num_prompts_with_fewer_samples": len(rows) - num_rows,
-            "num_samples": num_samples,
-            "num_without_proxy": num_without_proxy,
-            "num_without_gold": num_without_gold,
+            "num_prompts": len(kept_lengths),
+            "num_clusters": len(table_CK),
+            "num_prompts_with_fewer_samples": len(lengths) - len(kept_lengths),
+            "num_samples": sum(kept_lengths),
+            "num_without_proxy": samples.num_without_proxy,
+            "num_without_gold": samples.num_without_gold,
         },
     )
+
+
+class _Samples(NamedTuple):
+    """`rows`: the proxy and the gold score of each sample that has both, row by row."""
+
+    rows: list[list[tuple[float, float]]]
+    num_without_proxy: int
+    num_without_gold: int
+
+
+def _samples_with_both(proxy: Scores, gold: Scores) -> _Samples:
+    rows: list[list[tuple[float, float]]] = []
+    num_without_proxy = 0
+    num_without_gold = 0
+    for proxy_scores, gold_scores in zip(proxy, gold, strict=True):
+        row = []
+        for proxy_score, gold_score in zip(proxy_scores, gold_scores, strict=True):
+            if proxy_score is None:
+                num_without_proxy += 1
+            if gold_score is None:
+                num_without_gold += 1
+            if proxy_score is not None and gold_score is not None:
+                row.append((proxy_score, gold_score))
+        rows.append(row)
+    return _Samples(rows, num_without_proxy, num_without_gold)
 
 
 def _largest_size(lengths: Sequence[int], max_n: int | None) -> int:
@@ -263,6 +253,25 @@ def _statistics(proxy: Floats, gold: Floats, sizes: tuple[int, ...]) -> Floats:
     )
 
 
+def _statistics_by_prompt(
+    rows: Sequence[Sequence[tuple[float, float]]],
+    prompts: Sequence[str] | None,
+    sizes: tuple[int, ...],
+) -> Floats:
+    """(C, K): the `_statistics` of each prompt, of its rows that have the largest of the sizes.
+
+    Rows of one prompt are averaged: they are one draw of the bootstrap.
+    """
+    rows_by_prompt: dict[str, list[Floats]] = {}
+    for i, samples in enumerate(rows):
+        if len(samples) < sizes[-1]:
+            continue
+        prompt = str(i) if prompts is None else prompts[i]
+        proxy_N, gold_N = np.array(samples, dtype=np.float64).T
+        rows_by_prompt.setdefault(prompt, []).append(_statistics(proxy_N, gold_N, sizes))
+    return np.stack([np.mean(rows_K, axis=0) for rows_K in rows_by_prompt.values()])
+
+
 def _known(values: Floats) -> tuple[float | None, ...]:
     """The values, None for NaN."""
     known: list[float | None] = []
@@ -296,3 +305,45 @@ def _divisor(values: Floats, beside: Floats) -> Floats:
     from."""
     rounding = _ROUNDING * np.abs(beside).max(axis=-1, keepdims=True)
     return np.where(values > rounding, values, np.nan)
+
+
+def _peak(gold_G: Floats) -> tuple[int, int]:
+    """The indices of the first n with the highest gold, and of the n that it is compared with: the
+    largest, or 1 where the largest has as much gold as the peak."""
+    is_highest_G = gold_G >= gold_G.max() - _ROUNDING * np.abs(gold_G).max()
+    other = 0 if is_highest_G[-1] else len(gold_G) - 1
+    return int(np.argmax(is_highest_G)), other  # argmax is the first of several
+
+
+@dataclass(frozen=True, slots=True)
+class _Estimates:
+    """Curves by name, as `_derive` makes them, of `num_prompts` prompts in `num_rows` rows.
+
+    `of_all` (G,): of the mean over all prompts. `of_resamples` (R, G): of the mean over each
+    resample. What is the same for every n has 1 instead of G.
+    """
+
+    of_all: dict[str, Floats]
+    of_resamples: dict[str, Floats]
+    num_prompts: int
+    num_rows: int
+
+    def add_lead(self, peak: int, other: int) -> None:
+        """Add `lead`: how much more gold there is at one n than at another, by their indices."""
+        for curves in (self.of_all, self.of_resamples):
+            curves["lead"] = curves["gold"][..., [peak]] - curves["gold"][..., [other]]
+
+    def curve(self, name: str, fewest: int = 2) -> Curve:
+        """A curve; without intervals for fewer prompts than `fewest`, and where a resample has no
+        number."""
+        mean = self.of_all[name]
+        ends = np.full((2, len(mean)), np.nan)
+        if self.num_prompts >= fewest:
+            tail = expanded_tail(self.num_prompts)
+            ends = np.quantile(self.of_resamples[name], (tail, 1.0 - tail), axis=0)
+        return Curve(mean=_known(mean), low=_known(ends[0]), high=_known(ends[1]))
+
+    def metric(self, name: str, fewest: int = 2) -> Metric:
+        """The single value of a curve that is the same for every n."""
+        single = self.curve(name, fewest)
+        return Metric(name, single.mean[0], single.low[0], single.high[0], self.num_rows)
