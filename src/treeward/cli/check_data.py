@@ -17,11 +17,12 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from treeward.cli.comparisons import (
+    ChooseSplit,
     DataOptions,
     DatasetName,
     Split,
@@ -37,7 +38,7 @@ from treeward.progress import ShownProgress
 from treeward.tables import Column, results_table
 
 if TYPE_CHECKING:
-    from treeward.config.data import DatasetConfig
+    from treeward.config.data import DatasetConfig, Ties
     from treeward.config.run import RewardModelRunConfig
     from treeward.data.preference import Preference
     from treeward.data.rendering import Renderer
@@ -107,40 +108,29 @@ def run(
     def configured(path: str | None) -> DatasetConfig:
         return dataset_config(path, dataset_name, split, data_option)
 
-    # Whose data asks for a split decides what chooses it: an option, or a key of the run.
-    def choose_split(error: UnchosenSplitError) -> str:
-        is_named = error.where in [*(files or []), *(validation or [])]
-        if loaded is None or is_named:
-            return split_option(error)
-        return f"{split_key(loaded.data)(error)}, a key of {config}"
-
     benchmarks = {text.partition("=")[0]: _benchmark(text) for text in benchmark or ()}
     paths: list[str | None] = [*(files or [])]
     if not paths and dataset_name is not None:
         paths = [None]  # a dataset that brings its own data
-    training = [configured(path) for path in paths]
-    held_out = [configured(path) for path in validation or ()]
-    ties: Literal["drop", "half"] = "drop"
-    max_length: int | None = None
-    if loaded is not None:
-        # Data that is named goes before the run's; validation data is added to it.
-        training = training or list(loaded.training_sets)
-        held_out += loaded.validation_sets
-        ties = loaded.data.ties
-        # A run that cuts long completions, or refuses them, leaves none out.
-        if loaded.data.truncation == "drop":
-            max_length = loaded.max_sequence_length
+    data = _Data(
+        training=[configured(path) for path in paths],
+        held_out=[configured(path) for path in validation or ()],
+    )
+    choose_split: ChooseSplit = split_option
+    if config is not None and loaded is not None:
+        data = _with_data_of(loaded, data)
+        choose_split = _split_of_run([*(files or []), *(validation or [])], loaded, config)
     with choosing_split(choose_split), ShownProgress(unit="rows") as progress:
-        streams = open_sets(training)
+        streams = open_sets(data.training)
         name, renderer = _renderer(tokenizer, loaded, streams)
         checked = check_data(
             streams,
             renderer,
             tokenizer=name,
-            validation=open_sets(held_out),
+            validation=open_sets(data.held_out),
             benchmarks=benchmarks,
-            ties=ties,
-            max_length=max_length,
+            ties=data.ties,
+            max_length=data.max_length,
             on_progress=lambda what, done: progress.show(what, done, 0),
         )
     # Without a row there is nothing to report on.
@@ -151,6 +141,43 @@ def run(
     if folder is not None:
         sys.stdout.write(f"\nEvery number is in {write_check(folder, checked)}\n")
     return 1 if checked.errors or checked.refused else 0
+
+
+class _Data(NamedTuple):
+    """The data sets, and what a run makes of their comparisons: `max_length`, in tokens, beyond
+    which one is left out; None for no limit."""
+
+    training: Sequence[DatasetConfig]
+    held_out: Sequence[DatasetConfig]
+    ties: Ties = "drop"
+    max_length: int | None = None
+
+
+def _with_data_of(run: RewardModelRunConfig, data: _Data) -> _Data:
+    """The named data as the run would read it, with the run's own."""
+    max_length = None
+    # A run that cuts long completions, or refuses them, leaves none out.
+    if run.data.truncation == "drop":
+        max_length = run.max_sequence_length
+    return _Data(
+        # Data that is named goes before the run's; validation data is added to it.
+        training=data.training or run.training_sets,
+        held_out=[*data.held_out, *run.validation_sets],
+        ties=run.data.ties,
+        max_length=max_length,
+    )
+
+
+def _split_of_run(named: Sequence[str], run: RewardModelRunConfig, file: str) -> ChooseSplit:
+    """The words that choose a split: an option for the `named` data, and else a key of the run's
+    file."""
+
+    def choose(error: UnchosenSplitError) -> str:
+        if error.where in named:
+            return split_option(error)
+        return f"{split_key(run.data)(error)}, a key of {file}"
+
+    return choose
 
 
 def _renderer(
