@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -36,6 +36,7 @@ from treeward.tables import results_table
 
 if TYPE_CHECKING:
     from treeward.data.preference import Preference
+    from treeward.evaluation.best_of_n.analysis import BestOfN
     from treeward.evaluation.session import Candidate
 
 logger = logging.getLogger(__name__)
@@ -116,20 +117,11 @@ def run(
     prompts = [example.context_key for example in examples]
     result = analyse(scores["proxy"], scores["gold"], prompts, max_n=max_n)
     sys.stdout.write(f"{results_table(*table(result))}\n\n{LEGEND}\n\n{result.sentence}\n")
-    # A sample without a score is left out and counted; it is never a 0.
-    is_complete = True
-    for role, name in names.items():
-        count = result.counts[f"num_without_{role}"]
-        if count > 0:
-            is_complete = False
-            logger.warning("%d samples have no score of %s and are left out.", count, name)
-    fewer = result.counts["num_prompts_with_fewer_samples"]
-    if fewer > 0:
-        message = "%d prompts have fewer than %d scored samples and are left out."
-        logger.warning(message, fewer, result.max_n)
+    _warn_of_left_out(result, names)
     if folder is not None:
         report = write(folder, result, names["proxy"], names["gold"], data)
         logger.info("Wrote %s.", report)
+    is_complete = not any(result.counts[f"num_without_{role}"] for role in names)
     return 0 if is_complete else 1
 
 
@@ -175,3 +167,18 @@ def _score(
     if usage:
         logger.info("%s: %s", model.name, usage)
     return [row.scores for row in scored]
+
+
+def _warn_of_left_out(result: BestOfN, names: Mapping[str, str]) -> None:
+    """Say which samples and prompts are in no curve: a sample without a score is never a 0.
+
+    `names`: of proxy and gold.
+    """
+    for role, name in names.items():
+        count = result.counts[f"num_without_{role}"]
+        if count > 0:
+            logger.warning("%d samples have no score of %s and are left out.", count, name)
+    fewer = result.counts["num_prompts_with_fewer_samples"]
+    if fewer > 0:
+        message = "%d prompts have fewer than %d scored samples and are left out."
+        logger.warning(message, fewer, result.max_n)

@@ -61,14 +61,8 @@ def run(
     *,
     options: ModelOptions,
 ) -> int:
-    overrides = []
-    models = []
-    for word in words or []:
-        # A section in braces may have an equals sign within.
-        if "=" in word and not word.startswith("{"):
-            overrides.append(word)
-        else:
-            models.append(word)
+    overrides = [word for word in words or [] if _is_override(word)]
+    models = [word for word in words or [] if not _is_override(word)]
     has_judge = any(override.startswith("judge") for override in overrides)
     if not models and config is None and not has_judge:
         raise ConfigError(
@@ -82,23 +76,35 @@ def run(
             "options of models need a model on the command line",
             need="MODEL, or the same keys in the file's models",
         )
-    values: dict[str, Any] = {}
-    settings = {
+    settings: dict[str, Any] = {
         "host": host,
         "port": port,
         "replicas": replicas,
         "tensor_parallel_size": tensor_parallel_size,
         "batch_tokens": options.batch_tokens,
     }
-    for key, setting in settings.items():
-        if setting is not None:
-            values[key] = setting
+    # An option that is not given leaves the key to the file.
+    values = {key: setting for key, setting in settings.items() if setting is not None}
     if models:
         values["models"] = [options.keys | model_section(model) for model in models]
     server = load_file(ServerConfig, config, overrides, values=values)
+    _check_packages()
     # Threads that spin between two batches take the processor from those that read requests. torch
     # reads the variable when it is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+    # It imports torch and the packages of the server.
+    from treeward.serving.run import serve
+
+    return serve(server)
+
+
+def _is_override(word: str) -> bool:
+    # A section in braces, which is a model, may have an equals sign within.
+    return "=" in word and not word.startswith("{")
+
+
+def _check_packages() -> None:
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         if importlib.util.find_spec(package) is None:
             raise ConfigError(
@@ -106,8 +112,3 @@ def run(
                 got=f"no module {package}",
                 fix=pip_install("serve"),
             )
-
-    # It imports torch and the packages above.
-    from treeward.serving.run import serve
-
-    return serve(server)
