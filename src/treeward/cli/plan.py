@@ -60,10 +60,12 @@ def plan_text(planned: Plan) -> str:
     table = results_table(rows, ["each device", Column("GB", format=",.1f")])
     parameters = f"{planned.parameters / 1e9:,.2f} billion parameters"
     trained = f"{planned.trained / 1e6:,.0f} million trained"
-    if planned.fits is None:
+    if planned.fits is not None:
+        verdict = "fits" if planned.fits else "does not fit"
+    elif planned.unknown is not None:
         verdict = f"may fit, as the activations of {planned.unknown} are not known"
     else:
-        verdict = "fits" if planned.fits else "does not fit"
+        verdict = "may fit with fused kernels, but not with PyTorch's own functions"
     lines = [
         f"{planned.model}: {parameters}, {trained}",
         f"{planned.layout}: {verdict}",
@@ -72,4 +74,9 @@ def plan_text(planned: Plan) -> str:
         "",
         f"Tokens in a forward pass: {planned.micro_batch_tokens:,}",
     ]
+    if planned.kernels is not None and planned.unknown is None:
+        lines.append(
+            "Activations of recurrent layers are those of PyTorch's own functions. Fused kernels "
+            f"({planned.kernels}) keep others, which were not measured."
+        )
     return "\n".join(lines)

@@ -30,7 +30,8 @@ from treeward.model.wrapped import WrappedModel
 from treeward.parallel.mesh import mesh_shape
 from treeward.parallel.tensor import check_cut
 from treeward.planning.bare_models import bare_classifier, bare_policy, bare_reward_model
-from treeward.planning.memory import activation_bytes, layer_shapes
+from treeward.planning.memory import activation_bytes, find_mixers, layer_shapes
+from treeward.planning.recurrent_memory import FUSED_KERNELS
 from treeward.training.models import adapt
 from treeward.training.optimisation import build_optimizer, check_sharded_optimizer
 
@@ -60,6 +61,10 @@ class Plan:
 
     `unknown`: layers whose activations the formula does not know, and which are in no number.
     `fits` is then false where the rest is too much already, and otherwise None.
+
+    `kernels`: packages of fused kernels that a GPU may compute recurrent layers by. They keep other
+    activations than PyTorch's functions, which are the ones that are planned. `fits` is None where
+    these are too much and the rest is not.
     """
 
     model: str
@@ -70,6 +75,7 @@ class Plan:
     fits: bool | None
     micro_batch_tokens: int
     unknown: str | None = None
+    kernels: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +117,8 @@ def plan(config: RewardModelRunConfig | GRPORunConfig, gpu: str) -> Plan:
     model = _adapted_model(config, is_sharded, tensor)
     reason = why_not_planned(policy, model)
     if reason is None and isinstance(config, GRPORunConfig):
-        # Of such layers the states that sampling keeps are not known either.
-        reason = _unknown_layers(model)
+        # The states that sampling keeps of recurrent layers are not known.
+        reason = _recurrent_layers(model) or _unknown_layers(model)
     if reason is not None:
         raise ConfigError(
             "the memory of this run cannot be planned",
@@ -148,7 +154,12 @@ def plan(config: RewardModelRunConfig | GRPORunConfig, gpu: str) -> Plan:
     while_sampling = sum(memory.values()) - memory["gradients"] + sum(sampled.values())
     unknown = _unknown_layers(model)
     if unknown is None:
-        memory["activations"] = _activation_bytes(model, policy, tokens, tensor)
+        memory["activations"] = _activation_bytes(
+            model, policy, tokens, tensor, on_cpu=gpu == "cpu"
+        )
+    kernels = None
+    if gpu != "cpu":
+        kernels = _fused_kernels(model)
     if is_sharded:
         memory["exchanged"] = _exchanged_bytes(model, policy, tensor)
     peak = rewards + max(sum(memory.values()), while_sampling)
@@ -169,6 +180,8 @@ def plan(config: RewardModelRunConfig | GRPORunConfig, gpu: str) -> Plan:
     fits: bool | None = gpu == "cpu" or peak <= usable
     if fits and unknown is not None:
         fits = None
+    if not fits and kernels is not None and peak - memory.get("activations", 0) <= usable:
+        fits = None
     processes_text = f"{cluster.num_processes // cluster.num_nodes} x {gpu}"
     if cluster.num_nodes > 1:
         processes_text = f"{cluster.num_nodes} nodes of {processes_text}"
@@ -181,6 +194,7 @@ def plan(config: RewardModelRunConfig | GRPORunConfig, gpu: str) -> Plan:
         fits=fits,
         micro_batch_tokens=tokens,
         unknown=unknown,
+        kernels=kernels,
     )
 
 
@@ -193,14 +207,45 @@ def why_not_planned(policy: TrainedModelConfig, model: WrappedModel) -> str | No
     return None
 
 
+_ONE_MODULE = {"mlp", "moe"}
+"""The types of layers of an MLP alone (Nemotron-H)."""
+
+
+def _recurrent_layers(model: WrappedModel) -> str | None:
+    """The types of layers that are not attention; None if all are."""
+    other = other_layers(model.hf)
+    if not other:
+        return None
+    return f"layers of type {', '.join(other)}"
+
+
 def _unknown_layers(model: WrappedModel) -> str | None:
     """The layers whose activations the formula does not know; None if it knows all."""
-    other = other_layers(model.hf)
+    config = model.hf.config.get_text_config()
+    other = set(other_layers(model.hf))
     if other:
-        return f"layers of type {', '.join(other)}"
-    if not hasattr(model.hf.config.get_text_config(), "num_attention_heads"):
+        mixers = find_mixers(model, on_cpu=True)
+        # Layers within layers (Zamba) are not those that the configuration names.
+        if len(config.layer_types) == len(mixers):
+            for layer_type, mixer in zip(config.layer_types, mixers, strict=True):
+                is_known = mixer is not None or layer_type in _ONE_MODULE
+                if layer_type in other and not is_known:
+                    return f"layers of type {layer_type}"
+            return None
+        return _recurrent_layers(model)
+    if not hasattr(config, "num_attention_heads"):
         return f"the layers of {type(model.hf).__name__}"
     return None
+
+
+def _fused_kernels(model: WrappedModel) -> str | None:
+    """The packages whose kernels may compute the model's recurrent layers on a GPU."""
+    mixers = find_mixers(model, on_cpu=False)
+    packages = {FUSED_KERNELS[type(mixer.shape)] for mixer in mixers if mixer is not None}
+    if not packages:
+        return None
+    # Every such layer has a convolution.
+    return ", ".join(sorted(packages | {"causal-conv1d"}))
 
 
 def _micro_batch_tokens(config: RewardModelRunConfig | GRPORunConfig) -> int:
@@ -298,7 +343,12 @@ def _frozen_bytes(model: RewardModel | PolicyModel, policy: TrainedModelConfig) 
 
 
 def _activation_bytes(
-    model: RewardModel | PolicyModel, policy: TrainedModelConfig, tokens: int, tensor: int
+    model: RewardModel | PolicyModel,
+    policy: TrainedModelConfig,
+    tokens: int,
+    tensor: int,
+    *,
+    on_cpu: bool,
 ) -> int:
     head_bytes = 0
     if isinstance(model, PolicyModel):
@@ -308,7 +358,7 @@ def _activation_bytes(
         gradient = 4 * head.numel() if head.requires_grad else 0
         head_bytes = (logits + gradient) // tensor
     return activation_bytes(
-        layer_shapes(model),
+        layer_shapes(model, on_cpu=on_cpu),
         tokens,
         itemsize=DTYPES[policy.precision].itemsize,
         recomputes=policy.dtensor_cfg.activation_checkpointing,

@@ -38,8 +38,8 @@ from treeward.tree.gated_delta import gated_delta_rule
 from treeward.tree.prefix import Exchange
 from treeward.tree.recurrence import Round, Rounds
 
-_CPU_CHUNK = 32
-_GPU_CHUNK = 64
+CPU_CHUNK = 32
+GPU_CHUNK = 64
 """Tokens that a kernel computes at once, and the multiple at which rounds end; 64 is built into
 kernels for a GPU. On a CPU (one thread, a small Qwen3.5, completions of 70 to 130 tokens) 32 took
 0.96 to 1.03 of the time of 64; it pads short segments less."""
@@ -225,9 +225,9 @@ class _GatedDeltaRule(_Mixer):
         output_final_state: bool = False,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        chunk = _GPU_CHUNK
+        chunk = GPU_CHUNK
         if query.device.type == "cpu":
-            chunk = _CPU_CHUNK
+            chunk = CPU_CHUNK
         chunk = min(chunk_size, chunk)
         # Arithmetic of ours, in chunks of the tree, knows neither a decay for each key channel nor
         # states of prefixes. What has one goes through the model's function in rounds.
@@ -324,7 +324,7 @@ class _Mamba2(_Mixer):
         return_final_states: bool = False,
         **options: Any,
     ) -> Tensor:
-        chunk = min(chunk_size, _GPU_CHUNK)
+        chunk = min(chunk_size, GPU_CHUNK)
 
         def kernel(
             inputs: Sequence[Tensor], start: Tensor | None, part: Round
