@@ -156,11 +156,11 @@ def exactness(report: Report) -> None:
         os.environ.setdefault(name, "1")
     workers = max(1, min(8, (os.cpu_count() or 1) // 2))
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        waiting = {
-            pool.submit(_errors, family, name, str(report.device)): (name, family)
-            for name in errors
-            for family in families
-        }
+        waiting = {}
+        for name in errors:
+            for family in families:
+                future = pool.submit(_errors, family, name, str(report.device))
+                waiting[future] = (name, family)
         for done in as_completed(waiting):
             name, family = waiting[done]
             try:
@@ -186,13 +186,12 @@ def _errors(family: str, dtype: str, device: str) -> Errors:
     nothing.
     """
     drawn = [_errors_of(family, dtype, use_device(device), seed) for seed in range(NUM_SEEDS)]
-    return {
-        variant: (
-            statistics.median(errors[variant][0] for errors in drawn),
-            statistics.median(errors[variant][1] for errors in drawn),
-        )
-        for variant in ("plain rows", TREE)
-    }
+    medians: Errors = {}
+    for variant in ("plain rows", TREE):
+        of_scores = statistics.median(errors[variant][0] for errors in drawn)
+        of_gradients = statistics.median(errors[variant][1] for errors in drawn)
+        medians[variant] = (of_scores, of_gradients)
+    return medians
 
 
 def _errors_of(family: str, dtype: str, device: torch.device, seed: int) -> Errors:
@@ -236,22 +235,20 @@ def _errors_of(family: str, dtype: str, device: torch.device, seed: int) -> Erro
 def _verdict(
     errors: Mapping[str, Errors], variant: str, num_families: int, failed: list[str]
 ) -> str:
-    of, rows = (
-        {family: found[name] for family, found in errors.items()}
-        for name in (variant, "plain rows")
-    )
+    of = {family: found[variant] for family, found in errors.items()}
+    rows = {family: found["plain rows"] for family, found in errors.items()}
     note = f"{len(of)} of {num_families} families"
     for i, what in enumerate(("scores", "gradients")):
         if of:
             worst = max(of, key=lambda family: of[family][i])
             note += f"; {what} off by at most {of[worst][i]:.1e} ({worst})"
     if variant == TREE and of:
-        more = [
-            f"{family} ({what} {of[family][i] / rows[family][i]:.1f} x)"
-            for family in of
-            for i, what in enumerate(("scores", "gradients"))
-            if of[family][i] > SLACK * rows[family][i]
-        ]
+        more = []
+        for family in of:
+            for i, what in enumerate(("scores", "gradients")):
+                if of[family][i] > SLACK * rows[family][i]:
+                    times = of[family][i] / rows[family][i]
+                    more.append(f"{family} ({what} {times:.1f} x)")
         note += f"; more than {SLACK} x that of rows: {', '.join(more) or 'none'}"
     return note + (f"; failed: {', '.join(failed)}" if failed else "")
 
@@ -481,16 +478,14 @@ def policy_updates(report: Report) -> None:
 
 
 def _drawn_work(kind: Any, length: int, num_prompts: int) -> Any:
-    groups = [
-        CompletionGroup(
-            Prompt(({"role": "user", "content": "drawn"},), {}),
-            tuple(group[0][:length]),
-            tuple(
-                SampledCompletion(tuple(ids[length:][:128]), "", truncated=False) for ids in group
-            ),
-        )
-        for group in draw_groups(num_prompts, 8, length)
-    ]
+    prompt = Prompt(({"role": "user", "content": "drawn"},), {})
+    groups = []
+    for group in draw_groups(num_prompts, 8, length):
+        completions = []
+        for ids in group:
+            token_ids = tuple(ids[length:][:128])
+            completions.append(SampledCompletion(token_ids, "", truncated=False))
+        groups.append(CompletionGroup(prompt, tuple(group[0][:length]), tuple(completions)))
     return kind(
         tuple(groups), torch.randn(num_prompts, 8, generator=torch.Generator().manual_seed(0))
     )

@@ -44,32 +44,26 @@ class GroupedBatch:
     def from_groups(
         cls, groups: Sequence[CompletionGroup], device: torch.device, dtype: torch.dtype
     ) -> GroupedBatch:
-        lengths = [
-            [len(g.prompt_ids), *(len(completion.token_ids) for completion in g.completions)]
-            for g in groups
-        ]
+        lengths = []  # of each group's prompt, and of its completions
+        rows = []
+        positions = []
+        completions = []
+        for g in groups:
+            prompt = len(g.prompt_ids)
+            group_lengths = [prompt]
+            row = list(g.prompt_ids)
+            group_positions = [torch.arange(prompt)]
+            for completion in g.completions:
+                length = len(completion.token_ids)
+                group_lengths.append(length)
+                row += completion.token_ids
+                # Each completion goes on from the prompt.
+                group_positions.append(torch.arange(prompt, prompt + length))
+                completions.append(torch.tensor(completion.token_ids))
+            lengths.append(group_lengths)
+            rows.append(torch.tensor(row))
+            positions.append(torch.cat(group_positions))
         grouper = PrefixGrouper(lengths, device=device, padding_mode="right")
-        rows = [
-            torch.tensor(
-                [
-                    *g.prompt_ids,
-                    *(token for completion in g.completions for token in completion.token_ids),
-                ]
-            )
-            for g in groups
-        ]
-        positions = [
-            torch.cat(
-                [
-                    torch.arange(prompt),
-                    *(torch.arange(prompt, prompt + length) for length in completions),
-                ]
-            )
-            for prompt, *completions in lengths
-        ]
-        completions = [
-            torch.tensor(completion.token_ids) for g in groups for completion in g.completions
-        ]
         tokens, places, targets = (
             pad_sequence(tensors, batch_first=True).to(device)
             for tensors in (rows, positions, completions)

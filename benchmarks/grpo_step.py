@@ -318,11 +318,11 @@ def print_ratios(seconds: dict[str, list[float]]) -> None:
 
 def print_parts(ours: Timed, theirs: Timed) -> None:
     print("\nWhere the time of one step in float32 goes\n")
-    shares = [
-        {"name": name, "of": of, "s": value, "share": value / sum(took.values())}
-        for of, took in ((TREE, ours), (TRL, theirs))
-        for name, value in took.items()
-    ]
+    shares = []
+    for of, took in ((TREE, ours), (TRL, theirs)):
+        total = sum(took.values())
+        for name, value in took.items():
+            shares.append({"name": name, "of": of, "s": value, "share": value / total})
     shown = [Column("of", title="of"), Column("name", title="part"), Column("s", format=".2f")]
     print(results_table(shares, [*shown, Column("share", format=".0%")]))
 

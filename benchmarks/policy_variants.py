@@ -76,12 +76,11 @@ class Work:
     @property
     def alone(self) -> Work:
         """The same with every completion in a group of its own."""
-        groups = tuple(
-            CompletionGroup(g.prompt, g.prompt_ids, (completion,))
-            for g in self.groups
-            for completion in g.completions
-        )
-        return Work(groups, self.advantages_PG.reshape(-1, 1))
+        groups = []
+        for g in self.groups:
+            for completion in g.completions:
+                groups.append(CompletionGroup(g.prompt, g.prompt_ids, (completion,)))
+        return Work(tuple(groups), self.advantages_PG.reshape(-1, 1))
 
     @property
     def num_tokens(self) -> int:

@@ -99,12 +99,11 @@ def measure(
         "tree": partial(_on_trees, model),
     }
     scores = {name: [call(group) for group in groups] for name, call in variants.items()}
-    difference = max(
-        abs(a - b)
-        for name in ("padded", "tree")
-        for got, want in zip(scores[name], scores["one"], strict=True)
-        for a, b in zip(got, want, strict=True)
-    )
+    difference = 0.0
+    for name in ("padded", "tree"):
+        for got, want in zip(scores[name], scores["one"], strict=True):
+            for a, b in zip(got, want, strict=True):
+                difference = max(difference, abs(a - b))
     model.num_computed_tokens = model.num_row_tokens = 0
     for group in groups:
         _on_trees(model, group)
@@ -119,11 +118,10 @@ def measure(
     )
     prefixes = [_common(group) for group in groups]
     lengths = [len(sequence) for group in groups for sequence in group]
-    trees = [
-        positions_T + 1
-        for group in groups
-        for positions_T in [TreeBatch.from_groups([group]).layout.positions_T]
-    ]
+    trees = []
+    for group in groups:
+        batch = TreeBatch.from_groups([group])
+        trees.append(batch.layout.positions_T + 1)
     by_rows = flops(
         model.hf, sum(lengths), sum(n * (n + 1) // 2 for n in lengths), passes=(1, 1, 1)
     )
@@ -210,19 +208,22 @@ def load_prompts(size: str = "xs") -> tuple[str, list[Prompt]]:
     if folder is not None:
         with gzip.open(folder / "alpaca_eval" / "train.jsonl.gz", "rt", encoding="utf-8") as lines:
             rows = [json.loads(line) for line in lines]
-        return "alpaca_eval", [
-            (row["instruction"], [output["output"] for output in row["outputs"]]) for row in rows
-        ]
-    rows = [
-        json.loads(line) for line in bundled_path("train").read_text(encoding="utf-8").splitlines()
-    ]
-    texts = [
-        completion["completion"][0]["content"] for row in rows for completion in row["completions"]
-    ]
-    return "bundled data", [
-        (row["context"][-1]["content"], texts[16 * n : 16 * n + 16])
-        for n, row in enumerate(rows[: len(texts) // 16])
-    ]
+        prompts = []
+        for row in rows:
+            answers = [output["output"] for output in row["outputs"]]
+            prompts.append((row["instruction"], answers))
+        return "alpaca_eval", prompts
+    row_lines = bundled_path("train").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in row_lines]
+    texts = []
+    for row in rows:
+        for completion in row["completions"]:
+            texts.append(completion["completion"][0]["content"])
+    # Rows have few completions: each prompt gets 16 of the whole data, whatever they answer.
+    prompts = []
+    for n, row in enumerate(rows[: len(texts) // 16]):
+        prompts.append((row["context"][-1]["content"], texts[16 * n : 16 * n + 16]))
+    return "bundled data", prompts
 
 
 def _common(group: Group) -> int:

@@ -82,13 +82,11 @@ def main() -> None:
         "treeward, tree, medium": partial(_ours, size, tokenizer, "tree", device, matmul="medium"),
         TREE_BF16: partial(_ours, size, tokenizer, "tree", device, dtype=torch.bfloat16),
     }
-    chosen = (
-        [TRL, TREE]
-        if arguments.float32
-        else [TRL_DEFAULT, TREE_BF16]
-        if arguments.default
-        else list(makers)
-    )
+    chosen = list(makers)
+    if arguments.float32:
+        chosen = [TRL, TREE]
+    elif arguments.default:
+        chosen = [TRL_DEFAULT, TREE_BF16]
     names = {name: makers[name]() for name in chosen}
     # same weights: the same loss
     first = {name: float(step(batches[0])) for name, (step, _) in names.items()}
@@ -105,30 +103,24 @@ def main() -> None:
     real, computed, padded = _tokens(
         [batches[n % len(batches)] for n in range(1, arguments.rounds + 1)]
     )
-    rows = [
-        {
+    peers = {key: other for key, other in PEERS.items() if other in seconds}
+    rows = []
+    for name, (_, kept) in names.items():
+        row = {
             "variant": name,
             "ms": 1000 * sorted(seconds[name])[len(base) // 2],
             "rate": real / sum(seconds[name]),
-            **{
-                key: median_ratio(seconds[other], seconds[name])
-                for key, other in PEERS.items()
-                if other in seconds
-            },
             "memory": kept(batches[0]) / 1e6,
             "loss": first[name],
         }
-        for name, (_, kept) in names.items()
-    ]
+        for key, other in peers.items():
+            row[key] = median_ratio(seconds[other], seconds[name])
+        rows.append(row)
     columns = [
         Column("variant"),
         Column("ms", title="ms a step", format=".0f"),
         Column("rate", title="tokens/s", format=",.0f"),
-        *(
-            Column(key, title=f"x {key}", format=".2f")
-            for key, other in PEERS.items()
-            if other in seconds
-        ),
+        *(Column(key, title=f"x {key}", format=".2f") for key in peers),
         Column("memory", title="activations MB", format=".0f"),
         Column("loss", title="first loss", format=".6f"),
     ]
