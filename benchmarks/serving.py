@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import re
 import socket
@@ -164,9 +165,9 @@ def _measure(
 
 def _score(scorer: Scorer, chats: list[Chat]) -> Taken:
     started = time.perf_counter()
-    scores = [
-        score.score if score.score is not None else float("nan") for score in scorer.score(chats)
-    ]
+    scores = []
+    for score in scorer.score(chats):
+        scores.append(math.nan if score.score is None else score.score)
     return time.perf_counter() - started, [0.0], scores
 
 
@@ -192,18 +193,16 @@ def _marked(chat: Chat, mark: str) -> Chat:
 
 async def _load(port: int, chats: list[Chat], connections: int, *, is_vllm: bool = False) -> Taken:
     """Every connection sends its next request after an answer."""
-    path = b"/classify" if is_vllm else b"/v1/rewards"
+    path = b"/v1/rewards"
+    bodies = [json.dumps({"conversations": [chat]}).encode() for chat in chats]
+    if is_vllm:
+        path = b"/classify"
+        options = {"model": "model", "use_activation": False}
+        bodies = [json.dumps({**options, "messages": chat}).encode() for chat in chats]
     head = (
         b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
         % path
     )
-    requests: list[dict[str, Any]] = [
-        {"model": "model", "messages": chat, "use_activation": False}
-        if is_vllm
-        else {"conversations": [chat]}
-        for chat in chats
-    ]
-    bodies = [json.dumps(request).encode() for request in requests]
     scores = [0.0] * len(bodies)
     waited = [0.0] * len(bodies)
     left = iter(range(len(bodies)))
