@@ -162,14 +162,13 @@ async def _soak(
             await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=120))
             for _ in range(clients)
         ]
-        tasks = [
-            asyncio.create_task(
-                _hostile(client, chats, end, tally)
-                if n % 2
-                else _valid(client, chats, scores, end, tally)
-            )
-            for n, client in enumerate(opened)
-        ]
+        tasks: list[asyncio.Task[None]] = []
+        for n, client in enumerate(opened):
+            if n % 2 == 0:
+                requests = _valid(client, chats, scores, end, tally)
+            else:
+                requests = _hostile(client, chats, end, tally)
+            tasks.append(asyncio.create_task(requests))
         while time.monotonic() < end:
             await asyncio.sleep(min(15.0, max(end - time.monotonic(), 0.1)))
             memory.append((time.monotonic(), process.memory_info().rss / 2**20))
@@ -201,12 +200,14 @@ def main() -> int:
     tokenizer = train_tokenizer(
         (text for prompt, texts in prompts for text in (prompt, *texts)), vocab_size=VOCAB_SIZE
     )
-    chats = [
-        [{"role": "user", "content": prompt}, {"role": "assistant", "content": text[:800]}]
-        for prompt, texts in prompts[:40]
-        for text in texts[:8]
-        if text and len(prompt) < 2000
-    ]
+    chats = []
+    for prompt, texts in prompts[:40]:
+        if len(prompt) >= 2000:
+            continue
+        question = {"role": "user", "content": prompt}
+        for text in texts[:8]:
+            if text:
+                chats.append([question, {"role": "assistant", "content": text[:800]}])
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "soak"
         model = build("xs", tokenizer).eval()
