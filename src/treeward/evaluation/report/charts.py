@@ -247,16 +247,6 @@ def _bars(
     labels = list(dict.fromkeys(row["label"] for row in rows))
     # Each label has a lane for its own text and one for each series.
     lanes = ["head", *(f"s{number}" for number in range(num_series))]
-    has_several = num_series > 1
-    # With several series the words stand at the right of the bars, which end before them.
-    scale = alt.Scale(
-        domain=list(x_range),
-        nice=False,
-        rangeMax=alt.ExprRef(_ROOM_FOR_WORDS if has_several else "width"),
-    )
-    x = alt.X("value:Q", title=None, axis=_axis(format, grid=True), scale=scale)
-    # Bars begin at 0, or at the end of the axis that is nearest to it.
-    zero = _within(0.0, x_range)
     place: dict[str, Any] = {
         "y": alt.Y(
             "label:N",
@@ -266,37 +256,61 @@ def _bars(
         ),
         "yOffset": alt.YOffset("lane:N", sort=None, scale=alt.Scale(domain=lanes)),
     }
+    # Several bars of a label have their words beside them, and end before these. A single one has
+    # its words above it, in the lane of the label.
+    has_words_beside = num_series > 1
+    scale = alt.Scale(
+        domain=list(x_range),
+        nice=False,
+        rangeMax=alt.ExprRef(_ROOM_FOR_WORDS if has_words_beside else "width"),
+    )
+    x = alt.X("value:Q", title=None, axis=_axis(format, grid=True), scale=scale)
+    # Bars begin at 0, or at the end of the axis that is nearest to it.
+    zero = alt.X2Datum(_within(0.0, x_range))
     # A label without a value keeps its place, and its words are a dash.
-    base = _layer(row for row in rows if row["value"] is not None).encode(**place)
-    with_interval = [row for row in rows if row["low"] is not None and row["high"] is not None]
-    ends = _layer(with_interval).encode(**place)
-    tick = ends.mark_tick(color="var(--ink)", thickness=1.6, height=9)
+    bars = _layer(row for row in rows if row["value"] is not None).encode(**place)
+    # Half transparent, with an edge: a whisker in the colour of text is seen on it, in light and
+    # dark.
+    bars = bars.mark_bar(size=13, fillOpacity=0.4, strokeWidth=1)
     names = _layer({"label": label, "lane": "head"} for label in labels).encode(**place)
-    # With several series each bar has its words beside it, and a single one has them above.
-    words_rows = rows
-    if not has_several:
-        words_rows = [row | {"lane": "head"} for row in rows]
-    words = _layer(words_rows).encode(**place)
-    shown_where_narrow = "shown" if has_several else "brief"
-    text = alt.ExprRef(f"{_WIDE} ? datum.words : datum.{shown_where_narrow}")
-    # Later layers are drawn over earlier ones: bars, whiskers, words.
+    names = names.mark_text(align="left", dy=3, fontSize=13.5, limit=alt.ExprRef("width * 0.55"))
+    # Later layers are drawn over earlier ones.
     layers = [
-        # Half transparent, with an edge: a whisker in the colour of text is seen on it, in light
-        # and dark.
-        base.mark_bar(size=13, fillOpacity=0.4, strokeWidth=1).encode(
-            x=x, x2=alt.X2Datum(zero), color=_COLOUR, stroke=_STROKE, tooltip="tip:N"
-        ),
-        ends.mark_rule(color="var(--ink)", strokeWidth=1.6).encode(x="low:Q", x2="high:Q"),
-        tick.encode(x="low:Q"),
-        tick.encode(x="high:Q"),
-        names.mark_text(
-            align="left", dy=3, fontSize=13.5, limit=alt.ExprRef("width * 0.55")
-        ).encode(x=alt.value(0), text="label:N"),
-        words.mark_text(align="right", text=text).encode(x=alt.value("width")),
+        bars.encode(x=x, x2=zero, color=_COLOUR, stroke=_STROKE, tooltip="tip:N"),
+        *_whiskers(rows, place),
+        names.encode(x=alt.value(0), text="label:N"),
+        _bar_words(rows, place, is_beside=has_words_beside),
     ]
     if reference is not None:
         layers += _reference_line(reference, format)
     return _finish(layers, "", round(_LANE_HEIGHT * len(lanes) * len(labels)))
+
+
+def _whiskers(rows: Sequence[dict[str, Any]], place: Mapping[str, Any]) -> list[alt.Chart]:
+    """A line from the low to the high end of each interval, and a tick at either."""
+    with_interval = [row for row in rows if row["low"] is not None and row["high"] is not None]
+    ends = _layer(with_interval).encode(**place)
+    tick = ends.mark_tick(color="var(--ink)", thickness=1.6, height=9)
+    return [
+        ends.mark_rule(color="var(--ink)", strokeWidth=1.6).encode(x="low:Q", x2="high:Q"),
+        tick.encode(x="low:Q"),
+        tick.encode(x="high:Q"),
+    ]
+
+
+def _bar_words(
+    rows: Sequence[dict[str, Any]], place: Mapping[str, Any], *, is_beside: bool
+) -> alt.Chart:
+    """The numbers of each bar at the right edge, in fewer words where the page is narrow."""
+    if is_beside:
+        narrow = "shown"
+    else:
+        narrow = "brief"
+        rows = [row | {"lane": "head"} for row in rows]
+    text = alt.ExprRef(f"{_WIDE} ? datum.words : datum.{narrow}")
+    base = _layer(rows).encode(**place)
+    words: alt.Chart = base.mark_text(align="right", text=text).encode(x=alt.value("width"))
+    return words
 
 
 def _reference_line(value: float, format: str) -> list[alt.Chart]:
@@ -404,43 +418,46 @@ def _curves(
     is_square: bool,
     x_ticks: Sequence[Place],
 ) -> list[alt.Chart]:
-    # The x axis ends where the curves end; the y axis at a round number.
-    x_scale = alt.Scale(zero=False, nice=False)
-    y_scale = alt.Scale(zero=False)
-    x_axis = _axis(None)
     if is_square:
         x_scale = y_scale = alt.Scale(domain=[0, 1], nice=False)
-        x_axis = _axis(format)
+    else:
+        # The x axis ends where the curves end; the y axis at a round number.
+        x_scale = alt.Scale(zero=False, nice=False)
+        y_scale = alt.Scale(zero=False)
     if x_ticks:
-        names = json.dumps([tick.label for tick in x_ticks])
-        # The index of a tick is between 0, the first, and 1, the last.
-        last = max(1, len(x_ticks) - 1)
-        expression = f"{names}[round(datum.index * {last})]"
-        x_axis = alt.Axis(values=[tick.x for tick in x_ticks], labelExpr=expression)
+        x_axis = _named_axis(x_ticks)
+    else:
+        x_axis = _axis(format if is_square else None)
     x = alt.X("x:Q", title=x_label, axis=x_axis, scale=x_scale)
     y = alt.Y("value:Q", title=None, axis=_axis(format), scale=y_scale)
-    band = _layer(row for row in rows if row["low"] is not None and row["high"] is not None)
-    base = _layer(rows).encode(x=x, y=y)
-    dots = _layer(row for row in rows if row["dots"])
-    # Later layers are drawn over earlier ones: bands, lines, dots.
-    layers = [
-        band.mark_area(opacity=0.16).encode(
-            x=x, y=alt.Y("low:Q"), y2="high:Q", color=_COLOUR, detail="order:N"
-        ),
-        base.mark_line(strokeWidth=2.2).encode(
-            color=_COLOUR, strokeDash=_DASH, detail="order:N", order="x:Q"
-        ),
-        dots.mark_circle(opacity=1, size=36, stroke="var(--paper)", strokeWidth=1.2).encode(
-            x=x, y=y, color=_COLOUR
-        ),
-        base.mark_circle(opacity=0, size=160).encode(tooltip="tip:N"),  # room for the pointer
-    ]
+
+    # Later layers are drawn over earlier ones: the diagonal, bands, lines, dots.
+    layers = []
     if is_square:
         diagonal = _layer([{"x": 0, "value": 0}, {"x": 1, "value": 1}]).encode(x=x, y=y)
-        layers.insert(
-            0, diagonal.mark_line(color="var(--edge)", strokeDash=[3, 4], strokeWidth=1.2)
-        )
+        layers.append(diagonal.mark_line(color="var(--edge)", strokeDash=[3, 4], strokeWidth=1.2))
+    with_interval = [row for row in rows if row["low"] is not None and row["high"] is not None]
+    band = _layer(with_interval).mark_area(opacity=0.16)
+    # `detail`: Vega joins points of one colour, and two lines may have the same.
+    layers.append(band.encode(x=x, y=alt.Y("low:Q"), y2="high:Q", color=_COLOUR, detail="order:N"))
+    points = _layer(rows).encode(x=x, y=y)
+    line = points.mark_line(strokeWidth=2.2)
+    layers.append(line.encode(color=_COLOUR, strokeDash=_DASH, detail="order:N", order="x:Q"))
+    dots = _layer(row for row in rows if row["dots"])
+    dots = dots.mark_circle(opacity=1, size=36, stroke="var(--paper)", strokeWidth=1.2)
+    layers.append(dots.encode(x=x, y=y, color=_COLOUR))
+    # Invisible and larger than a dot, so that the pointer need not hit it.
+    layers.append(points.mark_circle(opacity=0, size=160).encode(tooltip="tip:N"))
     return layers
+
+
+def _named_axis(ticks: Sequence[Place]) -> alt.Axis:
+    """An axis with names in place of numbers."""
+    names = json.dumps([tick.label for tick in ticks])
+    # Vega gives a tick's index as a share: 0 is the first, and 1 the last.
+    last = max(1, len(ticks) - 1)
+    expression = f"{names}[round(datum.index * {last})]"
+    return alt.Axis(values=[tick.x for tick in ticks], labelExpr=expression)
 
 
 def _marks(marks: Sequence[Place]) -> list[alt.Chart]:
