@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import treeward.model  # noqa: F401
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.policy import OptimizerConfig, TrainedModelConfig
-from treeward.config.run import RewardModelRunConfig
+from treeward.config.run import ClusterConfig, RewardModelRunConfig
 from treeward.errors import ConfigError
 from treeward.model.checks import other_layers
 from treeward.model.policy_model import PolicyModel
@@ -79,18 +79,11 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class _States:
-    """Bytes of one device that are there for the whole step."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Layout:
-    """Each weight is shared by `shards` processes, and cut into `tensor` parts before that."""
+    """Each weight is shared by `shards` of the run's `processes`, and cut into `tensor` parts
+    before that."""
 
+    processes: int
     shards: int
     tensor: int
 
@@ -98,24 +91,100 @@ class _Layout:
     def parts(self) -> int:
         return self.shards * self.tensor
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the model goes through FSDP. So does that of several whole copies: its trained
+        weights are float32 and exchanged like those of a sharded one."""
+        return self.processes > 1
+
 
 def plan(config: RewardModelRunConfig | GRPORunConfig, gpu: str) -> Plan:
     """The plan of a run on `gpu`, a name of `GPUS` or "cpu".
 
     Raises a `TreewardError` for a layout or a model that the run would refuse.
     """
-    cluster = config.training_cluster
     policy = config.policy
-    _, shards, tensor = mesh_shape(policy.dtensor_cfg, cluster.num_processes)
-    layout = _Layout(shards, tensor)
-    # A run of several whole copies goes through FSDP too: its trained weights are float32 and
-    # exchanged like those of a sharded one.
-    is_sharded = cluster.num_processes > 1
-    if is_sharded:
+    processes = config.training_cluster.num_processes
+    _, shards, tensor = mesh_shape(policy.dtensor_cfg, processes)
+    layout = _Layout(processes, shards, tensor)
+    if layout.is_sharded:
         check_sharded_optimizer(policy.optimizer)
+    model = _adapted_model(config, layout)
+    _check_planned(config, model)
+    unknown = _unknown_layers(model)
+    tokens = _micro_batch_tokens(config)
 
-    model = _adapted_model(config, is_sharded, tensor)
-    reason = why_not_planned(policy, model)
+    # There for the whole step.
+    held = _held_bytes(config, model, layout)
+    host = 0
+    if policy.dtensor_cfg.cpu_offload:
+        # One process keeps masters and states of the optimizer on the host; several keep all their
+        # shards there.
+        moved = list(held) if layout.is_sharded else ["optimizer"]
+        host = sum(held[name] for name in moved)
+        held |= dict.fromkeys(moved, 0)
+    # Only while a micro-batch is learnt from.
+    learning: dict[str, int] = {}
+    if unknown is None:
+        learning["activations"] = _activation_bytes(
+            model, policy, tokens, tensor, on_cpu=gpu == "cpu"
+        )
+    if layout.is_sharded:
+        learning["exchanged"] = _exchanged_bytes(model, policy, tensor)
+    # Only while completions are sampled; and reward models, which are there all the time.
+    sampling: dict[str, int] = {}
+    rewards = 0
+    if isinstance(config, GRPORunConfig):
+        sampling = _sampling_bytes(config, model, layout)
+        rewards = _reward_model_bytes(config)
+
+    # A step samples first, without gradients, and learns then: the larger of the two counts.
+    while_sampling = sum(held.values()) - held["gradients"] + sum(sampling.values())
+    while_learning = sum(held.values()) + sum(learning.values())
+    peak = rewards + max(while_learning, while_sampling)
+    usable = 0  # of a CPU's memory the plan knows nothing, and every run fits
+    if gpu != "cpu":
+        usable = int(GPUS[gpu] * (1 - _RESERVED))
+    fits: bool | None = gpu == "cpu" or peak <= usable
+    if fits and unknown is not None:
+        fits = None
+    kernels = None
+    if gpu != "cpu":
+        kernels = _fused_kernels(model)
+    if not fits and kernels is not None and peak - learning.get("activations", 0) <= usable:
+        fits = None
+    others = {
+        "reward models": rewards,
+        **sampling,
+        "peak": peak,
+        "usable": usable,
+        "host": host,
+    }
+    # a row of zeros would only lengthen the table
+    others = {name: size for name, size in others.items() if size}
+    return Plan(
+        model=type(model.hf).__name__,
+        layout=_layout_text(config.training_cluster, gpu),
+        parameters=_count(model),
+        trained=_count(model, only_trained=True),
+        memory=held | learning | others,
+        fits=fits,
+        micro_batch_tokens=tokens,
+        unknown=unknown,
+        kernels=kernels,
+    )
+
+
+def _layout_text(cluster: ClusterConfig, gpu: str) -> str:
+    text = f"{cluster.num_processes // cluster.num_nodes} x {gpu}"
+    if cluster.num_nodes > 1:
+        text = f"{cluster.num_nodes} nodes of {text}"
+    return text
+
+
+def _check_planned(config: RewardModelRunConfig | GRPORunConfig, model: WrappedModel) -> None:
+    """Raise `ConfigError` for a run of which nothing can be planned."""
+    reason = why_not_planned(config.policy, model)
     if reason is None and isinstance(config, GRPORunConfig):
         # The states that sampling keeps of recurrent layers are not known.
         reason = _recurrent_layers(model) or _unknown_layers(model)
@@ -126,76 +195,6 @@ def plan(config: RewardModelRunConfig | GRPORunConfig, gpu: str) -> Plan:
             got=reason,
             fix="try the run itself with fewer layers, and watch its memory",
         )
-    tokens = _micro_batch_tokens(config)
-    states = _states(model, policy, layout, is_sharded)
-    memory = {
-        "weights": states.weights,
-        "gradients": states.gradients,
-        "optimizer": states.optimizer,
-    }
-    sampled: dict[str, int] = {}
-    rewards = 0
-    if isinstance(config, GRPORunConfig):
-        # With adapters the reference is the policy without them, and takes no memory of its own.
-        if config.needs_reference and not policy.dtensor_cfg.lora_cfg.enabled:
-            memory["reference"] = _frozen_bytes(model, policy) // layout.parts
-        sampled = _sampling_bytes(config, model, layout, is_sharded)
-        rewards = _reward_model_bytes(config)
-
-    host = 0
-    if policy.dtensor_cfg.cpu_offload:
-        # one process keeps masters and states of the optimizer there; several keep all their shards
-        # there
-        moved = [*memory] if is_sharded else ["optimizer"]
-        host = sum(memory[name] for name in moved)
-        memory |= dict.fromkeys(moved, 0)
-    # A step samples first and learns then, so the larger of the two counts. Activations and
-    # exchanged weights are added below, because sampling has none.
-    while_sampling = sum(memory.values()) - memory["gradients"] + sum(sampled.values())
-    unknown = _unknown_layers(model)
-    if unknown is None:
-        memory["activations"] = _activation_bytes(
-            model, policy, tokens, tensor, on_cpu=gpu == "cpu"
-        )
-    kernels = None
-    if gpu != "cpu":
-        kernels = _fused_kernels(model)
-    if is_sharded:
-        memory["exchanged"] = _exchanged_bytes(model, policy, tensor)
-    peak = rewards + max(sum(memory.values()), while_sampling)
-    usable = 0  # of a CPU's memory the plan knows nothing, and every run fits
-    if gpu != "cpu":
-        usable = int(GPUS[gpu] * (1 - _RESERVED))
-    others = {
-        "reward models": rewards,
-        **sampled,
-        "peak": peak,
-        "usable": usable,
-        "host": host,
-    }
-    # a row of zeros would only lengthen the table
-    for name, size in others.items():
-        if size:
-            memory[name] = size
-    fits: bool | None = gpu == "cpu" or peak <= usable
-    if fits and unknown is not None:
-        fits = None
-    if not fits and kernels is not None and peak - memory.get("activations", 0) <= usable:
-        fits = None
-    processes_text = f"{cluster.num_processes // cluster.num_nodes} x {gpu}"
-    if cluster.num_nodes > 1:
-        processes_text = f"{cluster.num_nodes} nodes of {processes_text}"
-    return Plan(
-        model=type(model.hf).__name__,
-        layout=processes_text,
-        parameters=_count(model),
-        trained=_count(model, only_trained=True),
-        memory=memory,
-        fits=fits,
-        micro_batch_tokens=tokens,
-        unknown=unknown,
-        kernels=kernels,
-    )
 
 
 def why_not_planned(policy: TrainedModelConfig, model: WrappedModel) -> str | None:
@@ -263,7 +262,7 @@ def _micro_batch_tokens(config: RewardModelRunConfig | GRPORunConfig) -> int:
 
 
 def _adapted_model(
-    config: RewardModelRunConfig | GRPORunConfig, is_sharded: bool, tensor: int
+    config: RewardModelRunConfig | GRPORunConfig, layout: _Layout
 ) -> RewardModel | PolicyModel:
     """The model without weights, whose parameters have the dtypes and the adapters of the run."""
     policy = config.policy
@@ -273,20 +272,24 @@ def _adapted_model(
             model = bare_policy(config.policy)
         else:
             model = bare_reward_model(config.policy)
-        if not (is_sharded and policy.trains_backbone):  # trained shards are float32
+        if not (layout.is_sharded and policy.trains_backbone):  # trained shards are float32
             model.cast(DTYPES[policy.precision])
         # After the cast: adapters are float32 in a model of any precision.
         adapt(model, policy, seed=0, checkpoint=None)
     # The run would refuse such a model only after its weights were loaded.
-    check_cut(model, tensor)
+    check_cut(model, layout.tensor)
     return model
 
 
-def _states(
-    model: RewardModel | PolicyModel, policy: TrainedModelConfig, layout: _Layout, is_sharded: bool
-) -> _States:
+def _held_bytes(
+    config: RewardModelRunConfig | GRPORunConfig,
+    model: RewardModel | PolicyModel,
+    layout: _Layout,
+) -> dict[str, int]:
+    """What is there for the whole step, by name."""
+    policy = config.policy
     # Several processes offload by FSDP, whose step is an ordinary one over shards on the host.
-    steps_on_host = policy.dtensor_cfg.cpu_offload and not is_sharded
+    steps_on_host = policy.dtensor_cfg.cpu_offload and not layout.is_sharded
     weights = 0
     gradients = 0.0
     optimizer = 0.0
@@ -303,8 +306,12 @@ def _states(
         bytes_of_gradient, bytes_of_states = of_dtype[weight.dtype]
         gradients += bytes_of_gradient * weight.numel()
         optimizer += bytes_of_states * weight.numel()
-    parts = layout.parts
-    return _States(weights // parts, int(gradients) // parts, int(optimizer) // parts)
+    sizes = {"weights": weights, "gradients": int(gradients), "optimizer": int(optimizer)}
+    needs_reference = isinstance(config, GRPORunConfig) and config.needs_reference
+    # With adapters the reference is the policy without them, and takes no memory of its own.
+    if needs_reference and not policy.dtensor_cfg.lora_cfg.enabled:
+        sizes["reference"] = _frozen_bytes(model, policy)
+    return {name: size // layout.parts for name, size in sizes.items()}
 
 
 def _bytes_of_weight(
@@ -387,7 +394,7 @@ def _count(module: nn.Module, *, only_trained: bool = False) -> int:
 
 
 def _sampling_bytes(
-    config: GRPORunConfig, model: RewardModel | PolicyModel, layout: _Layout, is_sharded: bool
+    config: GRPORunConfig, model: RewardModel | PolicyModel, layout: _Layout
 ) -> dict[str, int]:
     """The keys and values of all completions that a process samples at once, and its whole policy.
 
@@ -408,7 +415,7 @@ def _sampling_bytes(
     keys_and_values = 2 * len(model.layers) * shape.key_value_heads * shape.head_size * tokens
     sizes = {"KV cache": itemsize * keys_and_values // layout.tensor}
     # Each process samples its own prompts with all weights (`on_whole` of `parallel.sharding`).
-    if is_sharded:
+    if layout.is_sharded:
         sizes["whole policy"] = _frozen_bytes(model, config.policy) // layout.tensor
     return sizes
 
