@@ -266,15 +266,7 @@ class Scorer(PreparedScorer):
             trust_remote_code=trusts,
             keep_padding=keeps_padding(contract),
         )
-        rendering: dict[str, Any] = {}
-        if contract is not None:
-            rendering = contract.rendering.settings
-        rendering |= section.rendering
-        rendering |= config.model_dump(include={"max_length", "truncation"}, exclude_none=True)
-        # Never above the model's positions, whatever the contract or the user says.
-        limits = (rendering.get("max_length"), loaded.model.max_positions)
-        known_limits = [limit for limit in limits if limit is not None]
-        rendering["max_length"] = min(known_limits, default=None)
+        rendering = _rendering(config, contract, loaded.model.max_positions)
         head_weights = config.head_weights
         if contract is not None and head_weights is not None:
             # Both were fitted to the score by the contract's weights.
@@ -546,6 +538,22 @@ class Scorer(PreparedScorer):
     def _too_long(self, name: str, num_tokens: int) -> Prepared:
         error = f"too long to score: {num_tokens} tokens, at most {self.renderer.max_length}"
         return Prepared(name, None, num_tokens, error=error)
+
+
+def _rendering(
+    config: ScoringConfig, contract: ScoringContract | None, max_positions: int | None
+) -> dict[str, Any]:
+    """The settings of a model's renderer: the contract's, and over them those of the section."""
+    settings: dict[str, Any] = {}
+    if contract is not None:
+        settings |= contract.rendering.settings
+    settings |= config.tokenizer.rendering
+    settings |= config.model_dump(include={"max_length", "truncation"}, exclude_none=True)
+    # Never above the model's positions, whatever the contract or the user says.
+    limits = [settings.get("max_length"), max_positions]
+    known_limits = [limit for limit in limits if limit is not None]
+    settings["max_length"] = min(known_limits, default=None)
+    return settings
 
 
 def check_conversation(conversation: AnyConversation, name: str) -> Conversation:
