@@ -48,6 +48,7 @@ MAX_SECONDS = 20.0
 long text."""
 
 _MAX_DIGITS = 1000
+_MAX_BITS = 3 * _MAX_DIGITS  # of an integer: a decimal digit has between three and four bits
 _MAX_INDENT = 100
 _STEPS_BETWEEN_CLOCKS = 64
 _CONTAINERS = (list, tuple, dict)
@@ -73,14 +74,19 @@ _SHALLOW = frozenset(
     {"batch", "count", "d", "default", "first", "items", "join", "last", "length", "list", "map"}
     | {"reject", "rejectattr", "reverse", "select", "selectattr", "slice"}
 )
+# The width and the precision of a field, which pad it: "%(name)-12.3f", "{name:>12.3f}". An
+# asterisk and a brace stand for an argument: "%*d", "{:{width}}".
 _PERCENT_WIDTH = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(\d+|\*)?(?:\.(\d+|\*))?")
 _BRACE_WIDTH = re.compile(r"\{[^{}]*:[^{}\d]*(\d+|\{)(?:[^{}\d]*(\d+|\{))?")
 
 
 class _Work(threading.local):
-    """What the rendering of this thread has done; nothing is counted outside of `bounded`."""
+    """What the rendering of this thread has done since `began`, in seconds of the processor.
 
-    counts = False
+    No bound holds where `is_bounded` is false, outside of `bounded`.
+    """
+
+    is_bounded = False
     steps = 0
     characters = 0
     began = 0.0
@@ -96,11 +102,11 @@ def bounded() -> Iterator[None]:
     _work.steps = 0
     _work.characters = 0
     _work.began = time.thread_time()
-    _work.counts = True
+    _work.is_bounded = True
     try:
         yield
     finally:
-        _work.counts = False
+        _work.is_bounded = False
 
 
 class _CountingCode(CodeGenerator):
@@ -131,6 +137,7 @@ class _CountingCode(CodeGenerator):
         self.write(")")
 
     def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
+        # A slice is a copy, and an index makes nothing.
         is_slice = isinstance(node.arg, nodes.Slice)
         if is_slice:
             self.write("environment.made(")
@@ -139,6 +146,8 @@ class _CountingCode(CodeGenerator):
             self.write(")")
 
     def _output_child_pre(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
+        # `{{ value }}`, for which Jinja would write `str(`, or with autoescape a call that escapes.
+        # Jinja's `_output_child_post` closes the bracket.
         if frame.eval_ctx.volatile or frame.eval_ctx.autoescape:
             super()._output_child_pre(node, frame, finalize)
         else:
@@ -154,9 +163,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def step(self) -> None:
         """Count a round of a loop, or a call of a macro or block."""
         _work.steps += 1
-        if _work.steps > MAX_STEPS and _work.counts:
+        if _work.steps > MAX_STEPS and _work.is_bounded:
             raise _beyond(f"it takes more than {MAX_STEPS:,} steps")
-        if _work.steps % _STEPS_BETWEEN_CLOCKS == 0 and _work.counts:
+        if _work.steps % _STEPS_BETWEEN_CLOCKS == 0 and _work.is_bounded:
             seconds = time.thread_time() - _work.began
             if seconds > MAX_SECONDS:
                 raise _beyond(f"it takes more than {MAX_SECONDS:.0f} seconds")
@@ -165,9 +174,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """What `+` makes: at most twice what there is, so it is looked at when it is made."""
         value = left + right
         if type(value) is str:
-            characters = _work.characters = _work.characters + len(value)
-            if characters > MAX_CHARACTERS:
-                # Seldom: only then is all that was made looked at, and the text.
+            _work.characters += len(value)
+            # One comparison for most texts: a text is no longer than all that were made, and the
+            # bound of a text is below that of all.
+            if _work.characters > MAX_CHARACTERS:
                 _check_size(len(value))
                 self.count(0)
             return value
@@ -178,18 +188,19 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """Count a value that was made, and return it."""
         if isinstance(value, str | list | tuple | dict):
             self.count(_size(value))
-        elif type(value) is int and value.bit_length() > 3 * _MAX_DIGITS:
+        elif type(value) is int and value.bit_length() > _MAX_BITS:
             raise _beyond(f"it makes a number of more than {_MAX_DIGITS:,} digits")
         return value
 
     def count(self, characters: int) -> None:
         """Count characters that were made."""
         _work.characters += characters
-        if _work.characters > MAX_CHARACTERS_MADE and _work.counts:
+        if _work.characters > MAX_CHARACTERS_MADE and _work.is_bounded:
             raise _beyond(f"it makes more than {MAX_CHARACTERS_MADE:,} characters")
 
     def text_of(self, value: Any) -> str:
-        """`str(value)`. A list may hold another many times, which is small until it is written."""
+        """The text of `{{ value }}`. A list may hold another many times, which is small until it is
+        written."""
         if type(value) is str:
             return value
         if isinstance(value, _CONTAINERS):
@@ -211,15 +222,18 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "*":
-            if not (isinstance(left, int | float) and isinstance(right, int | float)):
+            # A text or a list is repeated. `made` looks at the product of numbers.
+            is_product = isinstance(left, int | float) and isinstance(right, int | float)
+            if not is_product:
                 _check_size(_magnitude(left) * _magnitude(right))
         elif operator == "**":
+            # The power of floats is a float, and takes no memory.
             is_power = isinstance(left, int) and isinstance(right, int) and right > 0
-            # A decimal digit has between three and four bits.
-            if is_power and left.bit_length() * right > 3 * _MAX_DIGITS:
+            if is_power and left.bit_length() * right > _MAX_BITS:
                 raise _beyond(f"it makes a number of more than {_MAX_DIGITS:,} digits")
         elif operator == "%" and isinstance(left, str):
-            self.check_format(_PERCENT_WIDTH, left, right if isinstance(right, tuple) else (right,))
+            values = right if isinstance(right, tuple) else (right,)
+            self.check_format(_PERCENT_WIDTH, left, values)
         return self.made(super().call_binop(context, operator, left, right))
 
     # Named as Jinja names them, so that no keyword of a template's call is one of these.
@@ -232,9 +246,11 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     ) -> Any:
         name = getattr(__obj, "__name__", None)
         if name in _GROWING:
-            # A method of a text; of those of `format` Jinja has made a function.
+            # A method of a text, as `text.center`. In place of `format` and `format_map` the
+            # sandbox gives a function that wraps the method.
             method = getattr(__obj, "__wrapped__", __obj)
-            __self.check_growth(name, (getattr(method, "__self__", None), *args), kwargs)
+            text = getattr(method, "__self__", None)
+            __self.check_growth(name, (text, *args), kwargs)
         return __self.made(super().call(__context, __obj, *args, **kwargs))
 
     def check_growth(self, name: str, values: Sequence[Any], named: Mapping[str, Any]) -> None:
@@ -243,8 +259,11 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         arguments = [*values, *named.values()]
         if name == "replace" and len(arguments) > 2:
             text, old, new = (str(value) for value in arguments[:3])
+            # An empty `old` is found at every place, as `count` says too.
             _check_size(len(text) + text.count(old) * len(new))
         elif name == "join":
+            # A filter has the list first, a method the separator; a further text is the name of an
+            # attribute: with it the sum is too high, never too low.
             separators = [len(value) for value in arguments if isinstance(value, str)]
             lists = [value for value in arguments if isinstance(value, _CONTAINERS)]
             for items in lists:
@@ -253,6 +272,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         elif name in ("format", "format_map"):
             text = values[0]
             if isinstance(text, str):
+                # The filter is of percents, and the method of braces.
                 self.check_format(_PERCENT_WIDTH, text, arguments[1:])
                 self.check_format(_BRACE_WIDTH, text, arguments[1:])
         elif name == "tojson":
@@ -269,17 +289,21 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             _check_size(size)
 
     def check_format(self, pattern: re.Pattern[str], text: str, arguments: Sequence[Any]) -> None:
-        """Refuse a format of a wide field; a width may be an argument."""
+        """Refuse a format of wide fields. `pattern` finds the widths and precisions in `text`."""
         size = 0
         for width in itertools.chain.from_iterable(pattern.findall(text)):
             if not width:
                 continue
-            if width.isdigit():
-                # More digits than a number of Python may have are an error of their own.
-                size += int(width) if len(width) < _MAX_DIGITS else MAX_CHARACTERS + 1
-            else:
+            if not width.isdigit():
+                # Which argument is the width is not known: at most all of them together.
                 size += sum(abs(value) for value in arguments if isinstance(value, int))
+            elif len(width) < _MAX_DIGITS:
+                size += int(width)
+            else:
+                # `int` refuses texts of thousands of digits by an error of its own.
+                size += MAX_CHARACTERS + 1
         _check_size(size)
+        # The values are written too.
         for value in arguments:
             if isinstance(value, _CONTAINERS):
                 self.count(_num_values(value))
@@ -302,13 +326,14 @@ def _counting(
 ) -> Callable[..., Any]:
     """A filter of Jinja's with the counts."""
     # Some filters get the environment or a context first, and say so by an attribute, which `wraps`
-    # copies.
+    # copies. `first`: the place of the value that is filtered.
     first = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     @functools.wraps(function)
     def counting(*args: Any, **kwargs: Any) -> Any:
         values = args[first:]
         if name in _GROWING:
+            # The check reads the items before the filter does, and an iterator gives them once.
             if name == "join" and values and isinstance(values[0], Iterator):
                 values = (list(values[0]), *values[1:])
                 args = (*args[:first], *values)
@@ -321,7 +346,7 @@ def _counting(
 
 
 def _check_size(size: int) -> None:
-    if size > MAX_CHARACTERS and _work.counts:
+    if size > MAX_CHARACTERS and _work.is_bounded:
         raise _beyond(f"it makes a text of more than {MAX_CHARACTERS:,} characters")
 
 
@@ -363,17 +388,18 @@ def _num_values(container: Any) -> int:
     bound."""
     number = 0
     # By a list, not by recursion: a template can nest lists deeper than Python's stack.
-    left = [container]
-    while left:
-        value = left.pop()
+    to_visit = [container]
+    while to_visit:
+        value = to_visit.pop()
         number += 1
         if isinstance(value, str):
             number += len(value)
         elif isinstance(value, dict):
-            left += value.values()
+            to_visit += value.values()
         elif isinstance(value, list | tuple):
-            left += value
-        if len(left) + number > MAX_STEPS:
+            to_visit += value
+        # Those that wait count too: few lists may hold very many values.
+        if len(to_visit) + number > MAX_STEPS:
             raise _beyond(f"it writes a list of more than {MAX_STEPS:,} values")
     return number
 
@@ -398,7 +424,7 @@ _compile_unbounded = chat_template_utils._compile_jinja_template
 
 
 def _compile(source: str) -> Any:
-    if _work.counts:
+    if _work.is_bounded:
         return _bounded_template(source)
     return _compile_unbounded(source)
 
