@@ -90,6 +90,8 @@ HYBRIDS = {
         "layers_block_type": ["mamba", "mlp", "mamba", "attention"], "mamba_num_heads": 12,
         "mamba_head_dim": 32, "n_groups": 2, "ssm_state_size": 32,
     },
+    # The states of a token are larger than the 64 KiB from which `measured_peak` has the allocator
+    # return a tensor: with 16 numbers each they are not, and the process takes 14 % more.
     "mamba": {key: SMALL[key] for key in ("hidden_size", "vocab_size")} | {
         "model_type": "mamba", "num_hidden_layers": 2, "state_size": 24,
     },
@@ -160,10 +162,9 @@ def test_the_peak_is_that_of_a_measured_run(
 
 
 @pytest.mark.slow
-# Not Mamba 1: a process took 21 % more than its plan, for a reason that was not found.
 @pytest.mark.parametrize("tokens", [1536, 3072])
 @pytest.mark.parametrize("overrides", [(), (CHECKPOINTING,), LORA])
-@pytest.mark.parametrize("family", ["qwen3_5", "falcon_h1", "nemotron_h", "lfm2"])
+@pytest.mark.parametrize("family", HYBRIDS)
 def test_the_peak_of_recurrent_layers_is_that_of_a_measured_run(
     family: str, overrides: tuple[str, ...], tokens: int, planned: Any
 ) -> None:
