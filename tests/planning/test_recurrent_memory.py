@@ -10,6 +10,8 @@ import torch
 from families import HYBRIDS, config_of
 from torch import Tensor
 
+from treeward.config.policy import LoraConfig
+from treeward.model.lora import add_adapters
 from treeward.model.reward_model import RewardModel
 from treeward.planning.bare_models import bare_classifier
 from treeward.planning.memory import layer_shapes
@@ -52,11 +54,11 @@ def test_the_gated_delta_rule_by_hand() -> None:
     rule += 2 * 6 * 24 * 40 // 32 + 12 * 6
     convolution = 8 * (2 * 2 * 24 + 6 * 40)
     norm = (12 + 3 * 2) * 6 * 40
-    assert GatedDeltaShape(2, 24, 6, 40, 32, by_tree=True).kept_bytes(2) == (
+    assert GatedDeltaShape(2, 24, 6, 40, 32, by_tree=True).kept_bytes(2, has_adapters=False) == (
         4 * rule + convolution + norm
     )
     elsewhere = 12 * 6 * 24 + 3 * 6 * 40 + 5 * 6 * 64 + 6 * 24 * 40 // 64 + 12 * 6
-    assert GatedDeltaShape(2, 24, 6, 40, 64, by_tree=False).kept_bytes(2) == (
+    assert GatedDeltaShape(2, 24, 6, 40, 64, by_tree=False).kept_bytes(2, has_adapters=False) == (
         4 * elsewhere + convolution // 2 + norm
     )
 
@@ -66,16 +68,25 @@ def test_mamba_2_by_hand() -> None:
     scan = 5 * 384 + 5 * 12 * 24 + 3 * 12 * 64 + 2 * 384 * 24 // 64 + 12 * 12
     convolution = 8 * (384 + 2 * 2 * 24)
     shape = Mamba2Shape(12, 32, 2, 24, 64, has_norm=True, by_tree=True)
-    assert shape.kept_bytes(2) == 4 * scan + convolution + (16 + 4) * 384
+    assert shape.kept_bytes(2, has_adapters=False) == 4 * scan + convolution + (16 + 4) * 384
     whole_projection = 4 * (384 + 2 * 2 * 24 + 12)
-    assert shape.kept_bytes(4) == 4 * scan + convolution + (16 + 8) * 384 + whole_projection
+    assert (
+        shape.kept_bytes(4, has_adapters=False)
+        == 4 * scan + convolution + (16 + 8) * 384 + whole_projection
+    )
 
 
 def test_mamba_1_and_a_short_convolution_by_hand() -> None:
     """m = 64, n = 4; d = 32."""
     shape = Mamba1Shape(64, 4, by_tree=True)
-    assert shape.kept_bytes(2) == 12 * 64 * 4 + 16 * 64 + 6 * 2 * 64 + 16 * 4 + 8 * 64
-    assert ShortConvolutionShape(32, by_tree=True).kept_bytes(2) == 4 * 32 + 5 * 2 * 32
+    assert (
+        shape.kept_bytes(2, has_adapters=False)
+        == 12 * 64 * 4 + 16 * 64 + 6 * 2 * 64 + 16 * 4 + 8 * 64
+    )
+    assert (
+        ShortConvolutionShape(32, by_tree=True).kept_bytes(2, has_adapters=False)
+        == 4 * 32 + 5 * 2 * 32
+    )
 
 
 def saved_bytes(model: RewardModel, tokens: int) -> tuple[int, Counter[int]]:
@@ -142,6 +153,18 @@ def test_layers_save_over_rows_what_the_formula_says(case: str, tokens: int) -> 
     model = model_of(case, torch.float32, "rows")
     num_tokens, saved = saved_bytes(model, tokens)
     for number, shape in enumerate(layer_shapes(model, on_cpu=True)):
+        kept = shape.kept_bytes(4, 1) * num_tokens
+        assert kept == pytest.approx(saved[number], rel=0.1), (number, shape)
+
+
+@pytest.mark.parametrize("case", ["qwen3_5", "nemotron_h", "falcon_h1", "mamba", "lfm2"])
+@pytest.mark.parametrize("tokens", [384, 960])
+def test_layers_with_adapters_save_what_the_formula_says(case: str, tokens: int) -> None:
+    model = model_of(case, torch.float32, "tree")
+    add_adapters(model, LoraConfig(enabled=True, dim=4), seed=0)
+    num_tokens, saved = saved_bytes(model, tokens)
+    for number, shape in enumerate(layer_shapes(model, on_cpu=True)):
+        assert shape.adapted_width > 0
         kept = shape.kept_bytes(4, 1) * num_tokens
         assert kept == pytest.approx(saved[number], rel=0.1), (number, shape)
 

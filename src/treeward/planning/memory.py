@@ -105,7 +105,7 @@ class LayerShape:
         mixer = 0
         if self.mixer is not None:
             # Tensor parallelism gathers what a mixer's projections give, and leaves it whole.
-            mixer = self.mixer.kept_bytes(itemsize)
+            mixer = self.mixer.kept_bytes(itemsize, has_adapters=self.adapted_width > 0)
         return norms + inputs + attention + mlp + mixer
 
     def transient_bytes(self, itemsize: int, tensor_size: int) -> int:
@@ -261,7 +261,8 @@ def _mlp_shape(layer: nn.Module, config: Any) -> tuple[int, bool]:
     for name, module in modules.items():
         # LFM2 computes its size from the configuration's; w1 is the gate, and w3 has the values.
         last: Any = modules.get(f"{name}.w2")
-        if last is not None and isinstance(last, nn.Linear) and hasattr(module, "w3"):
+        # A layer with adapters is not `nn.Linear`, and has its `in_features` too.
+        if hasattr(last, "in_features") and hasattr(module, "w3"):
             return int(last.in_features), True
     intermediate = _intermediate_size(layer, config)
     # Llama has `gate_proj`, Phi-3 `gate_up_proj`. ModernBERT's `Wi` makes both halves and names

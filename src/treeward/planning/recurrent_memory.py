@@ -2,7 +2,7 @@
 check by hand.
 
     mixer = find_mixer(layer, on_cpu=True, on_trees=True)
-    mixer.shape.kept_bytes(itemsize=2)
+    mixer.shape.kept_bytes(itemsize=2, has_adapters=False)
 
 It counts PyTorch's own functions: those of this package where trees are computed on a CPU, and else
 those of transformers (5.23). They compute in float32, so most terms are numbers of 4 bytes; b is
@@ -67,6 +67,10 @@ trees on a CPU and b d elsewhere; 5 b d for the three parts of the first project
 output of the convolution, and the last projection's input.
 
 A mixer's input, b d, counts with the layer's other inputs (`memory.py`).
+
+**With adapters** the mixer's other weights are frozen, and what only their gradients need is not
+kept: the input of a norm's weight (b h v, b w), what the skip weight D of Mamba is multiplied with
+(4 w, 4 m), and the input of Mamba's last projection (b w, b m), which has no adapter.
 """
 
 from __future__ import annotations
@@ -93,7 +97,7 @@ class GatedDeltaShape:
     chunk: int
     by_tree: bool
 
-    def kept_bytes(self, itemsize: int) -> int:
+    def kept_bytes(self, itemsize: int, *, has_adapters: bool) -> int:
         """Of a token."""
         keys = self.key_heads * self.key_size
         keys_of_values = self.heads * self.key_size
@@ -108,6 +112,8 @@ class GatedDeltaShape:
         rule += 12 * self.heads
         convolution = _convolution_bytes(2 * keys + values, itemsize, self.by_tree)
         norm = (12 + 3 * itemsize) * values
+        if has_adapters:
+            norm -= itemsize * values
         return convolution + _FLOAT32 * rule + norm
 
     def transient_bytes(self, itemsize: int) -> int:
@@ -128,14 +134,19 @@ class Mamba2Shape:
     has_norm: bool
     by_tree: bool
 
-    def kept_bytes(self, itemsize: int) -> int:
+    def kept_bytes(self, itemsize: int, *, has_adapters: bool) -> int:
         """Of a token."""
         width = self.heads * self.head_size
         keys_and_queries = 2 * self.groups * self.state_size
         scan = 5 * width + 5 * self.heads * self.state_size + 3 * self.heads * self.chunk
         scan += 2 * width * self.state_size // self.chunk + 12 * self.heads
         convolution = _convolution_bytes(width + keys_and_queries, itemsize, self.by_tree)
-        return convolution + _FLOAT32 * scan + self._end_bytes(itemsize)
+        kept = convolution + _FLOAT32 * scan + self._end_bytes(itemsize)
+        if has_adapters:
+            kept -= (_FLOAT32 + itemsize) * width
+            if self.has_norm:
+                kept -= itemsize * width
+        return kept
 
     def _end_bytes(self, itemsize: int) -> int:
         """What stands behind the scan: the norm, the gate and the last projection."""
@@ -164,10 +175,12 @@ class Mamba1Shape:
     state_size: int
     by_tree: bool
 
-    def kept_bytes(self, itemsize: int) -> int:
+    def kept_bytes(self, itemsize: int, *, has_adapters: bool) -> int:
         """Of a token."""
         states = 3 * _FLOAT32 * self.channels * self.state_size
         others = (16 + 6 * itemsize) * self.channels + 16 * self.state_size
+        if has_adapters:
+            others -= (_FLOAT32 + itemsize) * self.channels
         return states + others + _convolution_bytes(self.channels, itemsize, self.by_tree)
 
     def transient_bytes(self, itemsize: int) -> int:
@@ -183,7 +196,7 @@ class ShortConvolutionShape:
     channels: int
     by_tree: bool
 
-    def kept_bytes(self, itemsize: int) -> int:
+    def kept_bytes(self, itemsize: int, *, has_adapters: bool) -> int:
         """Of a token."""
         of_input = _FLOAT32 if self.by_tree else itemsize
         return (of_input + 5 * itemsize) * self.channels
