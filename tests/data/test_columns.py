@@ -39,6 +39,15 @@ def test_messages_are_a_prompt_by_any_name(parse: Parse, column: str) -> None:
     assert conversations_of(row, "x:1") == [[*ASK, assistant("4")], [*ASK, assistant("5")]]
 
 
+def test_the_same_prompt_under_two_names_is_one(parse: Parse) -> None:
+    """distilabel writes `instruction` and `prompt`; with another text in one it is an error."""
+    row = {"instruction": "2 + 2?", "prompt": "2 + 2?", **SIDES}
+    assert parse("auto", row).context == tuple(ASK)
+    assert conversations_of(row, "x:1") == [[*ASK, assistant("4")], [*ASK, assistant("5")]]
+    with pytest.raises(DataError, match="two prompts"):
+        parse("auto", row | {"instruction": "3 + 3?"})
+
+
 @pytest.mark.parametrize(
     ("row", "words"),
     [

@@ -63,6 +63,16 @@ FORMS: list[tuple[str, dict[str, Any], list[list[Step]]]] = [
         [[Step(FIRST, 0.9), Step(SECOND)]],
     ),
     (
+        "StepDataset",  # distilabel writes the prompt twice
+        {
+            "instruction": QUESTION,
+            "prompt": QUESTION,
+            "completions": [FIRST, SECOND],
+            "labels": [True, False],
+        },
+        [BOTH],
+    ),
+    (
         "PRM800K",
         PRM800K,
         [
@@ -92,6 +102,11 @@ FORMS: list[tuple[str, dict[str, Any], list[list[Step]]]] = [
     (
         "PlaceholderSteps",
         {"input": f"{QUESTION} {FIRST} ки\n{SECOND} ки", "label": ["+", "-"]},
+        [BOTH],
+    ),
+    (
+        "PlaceholderSteps",  # the column that OpenRLHF's example names
+        {"input": f"{QUESTION} {FIRST} ки\n{SECOND} ки", "value": ["+", "-"]},
         [BOTH],
     ),
     (
@@ -168,8 +183,13 @@ def test_a_step_that_a_person_wrote_is_followed(write_rows: Callable[..., Path])
     assert problem.solutions == (chosen, (Step("no", 0.0),))
 
 
-TRL = FORMS[0][1]
-TURNS = FORMS[7][1]["conversations"]
+def first_row(form: str) -> dict[str, Any]:
+    """The first row of a form."""
+    return next(row for name, row, _ in FORMS if name == form)
+
+
+TRL = first_row("StepDataset")
+TURNS = first_row("SignedTurns")["conversations"]
 MARKED = {"input": f"{FIRST} ки\n{SECOND} ки", "label": f"{FIRST} +\n{SECOND} -"}
 WITH_PROBLEM = {key: f"{QUESTION} {text}" for key, text in MARKED.items()}
 LISTED = MARKED | {"label": ["+", "-"]}
@@ -269,12 +289,16 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     (TRL | {"completions": [FIRST, " "]}, r"completions\[1\]"),
     (TRL | {"completions": "text"}, "completions"),
     (TRL | {"prompt": None}, "prompt"),
-    (FORMS[3][1] | {"label": f"{QUESTION} {FIRST} ?\n{SECOND} -"}, "label"),
-    (FORMS[3][1] | {"input": "no mark"}, "input"),
-    (FORMS[3][1] | {"input": "no first step ки", "label": "no first step +"}, "input"),
-    (FORMS[5][1] | {"label": ["+"]}, "label"),
-    (FORMS[8][1] | {"label": 3}, "label"),
-    (FORMS[8][1] | {"label": True}, "label"),
+    (first_row("MathShepherd") | {"label": f"{QUESTION} {FIRST} ?\n{SECOND} -"}, "label"),
+    (first_row("MathShepherd") | {"input": "no mark"}, "input"),
+    (
+        first_row("MathShepherd") | {"input": "no first step ки", "label": "no first step +"},
+        "input",
+    ),
+    (first_row("PlaceholderSteps") | {"label": ["+"]}, "label"),
+    (first_row("PlaceholderSteps") | {"label": None, "value": ["+", 3]}, r"value\[1\]"),
+    (first_row("ProcessBench") | {"label": 3}, "label"),
+    (first_row("ProcessBench") | {"label": True}, "label"),
     ({"question": {"problem": QUESTION}, "label": {"steps": None}}, r"label\.steps"),
     (
         {

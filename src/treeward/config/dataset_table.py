@@ -291,10 +291,11 @@ STEP_FORMATS: tuple[KnownDataset, ...] = (
     ),
     KnownDataset(
         name="PlaceholderSteps",
-        rows=("`input` with a placeholder after each step, `label`: a list (OpenRLHF)",),
+        rows=("`input` with a placeholder after each step, `label` or `value`: a list (OpenRLHF)",),
         parser="step_rows.from_placeholder_row",
         options=("placeholder_token",),
-        forms=(Form(("input",), ("label",)),),
+        # OpenRLHF's own example reads `value`.
+        forms=(Form(("input",), ("label",)), Form(("input",), ("value",))),
     ),
     KnownDataset(
         name="SignedTurns",

@@ -54,6 +54,8 @@ def prompt_column(values: Mapping[str, Any], where: str | None) -> str | None:
     names = [name for name in PROMPT_COLUMNS if values.get(name) is not None]
     if len(names) > 1:  # an empty cell of a CSV file is no prompt
         names = [name for name in names if not _is_empty(values[name])]
+    if all(values[name] == values[names[0]] for name in names):
+        names = names[:1]  # some tools copy the prompt under a second name, as distilabel
     if not names:
         names = [name for name in CONVERSATION_COLUMNS if _holds_prompt(name, values.get(name))]
     if len(names) > 1:

@@ -205,7 +205,7 @@ def from_math_shepherd_row(
             got=signed,
             need="the text of input with + or - for its marks",
         )
-    labels = []
+    labels: list[float | None] = []
     place = 0
     # The sign is one character where the mark was, which may be longer: the two texts drift apart.
     for piece in pieces[:-1]:
@@ -219,7 +219,7 @@ def from_math_shepherd_row(
                 got=signed[max(0, end - 20) : end + 20],
                 need=f"+ or - at character {end}",
             )
-        labels.append(sign)
+        labels.append(_SIGNS[sign])
         place = end + 1
     return _marked_problem(values, pieces, labels, where, task_name)
 
@@ -227,15 +227,17 @@ def from_math_shepherd_row(
 def from_placeholder_row(
     values: Mapping[str, Any], where: str, *, task_name: str, placeholder_token: str
 ) -> Problem:
-    """OpenRLHF's form: `input`, the text with a placeholder after each step, and `label`, a list:
-    words are hard labels, numbers soft ones."""
+    """OpenRLHF's form: `input`, the text with a placeholder after each step, and `label` or
+    `value`, a list: words are hard labels, numbers soft ones."""
     pieces = _pieces(values, placeholder_token, where)
-    labels = _list_of(values, "label", where)
+    field = "value" if values.get("label") is None else "label"
+    items = _list_of(values, field, where)
+    labels = [_label(item, f"{field}[{i}]", where) for i, item in enumerate(items)]
     if len(labels) != len(pieces) - 1:
         raise DataError(
             "there is not one label for each placeholder",
             where=where,
-            field="label",
+            field=field,
             got=f"{len(labels)} labels",
             need=f"{len(pieces) - 1}, one for each {placeholder_token!r} of input",
         )
@@ -268,7 +270,7 @@ def _pieces(values: Mapping[str, Any], mark: str, where: str) -> list[str]:
 def _marked_problem(
     values: Mapping[str, Any],
     pieces: Sequence[str],
-    labels: Sequence[Any],
+    labels: Sequence[float | None],
     where: str,
     task_name: str,
 ) -> Problem:
@@ -287,8 +289,7 @@ def _marked_problem(
                 continue
             text = first_step
         if i < len(labels):
-            label = _label(labels[i], f"label[{i}]", where)
-            steps.append(Step(_step_text(text, "input", where), label))
+            steps.append(Step(_step_text(text, "input", where), labels[i]))
         elif text.strip():
             steps.append(Step(text.strip()))  # what follows the last mark has no label
     if not steps:
