@@ -20,6 +20,7 @@ from transformers import LlamaConfig
 from treeward.cli.main import main
 from treeward.config.load import load_run
 from treeward.errors import ConfigError
+from treeward.planning.bare_models import bare_reward_model
 from treeward.planning.plan import GPUS, Plan, plan
 
 SMALL = {
@@ -334,3 +335,14 @@ def test_a_model_whose_padding_is_token_0_is_planned() -> None:
     none."""
     config = load_run("quickstart", ["policy.model_config.pad_token_id=0"])
     assert plan(config, "cpu").memory["peak"] > 0
+
+
+def test_a_process_model_is_planned_with_its_own_head() -> None:
+    """The plan named a sequence classifier, which has one label, and not two."""
+    found = plan(load_run("process_demo", []), "cpu")
+    config = load_run("process_demo", ["policy.reward_model_cfg.reward_model_type=bradley_terry"])
+    other = plan(config, "cpu")
+    assert found.model == other.model.replace("Sequence", "Token")
+    hidden_size = bare_reward_model(config.policy).hf.config.hidden_size
+    # Two weights of each feature, and their biases, in place of one weight.
+    assert found.parameters - other.parameters == hidden_size + 2

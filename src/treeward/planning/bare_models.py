@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from treeward.config.grpo_policy import GRPOPolicyConfig
 from treeward.config.policy import PolicyConfig, TrainedModelConfig
+from treeward.data.step_marks import TRAINED_MARK
 from treeward.model.checks import choose_layout, tree_or_rows
-from treeward.model.loading import classifier_class
+from treeward.model.loading import classifier_class, step_classifier_class
 from treeward.model.policy_model import PolicyModel
 from treeward.model.pretrained import bare_config, read_config
 from treeward.model.reward_model import RewardModel
@@ -22,8 +23,16 @@ from treeward.model.reward_model import RewardModel
 
 def bare_reward_model(policy: PolicyConfig) -> RewardModel:
     """The reward model of a run of `treeward train`."""
-    num_heads = len(policy.reward_model_cfg.head_names) or 1
-    hf = bare_classifier(_config_of(policy), policy.trust_remote_code, num_labels=num_heads)
+    section = policy.reward_model_cfg
+    config = _config_of(policy)
+    if section.learns_steps:
+        config.num_labels = 2
+        config.step_token_id = 0  # any: the tokenizer knows it, and no step is read here
+        family = step_classifier_class(config, section.step_token or TRAINED_MARK)
+        hf = _without_weights(family, config)
+    else:
+        num_heads = len(section.head_names) or 1
+        hf = bare_classifier(config, policy.trust_remote_code, num_labels=num_heads)
     return RewardModel(hf, layout=choose_layout(hf, policy.attention))
 
 
@@ -40,7 +49,10 @@ def bare_classifier(
 ) -> PreTrainedModel:
     """A sequence classifier of transformers."""
     config.num_labels = num_labels
-    family: Any = classifier_class(config, trust_remote_code)
+    return _without_weights(classifier_class(config, trust_remote_code), config)
+
+
+def _without_weights(family: Any, config: PreTrainedConfig) -> PreTrainedModel:
     model: PreTrainedModel = family._from_config(
         config, dtype=torch.float32, attn_implementation="eager"
     )

@@ -30,15 +30,18 @@ def facts_of(config: RewardModelRunConfig) -> RunFacts:
         model = bare_reward_model(config.policy)
     learns_steps = config.policy.reward_model_cfg.learns_steps
     recognise = recognised_steps if learns_steps else recognised
-    formats = [recognise(dataset) for dataset in (*config.training_sets, *config.validation_sets)]
+    datasets = []
+    for dataset in (*config.training_sets, *config.validation_sets):
+        if dataset.part == "validation":
+            continue  # it is read from the same files as the training part
+        datasets.append(dataset.model_copy(update={"part": None, "split_validation_size": 0.0}))
+    formats = [recognise(dataset) for dataset in datasets]
     data_keys: dict[str, str] = {}
     # The name stands in one key for all files, so it is chosen only where it fits all of them.
     # Else each file is recognised by itself.
     if len({dataset.dataset_name for dataset in formats}) == 1:
         data_keys["dataset_name"] = formats[0].dataset_name
-    # A part is held out of the training data, and its source is the whole of both.
-    sources = [dataset for dataset in formats if dataset.part is not None]
-    sources = sources or formats[: len(config.training_sets)]
+    sources = formats[: len(config.training_sets)]
     comparisons = 0
     for dataset in sources:
         if learns_steps:
