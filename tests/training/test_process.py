@@ -137,6 +137,18 @@ def test_a_planted_rule_is_learnt_scored_and_verified(
     assert "processbench" in json.dumps(results) and "F1" in json.dumps(results)
     card = (folder / "README.md").read_text("utf-8")
     assert "AutoModelForTokenClassification" in card and "steps" in card
+    # The same file as it was validated on has the same numbers.
+    again = tmp_path / "again"
+    held_out = str(tmp_path / "held_out.jsonl")
+    assert main(["eval", str(folder), "--data", held_out, "--output", str(again)]) == 0
+    [file_of_results] = again.rglob("results.json")
+    [suite] = json.loads(file_of_results.read_text("utf-8"))["results"]
+    found = {part["name"]: part["value"] for part in (suite["headline"], *suite["sections"])}
+    assert found == {
+        "accuracy by step": pytest.approx(metrics["accuracy"]),
+        "first error": pytest.approx(metrics["first_error_accuracy"]),
+        "ProcessBench F1": pytest.approx(metrics["processbench_f1"]),
+    }
 
 
 @pytest.mark.slow

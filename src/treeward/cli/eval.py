@@ -87,7 +87,8 @@ def run(
     data: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="FILE", help="Comparisons of your own, in any format of docs/data.md."
+            metavar="FILE",
+            help="Comparisons of your own, in any format of docs/data.md, or labels of steps.",
         ),
     ] = None,
     dataset_name: DatasetName = None,
@@ -250,10 +251,10 @@ def _suites(
     split: str | None,
     options: list[str] | None,
 ) -> list[tuple[Any, str | None]]:
-    """The suites with their folders, and the files of comparisons, or the dataset called `name`, as
+    """The suites with their folders, and the files of data, or the dataset called `name`, as
     suites.
     """
-    from treeward.evaluation.suites import PreferenceSuite, get_suite, published_suites
+    from treeward.evaluation.suites import get_suite, published_suites, suite_of_data
 
     suites: list[tuple[Any, str | None]] = []
     # An option may be repeated, or hold several names with commas.
@@ -273,8 +274,7 @@ def _suites(
             plain = f"{plain}-{split}"
         # The name becomes that of a folder.
         called = re.sub(r"[^\w.-]+", "-", plain)
-        comparisons = dataset_config(path, name, split, options)
-        suites.append((PreferenceSuite(called, comparisons), None))
+        suites.append((suite_of_data(called, dataset_config(path, name, split, options)), None))
     if not suites:
         raise ConfigError(
             "there is nothing to evaluate on",

@@ -152,7 +152,7 @@ def _check_unmarked(text: str, mark: str, what: str, where: str) -> None:
         )
 
 
-def _labels_of(
+def labels_of_paths(
     nodes: Sequence[StepNode], paths: Sequence[Sequence[int]]
 ) -> tuple[list[list[float]], list[list[int]]]:
     """`step_labels` and `step_counts` of the paths: a node counts in the first one that has it."""
@@ -248,7 +248,7 @@ def _record(problem: Problem, nodes: Sequence[StepNode], paths: _Paths) -> dict[
     if not kept:
         outcome = "dropped_too_long" if labelled_nodes else "dropped_ungraded"
         return {"outcome": outcome, "longest": paths.longest, "steps_too_long": num_too_long}
-    labels, counts = _labels_of(nodes, kept)
+    labels, counts = labels_of_paths(nodes, kept)
     sequences = list(paths.token_ids.values())
     # Sorted, so that a problem whose solutions come in another order has the same digest.
     labelled_tokens = sorted(zip(map(tuple, sequences), labels, strict=True))

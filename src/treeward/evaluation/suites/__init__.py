@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
+from treeward.config.data import DatasetConfig
 from treeward.errors import ConfigError, DataError
 from treeward.evaluation.suites.benchmarks import JudgeBench, LLMBar, RMBench
 from treeward.evaluation.suites.interface import PreferenceSuite, Suite
@@ -13,10 +14,20 @@ from treeward.evaluation.suites.ppe import PPECorrectness, PPEPreference
 from treeward.evaluation.suites.process_bench import ProcessBench
 from treeward.evaluation.suites.rewardbench import RewardBench, RewardBench2
 from treeward.evaluation.suites.rmb import RMB, IFRewardBench
+from treeward.evaluation.suites.steps import StepsSuite, has_steps
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["PUBLISHED", "SUITES", "PreferenceSuite", "Suite", "get_suite", "published_suites"]
+__all__ = [
+    "PUBLISHED",
+    "SUITES",
+    "PreferenceSuite",
+    "StepsSuite",
+    "Suite",
+    "get_suite",
+    "published_suites",
+    "suite_of_data",
+]
 
 PUBLISHED = (
     RewardBench,
@@ -74,6 +85,14 @@ def published_suites(source: str | None) -> list[tuple[Suite, str | None]]:
 def _key(name: str) -> str:
     """A name as people write it, RM-Bench or rm_bench, as the key of `SUITES`."""
     return name.lower().replace("-", "").replace("_", "").replace(" ", "")
+
+
+def suite_of_data(name: str, config: DatasetConfig) -> Suite:
+    """A suite of the user's own data: of comparisons, or of labels of steps. `name` is that of its
+    results."""
+    if has_steps(config):
+        return StepsSuite(name, config)
+    return PreferenceSuite(name, config)
 
 
 def get_suite(name: str) -> Suite:

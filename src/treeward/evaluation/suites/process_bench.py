@@ -14,7 +14,6 @@ A step is called wrong where its probability is below 1/2, the more probable of 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
@@ -36,11 +35,10 @@ from treeward.evaluation.suites.interface import (
     published_example,
     suite_rows,
 )
+from treeward.evaluation.suites.steps import completion_of
 
 SUBSETS = ("gsm8k", "math", "olympiadbench", "omnimath")
 """The splits on the hub, and the beginnings of the ids."""
-
-_BLANK_LINES = re.compile(r"\n\s*\n")
 
 
 class ProcessBenchRow(BaseModel):
@@ -81,11 +79,9 @@ class ProcessBench(Suite):
                 got=row.label,
                 need=f"-1 to {len(row.steps) - 1}",
             )
-        # Blank lines part the steps of a completion: within a step they become line ends.
-        steps = [_BLANK_LINES.sub("\n", step.strip()) for step in row.steps]
         subset = row.id.rpartition("-")[0] or "all"
         prompt = ({"role": "user", "content": row.problem},)
-        example = published_example(where, subset, row.id, prompt, ["\n\n".join(steps)], [0])
+        example = published_example(where, subset, row.id, prompt, [completion_of(row.steps)], [0])
         info = {"first_error": row.label, "num_steps": len(row.steps)}
         # The published id has its subset already, as "gsm8k-12".
         return replace(example, id=row.id, info=info)
