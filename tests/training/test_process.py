@@ -142,6 +142,9 @@ def test_a_planted_rule_is_learnt_scored_and_verified(
     held_out = str(tmp_path / "held_out.jsonl")
     assert main(["eval", str(folder), "--data", held_out, "--output", str(again)]) == 0
     [file_of_results] = again.rglob("results.json")
+    # The page has each step's probability, and no charts of pairs, of which there are none.
+    page = (again / "report.html").read_text("utf-8")
+    assert "probability of each step" in page and "which completion is longer" not in page
     [suite] = json.loads(file_of_results.read_text("utf-8"))["results"]
     found = {part["name"]: part["value"] for part in (suite["headline"], *suite["sections"])}
     assert found == {

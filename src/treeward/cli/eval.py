@@ -192,7 +192,9 @@ def _tell(summaries: Sequence[Summary]) -> None:
         parts = {"": summary.result.headline}
         for section in summary.result.sections:
             parts[section.name] = section
-        parts["length-controlled"] = summary.length.length_controlled_accuracy
+        controlled = summary.length.length_controlled_accuracy
+        if controlled.count:  # else there are no pairs of which one is longer
+            parts["length-controlled"] = controlled
         for name, part in parts.items():
             row = {"model": summary.model, "suite": summary.suite.name, "part": name}
             rows.append(row | asdict(part))

@@ -100,6 +100,13 @@ class SuitePage:
     examples: Sequence[Mapping[str, Any]]
     costs: tuple[CostAndAgreement, ...] = ()
 
+    @property
+    def has_pairs(self) -> bool:
+        """Whether a pair of a better and a worse completion was scored: labels of steps have
+        none."""
+        by_model = self.diagnostic("length").values()
+        return any(metric.count for metrics in by_model for metric in metrics.values())
+
     def diagnostic(self, name: str) -> dict[str, Mapping[str, Metric]]:
         """The metrics of a diagnostic by model, of those that have it."""
         return {

@@ -75,11 +75,12 @@ def _completions(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     known_scores = [score for score in row.get("scores") or () if score is not None]
     highest = max(known_scores, default=None)
     columns = []
-    for name in ("completions", "scores", "lengths", "num_tokens", "errors"):
+    for name in ("completions", "scores", "lengths", "num_tokens", "errors", "steps"):
         columns.append(row.get(name) or ())
     shown = []
     # `zip_longest`, because a row may lack a column.
-    for i, (completion, score, length, num_tokens, error) in enumerate(zip_longest(*columns)):
+    by_completion = enumerate(zip_longest(*columns))
+    for i, (completion, score, length, num_tokens, error, steps) in by_completion:
         place = 0
         is_better = False
         name = "Tied" if len(ranks) > 1 else "Completion"
@@ -101,6 +102,7 @@ def _completions(row: Mapping[str, Any]) -> list[dict[str, Any]]:
                 "is_chosen": len(ranks) > 1 and score is not None and score == highest,
                 "num_tokens": num_tokens,
                 "error": error,
+                "steps": steps or (),
                 "messages": messages(completion),
             }
         )
