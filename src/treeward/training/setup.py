@@ -137,17 +137,53 @@ def read_data(
 ) -> RunData:
     """Read and tokenize the data, with the checkpoint's tokenizer, if there is one. Raises a
     `TreewardError`."""
-    section = config.policy.reward_model_cfg
+    learns_steps = config.policy.reward_model_cfg.learns_steps
     # Of the main process, which alone reads rows.
     streams: list[RowDataset | StepDataset] = []
     held_out: list[RowDataset | StepDataset] = []
 
     def open_all() -> None:
-        open_set = open_step_dataset if section.learns_steps else open_dataset
+        open_set = open_step_dataset if learns_steps else open_dataset
         streams.extend(map(open_set, config.training_sets))
         held_out.extend(map(open_set, config.validation_sets))
 
     processes.on_main(open_all)
+    renderer, step_token = _renderer(config, streams, checkpoint)
+    encode = partial(
+        _encoded, config=config, renderer=renderer, step_token=step_token, progress=show_progress
+    )
+    # The other processes wait, and open the files that the main one has made.
+    with processes.patience() as group:
+        training_sets, encoded_sets = processes.on_main(
+            partial(_encoded_sets, config, streams, held_out, encode), group
+        )
+    validation_sets = _measured_sets(config, encoded_sets)
+    _warn_of_seen(training_sets, validation_sets, learns_steps=learns_steps)
+    sizes = [len(dataset) for dataset in training_sets.values()]
+    weights = [section.weight for section in config.data.train]
+    order = EpochOrder(sizes, weights=weights, seed=config.rm.seed, shuffle=config.data.shuffle)
+    steps_per_epoch = order.steps_per_epoch(config.policy.train_global_batch_size)
+    steps_in_data = steps_per_epoch * config.rm.max_num_epochs
+    return RunData(
+        tokenizer=renderer.tokenizer,
+        step_token=step_token,
+        renderer=renderer,
+        training_sets=training_sets,
+        encoded_sets=encoded_sets,
+        validation_sets=validation_sets,
+        order=order,
+        total_steps=planned_steps(config.rm, steps_in_data, "rm"),
+    )
+
+
+def _renderer(
+    config: RewardModelRunConfig,
+    streams: Sequence[RowDataset | StepDataset],
+    checkpoint: Checkpoint | None,
+) -> tuple[Renderer, str | None]:
+    """The renderer of the run's tokenizer, and the mark after each step, for a process reward
+    model."""
+    section = config.policy.reward_model_cfg
     marks = [section.step_token or TRAINED_MARK] if section.learns_steps else []
     tokenizer = find_tokenizer(config.policy, texts_of(streams), checkpoint, more_special=marks)
     step_token: str | None = None
@@ -160,51 +196,40 @@ def read_data(
         max_length=config.max_sequence_length,
         truncation=config.data.truncation,
     )
-    labels = section.labels
-    encode = partial(
-        _encoded, config=config, renderer=renderer, step_token=step_token, progress=show_progress
-    )
+    return renderer, step_token
 
-    def encode_all() -> tuple[dict[str, EncodedDataset], dict[str, EncodedDataset]]:
-        # The validation sets first: they are the shorter ones, and may be faulty too.
-        encoded_sets = {str(stream.config.name): encode(stream) for stream in held_out}
-        names = _training_names(config.data.train)
-        training_sets: dict[str, EncodedDataset] = {}
-        for name, stream in zip(names, streams, strict=True):
-            training_sets[name] = encode(stream, is_training=True)
-        if config.data.labels:
-            pair_labels = read_pair_labels(config.data.labels, config.data.suspects)
-            training_sets = labelled(training_sets, encoded_sets, pair_labels, config.data.ties)
-        _check_grades(labels, training_sets, where=streams[0].name)
-        return training_sets, encoded_sets
 
-    # The other processes wait, and open the files that the main one has made.
-    with processes.patience() as group:
-        training_sets, encoded_sets = processes.on_main(encode_all, group)
-    # What a validation of the run measures; the identity is of the whole sets.
+def _encoded_sets(
+    config: RewardModelRunConfig,
+    streams: Sequence[RowDataset | StepDataset],
+    held_out: Sequence[RowDataset | StepDataset],
+    encode: Callable[..., EncodedDataset],
+) -> tuple[dict[str, EncodedDataset], dict[str, EncodedDataset]]:
+    """The training sets and the validation sets, as tokens, by name. `encode`: `_encoded` with the
+    run's settings."""
+    # The validation sets first: they are the shorter ones, and may be faulty too.
+    encoded_sets = {str(stream.config.name): encode(stream) for stream in held_out}
+    names = _training_names(config.data.train)
+    training_sets: dict[str, EncodedDataset] = {}
+    for name, stream in zip(names, streams, strict=True):
+        training_sets[name] = encode(stream, is_training=True)
+    if config.data.labels:
+        pair_labels = read_pair_labels(config.data.labels, config.data.suspects)
+        training_sets = labelled(training_sets, encoded_sets, pair_labels, config.data.ties)
+    _check_grades(config.policy.reward_model_cfg.labels, training_sets, where=streams[0].name)
+    return training_sets, encoded_sets
+
+
+def _measured_sets(
+    config: RewardModelRunConfig, encoded_sets: Mapping[str, EncodedDataset]
+) -> dict[str, EncodedDataset]:
+    """What a validation of the run measures of each set; the run's identity is of the whole
+    sets."""
     most_comparisons = None
     if config.rm.val_batches is not None:
         batch_size = config.rm.val_global_batch_size or config.policy.train_global_batch_size
         most_comparisons = config.rm.val_batches * batch_size
-    validation_sets: dict[str, EncodedDataset] = {}
-    for name, dataset in encoded_sets.items():
-        validation_sets[name] = dataset.first(most_comparisons)
-    _warn_of_seen(training_sets, validation_sets, learns_steps=section.learns_steps)
-    sizes = [len(dataset) for dataset in training_sets.values()]
-    weights = [section.weight for section in config.data.train]
-    order = EpochOrder(sizes, weights=weights, seed=config.rm.seed, shuffle=config.data.shuffle)
-    steps_per_epoch = order.steps_per_epoch(config.policy.train_global_batch_size)
-    steps_in_data = steps_per_epoch * config.rm.max_num_epochs
-    return RunData(
-        tokenizer=tokenizer,
-        step_token=step_token,
-        renderer=renderer,
-        training_sets=training_sets,
-        encoded_sets=encoded_sets,
-        validation_sets=validation_sets,
-        order=order,
-        total_steps=planned_steps(config.rm, steps_in_data, "rm"),
-    )
+    return {name: dataset.first(most_comparisons) for name, dataset in encoded_sets.items()}
 
 
 def _encoded(
