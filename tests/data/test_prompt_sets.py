@@ -242,6 +242,11 @@ def test_rows_are_held_out_for_validation(tmp_path: Path) -> None:
             {"inputs": "2?", "output": "2"},
             "the row has no input(.|\n)*is it inputs",
         ),
+        (
+            "ResponseDataset",
+            {"prompt": "2?"},
+            "field: input(.|\n)*dataset_name: auto reads rows that have prompt",
+        ),
         *(
             ("ResponseDataset", {"input": "2?", "output": wrong}, "output is no answer")
             for wrong in (float("nan"), [], True)

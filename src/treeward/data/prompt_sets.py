@@ -323,6 +323,16 @@ def from_response_row(
     is read by `from_prompt_row`. `keeps_columns`: False keeps the ground truth alone."""
     # A row with neither gets the error of the missing key.
     has_input = values.get(input_key) is not None or values.get("messages") is None
+    usual = [key for key in _PROMPT_KEYS if values.get(key) is not None]
+    if values.get(input_key) is None and has_input and usual:
+        raise DataError(
+            "the row has no question and answer",
+            where=where,
+            field=input_key,
+            got=shown_keys(values),
+            need="the key of the prompt, which input_key names, and that of the answer",
+            fix=f"dataset_name: auto reads rows that have {usual[0]}",
+        )
     if has_input:
         read = from_prompt_row(values, where, input_key=input_key, output_key=output_key)
     else:
