@@ -516,6 +516,11 @@ def test_the_mark_is_one_token_that_nothing_else_has(
     with pytest.raises(DataError, match="not one mark for each step"):
         template = f"{MARK}{{% for m in messages %}}{{{{ m.content }}}}{{% endfor %}}"
         encoded([TRL], tokenizer, tmp_path, write_rows, chat_template=template)
+    # One that leaves out reasoning: a label would stand at a mark without its step.
+    with pytest.raises(DataError, match="leaves out the text of a step"):
+        template = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
+        row = TRL | {"completions": [f"<think>{FIRST}</think>", "a"], "labels": [True, False]}
+        encoded([row], tokenizer, tmp_path, write_rows, chat_template=template)
 
 
 def test_a_problem_has_its_texts_for_a_tokenizer() -> None:

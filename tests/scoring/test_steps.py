@@ -193,6 +193,43 @@ def test_what_has_no_steps_is_refused(published: Any, tokenizer: Any, model_fold
         load_classifier(published[0], head_seed=0, step_token=MARK)
 
 
+@pytest.mark.parametrize(
+    ("completion", "error"),
+    [
+        ("<think>One.\n\nTwo.</think>\n\nThree.", "2 marks for 3 steps"),
+        ("<think>One.</think>\n\nTwo.", "leaves out the text of a step"),
+        ("Zero.\n\nTwo.", None),
+    ],
+)
+def test_a_step_that_the_template_leaves_out_is_no_score(
+    published: Any, tmp_path: Path, completion: str, error: str | None
+) -> None:
+    """DeepSeek's templates write what follows the reasoning alone: the mark of a step within it
+    would be read without the step, or not at all."""
+    folder = Path(shutil.copytree(published[0], tmp_path / "deepseek"))
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content.split('</think>')[-1] }}"
+    (folder / "chat_template.jinja").write_text(template + "{% endfor %}", "utf-8")
+    scorer = Scorer.load(folder)
+    chat = [QUESTION, {"role": "assistant", "content": completion}]
+    [score] = scorer.score([chat], on_error="mask")
+    if error is None:
+        assert score.steps is not None and len(score.steps) == 2
+        return
+    assert score.score is None and error in str(score.error)
+    with pytest.raises(DataError, match=error):
+        scorer.score([chat])
+
+
+def test_a_mark_in_a_call_of_a_tool_is_no_step(published: Any, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(published[0], tmp_path / "calls"))
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.tool_calls }}{{ m.content }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template, "utf-8")
+    function = {"name": "f", "arguments": {"x": MARK}}
+    called = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
+    [score] = Scorer.load(folder).score([[QUESTION, called, CHAT[1]]], on_error="mask")
+    assert score.score is None and "4 marks for 3 steps" in str(score.error)
+
+
 def test_a_contract_of_steps_is_signed_and_replayed(
     published: Any, tokenizer: Any, tmp_path: Path
 ) -> None:

@@ -28,7 +28,7 @@ from treeward.data.encoding import (
     encoded_file,
 )
 from treeward.data.preference import digest_of
-from treeward.data.step_marks import mark_id
+from treeward.data.step_marks import check_marks, mark_id
 from treeward.data.steps import (
     Problem,
     StepNode,
@@ -114,6 +114,7 @@ def _encode(
     """The rows of the file, from one call of the tokenizer."""
     trees: list[tuple[list[StepNode], list[list[int]]]] = []
     conversations: list[Conversation] = []
+    texts: list[str] = []
     places: list[str] = []
     for problem, where in rows:
         for message in problem.context:
@@ -124,10 +125,14 @@ def _encode(
         paths = paths_of(nodes)
         trees.append((nodes, paths))
         for path in paths:
-            completion = marked_completion([nodes[i].text for i in path], mark)
-            conversations.append(problem.conversation(completion))
+            steps = [nodes[i].text for i in path]
+            conversation = problem.conversation(marked_completion(steps, mark))
+            text = renderer.render(conversation, where=where)
+            check_marks(text, steps, mark, where)
+            conversations.append(conversation)
+            texts.append(text)
             places.append(where)
-    sequences = renderer.encode_many(conversations, where=places)
+    sequences = renderer.encode_texts(texts, where=places)
     encoded = iter(zip(sequences, conversations, strict=True))
     records = []
     for (problem, where), (nodes, paths) in zip(rows, trees, strict=True):

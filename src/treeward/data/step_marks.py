@@ -7,11 +7,13 @@ it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tokenizers import AddedToken
 
-from treeward.errors import ConfigError, ModelError
+from treeward.data.reasoning import REASONING_END, REASONING_START
+from treeward.errors import ConfigError, DataError, ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -77,3 +79,43 @@ def mark_id(tokenizer: PreTrainedTokenizerBase, mark: str) -> int:
             fix="name the model's own tokenizer",
         )
     return ids[0]
+
+
+def check_marks(text: str, steps: Sequence[str], mark: str, where: str | None) -> None:
+    """Check that a rendered conversation has one mark for each of the `steps` of its completion,
+    and each step before its mark.
+
+    Raises `DataError`. Many chat templates leave out the reasoning of a completion (DeepSeek's), or
+    what stands before it (Qwen3's): the mark of such a step would be read without the step.
+    """
+    fix = (
+        "choose another token or template: policy.reward_model_cfg.step_token, "
+        "policy.tokenizer.chat_template"
+    )
+    pieces = text.split(mark)
+    num_marks = len(pieces) - 1
+    if num_marks != len(steps):
+        raise DataError(
+            "the chat template writes not one mark for each step",
+            where=where,
+            got=f"{num_marks} marks for {len(steps)} steps",
+            need="a chat template that writes completions as they are",
+            fix=fix,
+        )
+    for step, piece in zip(steps, pieces, strict=False):
+        if _bare(step) not in _bare(piece):
+            raise DataError(
+                "the chat template leaves out the text of a step",
+                where=where,
+                got=step,
+                need="a chat template that writes completions as they are",
+                fix=fix,
+            )
+
+
+def _bare(text: str) -> str:
+    """The text without white space, which templates trim, and without the tags of reasoning, for
+    which some write their own."""
+    for tag in (REASONING_START, REASONING_END):
+        text = text.replace(tag, "")
+    return "".join(text.split())

@@ -320,6 +320,8 @@ class Scorer(PreparedScorer):
                 chats.append(check_conversation(conversation, name))
             if self.steps is not None:
                 chats = list(map(self.steps.marked, chats, names))
+                for chat, name in zip(chats, names, strict=True):
+                    self.steps.check(self.renderer.render(chat, where=name), chat, name)
             fitted_chats = self.renderer.fit_many(chats, where=names)
         except DataError as error:
             if on_error == "raise":

@@ -18,7 +18,13 @@ from collections.abc import Sequence
 import torch
 
 from treeward.config.scoring import HeadWeights
-from treeward.data.conversation import AnyConversation, Conversation, with_messages
+from treeward.data.conversation import (
+    AnyConversation,
+    Conversation,
+    last_text,
+    with_messages,
+)
+from treeward.data.step_marks import check_marks
 from treeward.errors import DataError, ModelError
 from treeward.scoring.score import message_text
 
@@ -66,15 +72,24 @@ class Steps:
                 # A mark in the context would be read as a step.
                 text = text.replace(self.token, "")
             else:
-                if self.token in text:
-                    steps = text.split(self.token)
-                else:
-                    steps = _BLANK_LINE.split(text)
-                stripped = [step.strip() for step in steps]
-                # A blank step would have a probability, and count in the score.
-                text = "".join(f"{step}{self.token}" for step in stripped if step)
+                text = "".join(f"{step}{self.token}" for step in self._parted(text))
             marked_messages.append({**message, "content": text})
         return with_messages(messages, marked_messages)
+
+    def check(self, text: str, marked: Conversation, name: str) -> None:
+        """Raise `DataError` where the rendered `text` of a `marked` conversation has not each of
+        its steps with its mark."""
+        check_marks(text, self._parted(last_text(marked)), self.token, name)
+
+    def _parted(self, text: str) -> list[str]:
+        """The steps of a completion."""
+        if self.token in text:
+            steps = text.split(self.token)
+        else:
+            steps = _BLANK_LINE.split(text)
+        stripped = [step.strip() for step in steps]
+        # A blank step would have a probability, and count in the score.
+        return [step for step in stripped if step]
 
     def score(self, log_odds: Sequence[float]) -> tuple[float, tuple[float, ...]]:
         """The score, and the probability of each step."""
