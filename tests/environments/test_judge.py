@@ -16,6 +16,7 @@ from environments.conftest import chat, details, numbers
 from fake_judge import FakeJudge, between_tags, completion, places
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from treeward.config.reward_environments import RubricEnvironmentConfig
 from treeward.data.rendering import Renderer
 from treeward.environments.judge import JudgeEnvironment
 from treeward.errors import ConfigError, ModelError
@@ -416,6 +417,32 @@ def test_ratings_are_found_however_the_tokenizer_cuts_them() -> None:
     )
     assert mean("Rating: [[", "7", ".5", "]]") is None
     assert mean("Rating: [[", {"x": 0.5}, "]]") is None
+
+
+@pytest.mark.parametrize(
+    ("written", "alternatives", "label", "value", "mass"),
+    [
+        # SmolLM2 writes YES as two tokens, and NO as one.
+        (("Y", "ES"), {"Y": 0.8, "NO": 0.1, "x": 0.1}, "YES", 8 / 9, 0.9),
+        (("NO",), {"NO": 0.6, "Y": 0.2}, "NO", 0.25, 0.8),
+        (("YES",), {"YES": 0.5, "Y": 0.1, "N": 0.2}, "YES", 0.75, 0.8),
+    ],
+)
+def test_a_label_of_several_tokens_counts_by_its_first(
+    written: tuple[str, ...],
+    alternatives: dict[str, float],
+    label: str,
+    value: float,
+    mass: float,
+) -> None:
+    config = RubricEnvironmentConfig(model="m", base_url="http://127.0.0.1:1/v1")
+    log_probs = {text: math.log(p) for text, p in alternatives.items()}
+    first, *others = written
+    choices = [TokenChoice("[[", {"[[": 0.0}), TokenChoice(first, log_probs)]
+    choices += [TokenChoice(text, {text: 0.0}) for text in (*others, "]]")]
+    verdict = read_answer(Answer(f"[[{label}]]", tokens=choices), config)
+    assert isinstance(verdict, Verdict) and verdict.label == label
+    assert (verdict.value, verdict.mass) == pytest.approx((value, mass))
 
 
 def test_what_judging_costs_is_counted(endpoint: FakeJudge) -> None:

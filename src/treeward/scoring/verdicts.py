@@ -18,7 +18,7 @@ import hashlib
 import math
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -337,8 +337,8 @@ def read_answer(answer: Answer, config: JudgePromptConfig) -> Verdict | NoVerdic
 def _expected(tokens: Sequence[TokenChoice], config: JudgePromptConfig) -> Verdict | None:
     """The verdict in tokens with log-probabilities.
 
-    Its value is the expectation over the alternatives of its label. None without a label that is
-    one token, and without log-probabilities.
+    Its value is the expectation over the alternatives of its label. None without such a label, and
+    without log-probabilities.
     """
     match = _last("".join(token.text for token in tokens), config)
     values = labels(config)
@@ -358,14 +358,26 @@ def _expected(tokens: Sequence[TokenChoice], config: JudgePromptConfig) -> Verdi
     weighted_values = []
     for text, log_prob in token.log_probs.items():
         alternative = form.fullmatch(text)
-        if alternative is not None and alternative[1] in values:
+        if alternative is None:
+            continue
+        label = _label_of(alternative[1], values)
+        if label is not None:
             weight = math.exp(log_prob)
             weights.append(weight)
-            weighted_values.append(values[alternative[1]] * weight)
+            weighted_values.append(values[label] * weight)
     mass = sum(weights)
     if not mass:
         return None
     return Verdict(sum(weighted_values) / mass, match[1], mass=mass)
+
+
+def _label_of(text: str, labels: Collection[str]) -> str | None:
+    """The label that a token has, or that it alone begins: SmolLM2 writes YES as `Y` and `ES`, and
+    NO as one token. None for any other text, and for one that several labels begin with."""
+    if text in labels:
+        return text
+    matches = [label for label in labels if label.startswith(text)]
+    return matches[0] if len(matches) == 1 else None
 
 
 def labels(config: JudgePromptConfig) -> dict[str, float]:
