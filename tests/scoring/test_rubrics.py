@@ -146,6 +146,10 @@ def test_paperbench_has_the_weights_of_its_leaves() -> None:
 def test_names_are_distinct() -> None:
     named = [{"title": "Tone", "text": "Polite."}, {"title": "Tone", "text": "Calm."}]
     assert [one.name for one in read({"rubric": named})] == ["Tone", "Tone_2"]
+    # A name that the numbering would make is there already.
+    titles = ["a", "a_3", "a"]
+    named = [{"title": title, "text": str(i)} for i, title in enumerate(titles)]
+    assert [one.name for one in read({"rubric": named})] == ["a", "a_3", "a_3_3"]
 
 
 def test_a_name_with_a_slash_is_no_detail_of_a_reward() -> None:

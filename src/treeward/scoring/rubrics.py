@@ -227,7 +227,7 @@ def _with_distinct_names(criteria: Sequence[Criterion]) -> tuple[Criterion, ...]
     taken: set[str] = set()
     for number, criterion in enumerate(criteria, 1):
         name = criterion.name.replace("/", "-") or f"criterion_{number}"
-        if name in taken:
+        while name in taken:
             name = f"{name}_{number}"
         taken.add(name)
         named.append(replace(criterion, name=name))
