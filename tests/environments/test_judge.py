@@ -16,12 +16,13 @@ from environments.conftest import chat, details, numbers
 from fake_judge import FakeJudge, between_tags, completion, places
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from treeward.config.reward_environments import RubricEnvironmentConfig
+from treeward.config.reward_environments import JudgePromptConfig, RubricEnvironmentConfig
 from treeward.data.rendering import Renderer
 from treeward.environments.judge import JudgeEnvironment
 from treeward.errors import ConfigError, ModelError
 from treeward.scoring.verdicts import (
     Answer,
+    NoVerdict,
     TokenChoice,
     Verdict,
     labels,
@@ -417,6 +418,36 @@ def test_ratings_are_found_however_the_tokenizer_cuts_them() -> None:
     )
     assert mean("Rating: [[", "7", ".5", "]]") is None
     assert mean("Rating: [[", {"x": 0.5}, "]]") is None
+
+
+@pytest.mark.parametrize(
+    ("message", "section", "value"),
+    [
+        ("<think>At first: [[YES]]. No.</think>It is not true.", {}, None),
+        ("<think>At first: [[YES]]. No.</think>[[NO]]", {}, 0.0),
+        ("It is [[NO]].</think>\n\n[[YES]]", {}, 1.0),
+        ('{"explanation": "It has a </think>.", "verdict": "[[YES]]"}', {}, 1.0),
+        (
+            '<think>{"score_1": 5, "score_2": 1, "ranking": 1}</think>Neither is good.',
+            {"mode": "pairwise", "verdict": "scores"},
+            None,
+        ),
+        (
+            '{"explanation": "</think>", "score_1": 5, "score_2": 1, "ranking": 1}',
+            {"mode": "pairwise", "verdict": "scores"},
+            1.0,
+        ),
+    ],
+)
+def test_a_verdict_in_the_reasoning_is_none(
+    message: str, section: dict[str, Any], value: float | None
+) -> None:
+    config = JudgePromptConfig(**{"mode": "criterion", **section})
+    verdict = read_answer(Answer(message), config)
+    if value is None:
+        assert isinstance(verdict, NoVerdict) and verdict.text == message
+    else:
+        assert isinstance(verdict, Verdict) and verdict.value == value
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from treeward.config.reward_environments import JudgePromptConfig
 from treeward.data.conversation import Message
+from treeward.data.reasoning import REASONING_END
 from treeward.scoring.pair_scores import (
     HIGHEST_RANKING,
     HIGHEST_SCORE,
@@ -310,18 +311,20 @@ def _between_tags(name: str, number: int, text: str) -> str:
 def read_answer(answer: Answer, config: JudgePromptConfig) -> Verdict | NoVerdict:
     """The last verdict in a judge's message, by log-probabilities where it has them.
 
-    A message that was cut has none, nor one with a rating beyond the scale.
+    A message that was cut has none, nor one with a rating beyond the scale, nor one whose only
+    verdict is in its reasoning, before `</think>`: the judge may have thought better of it.
     """
     if answer.is_cut:
         reason = "the judge's message was cut: longer than max_tokens"
         return NoVerdict(reason, answer.text, is_cut=True)
+    text = _without_thoughts(answer.text)
     if config.verdict == "scores":
-        scores = read_pair_scores(answer.text)
+        scores = read_pair_scores(text)
         if scores is None:
             return NoVerdict("the judge gave no scores and ranking in JSON", answer.text)
         value = _OUTCOMES["pairwise"][scores.label]
         return Verdict(value, scores.label, text=answer.text, scores=scores)
-    match = _last(answer.text, config)
+    match = _last(text, config)
     if match is None:
         return NoVerdict("the judge gave no verdict", answer.text)
     if config.is_rated:
@@ -332,6 +335,14 @@ def read_answer(answer: Answer, config: JudgePromptConfig) -> Verdict | NoVerdic
         value = _OUTCOMES[config.mode][match[1]]
     verdict = _expected(answer.tokens, config) or Verdict(value, match[1])
     return replace(verdict, text=answer.text)
+
+
+def _without_thoughts(text: str) -> str:
+    """What follows the reasoning of a judge's message."""
+    # JSON that was asked for has no reasoning before it, and its explanation may quote the tag.
+    if text.lstrip().startswith("{"):
+        return text
+    return text.rpartition(REASONING_END)[2]
 
 
 def _expected(tokens: Sequence[TokenChoice], config: JudgePromptConfig) -> Verdict | None:
