@@ -220,10 +220,23 @@ def test_a_step_that_the_template_leaves_out_is_no_score(
         scorer.score([chat])
 
 
+TOOL_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.tool_calls }}{{ m.content }}{% endfor %}"
+
+
+def test_a_call_of_a_tool_may_have_no_text(published: Any, tmp_path: Path) -> None:
+    """As OpenAI's API has it."""
+    folder = Path(shutil.copytree(published[0], tmp_path / "calls"))
+    (folder / "chat_template.jinja").write_text(TOOL_TEMPLATE, "utf-8")
+    function = {"name": "f", "arguments": "{}"}
+    called = {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
+    answer = {"role": "tool", "content": "18"}
+    [score] = Scorer.load(folder).score([[QUESTION, called, answer, CHAT[1]]])
+    assert len(score.steps) == len(STEPS)
+
+
 def test_a_mark_in_a_call_of_a_tool_is_no_step(published: Any, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(published[0], tmp_path / "calls"))
-    template = "{% for m in messages %}<{{ m.role }}>{{ m.tool_calls }}{{ m.content }}{% endfor %}"
-    (folder / "chat_template.jinja").write_text(template, "utf-8")
+    (folder / "chat_template.jinja").write_text(TOOL_TEMPLATE, "utf-8")
     function = {"name": "f", "arguments": {"x": MARK}}
     called = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
     [score] = Scorer.load(folder).score([[QUESTION, called, CHAT[1]]], on_error="mask")

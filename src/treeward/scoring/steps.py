@@ -58,6 +58,10 @@ class Steps:
         """
         marked_messages = []
         for i, message in enumerate(messages):
+            is_completion = i == len(messages) - 1
+            if message.get("content") is None and not is_completion:
+                marked_messages.append(message)  # a call of a tool, without a text
+                continue
             text = message_text(message)
             if text is None:
                 raise DataError(
@@ -67,7 +71,6 @@ class Steps:
                     got=message,
                     need="a text",
                 )
-            is_completion = i == len(messages) - 1
             if not is_completion:
                 # A mark in the context would be read as a step.
                 text = text.replace(self.token, "")
