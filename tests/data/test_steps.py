@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import random
@@ -508,6 +509,11 @@ def test_the_mark_is_one_token_that_nothing_else_has(
     assert choose_mark(tokenizer, None) == MARK
     with pytest.raises(ConfigError, match="step_token"):
         choose_mark(tokenizer, "two words")
+    # Gemma's vocabulary has a blank line as one token, which every second prompt has too.
+    with_blank_line = copy.deepcopy(tokenizer)
+    with_blank_line.add_tokens(["\n\n"])
+    with pytest.raises(ConfigError, match="step_token(?s:.*)no prompt"):
+        choose_mark(with_blank_line, "\n\n")
     with pytest.raises(DataError, match=r"rows\.jsonl:1(?s:.*)has the mark in it"):
         encoded([TRL | {"completions": [FIRST, f"a{MARK}b"]}], tokenizer, tmp_path, write_rows)
     with pytest.raises(DataError, match="a prompt has the mark in it"):

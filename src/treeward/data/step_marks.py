@@ -52,10 +52,10 @@ def choose_mark(tokenizer: PreTrainedTokenizerBase, requested: str | None) -> st
         mark_id(tokenizer, requested)
     except ModelError as error:
         raise ConfigError(
-            "the mark after each step is not one token",
+            "this token cannot be the mark after each step",
             field=field,
             got=f"{requested!r}: {error.got}",
-            need="one token of the tokenizer",
+            need=error.need,
             fix="leave the key out for a token in reserve",
         ) from error
     return requested
@@ -64,8 +64,15 @@ def choose_mark(tokenizer: PreTrainedTokenizerBase, requested: str | None) -> st
 def mark_id(tokenizer: PreTrainedTokenizerBase, mark: str) -> int:
     """The id of the mark. The tokenizer parts texts at it from now on, and when it is saved.
 
-    Raises `ModelError` if it is not one token.
+    Raises `ModelError` if it is not one token, and for white space.
     """
+    if not mark.strip():
+        # Prompts have it too, and templates trim it after the last step.
+        raise ModelError(
+            "white space cannot be the token at which a model reads a step",
+            got=repr(mark),
+            need="a token that no prompt, no step and no chat template has",
+        )
     is_known = mark in tokenizer.get_vocab()
     if is_known and mark not in tokenizer.get_added_vocab():
         # An ordinary token could merge with the text before it: a step must have its own tokens.
