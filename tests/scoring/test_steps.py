@@ -220,6 +220,15 @@ def test_a_step_that_the_template_leaves_out_is_no_score(
         scorer.score([chat])
 
 
+def test_reasoning_in_its_own_field_has_steps(published: Any) -> None:
+    """As servers with a parser of reasoning have it: the score is that of the whole text."""
+    apart = {"content": STEPS[2], "reasoning_content": "\n\n".join(STEPS[:2])}
+    within = {"content": f"<think>\n{apart['reasoning_content']}\n</think>\n\n{STEPS[2]}"}
+    chats = [[QUESTION, {"role": "assistant", **message}] for message in (apart, within)]
+    scores = Scorer.load(published[0]).score(chats)
+    assert scores[0].steps == scores[1].steps and len(scores[0].steps) == 3
+
+
 TOOL_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.tool_calls }}{{ m.content }}{% endfor %}"
 
 

@@ -24,6 +24,7 @@ from treeward.data.conversation import (
     last_text,
     with_messages,
 )
+from treeward.data.reasoning import REASONING_END, REASONING_START
 from treeward.data.step_marks import check_marks
 from treeward.errors import DataError, ModelError
 from treeward.scoring.score import message_text
@@ -73,10 +74,15 @@ class Steps:
                 )
             if not is_completion:
                 # A mark in the context would be read as a step.
-                text = text.replace(self.token, "")
-            else:
-                text = "".join(f"{step}{self.token}" for step in self._parted(text))
-            marked_messages.append({**message, "content": text})
+                marked_messages.append({**message, "content": text.replace(self.token, "")})
+                continue
+            completion = dict(message)
+            reasoning = completion.pop("reasoning_content", None)
+            if isinstance(reasoning, str) and reasoning.strip():
+                # Reasoning in a field of its own has steps too, as the same text in the content.
+                text = f"{REASONING_START}\n{reasoning.strip()}\n{REASONING_END}\n\n{text}"
+            completion["content"] = "".join(f"{step}{self.token}" for step in self._parted(text))
+            marked_messages.append(completion)
         return with_messages(messages, marked_messages)
 
     def check(self, text: str, marked: Conversation, name: str) -> None:
