@@ -10,6 +10,9 @@
 # make soak         the server under ten minutes of mixed traffic
 # make docs         the tables of docs/config.md, docs/data.md and docs/process_rewards.md, and the documentation as a site in site/
 
+# Without bytecode on disk each test process, and each one that a test starts, compiles transformers again: half its time.
+unexport PYTHONDONTWRITEBYTECODE
+
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
