@@ -130,9 +130,12 @@ def load_file(
     trees.append(values or {})
     tree: dict[str, Any] = {}
     for layer in trees:
-        # A file that names a pretrained model takes the architecture of its defaults away.
-        value_of = partial(_value, OmegaConf.create(dict(layer)))
-        tree = _laid_over(_without_other_model(tree, value_of), layer)
+        # Most files have no defaults below them, and OmegaConf is slow to make.
+        if tree:
+            # A file that names a pretrained model takes the architecture of its defaults away.
+            value_of = partial(_value, OmegaConf.create(dict(layer)))
+            tree = _without_other_model(tree, value_of)
+        tree = _laid_over(tree, layer)
     tree = _without_other_model(tree, partial(_overriding_value, overrides))
     config = OmegaConf.create(tree)
     overridden = {_apply_override(config, text): text for text in overrides}
