@@ -276,9 +276,9 @@ def _bars(
     names = names.mark_text(align="left", dy=3, fontSize=13.5, limit=alt.ExprRef("width * 0.55"))
     # Later layers are drawn over earlier ones.
     layers = [
-        bars.encode(x=x, x2=zero, color=_COLOUR, stroke=_STROKE, tooltip="tip:N"),
+        bars.encode(x=x, x2=zero, color=_COLOUR, stroke=_STROKE, tooltip=alt.Tooltip("tip:N")),
         *_whiskers(rows, place),
-        names.encode(x=alt.value(0), text="label:N"),
+        names.encode(x=alt.value(0), text=alt.Text("label:N")),
         _bar_words(rows, place, is_beside=has_words_beside),
     ]
     if reference is not None:
@@ -292,9 +292,11 @@ def _whiskers(rows: Sequence[dict[str, Any]], place: Mapping[str, Any]) -> list[
     ends = _layer(with_interval).encode(**place)
     tick = ends.mark_tick(color="var(--ink)", thickness=1.6, height=9)
     return [
-        ends.mark_rule(color="var(--ink)", strokeWidth=1.6).encode(x="low:Q", x2="high:Q"),
-        tick.encode(x="low:Q"),
-        tick.encode(x="high:Q"),
+        ends.mark_rule(color="var(--ink)", strokeWidth=1.6).encode(
+            x=alt.X("low:Q"), x2=alt.X2("high:Q")
+        ),
+        tick.encode(x=alt.X("low:Q")),
+        tick.encode(x=alt.X("high:Q")),
     ]
 
 
@@ -318,11 +320,11 @@ def _reference_line(value: float, format: str) -> list[alt.Chart]:
     # A line at 0 is where a shift would be none, and no chance.
     if format == "percent" and value:
         label = f"chance {100 * value:g}%"
-    line = _layer([{"value": value, "label": label}]).encode(x="value:Q")
+    line = _layer([{"value": value, "label": label}]).encode(x=alt.X("value:Q"))
     return [
         line.mark_rule(color="var(--ink)", strokeDash=[4, 4], strokeWidth=1.4),
         line.mark_text(color="var(--soft)", baseline="bottom").encode(
-            y=alt.value(-4), text="label:N"
+            y=alt.value(-4), text=alt.Text("label:N")
         ),
     ]
 
@@ -439,15 +441,23 @@ def _curves(
     with_interval = [row for row in rows if row["low"] is not None and row["high"] is not None]
     band = _layer(with_interval).mark_area(opacity=0.16)
     # `detail`: Vega joins points of one colour, and two lines may have the same.
-    layers.append(band.encode(x=x, y=alt.Y("low:Q"), y2="high:Q", color=_COLOUR, detail="order:N"))
+    layers.append(
+        band.encode(
+            x=x, y=alt.Y("low:Q"), y2=alt.Y2("high:Q"), color=_COLOUR, detail=alt.Detail("order:N")
+        )
+    )
     points = _layer(rows).encode(x=x, y=y)
     line = points.mark_line(strokeWidth=2.2)
-    layers.append(line.encode(color=_COLOUR, strokeDash=_DASH, detail="order:N", order="x:Q"))
+    layers.append(
+        line.encode(
+            color=_COLOUR, strokeDash=_DASH, detail=alt.Detail("order:N"), order=alt.Order("x:Q")
+        )
+    )
     dots = _layer(row for row in rows if row["dots"])
     dots = dots.mark_circle(opacity=1, size=36, stroke="var(--paper)", strokeWidth=1.2)
     layers.append(dots.encode(x=x, y=y, color=_COLOUR))
     # Invisible and larger than a dot, so that the pointer need not hit it.
-    layers.append(points.mark_circle(opacity=0, size=160).encode(tooltip="tip:N"))
+    layers.append(points.mark_circle(opacity=0, size=160).encode(tooltip=alt.Tooltip("tip:N")))
     return layers
 
 
@@ -469,7 +479,7 @@ def _marks(marks: Sequence[Place]) -> list[alt.Chart]:
         row = {"x": mark.x, "label": mark.label, "colour": _colour(mark.colour)}
         # Each name is a line of text below the one before, so that none covers another.
         rows.append(row | {"place": 4 + 17 * number})
-    base = _layer(rows).encode(x="x:Q")
+    base = _layer(rows).encode(x=alt.X("x:Q"))
     place = "scale('x', datum.x)"
     at_right = f"{place} > width * 0.6"
     text = base.mark_text(
@@ -480,5 +490,5 @@ def _marks(marks: Sequence[Place]) -> list[alt.Chart]:
     )
     return [
         base.mark_rule(strokeDash=[4, 4], strokeWidth=1.4).encode(color=_COLOUR),
-        text.encode(y=alt.Y("place:Q", scale=None, axis=None), text="label:N"),
+        text.encode(y=alt.Y("place:Q", scale=None, axis=None), text=alt.Text("label:N")),
     ]
