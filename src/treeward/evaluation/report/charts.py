@@ -141,9 +141,11 @@ def _axis(format: str | None, **options: Any) -> alt.Axis:
 
 
 def _finish(layers: Sequence[alt.Chart], title: str, height: int) -> dict[str, Any]:
-    chart = alt.layer(*layers).properties(width="container", height=height)
+    # Given here: `properties` would copy every row of every layer.
+    options: dict[str, Any] = {"width": "container", "height": height}
     if title:
-        chart = chart.properties(title=alt.TitleParams(title, frame="bounds", offset=8))
+        options["title"] = alt.TitleParams(title, frame="bounds", offset=8)
+    chart = alt.layer(*layers, **options)
     # Validation against the JSON schema would take half the time of a report.
     made: dict[str, Any] = chart.to_dict(validate=False)
     del made["$schema"]  # an address, and the page loads nothing
