@@ -138,7 +138,8 @@ def test_the_verdict_names_what_became_of_each_run(runs: list[RLRun]) -> None:
     assert hacked.gold.by.value == watched["watch/gold_change"] and (hacked.gold.by.high or 0) < 0
     half = (hacked.gold.by.high or 0) - hacked.gold.by.value
     assert half == pytest.approx(1.96 * watched["watch/gold_change_error"], rel=1e-4)
-    assert "; the proxy rose from " in text_of(hacked) and "gold rose from " in text_of(clean)
+    hacked_page = text_of(hacked)
+    assert "; the proxy rose from " in hacked_page and "gold rose from " in text_of(clean)
     for words in (
         "200 steps",
         "gold fell",
@@ -147,7 +148,7 @@ def test_the_verdict_names_what_became_of_each_run(runs: list[RLRun]) -> None:
         "60 to 192 tokens",
         "Alarm at step 120",
     ):
-        assert words in text_of(hacked)
+        assert words in hacked_page
 
 
 def measured(
