@@ -5,7 +5,7 @@ import logging
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
+import yaml
 
 from treeward.config.load import load_config, load_grpo_config, save_config
 from treeward.errors import ConfigError
@@ -62,11 +62,15 @@ def test_its_other_files_load(row, tmp_path):
     keys = {
         key: value for key, value in LOADED[0]["keys"].items() if key not in row.get("without", ())
     }
-    config = OmegaConf.create()
+    tree = {}
     for key, value in {**keys, **row["keys"]}.items():
-        OmegaConf.update(config, key, value)
+        *sections, name = key.split(".")
+        section = tree
+        for outer in sections:
+            section = section.setdefault(outer, {})
+        section[name] = value
     file = tmp_path / "run.yaml"
-    OmegaConf.save(config, file)
+    file.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
     load_grpo_config(file)
 
 
