@@ -1,4 +1,4 @@
-"""What a reward model refuses to read, because the number would be no score."""
+"""What a reward model refuses to read, because the number would be no score, and what must tie."""
 
 from __future__ import annotations
 
@@ -52,3 +52,16 @@ def test_a_broken_conversation_leaves_others_of_its_prompt_as_they_are(model: Re
     plain = model.score_tokens([[*prompt, 5], [*prompt, 6, 7]])
     assert values[1].isnan().all()
     assert torch.allclose(values[[0, 2]], plain, atol=1e-5)
+
+
+def test_equal_rows_are_computed_once_so_that_they_tie() -> None:
+    """Matrix products may round equal rows of a batch differently, by where they lie in it."""
+    rows = RewardModel(tiny_model("llama"), layout="rows").eval()
+    long, short = list(range(10, 30)), [5, 6, 7]
+    want = [rows.score_tokens([ids])[0] for ids in (long, short)]
+    rows.num_computed_tokens = rows.num_row_tokens = 0
+    values = rows.score_tokens([long, short, long, long, short])
+    assert rows.num_computed_tokens == 2 * 20  # two padded rows
+    assert rows.num_row_tokens == 3 * 20 + 2 * 3
+    assert values[0] == values[2] == values[3] and values[1] == values[4]
+    assert torch.allclose(values[:2, 0], torch.cat(want), atol=1e-6)

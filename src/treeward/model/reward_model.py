@@ -32,7 +32,7 @@ from treeward.model.heads import HiddenReader, inputs_of_heads, note_inputs
 from treeward.model.side_by_side import can_divide, divided, side_by_side
 from treeward.model.wrapped import Layout, WrappedModel
 from treeward.tree.batch import Batch, Movable, RowBatch, TreeBatch
-from treeward.tree.plan import order_of_parts, plan_sequences, split_group
+from treeward.tree.plan import distinct_sequences, order_of_parts, plan_sequences, split_group
 from treeward.tree.prefix import (
     MIN_PREFIX_TOKENS,
     Prefix,
@@ -347,6 +347,17 @@ class RewardModel(WrappedModel):
         longer than `max_positions`, or has unknown tokens.
         """
         self._check_sequences(sequences)
+        if self.layout != "tree":
+            # Equal rows of a batch may round differently, and identical completions must tie
+            # exactly; on a tree they are one.
+            distinct, places = distinct_sequences(sequences)
+            if len(distinct) < len(sequences):
+                values_VX = self.read_tokens(
+                    distinct, max_tokens=max_tokens, max_sequences=max_sequences
+                )
+                self.num_row_tokens += sum(map(len, sequences)) - sum(map(len, distinct))
+                of_each = values_VX.split([self.num_values(ids) for ids in distinct])
+                return torch.cat([of_each[place] for place in places])
         sequences, read_at = self.until_last_reads(sequences)
         # What FSDP gathers here is used in training as well, which tensors of the inference mode
         # cannot be.

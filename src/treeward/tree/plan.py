@@ -154,6 +154,20 @@ def _plan_padded_shares(
     return best + [[] for _ in range(num_empty)]
 
 
+def distinct_sequences(sequences: Sequence[TokenIds]) -> tuple[list[TokenIds], list[int]]:
+    """The sequences without repeats, and the place of each sequence among these."""
+    place_of: dict[tuple[int, ...], int] = {}
+    distinct: list[TokenIds] = []
+    places = []
+    for sequence in sequences:
+        key = tuple(map(int, sequence))
+        if key not in place_of:
+            place_of[key] = len(distinct)
+            distinct.append(sequence)
+        places.append(place_of[key])
+    return distinct, places
+
+
 def plan_sequences(
     sequences: Sequence[TokenIds],
     *,
