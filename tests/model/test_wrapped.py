@@ -1,4 +1,4 @@
-"""How a model is called: activations are computed again, Liger's kernels."""
+"""How a model is called: activations are computed again, compiled layers, Liger's kernels."""
 
 from __future__ import annotations
 
@@ -6,11 +6,24 @@ from typing import Any
 
 import pytest
 import torch
-from families import causal_model, forest, gradient_error, gradients, score_error, tiny_model
+from families import (
+    causal_model,
+    forest,
+    gradient_error,
+    gradients,
+    model_of,
+    score_error,
+    tiny_model,
+)
 
+from treeward.config.load import load_run
+from treeward.errors import ConfigError
 from treeward.model.liger import use_liger_kernel
 from treeward.model.policy_model import PolicyModel
 from treeward.model.reward_model import RewardModel
+from treeward.parallel.mesh import Mesh
+from treeward.training.models import make_ready
+from treeward.tree import attention
 
 
 def held_bytes(run: Any) -> tuple[torch.Tensor, int]:
@@ -48,6 +61,32 @@ def test_gradients_are_the_same_bits_and_less_is_held(kind: str, family: str) ->
     for name, gradient in gradients(model.hf, got).items():
         assert torch.equal(gradient, want_gradients[name]), name
     assert all_bytes > 2 * few_bytes
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "can_compile"),
+    [
+        ("llama", {"head_dim": 16}, True),
+        ("llama", {"head_dim": 8}, False),
+        ("qwen3_5", {"head_dim": 16}, True),
+        ("falcon_h1", {"head_dim": 16, "mamba_d_head": 16, "mamba_n_heads": 4}, True),
+        ("mamba", {}, False),
+    ],
+)
+def test_layers_are_compiled_where_trees_run_by_flex_attention(
+    family: str, changes: dict[str, Any], can_compile: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elsewhere `torch_compile` did nothing, and did not say so."""
+    policy = load_run("quickstart", ["policy.torch_compile=true"]).policy
+    model = RewardModel(model_of(family, **changes), layout="tree")
+    assert not model.can_compile
+    monkeypatch.setattr(attention, "has_triton", lambda: True)
+    model.compute_device = torch.device("cuda")
+    assert model.can_compile == can_compile
+    if can_compile:
+        return
+    with pytest.raises(ConfigError, match="not compiled here(?s:.*)heads of 16 numbers"):
+        make_ready(model, policy, Mesh(), role="reward model")
 
 
 @pytest.mark.gpu

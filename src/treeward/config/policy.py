@@ -354,8 +354,8 @@ class TrainedModelConfig(Strict):
     """`tree` computes common prefixes once; `rows` pads plain rows, for comparison and for models
     that cannot share."""
     torch_compile: bool | None = None
-    """Compile the decoder layers. None: where there is a GPU and the model runs on trees, which it
-    needs."""
+    """Compile the decoder layers. None: where it can be done, which needs a GPU and a model that
+    runs on trees and has heads of 16 numbers or more (Mamba 1 alone has no heads)."""
     use_liger_kernel: bool = False
     """Norms and gated MLPs by Liger's kernels. Needs CUDA and the extra `liger`."""
 

@@ -208,6 +208,16 @@ class WrappedModel(nn.Module):
         sizes = (getattr(module, "head_dim", None) for module in self.backbone.modules())
         return {size for size in sizes if isinstance(size, int)}
 
+    @property
+    def implementation_on_trees(self) -> str:
+        """The implementation of `treeward.tree.attention` that trees run by."""
+        return self.tree_attention or attention.default_for(self.device, self.head_sizes)
+
+    @property
+    def can_compile(self) -> bool:
+        """Whether `compile_layers` would change anything: layers are compiled for FlexAttention."""
+        return self.layout == "tree" and self.implementation_on_trees == attention.FLEX
+
     def compile_layers(self, **options: Any) -> None:
         """Compile the decoder layers (`torch.compile`, with its `options`) for trees; all of a kind
         share one graph."""
@@ -244,7 +254,7 @@ class WrappedModel(nn.Module):
 
     def tree_hidden(self, batch: TreeBatch, at_N: Tensor) -> Tensor:
         """The last hidden states at these places of the row (int64), (N, D)."""
-        implementation = self.tree_attention or attention.default_for(self.device, self.head_sizes)
+        implementation = self.implementation_on_trees
         if implementation == attention.FLEX:
             batch = batch.padded()  # rows of few lengths, for compiled layers
         with self.attention(implementation), current_row.over(batch.layout):

@@ -140,16 +140,15 @@ def make_ready(
         use_liger_kernel(model)
     if section.activation_checkpointing:
         model.recompute_activations()
-    can_compile = model.layout == "tree" and model.device.type == "cuda"
-    if policy.torch_compile and not can_compile:
+    if policy.torch_compile and not model.can_compile:
         raise ConfigError(
             "layers are not compiled here",
             where="policy.torch_compile",
-            got=f"{model.layout} on {model.device}",
-            need="a model that runs on trees, on a GPU",
+            got=f"{type(model.hf).__name__}, as {model.layout} on {model.device}",
+            need="a model that runs on trees, on a GPU, with heads of 16 numbers or more",
             fix="leave it out",
         )
-    if can_compile and policy.torch_compile is not False:
+    if model.can_compile and policy.torch_compile is not False:
         model.compile_layers()
     where = str(processes.device())
     if is_sharded:
