@@ -20,16 +20,26 @@ from families import (
     assert_tree_equals_rows,
     dense_mask,
     forest,
+    gradient_error,
+    gradients,
+    model_of,
     plain_scores,
     score_error,
     tiny_model,
 )
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.fx import GraphModule
 from torch.nn.attention import flex_attention as torch_flex
+from torch.utils.checkpoint import checkpoint
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
+from treeward.config.policy import LoraConfig
+from treeward.model.lora import add_adapters
 from treeward.model.reward_model import RewardModel
-from treeward.tree import attention, flex
+from treeward.tree import attention, current_row, flex
 from treeward.tree.batch import TreeBatch
 from treeward.tree.flex import FlexMask
 from treeward.tree.position_mask import PositionMask
@@ -201,10 +211,102 @@ def test_a_decoder_layer_is_one_graph(family: str, eager_flex: None) -> None:
 GPU_SHAPES = {"head_dim": 64, "hidden_size": 256}
 
 
+def compiled_and_plain(
+    family: str, backend: Any, *, adapted: bool = False, recomputes: bool = False
+) -> tuple[RewardModel, RewardModel]:
+    """Two models of the same weights over trees: with compiled layers and FlexAttention, and
+    without."""
+    models = []
+    for _ in range(2):
+        model = RewardModel(model_of(family), layout="tree").train()
+        if adapted:
+            add_adapters(model, LoraConfig(enabled=True, dim=4), seed=0)
+            generator = torch.Generator().manual_seed(0)
+            for name, weight in model.named_parameters():
+                if "lora_B" in name:  # which is zero in new adapters
+                    weight.data = 0.1 * torch.randn(weight.shape, generator=generator)
+        models.append(model)
+    model, plain = models
+    model.tree_attention = attention.FLEX
+    if recomputes:
+        model.recompute_activations()
+    torch._dynamo.reset()
+    model.compile_layers(backend=backend)
+    return model, plain
+
+
+def assert_same_training(model: RewardModel, plain: RewardModel, groups: Any) -> None:
+    scores = model(model.make_batch(groups))
+    want = plain(plain.make_batch(groups))
+    assert score_error(scores, want) <= 1e-5
+    assert gradient_error(gradients(model.hf, scores), gradients(plain.hf, want)) <= 2e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "adapted"),
+    [("llama", False), ("qwen3_5", False), ("qwen3_5", True), ("mamba", False)],
+)
+def test_compiled_layers_compute_activations_again(
+    family: str, adapted: bool, eager_flex: None
+) -> None:
+    """Traced with their gradients, as for a GPU: PyTorch refused the context by which recurrent
+    layers find their row in the recomputation."""
+    backend = CompileCounterWithBackend("aot_eager")
+    model, plain = compiled_and_plain(family, backend, adapted=adapted, recomputes=True)
+    for groups in (forest(), random_forest(2), random_forest(1)):
+        assert_same_training(model, plain, groups)
+    # A recurrent layer is not compiled here: it cannot be traced whole, and nothing less is.
+    assert backend.frame_count == {"llama": 2, "qwen3_5": 2, "mamba": 0}[family]
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_5", marks=pytest.mark.slow)])
+def test_a_compiled_layer_that_computes_again_keeps_nothing(family: str, eager_flex: None) -> None:
+    """But its inputs: its forward graph gives its output alone."""
+    outputs = []
+
+    def keep_graph(graph: GraphModule, inputs: Any) -> Callable[..., Any]:
+        (output,) = (node for node in graph.graph.nodes if node.op == "output")
+        computed = [node for node in output.args[0] if node.op == "call_function"]
+        outputs.append([node.meta["val"].shape for node in computed])
+        return graph.forward
+
+    backend = aot_autograd(
+        fw_compiler=keep_graph,
+        bw_compiler=lambda graph, inputs: graph.forward,
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    model, _ = compiled_and_plain(family, backend, recomputes=True)
+    batch = model.make_batch(forest())
+    model(batch)
+    num_slots = len(batch.padded().tokens_T)
+    assert outputs == [[(1, num_slots, model.hf.config.hidden_size)]]
+
+
+def test_a_traced_checkpoint_has_no_row() -> None:
+    layer = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+
+    def run(values: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = checkpoint(
+            layer, values, use_reentrant=False, context_fn=current_row.checkpointing
+        )
+        return out
+
+    torch._dynamo.reset()
+    values = torch.randn(3, 4)
+    found = []
+    for function in (run, torch.compile(run, backend="aot_eager", fullgraph=True)):
+        layer.zero_grad()
+        function(values).square().sum().backward()
+        found.append([weight.grad.clone() for weight in layer.parameters()])
+    torch.testing.assert_close(found[1], found[0])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_on_a_gpu(family: str, compiled: bool) -> None:
+@pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
+def test_on_a_gpu(family: str, compiled: bool, recomputes: bool) -> None:
     """In bfloat16, against float64 on the host: at most a half more than the error of plain rows
     there."""
     groups = []
@@ -214,8 +316,10 @@ def test_on_a_gpu(family: str, compiled: bool) -> None:
     exact = plain_scores(tiny_model(family, **GPU_SHAPES).double(), sequences)
     hf = tiny_model(family, **GPU_SHAPES).to("cuda", torch.bfloat16)
     hf.score.float()
-    model = RewardModel(hf)
+    model = RewardModel(hf).train()
     model.tree_attention = attention.FLEX
+    if recomputes:
+        model.recompute_activations()
     if compiled:
         model.compile_layers()
     trees = model(model.make_batch(groups))

@@ -220,7 +220,7 @@ class WrappedModel(nn.Module):
 
     def compile_layers(self, **options: Any) -> None:
         """Compile the decoder layers (`torch.compile`, with its `options`) for trees; all of a kind
-        share one graph."""
+        share one graph. Recurrent layers with `recompute_activations` train without."""
         self._is_compiled = True
         # The compiler sees all kinds of layers as one function: each has a graph for training and
         # one for evaluation.
@@ -234,10 +234,13 @@ class WrappedModel(nn.Module):
         # transformers has renamed it; the oldest versions that we allow have only the old name.
         enable = getattr(self.hf, "activation_checkpointing_enable", None)
         enable = enable or self.hf.gradient_checkpointing_enable
-        try:
+        options: dict[str, Any] = {"use_reentrant": False}
+        if self.recurrent_functions:
             # The recomputation needs the row of trees too: recurrent layers look for it when they
             # run.
-            enable({"use_reentrant": False, "context_fn": current_row.checkpointing})
+            options["context_fn"] = current_row.checkpointing
+        try:
+            enable(options)
         except ValueError as error:
             raise ConfigError(
                 "this model cannot compute its activations again",

@@ -14,6 +14,10 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import cached_property
+from typing import Any
+
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from treeward.tree.batch import TreeLayout
 from treeward.tree.recurrence import Recurrence
@@ -49,7 +53,19 @@ def checkpointing() -> tuple[AbstractContextManager[None], AbstractContextManage
     """The `context_fn` of PyTorch's activation checkpointing: nothing for the forward pass, and its
     row for the recomputation, which runs in the backward pass, outside of `over`.
     """
+    if get_proxy_mode() is not None:
+        # A compiled layer is traced. PyTorch refuses other contexts than these there, and has them
+        # itself where no `context_fn` is given. Only layers of attention alone are traced whole
+        # (`mixers._mix`), so nothing in the graph asks for a row.
+        contexts: tuple[AbstractContextManager[None], AbstractContextManager[None]]
+        contexts = create_selective_checkpoint_contexts(_recompute_all)
+        return contexts
     return contextlib.nullcontext(), _Within(current())
+
+
+def _recompute_all(*_: Any, **__: Any) -> CheckpointPolicy:
+    """The policy of a selective checkpoint that keeps nothing."""
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class _Within(AbstractContextManager[None]):
