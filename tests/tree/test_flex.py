@@ -43,6 +43,7 @@ from treeward.tree import attention, current_row, flex
 from treeward.tree.batch import TreeBatch
 from treeward.tree.flex import FlexMask
 from treeward.tree.position_mask import PositionMask
+from treeward.tree.prefix import Prefix
 
 
 @pytest.fixture
@@ -242,6 +243,41 @@ def assert_same_training(model: RewardModel, plain: RewardModel, groups: Any) ->
     assert gradient_error(gradients(model.hf, scores), gradients(plain.hf, want)) <= 2e-5
 
 
+RECURRENT = ["qwen3_5", "nemotron_h", "mamba", "lfm2", "falcon_h1"]
+"""Of each kind of recurrent layer one family, and one with attention beside it."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "adapted"), [*((family, False) for family in RECURRENT), ("qwen3_5", True)]
+)
+def test_a_recurrent_layer_is_a_few_graphs(family: str, adapted: bool, eager_flex: None) -> None:
+    """Between the functions by which it follows trees. Layers of a kind share them, and rows of
+    every length."""
+    counter = CompileCounterWithBackend("eager")
+    model, plain = compiled_and_plain(family, counter, adapted=adapted)
+    compiled = []
+    for groups in (random_forest(1), random_forest(2), forest(), random_forest(3)):
+        assert_same_training(model, plain, groups)
+        compiled.append(counter.frame_count)
+    # For the first length; once more, for all lengths.
+    assert 0 < compiled[0] < compiled[1] == compiled[2] == compiled[3] <= 16
+    model.eval()
+    with torch.no_grad():
+        for groups in (random_forest(1), forest(), random_forest(2)):
+            got = model(model.make_batch(groups))
+            assert score_error(got, plain(plain.make_batch(groups))) <= 1e-5
+            compiled.append(counter.frame_count)
+        sequence = forest()[0][0]
+        ids = torch.tensor([sequence])
+        with model.plain_attention():  # a plain row, of which no layer is compiled
+            got = model.hf.base_model(ids, use_cache=False).last_hidden_state
+        with plain.plain_attention():
+            want = plain.hf.base_model(ids, use_cache=False).last_hidden_state
+    assert score_error(got, want) <= 1e-5
+    assert compiled[-2] == compiled[-1] == counter.frame_count <= 24
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "adapted"),
@@ -375,3 +411,39 @@ def test_what_is_kept_of_prompts_compiles_nothing_anew(eager_flex: None) -> None
             assert [len(kept) for kept in batch.layout.exchange.kept()] == lengths
             compiled.append(counter.frame_count)
     assert compiled[2] == compiled[3] == compiled[4], compiled
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h", "mamba"])
+def test_what_is_kept_of_prompts_compiles_no_recurrent_layer_anew(
+    family: str, eager_flex: None
+) -> None:
+    """States too, and completions that go on from them, as scoring with a cache does it."""
+    counter = CompileCounterWithBackend("eager")
+    model, plain = compiled_and_plain(family, counter)
+    model.eval()
+
+    def read(model: RewardModel, prompts: list[list[int]]) -> list[Prefix]:
+        keep = [(p, 0, len(ids)) for p, ids in enumerate(prompts)]
+        batch = TreeBatch.from_groups([[ids] for ids in prompts], keep=keep)
+        model(batch)
+        assert batch.layout.exchange is not None
+        return batch.layout.exchange.kept()
+
+    def go_on(model: RewardModel, prefixes: list[Prefix]) -> torch.Tensor:
+        completions = [[[50, 51, 52], [50, 60], [70]] for _ in prefixes]
+        groups = [*completions, [[90, 91, 92]]]
+        scores: torch.Tensor = model(TreeBatch.from_groups(groups, prefixes=[*prefixes, None]))
+        return scores
+
+    compiled = []
+    with torch.no_grad():
+        for lengths in ([150, 20], [300, 10, 30], [40, 50], [90, 210, 30, 11], [400, 9], [64, 7]):
+            prompts = [[3 + p] * length for p, length in enumerate(lengths)]
+            prefixes = read(plain, prompts)
+            for got, want in zip(read(model, prompts), prefixes, strict=True):
+                for kept, kept_by_plain in zip(got.tensors, want.tensors, strict=True):
+                    assert score_error(kept, kept_by_plain) <= 1e-5
+            assert score_error(go_on(model, prefixes), go_on(plain, prefixes)) <= 1e-5
+            compiled.append(counter.frame_count)
+    assert compiled[3] == compiled[4] == compiled[5], compiled

@@ -220,7 +220,8 @@ class WrappedModel(nn.Module):
 
     def compile_layers(self, **options: Any) -> None:
         """Compile the decoder layers (`torch.compile`, with its `options`) for trees; all of a kind
-        share one graph. Recurrent layers with `recompute_activations` train without."""
+        share their graphs. An attention layer is one graph. A recurrent layer is several, between
+        the functions by which it follows trees; with `recompute_activations` it trains without."""
         self._is_compiled = True
         # The compiler sees all kinds of layers as one function: each has a graph for training and
         # one for evaluation.
