@@ -125,7 +125,7 @@ def test_steps_need_no_configuration_either(first_run: Callable[..., Ended]) -> 
         rows.append({"prompt": f"{n % 24} + 1?", "completions": steps, "labels": [1, 0.5]})
     write_jsonl(Path("steps.jsonl"), *rows)
     kind = "policy.reward_model_cfg.reward_model_type=process"
-    words = ["--data", "steps.jsonl", kind, "policy.reward_model_cfg.step_token='|'"]
+    words = ["--data", "steps.jsonl", kind, "policy.reward_model_cfg.step_token='^'"]
     ended = first_run(*words, "--dry-run")
     assert ended.code == 0, ended.err
     assert "data.dataset_name=StepDataset " in ended.out

@@ -509,6 +509,8 @@ def test_the_mark_is_one_token_that_nothing_else_has(
     assert choose_mark(tokenizer, None) == MARK
     with pytest.raises(ConfigError, match="step_token"):
         choose_mark(tokenizer, "two words")
+    with pytest.raises(ConfigError, match="cannot be the mark(?s:.*)endoftext"):
+        choose_mark(tokenizer, "|")
     # Gemma's vocabulary has a blank line as one token, which every second prompt has too.
     with_blank_line = copy.deepcopy(tokenizer)
     with_blank_line.add_tokens(["\n\n"])

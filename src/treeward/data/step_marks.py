@@ -64,7 +64,8 @@ def choose_mark(tokenizer: PreTrainedTokenizerBase, requested: str | None) -> st
 def mark_id(tokenizer: PreTrainedTokenizerBase, mark: str) -> int:
     """The id of the mark. The tokenizer parts texts at it from now on, and when it is saved.
 
-    Raises `ModelError` if it is not one token, and for white space.
+    Raises `ModelError` if it is not one token, for white space, and for a part of another special
+    token.
     """
     if not mark.strip():
         # Prompts have it too, and templates trim it after the last step.
@@ -73,6 +74,14 @@ def mark_id(tokenizer: PreTrainedTokenizerBase, mark: str) -> int:
             got=repr(mark),
             need="a token that no prompt, no step and no chat template has",
         )
+    for other in tokenizer.get_added_vocab():
+        if mark in other and mark != other:
+            # The text of a conversation, whose marks are counted, has it wherever a turn begins.
+            raise ModelError(
+                "a part of a special token cannot be the token at which a model reads a step",
+                got=f"{mark!r}, which {other!r} has",
+                need="a token that no prompt, no step and no chat template has",
+            )
     is_known = mark in tokenizer.get_vocab()
     if is_known and mark not in tokenizer.get_added_vocab():
         # An ordinary token could merge with the text before it: a step must have its own tokens.
