@@ -157,8 +157,9 @@ class PolicyModel(WrappedModel):
             weight = weight.to_local()
             if bias is not None:
                 bias = bias.to_local()
+        # A Mamba's last norm gives float32, whatever the weights are.
         return linear_log_probs(
-            hidden_ND,
+            hidden_ND.to(weight.dtype),
             weight,
             bias,
             targets_N,
@@ -177,7 +178,7 @@ class PolicyModel(WrappedModel):
 
     def logits(self, hidden_CD: Tensor) -> Tensor:
         """As the model's own forward makes them of its last hidden states."""
-        logits: Tensor = self.head(hidden_CD) * self._logit_scale
+        logits: Tensor = self.head(hidden_CD.to(self.head.weight.dtype)) * self._logit_scale
         softcap = self._softcap
         if softcap is None:
             return logits
