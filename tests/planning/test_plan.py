@@ -143,9 +143,9 @@ print(resident("VmHWM") - before)
 """
 
 
-def measured_peak(file: Path, overrides: tuple[str, ...]) -> int:
+def measured_peak(file: Path, words: tuple[str, ...], program: str = MEASURED) -> int:
     """The bytes that a process of its own takes for the run, at their highest."""
-    words = [sys.executable, "-c", MEASURED, str(file), *overrides]
+    words = (sys.executable, "-c", program, str(file), *words)
     each_is_returned = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     done = subprocess.run(words, capture_output=True, text=True, check=True, env=each_is_returned)
     return int(done.stdout)
@@ -284,12 +284,134 @@ def test_a_gpus_fused_kernels_are_named_and_not_planned(
     assert planned().fits is False
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "mamba"])
-def test_grpo_on_recurrent_layers_is_not_planned(family: str, planned: Any) -> None:
-    grpo = {"num_prompts_per_step": 8, "num_generations_per_prompt": 4}
-    planned.write(HYBRIDS[family], grpo=grpo, env={"math": {}})
-    with pytest.raises(ConfigError, match="cannot be planned(?s:.*)linear_attention"):
-        planned()
+GRPO: dict[str, Any] = {
+    "grpo": {"num_prompts_per_step": 8, "num_generations_per_prompt": 4},
+    "env": {"math": {}},
+}
+COMPLETIONS = ("policy.generation.max_new_tokens=128", "policy.generation.batch_size=32")
+
+
+def test_grpo_on_recurrent_layers_has_states(planned: Any) -> None:
+    planned.write(HYBRIDS["qwen3_5"], **GRPO)
+    found = planned(*COMPLETIONS)
+    # Of one attention layer with four heads of 48 numbers, in float32.
+    assert found.memory["KV cache"] == 2 * 4 * 4 * 48 * (32 * 128 + 8 * 896)
+    # Of two layers: a convolution of four taps, and 8 heads of 48 x 64 numbers; two copies.
+    of_state = 2 * 4 * (3 * (2 * 4 * 48 + 8 * 64) + 8 * 48 * 64)
+    assert found.memory["recurrent states"] == 2 * 32 * of_state
+    assert planned(*COMPLETIONS, gpu="cpu").memory["recurrent states"] == 32 * of_state
+    for name in ("reference", "activations", "prompts"):
+        assert found.memory[name] > 0
+    server = ("policy.generation.backend=vllm", "policy.generation.url=http://localhost:8000/v1")
+    served = planned(*COMPLETIONS, *server)
+    assert not {"prompts", "KV cache", "recurrent states"} & set(served.memory)
+    planned.write(HYBRIDS["mamba"], **GRPO)
+    assert "KV cache" not in planned(*COMPLETIONS).memory
+
+
+def test_the_prompts_of_a_sampling_may_be_the_most(planned: Any) -> None:
+    """A Mamba 1 makes a state of each token, and reads 8192 tokens of prompts at once."""
+    planned.write(HYBRIDS["mamba"], tokens=1024, **GRPO)
+    memory = planned(*COMPLETIONS).memory
+    held = memory["weights"] + memory["optimizer"] + memory["reference"]
+    assert memory["peak"] == held + memory["prompts"]
+    assert memory["prompts"] > memory["gradients"] + memory["activations"]
+
+
+def test_of_unknown_layers_grpo_is_planned_but_for_what_they_keep(
+    planned: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned.write(UNKNOWN, **GRPO)
+    found = planned()
+    assert (found.fits, found.unknown) == (None, "layers of type linear_attention")
+    assert not {"activations", "prompts", "KV cache", "recurrent states"} & set(found.memory)
+    assert found.memory["reference"] == pytest.approx(found.memory["weights"], rel=0.01)
+    assert main(["plan", "--config", str(planned.file)]) == 0
+    text = capsys.readouterr().out
+    assert "may fit, as it is not known what layers of type linear_attention keep" in text
+    monkeypatch.setitem(GPUS, "h100", 1e3)
+    assert planned().fits is False
+
+
+MEASURED_GRPO = """
+import copy, gc, sys
+import torch
+from treeward.config.load import load_run
+from treeward.planning.bare_models import bare_policy
+from treeward.rl.sampling import SampledRow, sample, uniforms
+from treeward.training.models import adapt
+from treeward.training.optimisation import build_optimizer
+
+def resident(key):
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(key))
+
+config = load_run(sys.argv[1], sys.argv[3:])
+longest, new_tokens = config.policy.max_total_sequence_length, config.max_new_tokens
+
+def make():
+    policy = bare_policy(config.policy)
+    adapt(policy, config.policy, seed=0, checkpoint=None)
+    reference = None
+    if not config.policy.dtensor_cfg.lora_cfg.enabled:
+        reference = copy.deepcopy(policy).requires_grad_(False)
+    return policy, build_optimizer(policy, config.policy.optimizer), reference
+
+def update(policy, optimizer, length):
+    prompt = [1] * (length // 3)
+    for _ in range(2):  # the second adds to gradients that are there
+        group = [prompt + [n] * (length // 3) for n in (2, 3)]
+        policy.log_probs([group], [[len(prompt)] * 2]).values_SL.sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+def sampling(policy, prompt_tokens, new_tokens):
+    rows = []
+    for s in range(config.policy.generation.batch_size):
+        prompt = (3 + s // config.grpo.num_generations_per_prompt,) * prompt_tokens
+        rows.append(SampledRow(prompt, new_tokens, uniforms(0, 0, s, new_tokens)))
+    policy.eval()
+    sample(policy, rows, ended=lambda tokens: False)
+    policy.train()
+
+models = make()  # what is loaded when it is first used
+update(*models[:2], 64)
+sampling(models[0], 40, 3)
+del models
+gc.collect()
+before = resident("VmRSS")
+policy, optimizer, reference = make()
+update(policy, optimizer, config.policy.micro_batch_tokens)
+with open("/proc/self/clear_refs", "w") as file:
+    file.write("5")  # the highest from now on
+if sys.argv[2] == "update":
+    update(policy, optimizer, config.policy.micro_batch_tokens)
+else:
+    sampling(policy, longest - new_tokens, new_tokens)
+print(resident("VmHWM") - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overrides", [(), LORA], ids=["", "adapters"])
+@pytest.mark.parametrize("family", ["llama", *HYBRIDS])
+def test_the_peaks_of_grpo_are_those_of_a_measured_run(
+    family: str, overrides: tuple[str, ...], planned: Any
+) -> None:
+    """Of an update as near as of a reward model; of the prompts of a sampling up to a third more:
+    of a layer the sum of its most is planned, and of the pass as many tokens as there may be."""
+    planned.write({**FAMILIES, **HYBRIDS}[family], tokens=1536, **GRPO)
+    few = ("policy.generation.max_new_tokens=64", "policy.generation.batch_size=8")
+    overrides = (*overrides, *few)
+    memory = planned(*overrides, gpu="cpu").memory
+    held = memory["weights"] + memory["optimizer"] + memory.get("reference", 0)
+    updating = held + memory["gradients"] + memory["activations"]
+    prompts = held + memory["prompts"]
+    assert memory["peak"] == max(updating, prompts)
+    measured = measured_peak(planned.file, ("update", *overrides), MEASURED_GRPO)
+    assert updating == pytest.approx(measured, rel=0.1)
+    measured = measured_peak(planned.file, ("sampling", *overrides), MEASURED_GRPO)
+    assert 0.95 * measured <= prompts <= 1.35 * measured
 
 
 def test_a_run_of_grpo_has_a_reference_keys_and_values_and_reward_models(

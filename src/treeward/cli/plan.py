@@ -63,7 +63,7 @@ def plan_text(planned: Plan) -> str:
     if planned.fits is not None:
         verdict = "fits" if planned.fits else "does not fit"
     elif planned.unknown is not None:
-        verdict = f"may fit, as the activations of {planned.unknown} are not known"
+        verdict = f"may fit, as it is not known what {planned.unknown} keep"
     else:
         verdict = "may fit with fused kernels, but not with PyTorch's own functions"
     lines = [

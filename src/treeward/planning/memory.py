@@ -25,6 +25,16 @@ in `recurrent_memory.py`. A layer of one module alone (Mamba, Nemotron-H) keeps 
 does. An attention whose output has a gate (Qwen3.5) keeps 3 b h e more: the gate, its activation and
 their product. Experts keep 2 b d more for each that a token goes through: its input and its output.
 
+Without gradients, as the prompts of a sampling are read, a layer holds the most of these at a time,
+beside its input:
+
+    attention            b (d + 3 h e + 4 g e), with a gate b h e more; and in half precision on a
+                         CPU copies in float32, 4 (2 h e + 2 g e)
+    MLP                  b (3 d + 3 f), and 2 b d more for each expert
+    mixer                b d and what `recurrent_memory.py` says
+    adapters             of attention or MLP 4 max(d, f, h e) more: the output of one; in half
+                         precision twice that, because its input is there in float32 too
+
 A test holds the formula to measured runs. It is an upper estimate: Llama's and Qwen's norms keep 6
 w in bfloat16, and compiled layers keep less.
 """
@@ -107,6 +117,32 @@ class LayerShape:
             # Tensor parallelism gathers what a mixer's projections give, and leaves it whole.
             mixer = self.mixer.kept_bytes(itemsize, has_adapters=self.adapted_width > 0)
         return norms + inputs + attention + mlp + mixer
+
+    def bytes_without_gradients(self, itemsize: int, tensor_size: int, *, on_cpu: bool) -> int:
+        """The most that a forward pass without gradients holds of a token, beside the layer's
+        input."""
+        queries = self.heads * self.head_size // tensor_size
+        keys = self.key_value_heads * self.head_size // tensor_size
+        intermediate = self.intermediate // tensor_size
+        attention = itemsize * (self.hidden + 3 * queries + 4 * keys)
+        if self.has_output_gate:
+            attention += itemsize * queries
+        if on_cpu and itemsize < _FLOAT32:
+            attention += _FLOAT32 * 2 * (queries + keys)
+        mlp = itemsize * (3 * intermediate + (3 + 2 * self.num_experts) * self.hidden)
+        most = max(attention, mlp)
+        if self.adapted_width:
+            widths = [self.hidden, queries]
+            if not self.num_experts:  # which have no adapters
+                widths.append(intermediate)
+            num_copies = 1
+            if itemsize < _FLOAT32:
+                num_copies = 2
+            most += num_copies * _FLOAT32 * max(widths)
+        if self.mixer is not None:
+            mixer = itemsize * self.hidden + self.mixer.bytes_without_gradients(itemsize)
+            most = max(most, mixer)
+        return most
 
     def transient_bytes(self, itemsize: int, tensor_size: int) -> int:
         """What the layer holds of a token for a short time. `itemsize`: of gradients."""

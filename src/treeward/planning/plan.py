@@ -9,7 +9,6 @@ weight, what its layers keep of a micro-batch by the formula of `treeward.planni
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -32,6 +31,7 @@ from treeward.parallel.tensor import check_cut
 from treeward.planning.bare_models import bare_classifier, bare_policy, bare_reward_model
 from treeward.planning.memory import activation_bytes, find_mixers, layer_shapes
 from treeward.planning.recurrent_memory import FUSED_KERNELS
+from treeward.planning.sampling_memory import SamplingShape, sampling_memory
 from treeward.training.models import adapt
 from treeward.training.optimisation import build_optimizer, check_sharded_optimizer
 
@@ -55,12 +55,14 @@ class Plan:
 
     `memory`: bytes of one device, by what holds them. `weights`, `gradients`, `optimizer` and
     `reference` are there for the whole step; `activations` and `exchanged` weights come and go.
-    `reward models`: beside a policy. `KV cache` and `whole policy`: while completions are sampled,
-    when there are no gradients. `peak`: the most at a time. `usable`: of the device's memory.
-    `host`: in the memory of the host, for each device. A micro-batch has `micro_batch_tokens`.
+    `reward models`: beside a policy. `KV cache`, `recurrent states` and `whole policy`: while
+    completions are sampled, when there are no gradients; `prompts`: before that, in place of the
+    first two. `peak`: the most at a time. `usable`: of the device's memory. `host`: in the memory
+    of the host, for each device. A micro-batch has `micro_batch_tokens`.
 
-    `unknown`: layers whose activations the formula does not know, and which are in no number.
-    `fits` is then false where the rest is too much already, and otherwise None.
+    `unknown`: layers of which the formula knows neither the activations nor what they keep while
+    completions are sampled; they are in no number. `fits` is then false where the rest is too much
+    already, and otherwise None.
 
     `kernels`: packages of fused kernels that a GPU may compute recurrent layers by. They keep other
     activations than PyTorch's functions, which are the ones that are planned. `fits` is None where
@@ -110,9 +112,10 @@ def plan(config: RewardModelRunConfig | GRPORunConfig, gpu: str) -> Plan:
     if layout.is_sharded:
         check_sharded_optimizer(policy.optimizer)
     model = _adapted_model(config, layout)
-    _check_planned(config, model)
+    _check_planned(policy, model)
     unknown = _unknown_layers(model)
     tokens = _micro_batch_tokens(config)
+    on_cpu = gpu == "cpu"
 
     # There for the whole step.
     held = _held_bytes(config, model, layout)
@@ -126,32 +129,36 @@ def plan(config: RewardModelRunConfig | GRPORunConfig, gpu: str) -> Plan:
     # Only while a micro-batch is learnt from.
     learning: dict[str, int] = {}
     if unknown is None:
-        learning["activations"] = _activation_bytes(
-            model, policy, tokens, tensor, on_cpu=gpu == "cpu"
-        )
+        learning["activations"] = _activation_bytes(model, policy, tokens, tensor, on_cpu=on_cpu)
     if layout.is_sharded:
         learning["exchanged"] = _exchanged_bytes(model, policy, tensor)
     # Only while completions are sampled; and reward models, which are there all the time.
     sampling: dict[str, int] = {}
     rewards = 0
     if isinstance(config, GRPORunConfig):
-        sampling = _sampling_bytes(config, model, layout)
+        assert isinstance(model, PolicyModel)
+        sampling = _sampling_bytes(
+            config, model, layout, on_cpu=on_cpu, knows_layers=unknown is None
+        )
         rewards = _reward_model_bytes(config)
 
-    # A step samples first, without gradients, and learns then: the larger of the two counts.
-    while_sampling = sum(held.values()) - held["gradients"] + sum(sampling.values())
+    # A step reads prompts, samples and learns, one after the other: the largest of the three counts.
+    while_reading, while_sampling = _before_learning(held, sampling)
     while_learning = sum(held.values()) + sum(learning.values())
-    peak = rewards + max(while_learning, while_sampling)
+    peak = rewards + max(while_learning, while_reading, while_sampling)
     usable = 0  # of a CPU's memory the plan knows nothing, and every run fits
-    if gpu != "cpu":
+    if not on_cpu:
         usable = int(GPUS[gpu] * (1 - _RESERVED))
-    fits: bool | None = gpu == "cpu" or peak <= usable
+    fits: bool | None = on_cpu or peak <= usable
     if fits and unknown is not None:
         fits = None
     kernels = None
-    if gpu != "cpu":
+    if not on_cpu:
         kernels = _fused_kernels(model)
-    if not fits and kernels is not None and peak - learning.get("activations", 0) <= usable:
+    # Kernels keep other activations, and compute prompts in other ways.
+    without_kernels = while_learning - learning.get("activations", 0)
+    certain = rewards + max(without_kernels, while_sampling)
+    if not fits and kernels is not None and certain <= usable:
         fits = None
     others = {
         "reward models": rewards,
@@ -175,6 +182,13 @@ def plan(config: RewardModelRunConfig | GRPORunConfig, gpu: str) -> Plan:
     )
 
 
+def _before_learning(held: Mapping[str, int], sampling: Mapping[str, int]) -> tuple[int, int]:
+    """The bytes that are there while prompts are read, and while completions are sampled."""
+    always = sum(held.values()) - held["gradients"] + sampling.get("whole policy", 0)
+    of_completions = sampling.get("KV cache", 0) + sampling.get("recurrent states", 0)
+    return always + sampling.get("prompts", 0), always + of_completions
+
+
 def _layout_text(cluster: ClusterConfig, gpu: str) -> str:
     text = f"{cluster.num_processes // cluster.num_nodes} x {gpu}"
     if cluster.num_nodes > 1:
@@ -182,12 +196,9 @@ def _layout_text(cluster: ClusterConfig, gpu: str) -> str:
     return text
 
 
-def _check_planned(config: RewardModelRunConfig | GRPORunConfig, model: WrappedModel) -> None:
+def _check_planned(policy: TrainedModelConfig, model: WrappedModel) -> None:
     """Raise `ConfigError` for a run of which nothing can be planned."""
-    reason = why_not_planned(config.policy, model)
-    if reason is None and isinstance(config, GRPORunConfig):
-        # The states that sampling keeps of recurrent layers are not known.
-        reason = _recurrent_layers(model) or _unknown_layers(model)
+    reason = why_not_planned(policy, model)
     if reason is not None:
         raise ConfigError(
             "the memory of this run cannot be planned",
@@ -394,26 +405,32 @@ def _count(module: nn.Module, *, only_trained: bool = False) -> int:
 
 
 def _sampling_bytes(
-    config: GRPORunConfig, model: RewardModel | PolicyModel, layout: _Layout
+    config: GRPORunConfig,
+    model: PolicyModel,
+    layout: _Layout,
+    *,
+    on_cpu: bool,
+    knows_layers: bool,
 ) -> dict[str, int]:
-    """The keys and values of all completions that a process samples at once, and its whole policy.
-
-    The keys and values of a prompt are there once.
-    """
+    """What a process holds to sample completions, and its whole policy."""
     generation = config.policy.generation
     # A server or an engine of vLLM has memory of its own, which is no part of this plan.
     if generation.url is not None or generation.starts_engines:
         return {}
-    itemsize = DTYPES[config.policy.precision].itemsize
-    shape = layer_shapes(model)[0]
-    longest = config.policy.max_total_sequence_length
-    new_tokens = min(config.max_new_tokens, longest)
-    # The worst case: every prompt has the full length, and no completion ends before its limit.
-    rows = generation.batch_size
-    prompts = math.ceil(rows / config.grpo.num_generations_per_prompt)
-    tokens = rows * new_tokens + prompts * (longest - new_tokens)
-    keys_and_values = 2 * len(model.layers) * shape.key_value_heads * shape.head_size * tokens
-    sizes = {"KV cache": itemsize * keys_and_values // layout.tensor}
+    sizes = {}
+    if knows_layers:
+        memory = sampling_memory(
+            model,
+            SamplingShape.of(config),
+            itemsize=DTYPES[config.policy.precision].itemsize,
+            on_cpu=on_cpu,
+            tensor_size=layout.tensor,
+        )
+        sizes = {
+            "prompts": memory.prompts,
+            "KV cache": memory.keys_and_values,
+            "recurrent states": memory.states,
+        }
     # Each process samples its own prompts with all weights (`on_whole` of `parallel.sharding`).
     if layout.is_sharded:
         sizes["whole policy"] = _frozen_bytes(model, config.policy) // layout.tensor

@@ -68,6 +68,14 @@ output of the convolution, and the last projection's input.
 
 A mixer's input, b d, counts with the layer's other inputs (`memory.py`).
 
+**Without gradients**, as the prompts of a sampling are read (`sampling_memory.py`), transformers'
+functions compute the rule, and the most at a time is
+
+    gated delta rule    b (D + 2 h v + 2 j q) + 4 (5 h v + 5 h q + 3 h c + h q v / c + 12 h)
+    Mamba 2             b (2 D + 2 w + 2 g n + h) + 4 (7 w + 3 h n + 3 h c + 3 w n / c + 7 h)
+    Mamba 1             7 b m + 4 (4 m n + 6 m)
+    short convolution   5 b d + 12 d
+
 **With adapters** the mixer's other weights are frozen, and what only their gradients need is not
 kept: the input of a norm's weight (b h v, b w), what the skip weight D of Mamba is multiplied with
 (4 w, 4 m), and the input of Mamba's last projection (b w, b m), which has no adapter.
@@ -79,7 +87,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from treeward.tree.mixers import CPU_CHUNK, GPU_CHUNK
 
@@ -116,6 +124,20 @@ class GatedDeltaShape:
             norm -= itemsize * values
         return convolution + _FLOAT32 * rule + norm
 
+    @property
+    def num_of_state(self) -> int:
+        """The numbers of a state."""
+        return self.heads * self.key_size * self.value_size
+
+    def bytes_without_gradients(self, itemsize: int) -> int:
+        """The most at a time, of a token."""
+        keys = self.key_heads * self.key_size
+        values = self.heads * self.value_size
+        inputs = itemsize * (4 * keys + 3 * values)
+        rule = 5 * values + 5 * self.heads * self.key_size + 3 * self.heads * self.chunk
+        rule += self.num_of_state // self.chunk + 12 * self.heads
+        return inputs + _FLOAT32 * rule
+
     def transient_bytes(self, itemsize: int) -> int:
         """Of a token, for a short time in the backward pass: gradients of the norm with its
         gate."""
@@ -147,6 +169,20 @@ class Mamba2Shape:
             if self.has_norm:
                 kept -= itemsize * width
         return kept
+
+    @property
+    def num_of_state(self) -> int:
+        """The numbers of a state."""
+        return self.heads * self.head_size * self.state_size
+
+    def bytes_without_gradients(self, itemsize: int) -> int:
+        """The most at a time, of a token."""
+        width = self.heads * self.head_size
+        keys_and_queries = 2 * self.groups * self.state_size
+        inputs = itemsize * (4 * width + 3 * keys_and_queries + self.heads)
+        scan = 7 * width + 3 * self.heads * (self.state_size + self.chunk)
+        scan += 3 * self.num_of_state // self.chunk + 7 * self.heads
+        return inputs + _FLOAT32 * scan
 
     def _end_bytes(self, itemsize: int) -> int:
         """What stands behind the scan: the norm, the gate and the last projection."""
@@ -183,6 +219,16 @@ class Mamba1Shape:
             others -= (_FLOAT32 + itemsize) * self.channels
         return states + others + _convolution_bytes(self.channels, itemsize, self.by_tree)
 
+    @property
+    def num_of_state(self) -> int:
+        """The numbers of a state."""
+        return self.channels * self.state_size
+
+    def bytes_without_gradients(self, itemsize: int) -> int:
+        """The most at a time, of a token."""
+        states = _FLOAT32 * (4 * self.num_of_state + 6 * self.channels)
+        return states + 7 * itemsize * self.channels
+
     def transient_bytes(self, itemsize: int) -> int:
         """Of a token, at the end of the forward pass: the states one by one, what is written to
         them, and four tensors of the channels."""
@@ -200,6 +246,15 @@ class ShortConvolutionShape:
         """Of a token."""
         of_input = _FLOAT32 if self.by_tree else itemsize
         return (of_input + 5 * itemsize) * self.channels
+
+    @property
+    def num_of_state(self) -> int:
+        """None but the inputs of the convolution."""
+        return 0
+
+    def bytes_without_gradients(self, itemsize: int) -> int:
+        """The most at a time, of a token."""
+        return (5 * itemsize + 3 * _FLOAT32) * self.channels
 
     def transient_bytes(self, itemsize: int) -> int:
         """Of a token, in the backward pass: the gradient of the first projection's output."""
@@ -223,6 +278,23 @@ class LayerMixer:
 
     module: nn.Module
     shape: MixerShape
+
+    def state_bytes(self, itemsize: int, *, on_trees: bool) -> int:
+        """What a conversation that is sampled keeps of its tokens (`sampling_memory.py`)."""
+        # Falcon-H1 multiplies the inputs by a buffer, which is float32 in a model that was not
+        # loaded.
+        multipliers = getattr(self.module, "mup_vector", None)
+        if isinstance(multipliers, Tensor):
+            itemsize = max(itemsize, multipliers.itemsize)
+        of_inputs = 0
+        for module in self.module.modules():
+            if isinstance(module, nn.Conv1d):
+                # transformers' cache has room for the next input too.
+                num_inputs = module.kernel_size[0]
+                if on_trees:
+                    num_inputs -= 1
+                of_inputs += itemsize * num_inputs * module.in_channels
+        return of_inputs + _FLOAT32 * self.shape.num_of_state
 
 
 def find_mixer(layer: nn.Module, *, on_cpu: bool, on_trees: bool) -> LayerMixer | None:

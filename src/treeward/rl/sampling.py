@@ -56,7 +56,7 @@ DECODE_SETTINGS = {
     "cuda": DecodeSettings(tokens_at_once=16, kept_at_most=1 / 2, static=True),
 }
 
-_PROMPT_TOKENS = 8192
+PROMPT_TOKENS = 8192
 """Tokens of prompts in one forward pass."""
 
 
@@ -201,7 +201,7 @@ class _TreeDecoder:
         prompts = list(self._places)
         prefixes: dict[int, Prefix] = {}
         last_hidden: dict[int, Tensor] = {}  # of each prompt's last token
-        for chosen in plan_micro_batches([len(ids) for ids in prompts], max_tokens=_PROMPT_TOKENS):
+        for chosen in plan_micro_batches([len(ids) for ids in prompts], max_tokens=PROMPT_TOKENS):
             groups = [[prompts[p]] for p in chosen]
             keep = [(n, 0, len(prompts[p])) for n, p in enumerate(chosen)]
             batch = TreeBatch.from_groups(groups, keep=keep).to(self.policy.device)
