@@ -21,8 +21,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 INSTALL := $(PIP) torch uv && $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt
 # An environment that `uv run` has made has no pip.
 MAKE_VENV := test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); $(BIN)/python -m ensurepip --default-pip > /dev/null
-# One thread for each of two test processes: tiny models gain nothing from more.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 .PHONY: env env-dev quickstart real-demo rlhf-demo judge-demo rubric-demo process-demo test test-slow test-vllm check benchmark benchmark-gpu soak docs clean
 

@@ -18,6 +18,9 @@ from hypothesis import HealthCheck, settings
 # a test that reached for the hub would hang where there is none
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Before torch is imported. Some tests compare bits, which the order of sums of several threads
+# changes; and tiny models gain nothing from more of them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Nothing is timed: a busy machine must not fail a property.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
