@@ -62,6 +62,13 @@ def test_wrong_bodies(client: Any, content: bytes, status: int, code: str) -> No
     assert ask(client).status_code == 200
 
 
+def test_an_unknown_key_is_named_with_the_place_of_the_known_ones(client: Any) -> None:
+    response = ask(client, conversation=[])
+    assert error(response) == (422, "invalid_request")
+    assert response.json()["error"]["param"] == "conversation"
+    assert "GET /openapi.json has the keys" in response.json()["error"]["message"]
+
+
 def test_too_many_conversations_are_refused(
     make_service: Callable[..., Service],
     asgi_client: Callable[..., Any],

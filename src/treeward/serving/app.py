@@ -154,5 +154,8 @@ async def _invalid(request: Request, error: Exception) -> Response:
         field += f"[{part}]" if isinstance(part, int) else f".{part}"
     # A key that a client made up may be of any length.
     field = field.lstrip(".")[:100]
-    message = f"{field or 'the body'}: {first['msg']}; got {shown(first['input'])}"
+    problem = first["msg"]
+    if first["type"] == "extra_forbidden":
+        problem = "this key is not known; GET /openapi.json has the keys of each body"
+    message = f"{field or 'the body'}: {problem}; got {shown(first['input'])}"
     return await _api_error(request, APIError(422, "invalid_request", message, param=field or None))
