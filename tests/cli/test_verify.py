@@ -84,6 +84,9 @@ def test_weights_are_kept_unless_others_are_given(
     assert contract_of(labelled) == contract
     write("--force", "--head-weights=helpful=-1,brief=2")
     assert [head.weight for head in contract_of(labelled).heads] == [-1.0, 2.0]
+    write("--force", "--head-weights=mean")
+    assert [head.weight for head in contract_of(labelled).heads] == [0.5, 0.5]
+    assert "the model has heads" in write("--force", "--head-weights=min", code=2)
 
 
 @pytest.fixture

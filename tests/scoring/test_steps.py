@@ -169,6 +169,22 @@ def test_the_least_step_and_rows_of_a_file(published: Any, tokenizer: Any, tmp_p
     assert row["step_probabilities"] == pytest.approx(want, abs=1e-5)
 
 
+def test_a_contract_says_what_makes_a_score_of_steps(
+    published: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    want, _ = expected(published, tokenizer)
+    folder = str(shutil.copytree(published[0], tmp_path / "prm"))
+    write = ["verify", folder, "--write", "--force", "--head-weights"]
+    assert main([*write, "min"]) == 0
+    assert Scorer.load(folder).score([CHAT])[0].score == pytest.approx(min(want), abs=1e-5)
+    # A later contract keeps it.
+    assert main(["verify", folder, "--write", "--force"]) == 0
+    contract = read_contract(folder)
+    assert contract is not None and contract.steps is not None
+    assert (contract.steps.score, len(contract.heads)) == ("min", 1)
+    assert main([*write, "0.5"]) == 2
+
+
 def test_what_has_no_steps_is_refused(published: Any, tokenizer: Any, model_folder: Path) -> None:
     scorer = Scorer.load(published[0])
     [score] = scorer.score_prepared(scorer.prepare_texts(["a text without a mark"]))

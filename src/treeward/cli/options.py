@@ -24,6 +24,7 @@ import typer
 
 from treeward.config.load import load_section, recipe_names
 from treeward.config.policy import ScoringDtype
+from treeward.config.scoring import HeadWeights, StepScore
 from treeward.config.server import ServedModelConfig
 from treeward.errors import ConfigError
 from treeward.storage import is_stream
@@ -67,11 +68,12 @@ TrustRemoteCode = Annotated[
     bool,
     typer.Option("--trust-remote-code", help="Run Python code of the model's authors."),
 ]
-HeadWeights = Annotated[
+HeadWeightsOption = Annotated[
     str | None,
     typer.Option(
         metavar="NAME=1,...",
-        help="The weight of each head of the model: by name, or in order as 1,0.5.",
+        help="The weight of each head: by name, in order as 1,0.5, or mean; of a process reward "
+        "model how steps make a score: product, min or last.",
     ),
 ]
 
@@ -144,7 +146,7 @@ class ModelOptions:
             help="What to do with conversations over --max-length; default: as in training."
         ),
     ] = None
-    head_weights: HeadWeights = None
+    head_weights: HeadWeightsOption = None
     unchecked: Annotated[
         bool,
         typer.Option("--unchecked", help="Load a model even if it fails its scoring contract."),
@@ -162,11 +164,9 @@ class ModelOptions:
             "device": self.device,
             "dtype": self.dtype,
             "trust_remote_code": self.trust_remote_code,
-            "head_weights": self.head_weights,
             "check_contract": not self.unchecked,
         }
-        # The section has a method by its name, or the weights as a mapping or a list.
-        if self.head_weights not in (None, "mean", "product", "min", "last"):
+        if self.head_weights is not None:
             keys["head_weights"] = parse_head_weights(self.head_weights)
         return {name: value for name, value in keys.items() if value is not None}
 
@@ -330,10 +330,14 @@ def _rewards(
     return RewardScorer(scorer, shaper), identity
 
 
-def parse_head_weights(text: str) -> dict[str, float] | list[float]:
+def parse_head_weights(text: str) -> HeadWeights:
     """The weights of heads by the names of their labels, `a=1,b=0.5`, or of all in order,
-    `1,0.5`.
+    `1,0.5`; or a method by its name, as `mean`, `min`.
     """
+    method: Literal["mean"] | StepScore
+    for method in ("mean", "product", "min", "last"):
+        if text == method:
+            return method
     names = []
     values = []
     for part in text.split(","):
@@ -351,8 +355,9 @@ def parse_head_weights(text: str) -> dict[str, float] | list[float]:
             "the weights of the heads cannot be read",
             where="--head-weights",
             got=text,
-            need="a=1,b=0.5, each name once, or a number for each head, as 1,0.5",
+            need="a=1,b=0.5, each name once; a number for each head, as 1,0.5; or mean, product, "
+            "min or last",
         )
     if are_named:
         return dict(zip(names, values, strict=True))
-    return values
+    return tuple(values)

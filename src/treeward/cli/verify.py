@@ -27,7 +27,7 @@ import typer
 from treeward.cli.options import (
     Device,
     Dtype,
-    HeadWeights,
+    HeadWeightsOption,
     Model,
     TrustRemoteCode,
     parse_head_weights,
@@ -60,7 +60,7 @@ def run(
         bool,
         typer.Option("--force", help="With --write: replace the contract."),
     ] = False,
-    head_weights: HeadWeights = None,
+    head_weights: HeadWeightsOption = None,
     device: Device = None,
     dtype: Dtype = "float32",
     trust_remote_code: TrustRemoteCode = False,

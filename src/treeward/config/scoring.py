@@ -103,7 +103,8 @@ class RewardShapingConfig(Strict):
 
 
 Truncation = Literal["drop", "truncate_left", "error"]
-HeadWeights = Literal["mean", "product", "min", "last"] | dict[str, float] | tuple[float, ...]
+StepScore = Literal["product", "min", "last"]
+HeadWeights = Literal["mean"] | StepScore | dict[str, float] | tuple[float, ...]
 EnsembleMethod = Literal["mean", "worst", "uncertainty"]
 
 

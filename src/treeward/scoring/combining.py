@@ -21,14 +21,23 @@ from treeward.tree.token_tree import TokenIds
 
 def weighted_heads(
     labels: Sequence[str],
-    weights: Mapping[str, float] | Sequence[float],
+    weights: HeadWeights,
 ) -> list[HeadContract]:
     """The heads of a model with `labels`.
 
-    `weights`: one for each label in order, or by name, where labels that are not named have none.
-    Raises `ConfigError` for weights of other labels, for another number of them, and for weights
-    that are all zero.
+    `weights`: one for each label in order, or by name, where labels that are not named have none;
+    "mean": all alike. Raises `ConfigError` for weights of other labels, for another number of them,
+    and for weights that are all zero; `ModelError` for what makes a score of steps.
     """
+    if weights == "mean":
+        weights = (1.0 / len(labels),) * len(labels)
+    if isinstance(weights, str):
+        raise ModelError(
+            "this is for the steps of a process reward model, and the model has heads",
+            field="head_weights",
+            got=weights,
+            need="a number for each head, or mean",
+        )
     got: Any
     if isinstance(weights, Mapping):
         got = dict(weights)
@@ -108,14 +117,5 @@ def head_weights_of(
             got=f"{len(names)} heads: {', '.join(names)}",
             fix=f"--head-weights {option} of treeward score, eval, bon and serve; in Python and "
             f"in a configuration head_weights={argument}; Score.heads has all values",
-        )
-    if weights == "mean":
-        return (1.0 / len(names),) * len(names)
-    if isinstance(weights, str):
-        raise ModelError(
-            "this is for the steps of a process reward model, and the model has heads",
-            field="head_weights",
-            got=weights,
-            need="a number for each head, or mean",
         )
     return tuple(float(head.weight) for head in weighted_heads(names, weights))

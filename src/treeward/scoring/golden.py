@@ -16,7 +16,7 @@ import gc
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from treeward import processes
+from treeward.config.scoring import HeadWeights, StepScore
 from treeward.data.conversation import Conversation
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, DataError, ModelError
@@ -61,7 +62,6 @@ from treeward.version import VERSION
 
 logger = logging.getLogger(__name__)
 
-StepScore = Literal["product", "min", "last"]
 HASH_DIGITS = 12
 """Digits that a contract keeps of the hash of a tensor."""
 
@@ -72,7 +72,7 @@ def sign_folder(
     folder: Path,
     *,
     like: ScoringContract | None = None,
-    head_weights: Mapping[str, float] | Sequence[float] | None = None,
+    head_weights: HeadWeights | None = None,
     device: torch.device | str = "cpu",
     trust_remote_code: bool = False,
 ) -> ScoringContract:
@@ -80,9 +80,10 @@ def sign_folder(
 
     `like`: a contract whose rendering, read position and heads hold for this model too; None: the
     tokenizer's own template, the model's own limit, and the position at which plain transformers
-    reads. `head_weights`: those of `weighted_heads`; None: as in `like`. The score of a process
-    reward model is made as in `like`, else it is the product. Raises `ConfigError` for
-    several labels without weights, `ModelError` for a model that gives no finite score.
+    reads. `head_weights`: as of a `Scorer`, of a process reward model what makes a score of its
+    steps; None: as in `like`, and without one the product of the steps. Raises `ConfigError` for
+    several labels without weights or with wrong ones, `ModelError` for a model that gives no
+    finite score.
     """
     stored = StoredModel(folder)
     # `tensors` itself raises for a folder of adapters, and for one without a model.
@@ -110,7 +111,10 @@ def sign_folder(
         rendering = like.rendering.settings
         trained_length = like.rendering.trained_length
     renderer = Renderer(tokenizer, **rendering)
-    if head_weights is not None:
+    if head_weights is not None and model.step_token is not None:
+        step_score = Steps(model.step_token, head_weights).how
+        heads = _default_heads(model)
+    elif head_weights is not None:
         heads = weighted_heads(_labels(model), head_weights)
     elif like is not None and len(like.heads) == model.num_heads:
         heads = like.heads

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
-from treeward.config.scoring import HeadWeights
+from treeward.config.scoring import HeadWeights, StepScore
 from treeward.data.conversation import (
     AnyConversation,
     Conversation,
@@ -48,7 +48,7 @@ class Steps:
                 need="product, min or last",
             )
         self.token = token
-        self.how = how or "product"
+        self.how: StepScore = how or "product"
 
     def marked(self, messages: AnyConversation, name: str) -> Conversation:
         """The messages with a mark after each step of the completion, and nowhere else.
