@@ -55,3 +55,13 @@ def test_a_run_says_what_its_held_out_data_tell(
     else:
         assert told is not None
         assert all(part in told for part in said)
+
+
+def test_a_skipped_step_does_not_hide_that_a_run_diverges() -> None:
+    means = {"accuracy": 0.84, "accuracy_low": 0.78, "accuracy_high": 0.89, "loss": 1.2}
+    told = learnt(means, 200, [0.69] * 60 + [0.27] * 20 + [math.nan, math.inf])
+    assert told is not None
+    assert "1.200, is diverging from that of training, 0.270" in told
+    told = learnt(means, 200, [math.nan] * 3)
+    assert told is not None
+    assert told.endswith("is better than chance, 50%.")

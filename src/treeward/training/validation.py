@@ -88,8 +88,8 @@ def metric_values(metrics: dict[str, Metric]) -> dict[str, float]:
 
 def learnt(means: Mapping[str, float], size: int, training_losses: Sequence[float]) -> str | None:
     """One sentence on a validation set of `size` comparisons: whether its accuracy is chance, and
-    its loss far above the latest quarter of the training losses. `means`: as `values_of` gives
-    them. None without an accuracy and its interval."""
+    its loss far above the latest quarter of the training losses, without those that are not finite.
+    `means`: as `metric_values` gives them. None without an accuracy and its interval."""
     accuracy = means.get("accuracy", math.nan)
     loss = means.get("loss", math.nan)
     low = means.get("accuracy_low")
@@ -104,11 +104,15 @@ def learnt(means: Mapping[str, float], size: int, training_losses: Sequence[floa
         sentence += " is worse than chance, 50%"
     else:
         sentence += f" on {size:,} comparisons is not significantly better than chance, 50%"
-    if not training_losses:
+    # A step that was skipped has logged a loss of NaN, which would be the mean of all.
+    finite_losses = [
+        training_loss for training_loss in training_losses if math.isfinite(training_loss)
+    ]
+    if not finite_losses:
         return f"{sentence}."
     # The latest quarter: the loss of a single step is that of one batch.
-    num_latest = max(len(training_losses) // 4, _FEWEST_STEPS)
-    trained = fmean(training_losses[-num_latest:])
+    num_latest = max(len(finite_losses) // 4, _FEWEST_STEPS)
+    trained = fmean(finite_losses[-num_latest:])
     is_diverging = loss - trained > _DIVERGING
     verb = "is not diverging"
     if is_diverging:
