@@ -142,3 +142,15 @@ def test_comparisons_may_be_held_out() -> None:
         assert comparisons(**config.model_dump(mode="json")) == config, "it is saved and read again"
     both = comparisons(**blocks, validation={"data_path": "val.csv"})
     assert [one.name for one in both.validation] == ["default", "held_out"]
+
+
+def test_names_between_commas_have_no_white_space() -> None:
+    """YAML's `attributes: helpfulness, correctness` is one text."""
+    config = DataConfig.model_validate(
+        {
+            "train": [{"data_path": "t", "attributes": "helpfulness, correctness"}],
+            "labels": "a.jsonl , b.jsonl",
+        }
+    )
+    assert config.train[0].attributes == ("helpfulness", "correctness")
+    assert config.labels == ("a.jsonl", "b.jsonl")

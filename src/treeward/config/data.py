@@ -22,7 +22,9 @@ from treeward.errors import ConfigError
 
 
 def _split_at_commas(value: Any) -> Any:
-    return tuple(value.split(",")) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    return tuple(part.strip() for part in value.split(","))
 
 
 _COMMAS = BeforeValidator(_split_at_commas)
