@@ -132,6 +132,16 @@ def test_dynamic_sampling_draws_until_there_is_enough(
     assert found.metrics["train/groups_without_signal"] == 1 - len(informative) / len(drawn)
 
 
+def test_a_draw_has_no_prompt_more_by_rounding(half_informative: Callable[..., GRPOSetup]) -> None:
+    """50 times 1.1 is a little more than 55 in floats."""
+    run = half_informative(
+        "grpo.num_prompts_per_step=50",
+        "grpo.batch_multiplier=1.1",
+        "grpo.dynamic_sampling_max_gen_batches=1",
+    )
+    assert collect(run, step=0, drawn=0).prompts_drawn == 55
+
+
 def test_each_draw_of_dynamic_sampling_has_a_seed_of_its_own(
     half_informative: Callable[..., GRPOSetup], monkeypatch: pytest.MonkeyPatch
 ) -> None:

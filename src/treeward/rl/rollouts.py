@@ -180,7 +180,9 @@ def _sampled(run: GRPOSetup, step: int, drawn: int) -> _Batch:
     wanted = grpo.num_prompts_per_step
     # Prompts that belong together, as the two questions about a comparison, are drawn together.
     together = run.prompts.together
-    count = math.ceil(wanted * grpo.batch_multiplier / together) * together
+    # Without the rounding of floats, of which 50 x 1.1 is more than 55.
+    num_units = round(wanted * grpo.batch_multiplier / together, ndigits=6)
+    count = math.ceil(num_units) * together
     most_draws = grpo.dynamic_sampling_max_gen_batches if grpo.use_dynamic_sampling else 1
     generation = 0.0
     rewarding = 0.0
