@@ -19,8 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from killed_run import Killed
 
-from treeward.config.checkpointing import CheckpointingConfig
+from treeward.config.checkpointing import CheckpointingConfig, GRPOCheckpointingConfig
 from treeward.config.data import DatasetConfig
+from treeward.config.grpo import GRPOConfig
 from treeward.data.datasets import open_dataset
 from treeward.data.preference import preference_to_dict
 from treeward.errors import CheckpointError, ConfigError
@@ -30,6 +31,7 @@ from treeward.evaluation.suites import PreferenceSuite
 from treeward.scoring.scorer import Scorer
 from treeward.storage import write_text
 from treeward.training.checkpoints import CheckpointStore, open_store
+from treeward.training.ranking import warn_of_rare_metric
 from treeward.training.setup import set_up
 from treeward.training.tracking import read_metrics
 from treeward.training.train import TrainingOutcome, train
@@ -294,6 +296,21 @@ def test_a_metric_that_ranks_few_checkpoints_is_told(
         "1 of the 3 checkpoints of this run" in warning
         and "save_period is 2 and val_period 3" in warning
     )
+
+
+def test_checkpoints_before_the_first_validation_of_grpo_count_as_without_metric(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = GRPOCheckpointingConfig(
+        checkpoint_dir=str(tmp_path), save_period=10, metric_name="val:reward"
+    )
+    with open_store(config, lambda folder: None) as store:
+        assert store is not None
+        warn_of_rare_metric(store, GRPOConfig(val_period=10), total_steps=100)
+        assert not warnings_of(caplog, "rank last")
+        warn_of_rare_metric(store, GRPOConfig(val_period=10, val_start_at=50), total_steps=100)
+    (warning,) = warnings_of(caplog, "rank last")
+    assert "6 of the 10 checkpoints of this run" in warning
 
 
 def test_checkpoints_without_the_metric_are_told_before_they_are_pruned(

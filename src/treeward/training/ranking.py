@@ -55,11 +55,13 @@ def warn_of_rare_metric(
         return
     save_period = store.config.save_period
     # The last step is saved whatever the period is.
-    saved = _steps(save_period, total_steps) | {total_steps}
-    validated = _steps(schedule.val_period, total_steps)
+    saved = {total_steps}
+    if save_period is not None:
+        saved.update(range(save_period, total_steps + 1, save_period))
+    ranked = {step for step in saved if schedule.is_validated(step)}
     if schedule.val_at_end:
-        validated.add(total_steps)
-    num_ranked = len(saved & validated)
+        ranked.add(total_steps)
+    num_ranked = len(ranked)
     if num_ranked < len(saved):
         logger.warning(
             "%d of the %d checkpoints of this run will have a %s, and the others rank last: "
@@ -70,9 +72,3 @@ def warn_of_rare_metric(
             save_period,
             schedule.val_period,
         )
-
-
-def _steps(period: int | None, total_steps: int) -> set[int]:
-    if not period:
-        return set()
-    return set(range(period, total_steps + 1, period))
