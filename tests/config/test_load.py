@@ -231,6 +231,15 @@ def test_every_mistake_is_listed_with_its_place(mistake, tmp_path):
     assert "the configuration has 5 mistakes" in text
 
 
+def test_a_mistake_is_told_of_the_last_override_of_its_key(write) -> None:
+    """The first of them had the same key, before another that holds it."""
+    key = "policy.optimizer.kwargs"
+    overrides = [f"{key}.lr=1.0", f"{key}={{lr: 1.0e-5}}", f"{key}.lr=-1.0"]
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(RM), overrides)
+    assert caught.value.where == f"command line, {key}.lr=-1.0"
+
+
 def test_an_unknown_key_names_the_file_that_has_it(write, tmp_path):
     write(
         (

@@ -138,13 +138,14 @@ def load_file(
         tree = _laid_over(tree, layer)
     tree = _without_other_model(tree, partial(_overriding_value, overrides))
     config = OmegaConf.create(tree)
-    overridden = {_apply_override(config, text): text for text in overrides}
+    # A list: in a mapping a key that is overridden twice would keep its first place.
+    overridden = [(_apply_override(config, text), text) for text in overrides]
 
     def origin(location: Location) -> str:
         # An element of a list may come from an override of its key without the number. Of two
         # overrides the later one counts, and of two files the one laid over the other.
         for at in (location, without_numbers(location)):
-            for key, text in reversed(overridden.items()):
+            for key, text in reversed(overridden):
                 # Either may lie in the other: the override of a section, or a key in a section
                 # that is wrong as a whole.
                 if at[: len(key)] == key[: len(at)]:
