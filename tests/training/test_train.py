@@ -3,6 +3,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import chain, permutations
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from treeward.evaluation.diagnostics.scores import GATE_METRICS
 from treeward.losses import METRIC_NAMES
 from treeward.model.contract import CONTRACT_FILE, read_contract
 from treeward.scoring.verification import verify
+from treeward.training.card import model_card
 from treeward.training.setup import set_up
 from treeward.training.tracking import read_metrics
 from treeward.training.train import train
@@ -105,6 +107,18 @@ def test_the_card_says_where_transformers_has_no_class(trained: Trained) -> None
     assert "AutoModelForSequenceClassification" not in card
     with pytest.raises(ValueError, match="Unrecognized configuration class"):
         AutoModelForSequenceClassification.from_pretrained(outcome.model_folder)
+
+
+def test_the_card_of_a_model_below_the_home_folder_has_no_path(
+    tiny_run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "models" / "own").mkdir(parents=True)
+    setup = set_up(tiny_run())
+    policy = setup.policy.model_copy(update={"model_name": "~/models/own"})
+    card = model_card(replace(setup, policy=policy), step=1, validation={})
+    assert "\nown, 1 optimiser steps" in card
+    assert "~" not in card and "base_model" not in card
 
 
 def test_a_run_may_be_logged_and_validated_less_and_keep_nothing(

@@ -78,9 +78,9 @@ def model_card(
     base_line = ""
     if base is None:
         base = "a model trained from scratch"
-    elif Path(base).is_dir():
+    elif Path(base).expanduser().is_dir():
         # A card is for others: no paths of this machine.
-        base = Path(base).resolve().name
+        base = Path(base).expanduser().resolve().name
     else:
         # Only here: the hub refuses a card whose base_model is no repository's name.
         base_line = f"base_model: {base}\n"
