@@ -280,3 +280,8 @@ def test_weights_that_cannot_be_divided_by_are_refused() -> None:
     check_weights(rubric, "absolute")
     with pytest.raises(DataError, match="no sum to divide by"):
         check_weights(rubric, "weighted")
+
+
+def test_brackets_without_end_are_a_text() -> None:
+    [criterion] = read_rubric({"rubric": "[" * 100_000}).criteria
+    assert criterion.text == "[" * 100_000

@@ -113,7 +113,7 @@ def _parsed(value: Any) -> Any:
         return value
     try:
         return json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter for thousands of brackets
         return value  # a text that begins with a bracket
 
 
