@@ -80,6 +80,9 @@ def test_a_half_is_another_half_each_epoch_and_not_the_beginning_of_the_file() -
     assert set(first) != {(0, row) for row in range(20)}
     with pytest.raises(ConfigError, match="leaves no comparison of its set"):
         EpochOrder([10], weights=[0.01], seed=0)
+    with pytest.raises(ConfigError, match="leaves no prompt of its set") as caught:
+        EpochOrder([10], weights=[0.01], seed=0, together=2, what="prompt")
+    assert "sets of [10] prompts" in str(caught.value)
 
 
 @given(sizes, seeds, st.lists(st.integers(0, 40), max_size=6), st.integers(0, 50))

@@ -59,7 +59,7 @@ class EpochOrder:
             raise ConfigError(
                 f"a weight leaves no {what} of its set in an epoch",
                 where="data.train",
-                got=f"weights {self.weights} of sets of {self.sizes} {what}s",
+                got=f"weights {self.weights} of sets of {list(sizes)} {what}s",
                 fix="raise the weight, or remove the set",
             )
 
