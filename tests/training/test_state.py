@@ -181,6 +181,26 @@ def test_a_resumed_optimiser_goes_on_bit_for_bit(
     resumes_exactly(tmp_path, optimizer, NamedScheduleConfig(name="cosine", warmup_steps=3))
 
 
+class TwoGroups(torch.optim.AdamW):
+    """Decays matrices alone, as the code of many papers does."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        params = list(params)
+        matrices = [weight for weight in params if weight.dim() > 1]
+        vectors = [weight for weight in params if weight.dim() <= 1]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 0.003}]
+        super().__init__(groups, **options)
+
+
+@pytest.mark.parametrize("kind", [TwoGroups])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_optimiser_of_the_user_goes_on_bit_for_bit(
+    tmp_path: Path, kind: type[torch.optim.Optimizer], dtype: torch.dtype
+) -> None:
+    optimizer = OptimizerConfig(name=f"{__name__}.{kind.__name__}", kwargs={"lr": 0.01})
+    resumes_exactly(tmp_path, optimizer, CONSTANT, dtype=dtype)
+
+
 def test_masters_go_on_bit_for_bit_and_take_steps_below_the_rounding_of_bfloat16(
     tmp_path: Path,
 ) -> None:

@@ -78,9 +78,11 @@ def build_optimizer(
                 got=config.name,
                 need="a torch.optim.Optimizer whose step needs no closure",
             )
-        # PyTorch's own key; a checkpoint knows the states by these names.
+        # PyTorch's own key; a checkpoint knows the states by these names. A class may sort the
+        # parameters into groups of its own, as those with and without a decay.
+        name_of = dict(zip(chosen, names, strict=True))
         for group in optimizer.param_groups:
-            group["param_names"] = list(names)
+            group["param_names"] = [name_of[parameter] for parameter in group["params"]]
         return optimizer
 
     if cpu_offload:
