@@ -192,7 +192,17 @@ class TwoGroups(torch.optim.AdamW):
         super().__init__(groups, **options)
 
 
-@pytest.mark.parametrize("kind", [TwoGroups])
+class WithNone(torch.optim.SGD):
+    """Keeps None for a value that it does not have yet."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            for weight in group["params"]:
+                self.state[weight]["variance"] = None
+
+
+@pytest.mark.parametrize("kind", [TwoGroups, WithNone])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_optimiser_of_the_user_goes_on_bit_for_bit(
     tmp_path: Path, kind: type[torch.optim.Optimizer], dtype: torch.dtype

@@ -314,8 +314,9 @@ def _unpack(optimizer: torch.optim.Optimizer, settings: dict[str, Any], folder: 
             continue
         state[number] = {}
         for key, value in saved[name].items():
-            if value is None:
-                file_name = f"{name}.{key}"
+            file_name = f"{name}.{key}"
+            # None stands for a tensor of the files, or is what an optimiser had there itself.
+            if value is None and file_name in stored:
                 value = _empty_like(parameter, *stored[file_name])
                 targets[file_name] = value
             state[number][key] = value
