@@ -100,3 +100,17 @@ def test_a_damaged_contract_is_named(judge: Path) -> None:
     edit_json(judge / JUDGE_FILE, version=2)
     with pytest.raises(CheckpointError, match=r"judge_contract\.json[\s\S]*version"):
         read_judge_contract(judge)
+
+
+@pytest.mark.parametrize("content", [b'{"prompt": {', b"\xff\xfe", b"[]", b'{"prompt": "x"}'])
+def test_half_a_contract_is_named(judge: Path, content: bytes) -> None:
+    file = judge / JUDGE_FILE
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match="contract is damaged") as read:
+        read_judge_contract(judge)
+    assert read.value.where == str(file)
+    # Whoever names the judge in a configuration is told too, and not asked to mend the section.
+    with pytest.raises(ConfigError, match="contract is damaged") as configured:
+        JudgeEnvironmentConfig(model=str(judge))
+    assert configured.value.field == "model"
+    assert str(file) in str(configured.value)

@@ -317,8 +317,19 @@ class TrainedJudgeConfig(JudgeModelConfig):
         contract = Path(str(raw.get("model"))) / JUDGE_FILE
         if not contract.is_file():
             return raw
-        trained = json.loads(contract.read_text("utf-8"))
-        values: dict[str, Any] = dict(trained.get("prompt", {}))
+        try:
+            trained = json.loads(contract.read_text("utf-8"))
+        except ValueError:  # of half a file, of JSON or of UTF-8
+            trained = None
+        if not isinstance(trained, Mapping) or not isinstance(trained.get("prompt"), Mapping):
+            raise ConfigError(
+                "the judge's contract is damaged",
+                field="model",
+                got=str(contract),
+                need="the prompt that the judge was trained with",
+                fix="export the judge again",
+            )
+        values: dict[str, Any] = dict(trained["prompt"])
         # An earlier version could ask a question several times, and its contracts have this key.
         values.pop("num_samples", None)
         # Before there were others, each pairwise verdict was a label.

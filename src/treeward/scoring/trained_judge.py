@@ -91,13 +91,14 @@ def read_judge_contract(folder: Path) -> JudgeContract | None:
     if not path.is_file():
         return None
     try:
-        return JudgeContract.model_validate_json(path.read_text("utf-8"))
+        # As bytes: what is no UTF-8 is damage too.
+        return JudgeContract.model_validate_json(path.read_bytes())
     except ValidationError as error:
         first = error.errors()[0]
         raise CheckpointError(
             "the judge's contract is damaged",
             where=str(path),
-            field=".".join(map(str, first["loc"])),
+            field=".".join(map(str, first["loc"])) or None,
             got=first["msg"],
             fix="export the judge again",
         ) from None
