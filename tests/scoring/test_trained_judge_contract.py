@@ -114,3 +114,14 @@ def test_half_a_contract_is_named(judge: Path, content: bytes) -> None:
         JudgeEnvironmentConfig(model=str(judge))
     assert configured.value.field == "model"
     assert str(file) in str(configured.value)
+
+
+def test_a_judge_below_the_home_folder_is_asked_as_it_was_trained(
+    judge: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """YAML knows no ~: the path comes as it is written."""
+    monkeypatch.setenv("HOME", str(judge.parent))
+    name = f"~/{judge.name}"
+    assert JudgeEnvironmentConfig(model=name).system_prompt == "Judge."
+    with pytest.raises(ConfigError, match="type: judge"):
+        load_scorer(ScoringConfig(models=(name,)))

@@ -314,7 +314,7 @@ class TrainedJudgeConfig(JudgeModelConfig):
         not."""
         if not isinstance(raw, Mapping):
             return raw
-        contract = Path(str(raw.get("model"))) / JUDGE_FILE
+        contract = Path(str(raw.get("model"))).expanduser() / JUDGE_FILE
         if not contract.is_file():
             return raw
         try:

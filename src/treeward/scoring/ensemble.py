@@ -280,7 +280,7 @@ def load_scorer(config: ScoringConfig, **capacity: Any) -> PreparedScorer:
     """
     names = config.models
     for name in names:
-        if (Path(name) / JUDGE_FILE).is_file():
+        if (Path(name).expanduser() / JUDGE_FILE).is_file():
             environment = f"{{type: judge, model: {name}, use_logprobs: true}}"
             raise ConfigError(
                 "this model is a judge and no reward model",
@@ -289,7 +289,7 @@ def load_scorer(config: ScoringConfig, **capacity: Any) -> PreparedScorer:
             )
     if config.ensemble is None:
         return Scorer.load(config, **capacity)
-    if all(Path(name).is_dir() for name in names):
+    if all(Path(name).expanduser().is_dir() for name in names):
         # Raises for missing constants before any weights are loaded.
         _constants(config.ensemble, [read_contract(name) for name in names], names)
     loaded: dict[str, Scorer] = {}
