@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
 from treeward.config.reward_environments import Aggregation
@@ -285,3 +286,14 @@ def test_weights_that_cannot_be_divided_by_are_refused() -> None:
 def test_brackets_without_end_are_a_text() -> None:
     [criterion] = read_rubric({"rubric": "[" * 100_000}).criteria
     assert criterion.text == "[" * 100_000
+
+
+def test_lists_of_parquet_are_arrays_at_any_depth() -> None:
+    task = {"requirements": "a", "weight": np.int64(3), "sub_tasks": None}
+    tree = {"requirements": "r", "sub_tasks": np.array([task, task], dtype=object)}
+    items = np.array([{"text": "b", "points": 2}, {"text": "c", "points": None}], dtype=object)
+    assert [one.text for one in read_rubric({"rubric": items}).criteria] == ["b", "c"]
+    assert [one.text for one in read_rubric({"rubric": {"rubrics": items}}).criteria] == ["b", "c"]
+    assert [one.weight for one in read_rubric({"rubric": tree}).criteria] == [0.5, 0.5]
+    with pytest.raises(DataError, match="no rubric"):
+        read_rubric({"rubric": np.array([])})

@@ -93,18 +93,31 @@ def read_rubric(
     Raises `DataError`, with the place in the rubric as its field, for a row without one and for a
     rubric in another form.
     """
-    key = next((key for key in keys if row.get(key) not in (None, "", [])), None)
-    if key is None:
+    for key in keys:
+        value = _without_arrays(row.get(key))
+        if value not in (None, "", []):
+            break
+    else:
         raise DataError(
             "the row has no rubric", where=where, field=keys[0], need=f"one of {', '.join(keys)}"
         )
     try:
-        criteria = list(_criteria(_parsed(plain(row[key])), key))
+        criteria = list(_criteria(_parsed(value), key))
     except DataError as error:
         raise error.but(where=where) from None
     if not criteria:
         raise DataError("the rubric has no criteria", where=where, field=key, need=_NEED)
     return Rubric(_with_distinct_names(criteria))
+
+
+def _without_arrays(value: Any) -> Any:
+    """The value with lists for arrays, which parquet has at any depth."""
+    value = plain(value)
+    if isinstance(value, Mapping):
+        return {key: _without_arrays(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_arrays(item) for item in value]
+    return value
 
 
 def _parsed(value: Any) -> Any:
