@@ -10,6 +10,7 @@ from messages import write_jsonl
 
 from treeward.config.load import load_config, load_grpo_config
 from treeward.config.preflight import check_inputs
+from treeward.data.sources import KINDS
 from treeward.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -77,6 +78,13 @@ def test_what_is_missing_is_named(
     with pytest.raises(ConfigError, match=f"(?s)fix:.*{fix}") as caught:
         check_inputs(load(text, override))
     assert caught.value.field == field and caught.value.need
+
+
+@pytest.mark.parametrize("kind", [*KINDS, ".CSV", ".jsonl.gz"])
+def test_a_file_in_a_folder_is_no_hub_name(load, kind):
+    with pytest.raises(ConfigError, match="no such file") as caught:
+        check_inputs(load(RM, f"data.train_data_path=folder/pears{kind}"))
+    assert caught.value.field == "data.train[0].data_path"
 
 
 def test_the_way_out_of_an_environment_of_the_file_is_named(load, monkeypatch, tmp_path):

@@ -19,9 +19,13 @@ from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.run import RewardModelRunConfig
 from treeward.errors import ConfigError, nearest_path, pip_install
 
-# data/train.jsonl has the form of a hub name, and is told by the ending of a file.
+# data/train.jsonl has the form of a hub name, and is told by the ending of a file: those of `KINDS`
+# of `data/sources.py`, which this layer cannot import.
 _HUB_NAME = re.compile(
-    r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.jsonl)(?<!\.json)(?<!\.csv)(?<!\.parquet)(?<!\.gz)"
+    r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
+    r"(?<!\.jsonl)(?<!\.ndjson)(?<!\.json)(?<!\.csv)(?<!\.tsv)(?<!\.parquet)(?<!\.arrow)"
+    r"(?<!\.feather)(?<!\.gz)",
+    re.IGNORECASE,
 )
 
 
