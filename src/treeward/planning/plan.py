@@ -221,18 +221,10 @@ _ONE_MODULE = {"mlp", "moe"}
 """The types of layers of an MLP alone (Nemotron-H)."""
 
 
-def _recurrent_layers(model: WrappedModel) -> str | None:
-    """The types of layers that are not attention; None if all are."""
-    other = other_layers(model.hf)
-    if not other:
-        return None
-    return f"layers of type {', '.join(other)}"
-
-
 def _unknown_layers(model: WrappedModel) -> str | None:
     """The layers whose activations the formula does not know; None if it knows all."""
     config = model.hf.config.get_text_config()
-    other = set(other_layers(model.hf))
+    other = other_layers(model.hf)
     if other:
         mixers = find_mixers(model, on_cpu=True)
         # Layers within layers (Zamba) are not those that the configuration names.
@@ -242,7 +234,7 @@ def _unknown_layers(model: WrappedModel) -> str | None:
                 if layer_type in other and not is_known:
                     return f"layers of type {layer_type}"
             return None
-        return _recurrent_layers(model)
+        return f"layers of type {', '.join(other)}"
     if not hasattr(config, "num_attention_heads"):
         return f"the layers of {type(model.hf).__name__}"
     return None
