@@ -94,6 +94,7 @@ def sampling_memory(
     num_read = shape.prompts * shape.longest_prompt
     if on_trees:
         num_tokens = num_kept + shape.rows * shape.new_tokens
+        # A prompt that is longer than the limit is read by itself, and whole.
         num_at_once = min(num_read, max(PROMPT_TOKENS, shape.longest_prompt))
         num_states = shape.rows if on_cpu else 2 * shape.rows
     else:

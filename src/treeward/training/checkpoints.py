@@ -76,6 +76,8 @@ def open_store(
             leftovers = [*folder.glob(f"{_PARTIAL}*"), *folder.glob(f"{_REMOVING}*")]
             for leftover in leftovers:
                 shutil.rmtree(leftover)
+            # Finished checkpoints too: the state of one is written anew after a validation that a
+            # signal had stopped.
             remove_leftovers(folder, *folder.glob("step_*"))
 
         try:

@@ -91,6 +91,8 @@ def _backbone(model: RewardModel, matmul_precision: str) -> str:
         if not name.startswith(head):
             digest.update(json.dumps([name, str(weight.dtype), weight.shape]).encode())
             digest.update(_bytes(whole(weight)))
+    # A causal model names its own class there, and the classifier that a resumed run reads from its
+    # checkpoint another: the same backbone would read the data again.
     config = architecture_of(model.hf.config.to_dict()) | {"architectures": None}
     computation = [model.layout, str(_dtype(model)), matmul_precision, reads_each(model.head)]
     parts = [_FORMAT_VERSION, digest.hexdigest(), config, computation]

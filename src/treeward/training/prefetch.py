@@ -208,6 +208,7 @@ class BatchPreparer:
         budget."""
         most = self.max_tokens
         share = self.model.layout == "tree"
+        # A process alone waits for nobody: it computes as many as its comparison needs.
         if self.mesh.data_size == 1 or most is None or len(rows) != 1 or self.features:
             return 1
         dataset, row = rows[0]

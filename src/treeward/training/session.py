@@ -90,6 +90,8 @@ def open_session(
         torch.set_float32_matmul_precision(config.policy.matmul_precision)
         if config.policy.deterministic:
             be_deterministic()
+        # For optimisers that round at random, as torchao's: weights are drawn from seeds of their
+        # own, and the order of the data follows from the step.
         torch.manual_seed(schedule.seed)
         yield Session(
             checkpoint=checkpoint,

@@ -284,6 +284,7 @@ def log_folder(config: LoggerConfig) -> Iterator[None]:
 
         def open_folder() -> None:
             folder.mkdir(parents=True, exist_ok=True)
+            # A log that cannot be written is told now, and not after the model was loaded.
             (folder / METRICS_FILE).open("ab").close()
             lock = folder / _LOCK  # not the folder, which may be that of the checkpoints
             lock.touch()
