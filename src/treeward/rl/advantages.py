@@ -326,6 +326,8 @@ def length_correlation(rewards_PG: Tensor, lengths_PG: Tensor) -> float | None:
     is_rewarded_PG = rewards_PG.isfinite()
 
     def centred(values_PG: Tensor) -> Tensor:
+        # In float64 the sum of equal float32 numbers is exact, and so is their mean: where nothing
+        # varies the spread below is 0, and not the rounding of it.
         known_PG = values_PG.double().where(is_rewarded_PG, torch.nan)
         return (known_PG - known_PG.nanmean(dim=1, keepdim=True)).nan_to_num()
 

@@ -50,7 +50,7 @@ GOLD_LABEL = "gold"
 """The name of the gold environment in metrics, as in `gold/component/<name>`."""
 
 _GOLD = "grpo.gold_environment"
-_LARGEST = torch.finfo(torch.float32).max
+_LARGEST = torch.finfo(torch.float32).max  # a larger reward would be infinite as a tensor
 _MOST_COMPONENTS = 32
 
 

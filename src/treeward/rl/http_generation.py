@@ -90,6 +90,7 @@ class HttpGenerator(ServedGenerator):
 
     def _clear_weights(self, *, keep: Path | None) -> None:
         for folder in self._folder.glob("version-*"):
+            # The folder is named by the user, and may hold what is not of a run: version-final.
             if folder != keep and folder.name.removeprefix("version-").isdigit():
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -249,6 +250,7 @@ def _request_of(
         "temperature": config.temperature,
         "top_p": config.top_p,
         "top_k": config.top_k or -1,  # none, to both servers
+        # Without these, both servers take what the model's generation_config.json says.
         "min_p": 0.0,
         "repetition_penalty": 1.0,
         "stop_token_ids": sorted(end_ids),

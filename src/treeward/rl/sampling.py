@@ -289,7 +289,8 @@ class _RowDecoder:
         self.policy = policy
         self._parameters = inspect.signature(policy.hf.forward).parameters
         self.cache = DynamicCache(config=policy.hf.config)
-        # The first is the name in transformers 5.24; the others are of earlier versions.
+        # The first is the name in transformers 5.24; the others are of earlier versions. They are
+        # looked up, because a forward pass swallows a name that it does not know.
         names = ("cache", "past_key_values", "cache_params")
         cache_names = [name for name in names if name in self._parameters]
         if not cache_names:

@@ -97,6 +97,7 @@ def engine_options(
 ) -> dict[str, Any]:
     """The arguments of `vllm.LLM`, without the model."""
     engine = server.vllm_cfg
+    # Named, because vLLM chooses Ray's executor by itself within a placement group of Ray.
     executor = "uni"
     if engine.tensor_parallel_size > 1:
         executor = "mp"
