@@ -120,7 +120,7 @@ class DatasetConfig(SetConfig):
     rating_key: str | None = None
     """The column of a completion's rating, the higher the better, in rows of one completion; or of
     the ratings of `completions`. None: `score`."""
-    placeholder_token: str = "ки"
+    placeholder_token: str = "ки"  # Math-Shepherd's
     """Steps for a process reward model, in `MathShepherd` and `PlaceholderSteps`: the text that
     stands after each step in the data."""
     neutral_is_right: bool = True

@@ -196,4 +196,5 @@ def _learning_rate(config: RewardModelRunConfig, parameters: int) -> Choice:
     elif config.policy.dtensor_cfg.lora_cfg.enabled:
         lr *= _TIMES_FOR_ADAPTERS
         why += ", and adapters need ten times its rate"
+    # With a point: YAML reads 1e-05 as a text, and 1.0e-05 as a number.
     return Choice("policy.optimizer.kwargs.lr", f"{lr:.1e}", why)

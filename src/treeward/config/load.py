@@ -188,6 +188,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a file, with `${...}` references as they are. Raises `ConfigError` naming the
     file."""
     try:
+        # By a safe loader: a tag of YAML makes no object, and runs nothing.
         tree = OmegaConf.to_container(OmegaConf.load(path))
     except FileNotFoundError as error:
         near = nearest_path(path) or nearest_name(path.stem, recipe_names())

@@ -486,6 +486,7 @@ def _golden(
     examples = []
     for name, by_mistake, values in zip(rendered, mistaken_ids, right_values, strict=True):
         ids = rendered[name]
+        # Before a broken conversation is left out: its mistakes are among the wrong values too.
         mistakes: dict[Mistake, float] = {}
         for mistake in by_mistake:
             score = score_of(next(wrong_values), heads, steps)

@@ -117,6 +117,7 @@ class EndpointJudge:
             request["chat_template_kwargs"] = config.chat_template_kwargs
         if config.structured_output:
             request["response_format"] = response_format(config)
+        # The question comes last: the user's fields may replace any other.
         request |= {**config.extra_body, "messages": messages}
         seconds = config.timeout_seconds * (config.max_retries + 1)
         content = await post(client, "/chat/completions", request, total_seconds=seconds)

@@ -240,6 +240,7 @@ def _with_distinct_names(criteria: Sequence[Criterion]) -> tuple[Criterion, ...]
     taken: set[str] = set()
     for number, criterion in enumerate(criteria, 1):
         name = criterion.name.replace("/", "-") or f"criterion_{number}"
+        # More than once: of the titles a, a_3 and a the third would be a_3 too.
         while name in taken:
             name = f"{name}_{number}"
         taken.add(name)

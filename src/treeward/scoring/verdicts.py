@@ -300,6 +300,7 @@ def _number_of(*texts: str) -> int:
     """A number that the author of one of the texts cannot write into it: it would be another
     one."""
     material = "\0".join(texts)
+    # JSON may hold half a surrogate pair, which UTF-8 refuses.
     digest = hashlib.sha256(material.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8])
 
