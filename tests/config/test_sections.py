@@ -137,3 +137,19 @@ def test_environments_of_a_run(load):
 def test_replicas_of_a_reward_model_leave_the_other_gpus_to_train(load, overrides, left):
     cluster = load("grpo", *overrides).training_cluster
     assert (cluster.num_nodes, cluster.num_processes // cluster.num_nodes) == left
+
+
+def test_folders_may_lie_below_the_home_folder(load, monkeypatch):
+    """YAML and the command line keep ~, and a run would make a folder of this name."""
+    monkeypatch.setenv("HOME", "/home/me")
+    config = load(
+        "rm",
+        "checkpointing.checkpoint_dir=~/runs/rm",
+        "logger.log_dir=~/logs",
+        "data.cache_dir=~/cache",
+        "data.train_data_path=~/pairs.jsonl",
+    )
+    assert config.checkpointing.checkpoint_dir == "/home/me/runs/rm"
+    assert config.logger.log_dir == "/home/me/logs"
+    assert config.data.cache_dir == "/home/me/cache"
+    assert config.data.train[0].data_path == "/home/me/pairs.jsonl"

@@ -16,6 +16,7 @@ docstring under the field appears in `docs/config.md` and in error messages:
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import UnionType
@@ -65,6 +66,14 @@ def _in_a_list(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
+def _from_home(value: Any) -> Any:
+    # YAML and overrides keep ~ as it is, and a folder of this name would be made.
+    return os.path.expanduser(value) if isinstance(value, str) else value
+
+
+FilePath = Annotated[str, BeforeValidator(_from_home)]
+"""The path of a file or a folder, which may begin with `~`. A model's name stays as it is written:
+what loads it expands `~` itself."""
 Limit = Annotated[PositiveInt | None, instead_of(-1, None)]
 """The most that something may be. Other toolkits write -1 for no limit."""
 Period = Annotated[PositiveInt | None, BeforeValidator(_without_period)]

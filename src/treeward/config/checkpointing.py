@@ -20,7 +20,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import BeforeValidator, PositiveFloat, PositiveInt
 
-from treeward.config.base import Strict
+from treeward.config.base import FilePath, Strict
 from treeward.errors import ConfigError
 
 METRICS: Mapping[str, bool | None] = {
@@ -121,7 +121,7 @@ class CheckpointingConfig(Strict):
 
     enabled: bool = True
     """Save checkpoints, and resume from them."""
-    checkpoint_dir: str = "results/rm"
+    checkpoint_dir: FilePath = "results/rm"
     """Folder of this run's checkpoints and of its export. A run goes on from the latest of them."""
     save_period: PositiveInt | None = 100
     """Optimiser steps from one save to the next. None: only at the end, on a signal, and at the
@@ -174,7 +174,7 @@ class GRPOCheckpointingConfig(CheckpointingConfig):
     # NeMo RL ranks checkpoints of GRPO by val:accuracy, its name of the mean reward.
     metrics: ClassVar[Mapping[str, bool | None]] = {**GRPO_METRICS, "accuracy": True}
 
-    checkpoint_dir: str = "results/grpo"
+    checkpoint_dir: FilePath = "results/grpo"
     """Folder of this run's checkpoints and of its export."""
     save_period: PositiveInt | None = 10
     """Steps from one save to the next. None: only at the end, on a signal, and at the deadline."""

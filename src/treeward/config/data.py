@@ -15,7 +15,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from treeward.config.base import Strict
+from treeward.config.base import FilePath, Strict
 from treeward.config.dataset_table import COMPARISON_SETS, PROMPT_SETS, STEP_SETS
 from treeward.config.scoring import Truncation
 from treeward.errors import ConfigError
@@ -45,7 +45,7 @@ class SetConfig(Strict):
     name: Annotated[str | None, Field(pattern=r"^[^\s/]+$")] = None
     """Name of a validation set, for its metrics `validation-<name>/...`. The only unnamed one is
     called `default`, several are called by their `dataset_name`."""
-    data_path: str | None = None
+    data_path: FilePath | None = None
     """A file (jsonl, json, csv or tsv, also gzipped; parquet, arrow), a `save_to_disk` folder, or a
     hub name."""
     split: str | None = None
@@ -55,9 +55,9 @@ class SetConfig(Strict):
     weight: PositiveFloat = 1.0
     """Training only: passes over this set per epoch. 0.5 is a seeded half of its rows, 2.0 is every
     row twice."""
-    prompt_file: str | None = None
+    prompt_file: FilePath | None = None
     """A text file with one `{}`, which is replaced by the last user message."""
-    system_prompt_file: str | None = None
+    system_prompt_file: FilePath | None = None
     """A text file whose content becomes the system message of conversations that have none."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments for the constructor of a class that is given by its dotted path. They may
@@ -179,7 +179,7 @@ class DataConfig(_Sets[DatasetConfig]):
     """What becomes of each pair that `labels` does not keep: what its line proposes (`proposed`);
     or it is left out (`drop`), turned round (`flip`), learnt with the probability that its label is
     right (`soft`), or weighed by that (`weight`)."""
-    cache_dir: str | None = None
+    cache_dir: FilePath | None = None
     """Where tokenized data is kept. None: `.treeward_cache` in the working folder."""
 
 

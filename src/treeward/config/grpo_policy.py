@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from treeward.config.base import Period, Strict, TextOrTexts
+from treeward.config.base import FilePath, Period, Strict, TextOrTexts
 from treeward.config.policy import Precision, ResourcesConfig, TrainedModelConfig
 
 
@@ -85,7 +85,7 @@ class GenerationConfig(Strict):
     probe_tolerance: PositiveFloat | None = None
     """Largest mean difference, in nats, of log-probabilities of sampler and policy after an update.
     None: 0.001 where both compute in float32, as far as is known, else 0.12."""
-    weight_folder: str | None = None
+    weight_folder: FilePath | None = None
     """The folder from which the server loads new weights, which both see under this path. None:
     `weights` in `checkpointing.checkpoint_dir`."""
     vllm_cfg: VllmConfig = VllmConfig()

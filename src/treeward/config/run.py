@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
-from treeward.config.base import Limit, Period, Strict
+from treeward.config.base import FilePath, Limit, Period, Strict
 from treeward.config.checkpointing import CheckpointingConfig, MetricKey, parse_metric_name
 from treeward.config.data import DataConfig, DatasetConfig
 from treeward.config.loss import LOSSES, LossConfig, readers
@@ -72,7 +72,7 @@ class RMConfig(ScheduleConfig):
 class TensorboardConfig(Strict):
     """TensorBoard."""
 
-    log_dir: str | None = None
+    log_dir: FilePath | None = None
     """Folder of the event files, inside `logger.log_dir` if it is relative. None: `tensorboard`."""
 
 
@@ -90,7 +90,7 @@ class MlflowConfig(Strict):
 class LoggerConfig(Strict):
     """Where the metrics go."""
 
-    log_dir: str = "logs/rm"
+    log_dir: FilePath = "logs/rm"
     """Folder of `metrics.jsonl` and of the trackers' files."""
     tensorboard_enabled: bool = False
     """Write TensorBoard event files."""
@@ -107,7 +107,7 @@ class LoggerConfig(Strict):
 class GRPOLoggerConfig(LoggerConfig):
     """Where the metrics go."""
 
-    log_dir: str = "logs/grpo"
+    log_dir: FilePath = "logs/grpo"
     """Folder of `metrics.jsonl`, `samples.jsonl` and of the trackers' files."""
 
 
