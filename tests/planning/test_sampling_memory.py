@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
+from treeward.config.grpo_run import GRPORunConfig
+from treeward.config.load import load_file
 from treeward.config.policy import LoraConfig
 from treeward.model.lora import add_adapters
 from treeward.model.policy_model import PolicyModel
@@ -239,3 +241,33 @@ def test_reading_prompts_holds_what_the_formula_says(
         of_layers.append(layer.bytes_without_gradients(dtype.itemsize, 1, on_cpu=True))
     # The largest layer counts.
     assert 0.9 <= max(of_layers) * 4 * 256 / max(held) <= (1.5 if adapted else 1.3)
+
+
+def shape_of(**grpo: Any) -> SamplingShape:
+    """Of a run that samples 64 completions at once, with a validation set if it has `val`."""
+    data = {"train_data_path": "train.jsonl"}
+    if grpo.pop("val", False):
+        data["val_data_path"] = "val.jsonl"
+    values = {
+        "policy": {"model_name": "org/model", "generation": {"batch_size": 64}},
+        "data": data,
+        "env": {"math": {}},
+        "grpo": grpo,
+    }
+    return SamplingShape.of(load_file(GRPORunConfig, None, values=values))
+
+
+@pytest.mark.parametrize("size", [2, 7, 16, 24, 64, 100])
+def test_a_batch_that_parts_groups_has_the_prompts_of_all_of_them(size: int) -> None:
+    batches = range(0, 64 * size, 64)
+    most = max(len({row // size for row in range(start, start + 64)}) for start in batches)
+    assert shape_of(num_generations_per_prompt=size).prompts == most
+
+
+def test_a_validation_has_more_prompts_at_once_than_a_step() -> None:
+    """One completion of each: 64 prompts have their keys and values there, and not 4."""
+    assert shape_of(num_generations_per_prompt=16).prompts == 4
+    assert shape_of(num_generations_per_prompt=16, val=True).prompts == 64
+    assert shape_of(num_generations_per_prompt=16, val=True, num_val_generations=8).prompts == 8
+    assert shape_of(num_generations_per_prompt=16, val=True, max_val_samples=10).prompts == 10
+    assert shape_of(num_generations_per_prompt=16, val=True, max_val_samples=None).prompts == 64

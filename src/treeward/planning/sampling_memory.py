@@ -37,8 +37,8 @@ from treeward.rl.sampling import PROMPT_TOKENS
 @dataclass(frozen=True, slots=True)
 class SamplingShape:
     """`rows`, `prompts`, `prompt_tokens`, `new_tokens`: S, P, L and C of the formula, in the worst
-    case: prompts leave the completions just the tokens that they may have. `longest_prompt`: more
-    tokens, where prompts may leave less."""
+    case: of a step or of a validation, and of prompts that leave the completions just the tokens
+    that they may have. `longest_prompt`: more tokens, where prompts may leave less."""
 
     rows: int
     prompts: int
@@ -52,13 +52,27 @@ class SamplingShape:
         longest = config.policy.max_total_sequence_length
         new_tokens = min(config.max_new_tokens, longest)
         rows = config.policy.generation.batch_size
+        prompts = _most_prompts(rows, config.grpo.num_generations_per_prompt)
+        # A validation has few completions of each prompt, and so more prompts at once than a step.
+        if config.data.validation:
+            validated = _most_prompts(rows, config.grpo.num_val_generations)
+            most_in_data = config.grpo.most_val_prompts or validated
+            prompts = max(prompts, min(validated, most_in_data))
         return cls(
             rows=rows,
-            prompts=math.ceil(rows / config.grpo.num_generations_per_prompt),
+            prompts=prompts,
             prompt_tokens=longest - new_tokens,
             new_tokens=new_tokens,
             longest_prompt=config.max_prompt_length,
         )
+
+
+def _most_prompts(rows: int, num_completions: int) -> int:
+    """The most prompts of which a batch of `rows` has completions."""
+    # A batch goes on where the one before it has ended, which may be within a prompt's completions:
+    # at most so many of them came before.
+    latest_start = num_completions - math.gcd(rows, num_completions)
+    return math.ceil((latest_start + rows) / num_completions)
 
 
 @dataclass(frozen=True, slots=True)
