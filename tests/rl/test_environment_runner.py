@@ -226,3 +226,18 @@ def test_a_prompt_that_cannot_be_rewarded_is_named(
     with pytest.raises(DataError, match=message) as caught:
         made(section, [group("x", environment=choice, where="rows.jsonl:12")], **grpo)
     assert caught.value.where == "rows.jsonl:12"
+
+
+def test_an_environment_that_cannot_be_shut_down_leaves_no_other_open() -> None:
+    ended = []
+
+    class Ends(Toy):
+        def shutdown(self) -> None:
+            ended.append(self.name)
+            if self.name == "b":
+                raise OSError("the worker is gone")
+
+    environments = {name: Ends(len, name) for name in "abc"}
+    with pytest.raises(OSError, match="the worker is gone"):
+        EnvironmentRunner(environments, "a").shutdown()
+    assert sorted(ended) == ["a", "b", "c"]

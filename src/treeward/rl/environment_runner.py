@@ -19,6 +19,7 @@ Shapes: P prompts, G completions to each.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import math
@@ -114,8 +115,10 @@ class EnvironmentRunner:
 
     def shutdown(self) -> None:
         """Free the models, workers and connections of the environments. Safe to repeat."""
-        for environment in self.environments.values():
-            environment.shutdown()
+        # All of them, also where one raises: its code may be the user's.
+        with contextlib.ExitStack() as opened:
+            for environment in self.environments.values():
+                opened.callback(environment.shutdown)
 
     def _group_rewards(
         self, names: Sequence[str], groups: Sequence[CompletionGroup]
@@ -230,7 +233,9 @@ def make_environment_runner(config: GRPORunConfig, prompts: Sequence[Prompt]) ->
     row_components: set[str] = set()
     if processes.is_main():
         environments = make_environments(sections)
-        try:
+        with contextlib.ExitStack() as opened:
+            for environment in environments.values():
+                opened.callback(environment.shutdown)
             for prompt in prompts:
                 # Chosen or the default: a prompt without either was refused above.
                 name = str(prompt.info.get(CHOICE) or default)
@@ -238,10 +243,7 @@ def make_environment_runner(config: GRPORunConfig, prompts: Sequence[Prompt]) ->
                 if gold is not None:
                     environments[gold].check_info(prompt.info, prompt.where)
                 row_components.update(environments[name].row_components(prompt.info))
-        except BaseException:
-            for environment in environments.values():
-                environment.shutdown()
-            raise
+            opened.pop_all()  # from here on `EnvironmentRunner.shutdown` frees them
     gold_environment = None
     if gold is not None:
         gold_environment = environments.get(gold)

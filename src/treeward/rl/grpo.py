@@ -179,9 +179,11 @@ class GRPORun(Run):
         return step >= self.total_steps or prompts_drawn >= self.setup.prompt_limit
 
     def close(self) -> None:
-        self.setup.close()
-        if self._samples is not None:
-            self._samples.close()
+        try:
+            self.setup.close()
+        finally:
+            if self._samples is not None:
+                self._samples.close()
 
     def step(self, number: int) -> StepMetrics:
         setup = self.setup

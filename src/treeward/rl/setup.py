@@ -131,8 +131,10 @@ class GRPOSetup:
 
     def close(self) -> None:
         """Free what is held outside this object. Safe to repeat."""
-        self.generator.close()
-        self.rewards.shutdown()
+        try:
+            self.generator.close()
+        finally:
+            self.rewards.shutdown()
 
 
 def set_up_grpo(
