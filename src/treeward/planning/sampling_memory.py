@@ -56,8 +56,7 @@ class SamplingShape:
         # A validation has few completions of each prompt, and so more prompts at once than a step.
         if config.data.validation:
             validated = _most_prompts(rows, config.grpo.num_val_generations)
-            most_in_data = config.grpo.most_val_prompts or validated
-            prompts = max(prompts, min(validated, most_in_data))
+            prompts = max(prompts, min(validated, config.grpo.most_val_prompts or validated))
         return cls(
             rows=rows,
             prompts=prompts,
