@@ -13,6 +13,7 @@ its last entry: `[{name: torch.optim.lr_scheduler.LinearLR, kwargs: {...}}, {nam
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -45,7 +46,7 @@ class OptimizerConfig(Strict):
     @classmethod
     def _check_kwargs(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
         lr = kwargs.get("lr")
-        if isinstance(lr, bool) or not isinstance(lr, int | float) or not lr > 0:
+        if isinstance(lr, bool) or not isinstance(lr, int | float) or not 0 < lr < math.inf:
             raise ConfigError(
                 "there is no learning rate", field="lr", got=lr, need="a positive number, as 3.0e-6"
             )
@@ -118,8 +119,15 @@ def _schedule(raw: Any) -> Any:
         raw = {"schedulers": schedulers, "milestones": ()}
         if milestones:
             raw["milestones"] = milestones[0]
-    if not isinstance(raw, Mapping):
+    if isinstance(raw, Strict):
         return raw
+    if not isinstance(raw, Mapping):
+        # Here: pydantic would tell it twice, of each kind of section, by names of its own.
+        raise ConfigError(
+            "this is no schedule",
+            got=raw,
+            need="constant, linear or cosine, its section, or a list of PyTorch schedulers",
+        )
     keys = {str(key): value for key, value in raw.items()}
     if "schedulers" in keys:
         return TorchScheduleConfig(**keys)

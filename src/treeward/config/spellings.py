@@ -101,8 +101,9 @@ def _trained_model(values: Values) -> Values:
     # The older place of dtensor_cfg.activation_checkpointing.
     is_enabled = values.pop("activation_checkpointing_enabled", False)
     if is_enabled:
-        section = dict(values.get("dtensor_cfg") or {})
-        if not section.get("activation_checkpointing"):
+        section = values.get("dtensor_cfg") or {}
+        # What is no section stays, to be refused as one.
+        if isinstance(section, Mapping) and not section.get("activation_checkpointing"):
             values["dtensor_cfg"] = {**section, "activation_checkpointing": True}
     return _with_batching_budget(values, "train_micro_batch_tokens", "train_micro_batch_size")
 
