@@ -137,6 +137,7 @@ SECTIONS = [
     (JudgeEnvironmentConfig, "base_url: u, model: m, num_samples: 3", "num_samples"),
     (JudgeEnvironmentConfig, "base_url: u, model: m, use_logprobs: true, highest_rating: 10",
      "highest_rating"),
+    (JudgeEnvironmentConfig, "model: m, use_logprobs: true, lowest_rating: 8.5", "highest_rating"),
     (JudgeEnvironmentConfig, "base_url: u, model: m, mode: equivalence, use_logprobs: true",
      "mode"),
     (HybridEnvironmentConfig, "mode: fallback, members: {rules: {weight: 2}}",

@@ -12,6 +12,7 @@ which checks its own keys. `treeward/environments/registry.py` constructs the en
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -289,7 +290,9 @@ class JudgeModelConfig(JudgePromptConfig):
     def check(self) -> None:
         super().check()
         # The probabilities are those of one token, and a tokenizer has one for each digit.
-        has_digits = 0 <= self.lowest_rating < self.highest_rating <= 9
+        # Two whole numbers at least: the probability of a single one says nothing.
+        has_digits = self.lowest_rating >= 0 and self.highest_rating <= 9
+        has_digits &= math.ceil(self.lowest_rating) < math.floor(self.highest_rating)
         if self.use_logprobs and self.is_rated and not has_digits:
             need = "ratings of one digit, as lowest_rating: 1 and highest_rating: 9: one token's "
             need += "probabilities"
