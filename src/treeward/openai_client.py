@@ -84,10 +84,6 @@ async def post(
     try:
         async with asyncio.timeout(total_seconds):
             text: str = await client.post(path, cast_to=str, body=body)
-        if not text.strip():
-            return None
-        # Python's parser takes NaN and Infinity, which would go on as numbers.
-        return json.loads(text, parse_constant=_refuse_constant)
     except openai.APIStatusError as error:
         details = error.body if isinstance(error.body, Mapping) else {}
         message = str(details.get("message") or details.get("detail") or error.response.text)
@@ -114,6 +110,14 @@ async def post(
             need="a server that listens there; over https, one whose certificate is trusted "
             "(SSL_CERT_FILE)",
         ) from error
+    except ValueError as error:
+        # httpx has sent nothing yet: half a surrogate pair or NaN in the body, a key beyond ASCII.
+        raise ServerError("the request cannot be sent", where=url, got=str(error)) from error
+    if not text.strip():
+        return None
+    try:
+        # Python's parser takes NaN and Infinity, which would go on as numbers.
+        return json.loads(text, parse_constant=_refuse_constant)
     except ValueError as error:
         raise ServerError(
             "the response is not JSON", status=200, where=url, got=f"{text[:150]!r}"

@@ -237,6 +237,16 @@ def test_failures_are_retried_and_those_that_stay_cost_only_their_samples(
     assert all(details(away, "error"))  # a server that is away for the first questions ends no run
 
 
+def test_what_cannot_be_sent_costs_only_its_sample(endpoint: FakeJudge) -> None:
+    endpoint.answer = lambda request: "Rating: [[7]]"
+    # A policy may write half a surrogate pair, which UTF-8 cannot encode.
+    result = judge(endpoint).step([chat("half \ud83d"), chat("good")], [{}, {}])
+    bad, good = details(result, "error")
+    assert "the request cannot be sent" in bad and "surrogates not allowed" in bad
+    assert good is None
+    assert numbers(result)[0] is None
+
+
 @pytest.mark.parametrize(
     ("status", "field"), [(401, "api_key_env"), (404, "model"), (400, "max_tokens")]
 )
