@@ -4,6 +4,7 @@ lie.
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -115,6 +116,18 @@ def test_it_asks_again_where_that_may_help(serve: Callable[..., Loopback]) -> No
     server = serve(busy, (503, b"<html>restarting</html>"), None, scored)
     assert RewardClient(server.url, timeout_seconds=60).score([chat(4)])[0].score == 4.0
     assert len(server.requests) == 4
+
+
+@pytest.mark.parametrize("max_retries", [0, 2])
+def test_only_attempts_that_come_are_announced(
+    max_retries: int, serve: Callable[..., Loopback], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="treeward.http")
+    server = serve((503, b"restarting", {"retry-after": "0"}))
+    with pytest.raises(RewardServerError, match="503"):
+        RewardClient(server.url, max_retries=max_retries).score([chat(4)])
+    announced = [record.getMessage() for record in caplog.records if "comes after" in record.msg]
+    assert len(announced) == max_retries == len(server.requests) - 1
 
 
 @pytest.mark.parametrize("status", [401, 413, 422, 500])

@@ -120,6 +120,8 @@ class Connection:
             retry=tenacity.retry_if_exception(lambda error: getattr(error, "is_temporary", False)),
             stop=has_tried_enough | is_late,
             wait=_pause,
+            # Not in `wait`, which tenacity asks for after the last attempt too.
+            before_sleep=_tell_attempt,
             reraise=True,
         )
         result: _Value = retrying(self._once, path, content, until, read)
@@ -215,18 +217,25 @@ def checked_url(url: str) -> str:
 
 
 def _pause(state: tenacity.RetryCallState) -> float:
-    assert state.outcome is not None
-    error = state.outcome.exception()
-    assert isinstance(error, RewardServerError)
-    pause = max(_BACKOFF(state), error.retry_after)
+    return max(_BACKOFF(state), _error_of(state).retry_after)
+
+
+def _tell_attempt(state: tenacity.RetryCallState) -> None:
+    error = _error_of(state)
     logger.info(
         "%s: %s; attempt %d comes after %.1f s.",
         error.where,
         error.summary,
         state.attempt_number + 1,
-        pause,
+        state.upcoming_sleep,
     )
-    return pause
+
+
+def _error_of(state: tenacity.RetryCallState) -> RewardServerError:
+    assert state.outcome is not None
+    error = state.outcome.exception()
+    assert isinstance(error, RewardServerError)
+    return error
 
 
 def _refusal(response: httpx.Response, message: Any) -> RewardServerError:
