@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import ssl
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -37,7 +38,7 @@ def key_from(
     variable: str | None, *, where: str | None = None, field: str | None = None
 ) -> str | None:
     """The key in an environment variable; None for no variable. Raises `ConfigError` where it is
-    not set."""
+    not set, or no key."""
     if variable is None:
         return None
     key = os.environ.get(variable, "").strip()
@@ -48,6 +49,14 @@ def key_from(
             field=field,
             got=f"{variable} is empty or not set",
             fix=f"export {variable}=..., or leave the key out",
+        )
+    # A header takes nothing else. The key is a secret, so the error does not show it.
+    if not re.fullmatch(r"[\x21-\x7e]+", key):
+        raise ConfigError(
+            "the server's key cannot be sent in a header",
+            where=where,
+            field=field,
+            need=f"visible ASCII in {variable}",
         )
     return key
 

@@ -237,6 +237,16 @@ def test_failures_are_retried_and_those_that_stay_cost_only_their_samples(
     assert all(details(away, "error"))  # a server that is away for the first questions ends no run
 
 
+@pytest.mark.parametrize("key", ["\u201csk-1\u201d", "sk-1\nsk-2"])
+def test_a_key_that_no_header_takes_is_refused_at_once(
+    key: str, endpoint: FakeJudge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_KEY", key)
+    with pytest.raises(ConfigError, match="cannot be sent in a header") as caught:
+        judge(endpoint, api_key_env="MY_KEY")
+    assert "sk-1" not in str(caught.value)
+
+
 def test_what_cannot_be_sent_costs_only_its_sample(endpoint: FakeJudge) -> None:
     endpoint.answer = lambda request: "Rating: [[7]]"
     # A policy may write half a surrogate pair, which UTF-8 cannot encode.
