@@ -30,11 +30,13 @@ def import_object(path: str, *, field: str, where: str | None = None) -> Any:
     separator = ":" if ":" in path else "."
     module_path, _, name = path.rpartition(separator)
     at: dict[str, Any] = {"where": where, "field": field, "got": path}
-    if not module_path or not name:
+    is_file = module_path.endswith(".py")
+    # A leading dot is a file without its .py, or a relative import, which has no package here.
+    if not module_path or not name or (module_path.startswith(".") and not is_file):
         need = "package.module.name, package.module:name or path/to/file.py:name"
         raise ConfigError("not the path of a class or function", **at, need=need)
     try:
-        if module_path.endswith(".py"):
+        if is_file:
             module = _run_file(Path(module_path))
         else:
             module = importlib.import_module(module_path)

@@ -210,6 +210,7 @@ def test_async_functions_also_inside_a_running_loop(rewards_file: str, function:
     [
         ("batch", {}, "not the path of a class or function"),
         ("no_such_module_here:f", {}, "cannot be imported"),
+        ("./no_such_file:f", {}, "not the path of a class or function"),
         ("{file}:bach", {}, "did you mean .*:batch"),
         ("{file}:Mute", {}, "no method that scores"),
         ("{file}:CustomRewardModel", {}, "cannot be constructed"),
