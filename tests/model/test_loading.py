@@ -292,6 +292,20 @@ def test_a_policy_trains_the_token_that_pads(save: Callable[..., Path]) -> None:
     assert policy.hf.get_input_embeddings().weight.grad[7].abs().max() > 0
 
 
+def test_a_folder_of_the_home_directory(
+    save: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save(causal_model("llama"))
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 2]}', encoding="utf-8")
+    monkeypatch.setenv("HOME", str(folder.parent))
+    # As YAML and `policy.model_name=~/model` give it: no shell has expanded it.
+    name = f"~/{folder.name}"
+    assert load_classifier(name, head_seed=1).model.num_heads == 1
+    for on_meta in (False, True):
+        policy = load_policy(name, on_meta=on_meta).model
+        assert policy.hf.generation_config.eos_token_id == [1, 2]
+
+
 def test_fields_of_the_configuration_are_overridden(save: Callable[..., Path]) -> None:
     hf = causal_model("llama")
     folder = save(hf)

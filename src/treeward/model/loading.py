@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -303,7 +304,7 @@ def load_policy(
     hf = without_weights(AutoModelForCausalLM, config, trust_remote_code=trust_remote_code)
     # `from_pretrained` reads it with the weights; an export would else lose the stop tokens.
     with contextlib.suppress(OSError):
-        hf.generation_config = GenerationConfig.from_pretrained(str(name))
+        hf.generation_config = GenerationConfig.from_pretrained(os.path.expanduser(name))
     loaded = _policy(hf, tokenizer, str(name), attention, "meta")
     load_whole = partial(load_weights, AutoModelForCausalLM, str(name), **settings)
     loaded.model.unfilled.append(partial(fill, loaded.model, lambda: load_whole()[0]))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -79,6 +80,7 @@ def quiet_transformers() -> Iterator[None]:
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or hub name, padding on the right. Raises `ModelError` if there is
     none."""
+    name = os.path.expanduser(name)
     # Adapters may have a tokenizer of their own, with a template or a token that they learnt.
     base = base_of_adapters(name)
     if base is not None and not (Path(name).expanduser() / "tokenizer_config.json").is_file():
@@ -104,6 +106,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
 def read_config(name: str, trust_remote_code: bool) -> PreTrainedConfig:
     """The configuration of a folder or hub name; for adapters, their base's. Raises
     `ModelError`."""
+    name = os.path.expanduser(name)  # transformers takes `~/model` for a name of the hub
     base = base_of_adapters(name)
     if base is not None:
         try:
@@ -222,6 +225,7 @@ def _read_weights(
 ) -> tuple[PreTrainedModel, set[str]]:
     """A model, and the names of the weights that are random: neither its checkpoint nor its
     adapters have them."""
+    name = os.path.expanduser(name)
     base = base_of_adapters(name)
     if base is not None:
         if getattr(config, "quantization_config", None) is not None:
