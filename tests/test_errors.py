@@ -21,3 +21,8 @@ def test_a_suffix_alone_is_no_likeness(tmp_path: Path, missing: str, near: str |
         (tmp_path / name).touch()
     (tmp_path / "results" / "final").mkdir(parents=True)
     assert nearest_path(tmp_path / missing) == (None if near is None else str(tmp_path / near))
+
+
+def test_a_name_that_is_too_long_has_none_near(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    assert nearest_path(tmp_path / "dat" / ("a" * 300)) is None

@@ -172,8 +172,11 @@ def nearest_path(path: str | os.PathLike[str]) -> str | None:
     if near is None:
         return None
     meant = missing.parent / near / target.relative_to(missing)
-    if meant.exists():
-        return str(meant)
+    try:
+        if meant.exists():
+            return str(meant)
+    except OSError:  # of the parts behind it, which nobody has looked at yet
+        return None
     # This part is corrected; another one further on is missing too.
     return nearest_path(meant)
 
