@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from treeward.errors import nearest_path
+from treeward.errors import ConfigError, nearest_path
 
 
 @pytest.mark.parametrize(
@@ -26,3 +26,9 @@ def test_a_suffix_alone_is_no_likeness(tmp_path: Path, missing: str, near: str |
 def test_a_name_that_is_too_long_has_none_near(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     assert nearest_path(tmp_path / "dat" / ("a" * 300)) is None
+
+
+@pytest.mark.parametrize("value", ["two\nlines", "over\rwritten", "\x1b[2Jgone", "half \ud83d", ""])
+def test_a_value_is_one_line_that_can_be_written(value: str) -> None:
+    [_, line] = str(ConfigError("no such name", got=value)).splitlines()
+    assert line == f"  got:   {value!r}" and line.isprintable()

@@ -129,7 +129,9 @@ class LostProcessError(TreewardError):
 def shown(value: Any) -> str:
     """A value in one line of at most about 200 characters; in quotes where nobody would see that it
     is there."""
-    if isinstance(value, str) and value.strip() and "\n" not in value:
+    # Not as it is: an escape sequence of a server's page would move the cursor of a terminal, and
+    # half a surrogate pair of a completion cannot be written to a log.
+    if isinstance(value, str) and value.strip() and value.isprintable():
         text = value
     else:
         try:
