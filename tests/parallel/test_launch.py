@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from treeward import processes
 from treeward.errors import ConfigError
-from treeward.parallel.launch import launch
+from treeward.parallel.launch import launch, run_here
 
 
 def test_a_layout_that_does_not_divide_the_processes_is_told_before_they_start(
@@ -28,6 +29,22 @@ def test_several_tasks_of_slurm_need_torchrun(
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
     with pytest.raises(ConfigError, match="srun starts torchrun"):
         launch(print, tiny_run())
+
+
+def test_the_log_of_a_process_takes_any_text(
+    tiny_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a surrogate pair in an error hid the error."""
+    monkeypatch.setattr(processes, "size", lambda: 2)
+    config = tiny_run()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("half \ud83d")
+
+    with pytest.raises(OSError, match="half"):
+        run_here(fail, config)
+    log = Path(config.logger.log_dir) / "ranks" / "rank_0.log"
+    assert "half \\ud83d" in log.read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

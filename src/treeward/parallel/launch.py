@@ -109,8 +109,10 @@ def _own_log(folder: Path) -> Iterator[None]:
     else:
         for handler in (*root.handlers, *ours.handlers):
             handler.setLevel(logging.CRITICAL)
-    # Appended to: a restarted process keeps the error that ended the one before it.
-    file = (folder / f"rank_{processes.rank()}.log").open("a", encoding="utf-8")
+    path = folder / f"rank_{processes.rank()}.log"
+    # Appended to: a restarted process keeps the error that ended the one before it. An error may
+    # hold half a surrogate pair of a completion: that of its encoding would hide it.
+    file = path.open("a", encoding="utf-8", errors="backslashreplace")
     kept = logging.StreamHandler(file)
     kept.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root.addHandler(kept)
