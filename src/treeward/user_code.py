@@ -8,6 +8,7 @@ code is.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -80,6 +81,9 @@ def source_digest(code: Any) -> str:
     names = ("stdlib", "platstdlib", "purelib", "platlib")
     installed = {sysconfig.get_path(name) for name in names}
     installed.add(str(Path(__file__).parent))
+    # A partial says that it is of functools, which is installed.
+    while isinstance(code, functools.partial):
+        code = code.func
     first = sys.modules.get(getattr(code, "__module__", type(code).__module__))
     waiting = [] if first is None else [first]
     sources: dict[str, bytes] = {}

@@ -224,6 +224,16 @@ def test_faulty_paths_and_arguments(
         CustomEnvironment({"function": function.format(file=rewards_file), **config})
 
 
+def test_a_partial_is_code_of_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "partial_rewards.py"
+    digests = set()
+    for number in (1, 2):
+        text = f"from functools import partial\ndef n(conversation, env_info, k): return {number}\n"
+        file.write_text(f"{text}one = partial(n, k=1)\n", encoding="utf-8")
+        digests.add(CustomEnvironment({"function": f"{file}:one"}).user_code)
+    assert len(digests) == 2 and "" not in digests
+
+
 def test_a_function_cannot_change_the_loops_conversation_or_info(tmp_path: Path) -> None:
     file = tmp_path / "greedy.py"
     file.write_text(
