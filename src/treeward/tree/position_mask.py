@@ -30,7 +30,9 @@ backward, 4 heads of 64), where a call takes about 0.15 ms and a masked element 
 decides between slices and a small mask."""
 
 BLOCK = 256
-"""Queries of one part in a layer with a window: the mask covers at most so many keys too many."""
+"""Queries of one part in a layer with a window: the mask covers at most so many keys too many.
+Without this cut a layer of Gemma 3 took 1.3 to 1.4 of the time at 2,100 to 3,000 tokens, and 0.94
+at 450."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -211,6 +211,7 @@ class Recurrence:
     ) -> None:
         self.pieces = tuple(pieces)
         self.kept = tuple(kept)
+        # With padding, which `TreeLayout.num_tokens` leaves out: layers get the row as it is padded.
         self.num_tokens = self.pieces[-1].end
         self.device = device
         self._windows: dict[int, Window] = {}
@@ -283,6 +284,7 @@ class Recurrence:
             else:
                 above = np.full(before, -1)
             part = np.concatenate([above, np.arange(piece.start, piece.end)])
+            # Not `[-before:]`: with one tap that is the whole part, and not nothing.
             tails.append(part[len(part) - before :])
             parts.append(part)
             # A token's output stands K - 1 places before it, where its first tap lies.
@@ -397,7 +399,8 @@ class Recurrence:
         is_token = []
         made = []
         having = {parent for parent in parents if parent is not None}
-        # The places of the chunks above, among those that have children.
+        # The places of the chunks above, among those that have children. Chunks of the first level
+        # have none above, and `gated_delta_rule` starts them from zeros without looking.
         places_above: dict[int | None, int] = {None: 0}
         for chunks in levels:
             for chunk in chunks:
@@ -436,6 +439,7 @@ class Recurrence:
         order_N = np.argsort(step_T, kind="stable")
         slot_T = np.empty_like(order_N)
         slot_T[order_N] = np.arange(self.num_tokens)
+        # Where each position begins in this order, and after them where the last one ends.
         bounds = np.searchsorted(step_T[order_N], np.arange(step_T.max() + 2))
         parents = []
         for step in range(1, len(bounds) - 1):
