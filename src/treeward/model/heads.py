@@ -55,6 +55,7 @@ ARMORM = (
 
 LDL_WIDTH = 4096
 NUM_RATINGS = 10
+"""Constants of LDL's code, which its config.json does not have."""
 _ANSWER_BEGINS = {
     "llama": (128009, 128006, 78191, 128007, 271),
     "gemma2": (107, 108, 106, 2516, 108),
@@ -182,6 +183,7 @@ class WeightedRatings(nn.Module):
         sizes = [config.hidden_size, LDL_WIDTH, LDL_WIDTH]
         num_logits = config.num_objectives  # to the authors one for each rating of an objective
         ratings = mlp([*sizes, num_logits], nn.LeakyReLU)
+        # Identity has the place of the authors' dropout, so that later layers have their numbers.
         weights = mlp([*sizes, num_logits // NUM_RATINGS], nn.LeakyReLU, nn.Identity)
         self.regression_layer = nn.ModuleDict({"network": ratings})
         self.gating_layer = nn.ModuleDict({"network": weights})

@@ -145,7 +145,8 @@ def load_classifier(
         )
     if published is not None:
         published.settle(hf)
-    num_known_tokens = RewardModel(hf).num_embeddings  # before a padding token is added
+    # Both as the checkpoint has them: `_ready` may add a padding token and its row.
+    num_known_tokens = RewardModel(hf).num_embeddings
     pad = config.get_text_config().pad_token_id
     keep_padding = keep_padding and published is None
     model = _ready(hf, tokenizer, attention, device, keep_padding=keep_padding)

@@ -150,6 +150,7 @@ class RewardModel(WrappedModel):
     def until_padding(self, ids: TokenIds) -> TokenIds:
         """A sequence up to the token at which its score is read."""
         end = len(ids)
+        # A row of padding alone is read at its first token, as by transformers' argmax.
         while end > 1 and ids[end - 1] == self.padding_token:
             end -= 1
         return ids[:end]
@@ -382,6 +383,7 @@ class RewardModel(WrappedModel):
                     groups = by_known_beginning(sequences, num_known, groups)
 
                 def compute(part: Sequence[Sequence[int]]) -> _Computed:
+                    # Again: these modes are of a thread, and a part may have one of its own.
                     with torch.no_grad() if is_sharded else torch.inference_mode():
                         if cache is None:
                             batch = self.make_batch([[sequences[i] for i in g] for g in part])

@@ -205,6 +205,7 @@ class WrappedModel(nn.Module):
     @cached_property
     def head_sizes(self) -> set[int]:
         """Of the attention layers that tell theirs; those of Gemma 4 differ."""
+        # From the modules: Gemma 4's configuration raises where it is asked for one size.
         sizes = (getattr(module, "head_dim", None) for module in self.backbone.modules())
         return {size for size in sizes if isinstance(size, int)}
 
