@@ -149,7 +149,8 @@ class Connection:
                 timeout=httpx.Timeout(seconds_left, connect=min(seconds_left, 10.0)),
             )
         except (httpx.ReadTimeout, httpx.WriteTimeout, httpx.PoolTimeout):
-            # Not repeated: the time that `until` allows is over.
+            # Not repeated: the time that `until` allows is over. That of a ConnectTimeout,
+            # which has 10 seconds, need not be: it is repeated, as any error of a connection.
             raise RewardServerError(
                 "the server has not responded in time",
                 where=url,

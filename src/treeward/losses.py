@@ -129,7 +129,7 @@ def ranked_pairs(
                     margin = strength_scale * max(value, 0.0)
                 elif strength == "weight":
                     pair_weight *= strength_scale * max(value, 0.0)
-                else:  # the sigmoid of the log-odds
+                else:  # the sigmoid of the log-odds, by tanh, which does not overflow
                     target = (1 + math.tanh(strength_scale * value / 2)) / 2
             better.append(offset + i)
             worse.append(offset + j)
@@ -243,9 +243,11 @@ def plackett_luce(scores_S: Tensor, pairs: Pairs) -> Tensor:
     scores_S = scores_S.float()
     excess_P = scores_S[pairs.worse_P] - scores_S[pairs.better_P]
     none_S = torch.zeros_like(scores_S)
-    # The largest of 0 and the excesses, taken out of the exponentials so that none overflows.
+    # The largest of 0 and the excesses, taken out of the exponentials so that none overflows. It is
+    # detached, because its derivatives below cancel.
     largest_S = none_S.scatter_reduce(0, pairs.better_P, excess_P.detach(), "amax")
     rest_S = none_S.index_add(0, pairs.better_P, (excess_P - largest_S[pairs.better_P]).exp())
+    # A completion that is the better one of no pair has log(1) = 0 here, and the weight 0.
     loss_S = largest_S + (torch.exp(-largest_S) + rest_S).log()
     weight_S = none_S.scatter_reduce(0, pairs.better_P, pairs.weight_P, "amax")
     return (weight_S * loss_S).sum()

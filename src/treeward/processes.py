@@ -146,6 +146,7 @@ def broadcast_tensor(tensor: Tensor | None, like: Tensor) -> Tensor:
     shared = torch.empty(like.shape, dtype=like.dtype, device=device())
     if tensor is not None:
         shared.copy_(tensor)
+    # As bytes: gloo has no int16 and no float8.
     distributed.broadcast(shared.reshape(-1).view(torch.uint8), src=0)
     return shared
 

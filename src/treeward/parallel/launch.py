@@ -116,6 +116,7 @@ def _own_log(folder: Path) -> Iterator[None]:
     kept = logging.StreamHandler(file)
     kept.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root.addHandler(kept)
+    # A level of 0 means none, so that the root's would decide: WARNING, where nobody has set it.
     ours.setLevel(min(ours.level or logging.INFO, logging.INFO))
     try:
         yield
