@@ -160,6 +160,7 @@ def test_a_server_that_does_not_answer_in_time(serve: Callable[..., Loopback]) -
     "answer",
     [
         b"<html>hello</html>",
+        b"[" * 100_000,
         {},
         {"data": [row(0, math.nan)]},
         {"data": [row(0, None, error=None)]},

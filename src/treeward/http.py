@@ -167,8 +167,8 @@ class Connection:
             ) from error
         try:
             body = response.json()
-        except ValueError:
-            # A proxy's page of HTML, for instance.
+        except (ValueError, RecursionError):
+            # A proxy's page of HTML, for instance, or very many brackets.
             body = response.text[:150]
             if response.is_success:
                 raise RewardServerError(

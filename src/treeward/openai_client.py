@@ -127,7 +127,7 @@ async def post(
     try:
         # Python's parser takes NaN and Infinity, which would go on as numbers.
         return json.loads(text, parse_constant=_refuse_constant)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # a RecursionError is of very many brackets
         raise ServerError(
             "the response is not JSON", status=200, where=url, got=f"{text[:150]!r}"
         ) from error

@@ -162,6 +162,9 @@ def test_garbage_is_no_reward(endpoint: FakeJudge) -> None:
     cut["choices"][0]["finish_reason"] = "length"
     endpoint.answer = lambda request: (200, cut)
     assert "longer than max_tokens" in details(judge(endpoint).step([chat("4")], [{}]), "error")[0]
+    endpoint.answer = lambda request: (200, b"[" * 100_000)
+    result = judge(endpoint, max_retries=0).step([chat("4")], [{}])
+    assert "is not JSON" in details(result, "error")[0]
 
 
 @pytest.mark.parametrize(
