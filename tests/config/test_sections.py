@@ -148,8 +148,10 @@ def test_folders_may_lie_below_the_home_folder(load, monkeypatch):
         "logger.log_dir=~/logs",
         "data.cache_dir=~/cache",
         "data.train_data_path=~/pairs.jsonl",
+        "data.labels=~/a/labels.jsonl, ~/b/labels.jsonl",
     )
     assert config.checkpointing.checkpoint_dir == "/home/me/runs/rm"
     assert config.logger.log_dir == "/home/me/logs"
     assert config.data.cache_dir == "/home/me/cache"
     assert config.data.train[0].data_path == "/home/me/pairs.jsonl"
+    assert config.data.labels == ("/home/me/a/labels.jsonl", "/home/me/b/labels.jsonl")

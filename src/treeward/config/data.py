@@ -172,7 +172,7 @@ class DataConfig(_Sets[DatasetConfig]):
     their oldest tokens (`truncate_left`), or are an `error`."""
     ties: Ties = "drop"
     """Pairs of equal rank: left out and counted (`drop`), or half a win for each side (`half`)."""
-    labels: Annotated[tuple[str, ...], _COMMAS] = ()
+    labels: Annotated[tuple[FilePath, ...], _COMMAS] = ()
     """Files of `treeward check-labels`, a list or text with commas: what becomes of the pairs whose
     labels look wrong. The data stays as it is."""
     suspects: Suspects = "proposed"
