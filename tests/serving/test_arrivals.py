@@ -4,8 +4,10 @@ notice.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from http.client import HTTPResponse
@@ -18,7 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from messages import chat
 
-from treeward.serving.arrivals import BODIES_AT_ONCE, num_items
+from treeward.config.server import ServedModelConfig, ServerConfig
+from treeward.serving.api_error import APIError
+from treeward.serving.arrivals import BODIES_AT_ONCE, Arrivals, num_items
 from treeward.serving.service import Service
 
 CHAT = chat("2 + 2?", "4")
@@ -150,6 +154,46 @@ def test_stalled_bodies_leave_room_for_others(
             stalled.sendall(b" " * 9_500)
         assert answer(largest) == (429, "server_full")
         assert httpx.post(f"{url}/v1/rewards", json={"conversations": [CHAT]}).status_code == 200
+
+
+def test_a_part_that_comes_while_another_body_is_dropped() -> None:
+    """Between the choice of the largest body and the end of its request there are rounds of the
+    event loop: who sends a part in them is no part of the problem.
+    """
+    config = ServerConfig(models=(ServedModelConfig(models=("m",)),), max_body_bytes=100)
+
+    async def codes() -> list[str | None]:
+        arrivals = Arrivals(config)
+        deadline = time.monotonic() + 60
+        requests = []
+
+        def begin(size: int) -> asyncio.Queue[Any]:
+            queue: asyncio.Queue[Any] = asyncio.Queue()
+            queue.put_nowait(part_of(size))
+            requests.append(asyncio.create_task(arrivals.read(queue.get, deadline)))
+            return queue
+
+        for size in (99, *[90] * 16):  # 1,539 bytes, and 1,600 may be held
+            begin(size)
+        first = begin(50)
+        second = begin(0)
+        await asyncio.sleep(0)
+        # The first is too much. The second comes in the next round, when the largest is cancelled.
+        first.put_nowait(part_of(20))
+        await asyncio.sleep(0)
+        second.put_nowait(part_of(20))
+        await asyncio.sleep(0.1)
+        for request in requests:
+            request.cancel()
+        ends = await asyncio.gather(*requests, return_exceptions=True)
+        return [end.code if isinstance(end, APIError) else type(end).__name__ for end in ends]
+
+    assert asyncio.run(codes()) == ["server_full", *["CancelledError"] * 18]
+
+
+def part_of(size: int) -> dict[str, Any]:
+    """A part of a body, which is not the last."""
+    return {"type": "http.request", "body": b" " * size, "more_body": True}
 
 
 @contextmanager

@@ -65,8 +65,7 @@ class Arrivals:
             problem = "the body did not arrive by the deadline"
             raise APIError(504, "deadline_exceeded", problem, retry_after=1) from error
         finally:
-            self._arriving.discard(arrival)
-            self._num_bytes -= len(arrival.body)
+            self._forget(arrival)
         # A small body can hold millions of values, of each of which the parser makes an object.
         # An item has a byte at least, so short bodies need not be counted.
         if len(arrival.body) > self._most_items:
@@ -84,16 +83,28 @@ class Arrivals:
             raise APIError(499, "client_disconnected", "the client went away")
         part = message.get("body", b"")
         arrival.body += part
-        self._num_bytes += len(part)
+        if arrival in self._arriving:
+            self._num_bytes += len(part)
         if len(arrival.body) > self._most_bytes:
             raise too_large(self._most_bytes)
         if self._num_bytes > BODIES_AT_ONCE * self._most_bytes:
+            # A timeout that has fired cannot be moved, and its request is about to go by itself.
+            staying = [other for other in self._arriving if not other.timeout.expired()]
             # The largest goes, so that a client with large bodies never stops others.
-            largest = max(self._arriving, key=lambda other: len(other.body))
+            largest = max(staying, key=lambda other: len(other.body))
             largest.is_dropped = True
+            # At once: its request ends in a later round of the event loop, and a part that comes
+            # before would choose it again.
+            self._forget(largest)
             # Its request may be another one, which waits in `receive`: its timeout wakes it.
             largest.timeout.reschedule(asyncio.get_running_loop().time())
         return not message.get("more_body", False)
+
+    def _forget(self, arrival: _Arrival) -> None:
+        """Count the bytes of a body no longer."""
+        if arrival in self._arriving:
+            self._arriving.remove(arrival)
+            self._num_bytes -= len(arrival.body)
 
 
 def too_large(most_bytes: int) -> APIError:
