@@ -201,3 +201,15 @@ def test_a_copy_is_one_line(encode: Any, labels: Any, write_rows: Callable[..., 
     once = write_rows("once.jsonl", [json.loads(line) for line in dict.fromkeys(lines)])
     view = labelled({"a": dataset}, {}, read_pair_labels([str(once)], "proposed"), "drop")["a"]
     assert len(view) == 5
+
+
+def test_shapes_are_of_the_comparisons_that_are_left(encode: Any, labels: Any) -> None:
+    """Rows of the file that are dropped by labels, or lie beyond a limit, have conversations too."""
+    long = [row | {"rejected": "no " * 40 * (1 + n)} for n, row in enumerate(ROWS)]
+    dataset = encode(long)
+    view = labelled({"a": dataset}, {}, labels(dataset, ["keep", "drop"] * 3), "drop")["a"]
+    for one in (view, dataset, dataset.first(2)):
+        expected = []
+        for comparison in one:
+            expected.append([2, max(map(len, comparison.token_ids))])
+        assert one.shapes.tolist() == expected

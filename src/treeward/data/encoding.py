@@ -246,11 +246,14 @@ class EncodedDataset(Sequence[Comparison]):
         nested = self._column("token_ids")
         counts = pa.compute.list_value_length(nested).to_numpy().astype(np.int64)
         lengths = pa.compute.list_value_length(pa.compute.list_flatten(nested)).to_numpy()
-        # The maximum of each comparison's conversations, which `reduceat` takes from one start to
-        # the next: rows between them that are dropped have no conversations.
-        starts = (np.cumsum(counts) - counts)[self._kept]
-        longest = np.maximum.reduceat(lengths, starts) if len(starts) else lengths
-        return np.stack([counts[self._kept], longest], axis=1).astype(np.int32)
+        # `reduceat` takes the maximum from one start to the next, so it is given every row that has
+        # conversations: those beyond a limit, or dropped by labels, are among them.
+        has_conversations = counts > 0
+        longest = np.zeros_like(counts)
+        if has_conversations.any():
+            starts = np.cumsum(counts) - counts
+            longest[has_conversations] = np.maximum.reduceat(lengths, starts[has_conversations])
+        return np.stack([counts, longest], axis=1)[self._kept].astype(np.int32)
 
     @cached_property
     def grades(self) -> npt.NDArray[np.float64]:
