@@ -183,6 +183,20 @@ def test_rows_are_held_out_for_validation(tmp_path: Path) -> None:
         len(validation),
     )
     assert f"left out: {len(validation)} of the other part" in prompts_summary(train.counts)
+    # Another prompt file moves no prompt to the other part.
+    (tmp_path / "prompt.txt").write_text("Solve: {}")
+    (tmp_path / "system.txt").write_text("Be brief.")
+    files = {"prompt_file": tmp_path / "prompt.txt", "system_prompt_file": tmp_path / "system.txt"}
+    filled = opened(
+        tmp_path,
+        "PromptDataset",
+        *rows,
+        part="validation",
+        **share,
+        **{key: str(path) for key, path in files.items()},
+    )
+    assert [prompt.where for prompt in filled] == [prompt.where for prompt in validation]
+    assert filled[0].messages[1]["content"].startswith("Solve: ")
     other = opened(
         tmp_path,
         "PromptDataset",

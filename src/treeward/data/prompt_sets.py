@@ -127,14 +127,21 @@ def open_prompts(
         source = entry(config)
     else:
         source = _ObjectPrompts(config, entry)
-    prompts = []
+    num_read = 0
+    kept = []
+    # `max_samples` counts the rows of both parts, so that both are of the same rows.
     for prompt in itertools.islice(source, config.max_samples):
+        num_read += 1
         # Here too, because a class of the user may make prompts without `from_prompt_row`.
         messages = check_prompt(prompt.messages, "messages", prompt.where)
+        # The prompt files come after: another template must not move a prompt to the other part.
+        is_of_part = source.is_of_part(messages)
         messages = source.files.complete(messages, prompt.where)
         prompt = replace(prompt, messages=messages)
-        prompts.append(_with_environment(prompt, config.env_name, environments))
-    if not prompts:
+        prompt = _with_environment(prompt, config.env_name, environments)
+        if is_of_part:
+            kept.append(prompt)
+    if num_read == 0:
         need = "at least one"
         raise DataError(
             "there are no prompts",
@@ -142,13 +149,11 @@ def open_prompts(
             got="an empty dataset",
             need=need,
         )
-    # After `max_samples`, so that both parts are of the same rows.
-    kept = [prompt for prompt in prompts if source.is_of_part(prompt.messages)]
     if not kept:
         summary = "split_validation_size leaves this part without a prompt"
         need = "a larger set, or another share"
         raise ConfigError(summary, where=source.name, field="split_validation_size", need=need)
-    counts = Counter(read=len(prompts), kept=len(kept), held_out=len(prompts) - len(kept))
+    counts = Counter(read=num_read, kept=len(kept), held_out=num_read - len(kept))
     return PromptSet(source.name, kept, counts, config.weight)
 
 
