@@ -114,7 +114,7 @@ def run(
     with ShownProgress(unit="prompts") as progress:
         for role, model in candidates.items():
             scores[role] = _score(model, examples, data, folder, progress)
-    prompts = [example.context_key for example in examples]
+    prompts = [example.prompt_key for example in examples]
     result = analyse(scores["proxy"], scores["gold"], prompts, max_n=max_n)
     sys.stdout.write(f"{results_table(*table(result))}\n\n{LEGEND}\n\n{result.sentence}\n")
     _warn_of_left_out(result, names)

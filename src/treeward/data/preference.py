@@ -119,8 +119,19 @@ class Preference:
         return Conversation(messages, chat_template_kwargs=self.template_kwargs)
 
     @property
+    def prompt_key(self) -> str:
+        """The same for preferences that statistics treat as dependent: those of one context. One
+        without a context is a prompt of its own, whatever the order of its completions."""
+        if self.context:
+            return self.context_key
+        texts = []
+        for completion in self.completions:
+            texts.append(json.dumps(list(completion.messages), sort_keys=True, default=str))
+        return f"without a context: {sorted(texts)}"
+
+    @property
     def context_key(self) -> str:
-        """The context as text. Statistics treat preferences with the same context as dependent."""
+        """The context as text."""
         parts: list[Any] = list(self.context)
         if self.template_kwargs:
             parts = [parts, dict(self.template_kwargs)]

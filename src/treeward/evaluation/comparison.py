@@ -60,9 +60,7 @@ class _Pair(NamedTuple):
 
     @property
     def prompt(self) -> str:
-        """An example without a context is a prompt of its own."""
-        example = self.first.example
-        return example.context_key if example.context else f"id {example.id}"
+        return self.first.example.prompt_key
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from messages import write_jsonl
 
 from treeward.config.data import DatasetConfig
 from treeward.errors import ConfigError, DataError
+from treeward.evaluation.diagnostics.scores import statistics_of
 from treeward.evaluation.results import Metric
-from treeward.evaluation.statistics import combined
+from treeward.evaluation.statistics import accuracy_metric, combined
 from treeward.evaluation.suites import SUITES, PreferenceSuite, get_suite
 
 
@@ -98,3 +100,19 @@ def test_pairs_are_pooled_as_in_the_trainers_validation(rows: Any, right: int, p
         result.headline.high or 0
     )
     assert result.num_failed == sum(None in scores for _, scores in rows)
+
+
+def test_an_example_without_a_context_is_a_prompt_of_its_own(tmp_path: Path) -> None:
+    rows = [{"chosen": f"good {n}", "rejected": f"bad {n}"} for n in range(40)]
+    suite = PreferenceSuite("x", DatasetConfig(data_path=write_jsonl(tmp_path / "x.jsonl", *rows)))
+    scored = []
+    for n, example in enumerate(suite.load()):
+        scored.append(rated(example, (1.0, 2.0) if n % 4 == 0 else (2.0, 1.0)))
+    independent = accuracy_metric([0.0, 1.0, 1.0, 1.0] * 10, "accuracy")
+    assert suite.summarize(scored).headline == independent
+    pair_accuracy = statistics_of(scored).pair_accuracy
+    assert (pair_accuracy.low, pair_accuracy.high) == (independent.low, independent.high)
+    # Copies are no new examples, whatever the order of their completions.
+    first, second = scored[0].example.completions
+    swapped = replace(scored[0].example, completions=(second, first), id="41")
+    assert swapped.prompt_key == scored[0].example.prompt_key != scored[1].example.prompt_key

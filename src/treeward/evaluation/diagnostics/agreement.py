@@ -56,7 +56,7 @@ def costs_and_agreement(
         for example in examples:
             for score in example.scores:
                 has_score.append(float(score is not None))
-                prompts.append(example.example.context_key)
+                prompts.append(example.example.prompt_key)
         verdicts = accuracy_metric(has_score, "verdicts", prompts)
         rows.append(CostAndAgreement(name, usage[name], verdicts, both_orders, agreement[name]))
     return rows
@@ -76,7 +76,7 @@ def _agreement(
             if preferred_by_first is None or preferred_by_second is None:
                 continue
             agrees.append(float(preferred_by_first == preferred_by_second))
-            prompts.append(first.example.context_key)
+            prompts.append(first.example.prompt_key)
     return accuracy_metric(agrees, "agreement", prompts)
 
 

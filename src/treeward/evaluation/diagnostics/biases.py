@@ -54,7 +54,7 @@ def collect_pairs(scored: Sequence[ScoredExample]) -> list[Pair]:
     """The ordered pairs of scored examples; those without a score are among them."""
     pairs = []
     for i, example in enumerate(scored):
-        prompt = example.example.context_key
+        prompt = example.example.prompt_key
         # None becomes NaN, and so does the margin of a pair without a score.
         scores = np.array(example.scores, dtype=np.float64).tolist()
         for better, worse in example.pairs():

@@ -115,7 +115,7 @@ def components_of(scored: Sequence[ScoredExample]) -> ComponentsSummary | None:
         if example.heads:
             # A lower rank is better, and a higher gold.
             gold = [-float(rank) for rank in example.example.ranks]
-            groups.append(RatedGroup(example.example.context_key, example.heads, gold))
+            groups.append(RatedGroup(example.example.prompt_key, example.heads, gold))
     return component_statistics(groups)
 
 

@@ -123,7 +123,7 @@ def diagnose_perturbations(
         scores = dict(zip(_texts(example, names), row.scores, strict=True))
         for name, rows in scores_by_rewrite.items():
             rows.append([scores.get((name, 0)), scores.get((name, 1))])
-    prompts = np.array([example.context_key for example in examples], dtype=object)
+    prompts = np.array([example.prompt_key for example in examples], dtype=object)
     before = _as_array(scores_by_rewrite.pop(""))
     is_right = before[:, 0] > before[:, 1]
     margins = np.abs(before[:, 0] - before[:, 1])

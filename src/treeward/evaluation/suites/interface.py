@@ -158,7 +158,7 @@ class Suite(ABC):
             values = [float(example.outcome == "right") for example in scored]
         else:
             values = [value(example) for example in scored]
-        prompts = [example.example.context_key for example in scored]
+        prompts = [example.example.prompt_key for example in scored]
         return accuracy_metric(values, name, prompts)
 
     def parts(
@@ -229,7 +229,7 @@ class PreferenceSuite(Suite):
                 worse = example.scores[j]
                 is_right = better is not None and worse is not None and better > worse
                 values.append(float(is_right))
-                prompts.append(example.example.context_key)
+                prompts.append(example.example.prompt_key)
         return accuracy_metric(values, name, prompts)
 
 

@@ -251,7 +251,7 @@ def _accuracy(name: str, scored: Sequence[ScoredExample]) -> Metric:
             worse = example.scores[wrong]
             is_right = better is not None and worse is not None and better > worse
             outcomes.append(float(is_right))
-            prompts.append(example.example.context_key)
+            prompts.append(example.example.prompt_key)
     return accuracy_metric(outcomes, name, prompts)
 
 

@@ -160,7 +160,7 @@ def _accuracy(name: str, scored: Sequence[ScoredExample]) -> Metric:
                     (probabilities[step] >= RIGHT_FROM) == (label >= RIGHT_FROM)
                 )
                 values.append(float(is_right))
-                problems.append(example.example.context_key)
+                problems.append(example.example.prompt_key)
     return accuracy_metric(values, name, problems)
 
 
