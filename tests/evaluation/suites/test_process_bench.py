@@ -99,3 +99,12 @@ def test_a_label_beyond_the_steps_is_an_error(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", [row(0, 3)])
     with pytest.raises(DataError, match=r"rows\.jsonl:1(?s:.*)label"):
         get_suite("processbench").load(path)
+
+
+def test_a_kind_of_solutions_that_is_missing_has_no_accuracy(tmp_path: Path) -> None:
+    suite = get_suite("processbench")
+    path = write(tmp_path / "rows.jsonl", [row(0, -1), row(1, -1)])
+    results = [scored(example, 0.9, 0.9, 0.9) for example in suite.load(path)]
+    details = suite.summarize(results).details
+    assert details == {"accuracy": {"gsm8k": {"error": None, "correct": 1.0}}}
+    json.dumps(details, allow_nan=False)

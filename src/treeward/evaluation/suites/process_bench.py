@@ -96,7 +96,7 @@ class ProcessBench(Suite):
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
         parts: list[Metric] = []
         f1_of_subsets: list[float] = []
-        accuracies: dict[str, Mapping[str, float]] = {}
+        accuracies: dict[str, Mapping[str, float | None]] = {}
         for name, group in by_subset(scored).items():
             judged = [_judged(example) for example in group]
             f1 = process_bench_f1(judged)
@@ -105,7 +105,11 @@ class ProcessBench(Suite):
                 f1_of_subsets.append(f1)
                 parts.append(Metric(name, f1, count=len(group)))
             error_accuracy, right_accuracy = accuracies_by_kind(judged)
-            accuracies[name] = {"error": error_accuracy, "correct": right_accuracy}
+            # JSON has no NaN, and `details` are written as they are.
+            accuracies[name] = {
+                "error": None if math.isnan(error_accuracy) else error_accuracy,
+                "correct": None if math.isnan(right_accuracy) else right_accuracy,
+            }
         if f1_of_subsets:
             headline = Metric("F1", fmean(f1_of_subsets), count=len(scored))
         else:
