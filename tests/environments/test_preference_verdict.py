@@ -143,8 +143,10 @@ def test_the_ranking_of_the_label_follows_from_the_strength(asked: Asked) -> Non
     [first, second] = asked(PAIR, verdict="scores")
     assert (first.info[SCORES], second.info[SCORES]) == ({"ranking": 2}, {"ranking": 5})
     assert '"score_1"' in first.messages[-1]["content"]
-    with pytest.raises(DataError, match="scale of rankings"):
-        asked({**PAIR, "strength": 7}, verdict="scores")
+    # The ranking of 0.25 would be on the side of the worse one.
+    for strength in (7, 0.25):
+        with pytest.raises(DataError, match="scale of rankings"):
+            asked({**PAIR, "strength": strength}, verdict="scores")
 
 
 def test_the_reward_of_scores_is_their_distance_from_the_label(

@@ -65,6 +65,8 @@ missing."""
 
 _PLAIN_STRENGTH = 2.0
 """Of a preference without a strength: better, which is neither slightly better nor much better."""
+_MIDDLE_STRENGTH = 0.5
+"""From here down the ranking of a strength is the middle, or on the side of the worse one."""
 _MOST_STRENGTH = 3.0
 
 _NO_QUESTION = "the prompt is no question about a comparison: its data set has another environment"
@@ -136,7 +138,7 @@ def _label_scores(
     """The numbers of the right verdict: the ranking, and the scores that the data has."""
     if strength is None:
         strength = _PLAIN_STRENGTH
-    if not 0 < strength <= _MOST_STRENGTH:
+    if not _MIDDLE_STRENGTH < strength <= _MOST_STRENGTH:
         raise DataError(
             "the strength of a comparison is not on the scale of rankings",
             where=where,
@@ -146,7 +148,7 @@ def _label_scores(
             fix="leave it out (strength_key), or learn verdict: label",
         )
     # A strength of 3 is the ranking 1 or 6, one of 1 the ranking 3 or 4.
-    distance = strength - 0.5
+    distance = strength - _MIDDLE_STRENGTH
     ranking = MIDDLE_RANKING - distance if label == "A" else MIDDLE_RANKING + distance
     numbers = {"ranking": ranking}
     first_and_second = better_and_worse if label == "A" else better_and_worse[::-1]
