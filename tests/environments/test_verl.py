@@ -24,6 +24,7 @@ from omegaconf import OmegaConf
 
 import treeward.environments.verl as verl
 from treeward.environments import source
+from treeward.environments.interface import Environment, Reward
 from treeward.errors import ConfigError, DataError
 from treeward.scoring.scorer import Scorer
 
@@ -150,3 +151,15 @@ def test_a_rule_needs_no_prompt_and_a_missing_source_is_told_first() -> None:
     )
     with pytest.raises(ConfigError, match="reward_kwargs"):
         verl.compute_score("sums", "4", "4", None)
+
+
+def test_no_exception_of_a_step_leaves_its_callers_waiting() -> None:
+    class Ending(Environment):
+        def rewards(self, conversations: Any, env_infos: Any) -> list[Reward]:
+            raise SystemExit("no key")
+
+    asked = source.RewardSource(Ending())
+    log = [*PROMPT, {"role": "assistant", "content": "Paris."}]
+    for _ in range(2):  # the thread goes on
+        with pytest.raises(SystemExit, match="no key"):
+            asked.submit(log, {}).result(timeout=60)

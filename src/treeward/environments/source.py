@@ -78,7 +78,9 @@ class RewardSource:
             infos = [request.env_info for request in requests]
             try:
                 rewards = self._environment.reward(logs, infos)
-            except Exception as error:  # the callers wait, and more requests will come
+            # The callers wait, and more requests will come: nothing may end the thread, `sys.exit` of
+            # a reward function neither.
+            except BaseException as error:
                 for request in requests:
                     request.future.set_exception(error)
             else:
