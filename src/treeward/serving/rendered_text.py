@@ -151,7 +151,8 @@ def beginning_of(conversation: AnyConversation | RenderedText, ending: Ending) -
     characters or tokens of a text in which that is unknown.
     """
     if not isinstance(conversation, RenderedText):
-        roles = [message["role"] for message in conversation]
+        # A message without a role is an error of its conversation, which the replica reports.
+        roles = [message.get("role") for message in conversation]
         # Later turns are of one conversation alone.
         first_user = roles.index("user") if "user" in roles else 0
         return repr(conversation[: first_user + 1])

@@ -23,7 +23,7 @@ from treeward.losses import Heads
 from treeward.model.contract import CONTRACT_FILE
 from treeward.scoring.scorer import Scorer
 from treeward.scoring.shaping import Shaper
-from treeward.serving.rendered_text import RenderedText, beginning_of
+from treeward.serving.rendered_text import Ending, RenderedText, beginning_of
 
 CLOSE = 1e-5
 
@@ -336,3 +336,8 @@ def test_completions_of_a_prompt_have_one_beginning(kind: str, shared: Any) -> N
     ):
         one, same, other, same_other = (beginning_of(asked, ending) for asked in form)
         assert one == same != other == same_other
+
+
+def test_a_conversation_without_a_role_has_a_beginning() -> None:
+    """Its error is that of the replica, and not of all conversations of a step."""
+    assert beginning_of([{"content": "Hi"}], Ending()) == "[{'content': 'Hi'}]"
