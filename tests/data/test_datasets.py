@@ -245,6 +245,12 @@ def test_prompt_files(parse: Parse, tmp_path: Path) -> None:
     row = {"prompt": [user(parts)], "chosen": "4", "rejected": "5"}
     asked = parse("BinaryPreferenceDataset", row, prompt_file=files["prompt_file"])
     assert list(asked.context) == [filled]
+    # Beside an image each text is filled by itself.
+    image = {"type": "image"}
+    row["prompt"] = [user(["2 + 2?", image, {"type": "text"}])]
+    asked = parse("BinaryPreferenceDataset", row, prompt_file=files["prompt_file"])
+    empty = {"type": "text", "text": "Answer in \\boxed{}: "}
+    assert list(asked.context) == [user([filled["content"], image, empty])]
     before = open_dataset(config).fingerprint
     (tmp_path / "system.txt").write_text("Be long.")
     assert open_dataset(config).fingerprint != before

@@ -311,3 +311,9 @@ def test_an_unknown_format_names_the_ways_out(parse: Callable[..., Preference]) 
         match=r"no rank and no score(?s:.*)completions\[0\](?s:.*)or a score for each",
     ):
         parse("auto", {"prompt": "2 + 2?", "completions": ["4", "5"]})
+
+
+def test_a_part_of_a_message_that_is_neither_text_nor_an_object() -> None:
+    row = {"prompt": [user("2 + 2?")], "chosen": [ASK, assistant([1])], "rejected": [ASK, FOUR]}  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"rows:1(?s:.*)chosen\[1\]\.content\[0\](?s:.*)got: +1"):
+        conversations_of(row, "rows:1")

@@ -202,6 +202,17 @@ def _checked_message(value: Any, field: str, where: str | None) -> Message:
         summary = "a message has no role"
         raise DataError(summary, where=where, field=f"{field}.role", got=value, need=need)
     has_content = isinstance(content, str) or is_list(content)
+    if content is not None and is_list(content):
+        for i, part in enumerate(content):
+            # What follows reads the text of every part.
+            if not isinstance(part, str | Mapping):
+                raise DataError(
+                    "a part of a message is neither text nor an object",
+                    where=where,
+                    field=f"{field}.content[{i}]",
+                    got=part,
+                    need='"..." or {"type": "text", "text": "..."}',
+                )
     only_calls = content is None and message.get("tool_calls")
     if not has_content and not only_calls:
         summary = "a message has no text"

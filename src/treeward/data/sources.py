@@ -551,7 +551,9 @@ def _filled(content: Any, template: str) -> Any:
         return template.format(last_text([{"content": content}]))
     filled = []
     for part in content:
-        if part.get("type") == "text":
-            part = {**part, "text": template.format(part["text"])}
+        if isinstance(part, str):
+            part = template.format(part)
+        elif part.get("type") == "text":
+            part = {**part, "text": template.format(last_text([{"content": [part]}]))}
         filled.append(part)
     return filled
