@@ -121,6 +121,8 @@ def test_nested_values_and_places(tmp_path: Path, kind: str) -> None:
             ":5",
             ["does not fit", "a, b"],
         ),  # where the row begins
+        # The separator is that of the header.
+        ("a.csv", b"\n\r\na;b\n1;2\n3;4;5\n", ":5", ["does not fit", "a, b"]),
         ("a.csv", b"a,b,a\n1,2,3\n", ":1", ["the same name", "a, b, a"]),
         ("a.csv", b'a,b\n1,2\n"open,2\n3,4\n', ":3", ["not valid CSV"]),
         ("a.parquet", b"PAR1nonsense", ":row 1", ["cannot be read"]),

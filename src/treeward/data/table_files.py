@@ -34,15 +34,18 @@ def csv_rows(
     the header."""
     # The limit of a cell is the process's, and its default is less than one long conversation.
     csv.field_size_limit(max(csv.field_size_limit(), _LONGEST_CELL_CHARACTERS))
-    first = next(texts, "")
+    # Up to the header, whose cells show the separator. Empty lines before it count as lines.
+    beginning = [next(texts, "")]
+    while beginning[-1] and not beginning[-1].strip("\r\n"):
+        beginning.append(next(texts, ""))
     # A spreadsheet of a country with decimal commas writes semicolons.
     num_cells = {}
     for mark in (separator, ";", "\t"):
-        cells = next(csv.reader([first], delimiter=mark), [])
+        cells = next(csv.reader(beginning[-1:], delimiter=mark), [])
         num_cells[mark] = len(cells)
     if num_cells[separator] == 1:
         separator = max(num_cells, key=lambda mark: num_cells[mark])
-    reader = csv.reader(itertools.chain([first], texts), delimiter=separator, strict=True)
+    reader = csv.reader(itertools.chain(beginning, texts), delimiter=separator, strict=True)
     header: list[str] = []
     end = 0  # a row may have several lines, and is named by its first
     try:
