@@ -324,3 +324,19 @@ def test_the_options_of_openrlhf_are_those_of_its_parser(tmp_path: Path) -> None
     named = set(re.findall(r"--[a-z][\w.]+", section)) - {"--config"}
     assert len(known) > 70 and len(named) > 30
     assert named <= known, named - known
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--dataset_mixer_list a 1.0 b 1.0 c 1.0 --dataset_mixer_list_splits train test", "3"),
+        ("--dataset_mixer_list a 1.0 --dataset_mixer_list_splits", "got: +nothing"),
+        ("--dataset_mixer_eval_list a many", "dataset_mixer_eval_list(?s:.*)a many"),
+        ("--dataset_mixer_eval_list a", "dataset_mixer_eval_list(?s:.*)not whole|not whole"),
+        ("--per_device_train_batch_size two", "whole number(?s:.*)two"),
+        ("--warm_up_steps 0.1", "warm_up_steps(?s:.*)0.1"),
+    ],
+)
+def test_values_that_cannot_be_read(words: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        overrides(words.split())

@@ -158,7 +158,7 @@ def _translated(options: Mapping[str, list[str]]) -> list[str]:
     for part, name in mixers.items():
         if name in options:
             splits = options.get(f"{name}_splits", ["train"])
-            sets = _mixed(options[name], splits)
+            sets = _mixed(name, options[name], splits)
             words.append(f"data.{part}={_yaml(sets)}")
     # The defaults below are open-instruct's.
     if options.keys() & {"exp_name", "output_dir"}:
@@ -166,13 +166,13 @@ def _translated(options: Mapping[str, list[str]]) -> list[str]:
         name = _value(options, "exp_name", "reward_modeling")
         words.append(f"checkpointing.checkpoint_dir={folder}/{name}")
     if options.keys() & {"gradient_accumulation_steps", "per_device_train_batch_size"}:
-        size = int(_value(options, "per_device_train_batch_size", "1"))
-        steps = int(_value(options, "gradient_accumulation_steps", "8"))
+        size = _number(options, "per_device_train_batch_size", "1")
+        steps = _number(options, "gradient_accumulation_steps", "8")
         words.append(f"policy.train_global_batch_size={size * steps}")
     if options.keys() & {"lr_scheduler_type", "warm_up_steps"}:
         schedule = {
             "name": _value(options, "lr_scheduler_type", "linear"),
-            "warmup_steps": int(_value(options, "warm_up_steps", "0")),
+            "warmup_steps": _number(options, "warm_up_steps", "0"),
         }
         words.append(f"policy.scheduler={_yaml(schedule)}")
     if "hf_repo_id" in options:
@@ -201,26 +201,53 @@ def _value(options: Mapping[str, list[str]], name: str, default: str | None = No
     return value
 
 
-def _mixed(words: Sequence[str], splits: Sequence[str]) -> list[dict[str, Any]]:
-    """The sets of a mixer list: names and shares in turn; a share that is a whole number counts
-    rows.
+def _number(options: Mapping[str, list[str]], name: str, default: str) -> int:
+    """The value of an option that is a whole number."""
+    value = _value(options, name, default)
+    if not value.isdecimal():
+        raise ConfigError(
+            "this option is a whole number", field=f"--{name}", got=value, need=f"as {default}"
+        )
+    return int(value)
+
+
+def _mixed(name: str, words: Sequence[str], splits: Sequence[str]) -> list[dict[str, Any]]:
+    """The sets of the mixer list `name`: names and shares in turn; a share that is a whole number
+    counts rows.
     """
     if len(words) % 2 == 1:
         raise ConfigError(
             "the list of sets is not whole",
-            field="--dataset_mixer_list",
+            field=f"--{name}",
             got=" ".join(words),
             need="a name and a share, or a number of rows, for each set",
         )
+    num_sets = len(words) // 2
+    # One split may stand for all sets.
+    if len(splits) == 1:
+        splits = [*splits] * num_sets
+    if len(splits) != num_sets:
+        raise ConfigError(
+            "there is not one split for each set",
+            field=f"--{name}_splits",
+            got=" ".join(splits) or "nothing",
+            need=f"one split, or {num_sets}",
+        )
     sets = []
-    for number, (path, amount) in enumerate(zip(words[::2], words[1::2], strict=True)):
-        # One split may stand for all sets.
-        split = splits[number] if len(splits) > 1 else splits[0]
+    for path, amount, split in zip(words[::2], words[1::2], splits, strict=True):
         section: dict[str, Any] = {"dataset_name": "auto", "data_path": path, "split": split}
-        if "." in amount:
-            section["weight"] = float(amount)
+        if amount.isdecimal():
+            section["split"] = f"{split}[:{amount}]"
         else:
-            section["split"] = f"{split}[:{int(amount)}]"
+            try:
+                section["weight"] = float(amount)
+            except ValueError:
+                raise ConfigError(
+                    "this is no share of a set",
+                    field=f"--{name}",
+                    got=f"{path} {amount}",
+                    need="a share as 0.5, or a number of rows",
+                ) from None
         sets.append(section)
     return sets
 
