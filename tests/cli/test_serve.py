@@ -37,6 +37,16 @@ def test_words_are_models_and_settings(config_of: Callable[..., ServerConfig]) -
     assert config.token_env == "TOKEN"
 
 
+def test_a_path_may_have_an_equals_sign(
+    config_of: Callable[..., ServerConfig], tmp_path: Path
+) -> None:
+    folder = tmp_path / "lr=1e-5" / "final"
+    folder.mkdir(parents=True)
+    config = config_of(folder, "port=0")
+    assert [model.models for model in config.models] == [(str(folder),)]
+    assert config.port == 0
+
+
 def test_options_of_models_are_for_all_models(config_of: Callable[..., ServerConfig]) -> None:
     section = "{models: b, shaping: {preference_score: true}}"
     options = ["--dtype", "bfloat16", "--device", "cpu", "--unchecked", "--trust-remote-code"]

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -100,8 +101,8 @@ def run(
 
 
 def _is_override(word: str) -> bool:
-    # A section in braces, which is a model, may have an equals sign within.
-    return "=" in word and not word.startswith("{")
+    # A section in braces, which is a model, may have an equals sign within, and so may a path.
+    return "=" in word and not word.startswith("{") and not Path(word).expanduser().exists()
 
 
 def _check_packages() -> None:
