@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from messages import read_jsonl
+from messages import read_jsonl, write_jsonl
 from verbs import Command
 
 from treeward.evaluation.best_of_n.analysis import analyse
@@ -79,6 +79,25 @@ def test_a_rule_sees_the_other_columns(treeward: Command, samples: Path, tmp_pat
     for row in read_jsonl(samples):
         expected.append([float(text in ("4.", "4")) for text in row["responses"]])
     assert [row["scores"] for row in read_jsonl(tmp_path / "rules" / "examples.jsonl")] == expected
+
+
+def test_kept_scores_are_of_the_split_and_the_columns(
+    treeward: Command, samples: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    rows = read_jsonl(samples)
+    for row in rows:
+        row["second"] = row["prompt"] + " Please."
+    write_jsonl(folder / "train.jsonl", *rows)
+    write_jsonl(folder / "validation.jsonl", *rows[::-1])
+    gold = "{type: rules, rule: exact_match, extract: '[45]'}"
+    words = ["bon", "--proxy", "n", "--gold", gold, "--output", tmp_path / "out"]
+    words += ["--data", folder, "--data-option"]
+    assert treeward(*words, "split=train").code == 0
+    for others in (["split=validation"], ["split=train", "--data-option", "prompt_key=second"]):
+        ended = treeward(*words, *others)
+        assert ended.code == 2 and "another data" in ended.err
 
 
 @pytest.mark.parametrize("changed", ["rewards_of_mine.py", "helpers_of_mine.py", None])

@@ -80,7 +80,7 @@ def run(
     folder = output_folder(output)
 
     # Imports that take seconds come after the checks of the options.
-    from treeward.data.sources import read_rows
+    from treeward.data.sources import fingerprint, read_rows
     from treeward.evaluation.best_of_n.analysis import analyse
     from treeward.evaluation.best_of_n.bon_page import LEGEND, table, write
     from treeward.evaluation.best_of_n.samples import sampled_rows, scores_of
@@ -111,9 +111,15 @@ def run(
             got=names["gold"],
             need="different ones: {name: ..., model: ...} gives a model a name of its own",
         )
+    identity: dict[str, str] = {}
+    if candidates:
+        # What kept rows depend on beside the model: the rows, and which of their columns are read.
+        identity["data"] = fingerprint(data, split=columns.split, subset=columns.subset)
+        if data_option:
+            identity["data_option"] = " ".join(sorted(data_option))
     with ShownProgress(unit="prompts") as progress:
         for role, model in candidates.items():
-            scores[role] = _score(model, examples, data, folder, progress)
+            scores[role] = _score(model, examples, identity, folder, progress)
     prompts = [example.prompt_key for example in examples]
     result = analyse(scores["proxy"], scores["gold"], prompts, max_n=max_n)
     sys.stdout.write(f"{results_table(*table(result))}\n\n{LEGEND}\n\n{result.sentence}\n")
@@ -146,12 +152,11 @@ def _candidate(text: str, option: str, fields: Iterable[str], options: ModelOpti
 def _score(
     model: Candidate,
     examples: Sequence[Preference],
-    data: str,
+    data_identity: Mapping[str, str],
     folder: Path | None,
     progress: ShownProgress,
 ) -> list[Sequence[float | None]]:
     """The scores of all samples; those that `folder` keeps are not asked for again."""
-    from treeward.data.sources import fingerprint
     from treeward.evaluation.findings import usage_finding
     from treeward.evaluation.results import judge_usage
     from treeward.evaluation.session import score_rows
@@ -161,7 +166,7 @@ def _score(
     if folder is not None:
         path = folder / model.name / "examples.jsonl"
     # Kept rows are those of the same model and the same data.
-    identity = {**identity, "data": fingerprint(data)}
+    identity = {**identity, **data_identity}
     scored = score_rows(scorer, examples, model.name, path, identity, progress.show)
     usage = usage_finding(judge_usage(scorer, scored))
     if usage:
