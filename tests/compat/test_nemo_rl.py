@@ -62,6 +62,17 @@ def test_binary_preferences(keys: tuple[str, str, str], tmp_path: Path) -> None:
         check(dataset)
 
 
+def test_rows_that_are_held_out(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.json"
+    rows = [{"prompt": f"{n}?", "chosen": "Yes.", "rejected": "No."} for n in range(40)]
+    path.write_text(json.dumps(rows), encoding="utf-8")
+    parts = BinaryPreferenceDataset(str(path), split_validation_size=0.25).formatted_ds
+    prompts = [{row["context"][0]["content"] for row in parts[name]} for name in parts]
+    train, validation = prompts
+    assert validation and not train & validation
+    assert train | validation == {row["prompt"] for row in rows}
+
+
 def test_ranked_preferences(tmp_path: Path) -> None:
     path = tmp_path / "ranked.json"
     rows = [

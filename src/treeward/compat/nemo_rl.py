@@ -362,7 +362,11 @@ def _rows(dataset: RowDataset) -> Dataset:
     rows = []
     for row in dataset.rows():
         preference = dataset.to_preference(row)
-        if preference is not None:
+        if preference is None:
+            continue
+        # A loop over the set would choose the part too, and apply the prompt files, which are for
+        # the reader of `task_spec`.
+        if dataset.is_of_part(preference.context or preference.completions[0].messages):
             rows.append(preference_to_dict(preference))
     # A content is a text or a list of parts, which one column of Arrow cannot hold.
     return Dataset.from_list(rows, on_mixed_types="use_json")
