@@ -141,9 +141,17 @@ def test_what_is_complete_is_written_where_a_later_model_fails(tmp_path: Path) -
 
 def test_names_that_would_share_a_folder(tmp_path: Path) -> None:
     for models, suites, words in (
-        ([candidate("a"), candidate("a")], [(Questions(), None)], "no models, or two of one name"),
+        (
+            [candidate("a"), candidate("a")],
+            [(Questions(), None)],
+            "no models, or two of one name(?s:.*)name: ..., model",
+        ),
         ([], [(Questions(), None)], "no models"),
-        ([candidate("a")], [(Questions(), None), (Questions(), None)], "no suites, or two"),
+        (
+            [candidate("a")],
+            [(Questions(), None), (Questions(), None)],
+            "no suites, or two(?s:.*)one after the other",
+        ),
     ):
         with pytest.raises(ConfigError, match=words):
             run_evaluation(models, suites, tmp_path)

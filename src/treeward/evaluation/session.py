@@ -97,14 +97,17 @@ def run_evaluation(
     """
     models = [candidate.name for candidate in candidates]
     suite_names = [suite.name for suite, _ in suites]
+    fixes = {
+        "models": "{name: ..., model: ...} gives a model a name of its own",
+        "suites": "evaluate files of one name one after the other, or rename one",
+    }
     for what, names in (("models", models), ("suites", suite_names)):
         if not names or len(set(names)) < len(names):
-            fix = "{name: ..., model: ...} gives a model a name of its own"
             raise ConfigError(
                 f"there are no {what}, or two of one name",
                 got=names,
                 need="different names",
-                fix=fix,
+                fix=fixes[what],
             )
     loaded = [_load_suite(suite, source, limit) for suite, source in suites]
     notes = [f"{candidate.name}: {candidate.note}" for candidate in candidates if candidate.note]
