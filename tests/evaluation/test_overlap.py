@@ -37,9 +37,10 @@ def test_whole_prompts_and_long_completions_are_flagged() -> None:
     assert shares(example, trained("why is the SKY - blue", OTHER, "Another.")) == (1, 0, True)
     assert shares(example, trained("Why is it so?", LONG.title(), "x")) == (0, 1, True)
     # The same question after another system message is found; a system message alone tells nothing.
-    with_system = replace(example, context=({"role": "system", "content": LONG}, *example.context))
-    assert shares(with_system, trained("How?", "u", "v", system=LONG)) == (0, 0, False)
-    assert shares(with_system, trained("Why is the sky blue?", "x", "v")) == (1, 0, True)
+    for role in ("system", "developer"):
+        with_system = replace(example, context=({"role": role, "content": LONG}, *example.context))
+        assert shares(with_system, trained("How?", "u", "v", system=LONG)) == (0, 0, False)
+        assert shares(with_system, trained("Why is the sky blue?", "x", "v")) == (1, 0, True)
 
 
 def test_near_duplicates_are_told_by_the_share_of_words_in_common_runs() -> None:

@@ -101,7 +101,11 @@ def find_overlap(
 def _runs(preference: Preference) -> list[list[int]]:
     """Hashes of the runs of words of the prompt and of each completion, one run for each word that
     begins one."""
-    prompt = [message for message in preference.context if message.get("role") != "system"]
+    # A system message, which OpenAI calls `developer` too, is in every row, and no overlap.
+    prompt = []
+    for message in preference.context:
+        if message.get("role") not in ("system", "developer"):
+            prompt.append(message)
     prompt_words = _words(prompt)
     prompt_runs = _hashes(prompt_words)
     if prompt_words and not prompt_runs:
