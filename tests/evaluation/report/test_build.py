@@ -98,6 +98,11 @@ def test_written_json_has_the_numbers_of_the_page(tmp_path: Path) -> None:
     assert link["download"] == "rl & more.json" and link["href"] == "rl%20%26%20more.json"
 
 
+def test_texts_of_arrays_are_changed_as_others() -> None:
+    value = {"a": np.array(["b", "c"]), "d": np.float64(0.5)}
+    assert plain(value, str.upper) == {"A": ["B", "C"], "D": 0.5}
+
+
 @pytest.fixture
 def no_logs() -> Iterator[None]:
     """pytest-xdist cannot send a log with half of a surrogate pair: its worker would die."""

@@ -115,7 +115,7 @@ def plain(value: Any, of_text: Callable[[str], str] = str) -> Any:
         return of_text(value)
     # An array of numpy, or one of its numbers.
     if hasattr(value, "tolist"):
-        return plain(value.tolist())
+        return plain(value.tolist(), of_text)
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
