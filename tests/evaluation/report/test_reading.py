@@ -141,6 +141,12 @@ def test_a_note_that_models_share_is_said_once() -> None:
     assert temperature[-1].endswith(
         "underconfident. There is none: the better completions do not score higher on average."
     )
+    # One that a model alone has is said of this model.
+    one_of_two = every_number(tied[0], b)
+    (temperature,) = (row for row in one_of_two if row[0].startswith("Fitted temperature"))
+    assert temperature[-1].endswith(
+        "a: There is none: the better completions do not score higher on average."
+    )
 
 
 def test_every_number_has_a_name_in_words() -> None:
