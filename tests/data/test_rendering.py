@@ -332,14 +332,17 @@ def fit_all(
     return [None if one is None else one.token_ids for one in fitted]
 
 
+@pytest.mark.parametrize("role", ["system", "developer"])
 @pytest.mark.parametrize("kept", [LONG[2:], LONG[3:]])
-def test_oldest_messages_go_first_whole(kept: list[dict[str, Any]]) -> None:
+def test_oldest_messages_go_first_whole(kept: list[dict[str, Any]], role: str) -> None:
+    instructions = SYSTEM | {"role": role}
+    long = [instructions, *LONG[1:]]
     shortened = fitting(10_000, "truncate_left").encode_many(
-        [[SYSTEM, *kept, *answer] for answer in ANSWERS],
+        [[instructions, *kept, *answer] for answer in ANSWERS],
     )
     for limit in (max(map(len, shortened)), max(map(len, shortened)) + 5):
-        assert fit_all(fitting(limit, "truncate_left"), LONG, ANSWERS) == shortened
-        fitted = fitting(limit, "truncate_left").fit([*LONG, *ANSWERS[0]])
+        assert fit_all(fitting(limit, "truncate_left"), long, ANSWERS) == shortened
+        fitted = fitting(limit, "truncate_left").fit([*long, *ANSWERS[0]])
         assert fitted is not None and fitted.truncated
 
 

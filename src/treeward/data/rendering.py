@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FORMAT_VERSION = 4
+_FORMAT_VERSION = 5
 """Raise it when the same messages would give other ids: token caches are keyed by it."""
 _MIN_CHARACTERS_PER_TOKEN = 128
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -540,7 +540,8 @@ class Renderer:
         assert self.max_length is not None
         context = conversation[:-1]
         system: list[Message] = []
-        if context and context[0].get("role") == "system":
+        # `developer` is OpenAI's newer name of it.
+        if context and context[0].get("role") in ("system", "developer"):
             system = [context[0]]
         # The last message of the context stays: without it there is no question.
         for start in range(len(system) + 1, len(context)):
