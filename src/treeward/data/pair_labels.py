@@ -57,6 +57,7 @@ class PairLabels:
 
     def places(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The place of each id, -1 for those that are not here."""
+        # An id above all of these would have the place after the last, where there is none.
         places = np.searchsorted(self.ids_P, ids).clip(max=len(self.ids_P) - 1)
         return np.where(self.ids_P[places] == ids, places, -1)
 
@@ -81,12 +82,14 @@ class LabelledDataset(EncodedDataset):
         ids = self.ids_of_pairs()
         places = labels.places(ids)
         self.missing_ids = ids[places == -1]
+        # A missing pair takes the last label, by its place of -1: `labelled` refuses such a set.
         self._weights = labels.weight_P[places]
         self._targets = labels.target_P[places]
         nested = self._column("pair_ids")
         sizes = pa.compute.list_value_length(nested).to_numpy().astype(np.int64)
         # The pairs of the row r of the file are those from `_ends[r]` to `_ends[r + 1]`.
         self._ends = np.concatenate([[0], np.cumsum(sizes)])
+        # A row is alive where the number of pairs that count grows within it.
         num_alive_before = np.concatenate([[0], np.cumsum(self._weights > 0)])
         is_alive = num_alive_before[self._ends[1:]] > num_alive_before[self._ends[:-1]]
         if ties == "half":

@@ -422,6 +422,8 @@ class Renderer:
             after = "{{ sep_token }}"
         if not before and not after:
             return self.chat_template
+        # Of the source once more: the macro of a clock comes before all else, and `without_clock`
+        # knows a template that has it by its beginning.
         return without_clock(f"{before}{source}{after}", self.chat_template_kwargs)
 
     def reads(self, variable: str) -> bool:

@@ -86,6 +86,7 @@ def _messages(items: Sequence[Any], field: str, developer: str) -> list[Message]
     for i, element in enumerate(items):
         where = f"{field}[{i}]"
         item = _checked(_plain(element), Mapping, where, '{"type": "message", ...}')
+        # The Responses API lets messages leave out their type.
         match item.get("type") or "message":
             case "message":
                 messages.append(_message(item, where, developer))

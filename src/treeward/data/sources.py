@@ -197,7 +197,8 @@ def _is_split(split: str, names: Sequence[str]) -> bool:
     """Whether files of these names can be the split."""
     if all(split in name for name in names):
         return True
-    # Any file can be the validation data, unless its name says that it is for training.
+    # NeMo RL's rm.yaml names both splits, and users replace its paths alone. Any file can be the
+    # validation data, unless its name says that it is for training.
     if split == "validation":
         return not any("train" in name for name in names)
     return split == "train"

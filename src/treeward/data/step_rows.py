@@ -325,6 +325,7 @@ def _first_step(text: str, prompt: Messages | None) -> tuple[str, str | None]:
     # Whether the text repeats the prompt: else it begins with the step.
     problem = last_text(prompt).strip()
     rest = text.strip().removeprefix(problem)
+    # White space ends the prompt: "2 + 25" only begins as "2 + 2" does.
     if rest == text.strip() or rest[:1].strip():
         return "", text
     return problem, rest or None
