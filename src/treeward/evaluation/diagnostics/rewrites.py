@@ -203,6 +203,8 @@ def _typos(
         # From the end, so that the places before stay true.
         for number in sorted(rng.sample(range(len(words)), num_typos), reverse=True):
             start, end = words[number].span()
+            # Up to the third letter from the end: it may change places with the one after it, and
+            # the last stays.
             place = rng.randrange(1, end - start - 2)
             text = text[:start] + typo(text[start:end], place, rng) + text[end:]
         return text

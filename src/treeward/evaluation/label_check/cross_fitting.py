@@ -159,6 +159,8 @@ def fit_head(
             break  # no step lowers the loss: what is left is rounding
         if before - loss <= _TOLERANCE * before:
             break
+    # The Hessian of the point before the last step, which has lowered the loss by no more than
+    # `_TOLERANCE`.
     return Head(weights_D, Posterior(factor_DD, scale_D))
 
 

@@ -220,6 +220,7 @@ def bound_curve(pairs: CheckedPairs) -> tuple[BoundPoint, ...]:
     thresholds_T = np.quantile(size_P, [1 - share for share in shares])
     # All pairs; the quantile is the smallest margin, and rounding could leave that out.
     thresholds_T[0] = 0.0
+    # Of the lowest of ten plain 95 % intervals 8 to 14 % lay below the share of wrong labels.
     tail = _LEVEL / len(shares)
 
     points = []

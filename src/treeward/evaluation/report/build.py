@@ -164,6 +164,8 @@ class Document:
 
     def need_charts(self) -> None:
         """The page has a chart."""
+        # From a file: vl-convert, which has it too, starts V8, and that ends the process where its
+        # address space is limited.
         self._add(f'"use strict";{_safe_script(_resource("vega.js"))}')
 
     def need_table(self) -> None:
