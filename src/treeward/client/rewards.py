@@ -34,7 +34,8 @@ from treeward.http import Connection, RewardServerError
 from treeward.scoring.score import OnError, Reward, Score
 
 _BODY_BYTES = 2**23
-"""A request with a larger body is split, since servers limit bodies."""
+"""A request with a larger body is split, since servers limit bodies: `treeward serve` by default to
+four times as much (`max_body_bytes`)."""
 
 
 class RewardClient:

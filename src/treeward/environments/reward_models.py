@@ -163,6 +163,7 @@ class ModelInReplicas:
             server,
             name,
             most_calls=_CALLS_OF_A_REPLICA,
+            # A death ends the call, because `_scores_of_prompt` counts the tries.
             most_deaths=1,
             shutdown_seconds=1.0,
         )

@@ -53,7 +53,7 @@ _Result = TypeVar("_Result")
 
 _WINDOW = 512
 """Conversations considered for one batch, so that its cost does not grow with the queue."""
-_SAME_BYTES = 4 * 32
+_SAME_BYTES = 4 * 32  # 32 tokens, of four bytes each
 """Bytes of tokens that two conversations with one prompt have in common at least."""
 _TOKENIZED_AT_ONCE = 64
 """Conversations of one request to tokenize in a turn."""

@@ -160,6 +160,7 @@ class Cohorts:
         if rollout.number is None:
             # Equal responses are different rollouts, and so have places of their own.
             place: Any = (rollout.digest, len(cohort.members))
+            # Where one has left, this number may be taken.
             while place in cohort.members:
                 place = (rollout.digest, place[1] + 1)
         else:
@@ -248,6 +249,7 @@ class Cohorts:
                 self._fail(key, cohort, APIError(409, "superseded", message))
 
     def _expire(self, key: str) -> None:
+        # It is there: the timer of a cohort is cancelled before the cohort goes.
         cohort = self._open[key]
         need = self._config.num_rollouts_per_prompt
         seconds = self._config.cohort_collection_timeout_s

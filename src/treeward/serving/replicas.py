@@ -259,6 +259,7 @@ def _running(config: ServerConfig, *, name: str, **options: Any) -> Iterator[Any
     serve.start(proxy_location="Disabled", logging_config=_QUIET)
     deploy = serve.deployment(
         name="Replica",
+        # By default Serve tries a model that cannot be loaded three times for each replica.
         max_constructor_retry_count=1,
         logging_config=_QUIET,
         **options,

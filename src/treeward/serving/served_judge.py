@@ -103,6 +103,7 @@ class ServedJudge:
         except ModelError as error:
             raise _judge_failed(error.in_one_line) from error
         verdicts: list[PairVerdict] = []
+        # All pairs were asked for the first judge, then all for the next.
         for number, answer in enumerate(answers):
             judge, place = divmod(number, len(pairs))
             scores = self._scores(answer)
