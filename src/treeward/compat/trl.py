@@ -248,7 +248,7 @@ class LogProbsForward(TreeForward):
         position_BL = np.cumsum(kept_BL, axis=1) - kept_BL
         can_predict_BL = kept_BL & (position_BL > 0)
         # The first token of a row, and one that the mask hides, is predicted from padding: only
-        # TRL's own forward gives that number.
+        # TRL's own forward gives that number, and a loss of 0 where no token is predicted.
         if not predicted_BL.any() or (predicted_BL & ~can_predict_BL).any():
             return None
         batch, ends_B = self._pack(ids_BL, kept_BL)
@@ -268,6 +268,7 @@ class LogProbsForward(TreeForward):
         # The head is called by TRL's own forward, in which the backbone gives what was computed.
         hidden = self._hidden(batch, before_N, device)[None]
         backbone = self._model.backbone
+        # Put back below: accelerate's hooks replace a forward on the instance too.
         replaced = vars(backbone).get("forward")
         backbone.forward = lambda *args, **kwargs: BaseModelOutput(last_hidden_state=hidden)
         try:
@@ -395,6 +396,7 @@ class GRPOTrainer(_OnTrees, trl.GRPOTrainer):  # type: ignore[misc,name-defined]
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
+        # The same where TRL validates, or takes the next of the micro-batches that it has.
         if self._buffered_inputs is before or not self.trees:
             return inputs
         # These compare a completion with the others of its micro-batch, which must stay.
