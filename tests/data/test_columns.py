@@ -171,6 +171,10 @@ def test_the_winner_may_have_a_column(
 def test_a_winner_that_names_no_side_is_an_error(parse: Parse) -> None:
     with pytest.raises(DataError, match=r"none of the two sides(.|\n)*1 or 2"):
         parse("auto", LLMBAR | {"label": 3})
+    models = {"model_1": "m", "model_2": "m"}
+    with pytest.raises(DataError, match="label names both sides"):
+        parse("auto", LLMBAR | models | {"label": "m"})
+    assert parse("auto", LLMBAR | models | {"label": 2}).ranks == (1, 0)
 
 
 def test_ratings_have_a_column_of_any_name(write_rows: Write) -> None:

@@ -71,7 +71,7 @@ def from_winner_row(
 
 def _ranks(verdict: Any, form: Form, values: Mapping[str, Any], where: str) -> tuple[int, int]:
     """The ranks of the two sides by the row's verdict. Raises `DataError` for one that names
-    neither."""
+    neither, or both."""
     first, second = form.completions
     (winner,) = form.others
     if isinstance(verdict, float) and verdict.is_integer():
@@ -79,13 +79,19 @@ def _ranks(verdict: Any, form: Form, values: Mapping[str, Any], where: str) -> t
     text = str(verdict).strip().lower().replace(" ", "_")
     if text in _TIES:
         return 0, 0
+    named = []
     for side, ranks in ((first, (0, 1)), (second, (1, 0))):
         suffix = side[-1]
         model = values.get(f"model_{suffix}")
         # A row may name its models; a conversation under "model_a" is none.
         is_model = verdict == model and not is_list(verdict)
         if is_model or text in (suffix, f"model_{suffix}", side):
-            return ranks
+            named.append(ranks)
+    if len(named) == 1:
+        return named[0]
     names = f"{first[-1]} or {second[-1]}, {first} or {second}, or tie"
     summary = f"{winner} names none of the two sides"
+    if named:
+        # Two completions of one model, by its name.
+        summary = f"{winner} names both sides"
     raise DataError(summary, where=where, field=winner, got=verdict, need=names)
