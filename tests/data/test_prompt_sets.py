@@ -11,7 +11,7 @@ from messages import assistant, read_jsonl, user, write_jsonl
 
 from treeward.config.data import PromptSetConfig
 from treeward.data.bundled import bundled_path
-from treeward.data.prompt_sets import PromptSet, open_prompts, prompts_summary
+from treeward.data.prompt_sets import PromptSet, check_prompt, open_prompts, prompts_summary
 from treeward.data.sources import PromptFiles
 from treeward.errors import ConfigError, DataError
 
@@ -331,3 +331,9 @@ def test_the_environment_of_a_row_is_a_name(write_rows: Any) -> None:
     with pytest.raises(DataError, match="environment") as raised:
         list(open_prompts(config))
     assert "p.jsonl:1" in str(raised.value.where)
+
+
+def test_a_prompt_of_a_class_of_ones_own_is_checked() -> None:
+    for messages in (None, 7, "2 + 2?", [None]):
+        with pytest.raises(DataError, match=r"x:1(?s:.*)the prompt is not messages"):
+            check_prompt(messages, "messages", "x:1")  # type: ignore[arg-type]

@@ -384,7 +384,7 @@ def check_prompt(messages: Sequence[Message], field: str, where: str | None) -> 
 def _problem_of(messages: Any) -> str | None:
     """What is wrong with the messages of a prompt, which a dataset's own code may have made; None
     for nothing."""
-    if isinstance(messages, str):
+    if isinstance(messages, str) or not isinstance(messages, Sequence):
         return "the prompt is not messages"
     if not all(isinstance(item, Mapping) and "role" in item for item in messages):
         return "the prompt is not messages"
