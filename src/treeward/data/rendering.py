@@ -278,10 +278,10 @@ class Renderer:
         """Encode a conversation within `max_length`.
 
         If it is too long, "error" raises `DataError` and "drop" returns None. "truncate_left"
-        removes the oldest messages, keeping a leading system message and the last two; if that does
-        not suffice, it cuts tokens after BOS from the context of the last message, in steps of an
-        eighth of `max_length`, so that completions of similar length share their context; None if
-        that is too short. The cut depends on the conversation alone.
+        removes the oldest messages, keeping a leading system or developer message and the last two;
+        if that does not suffice, it cuts tokens after BOS from the context of the last message, in
+        steps of an eighth of `max_length`, so that completions of similar length share their
+        context; None if that is too short. The cut depends on the conversation alone.
         """
         return self.fit_many([conversation], where=[where])[0][0]
 
