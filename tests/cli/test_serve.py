@@ -45,6 +45,8 @@ def test_a_path_may_have_an_equals_sign(
     config = config_of(folder, "port=0")
     assert [model.models for model in config.models] == [(str(folder),)]
     assert config.port == 0
+    # No file can have a name of this length.
+    assert config_of(folder, f"host={'h' * 300}").host == "h" * 300
 
 
 def test_options_of_models_are_for_all_models(config_of: Callable[..., ServerConfig]) -> None:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -101,8 +100,10 @@ def run(
 
 
 def _is_override(word: str) -> bool:
-    # A section in braces, which is a model, may have an equals sign within, and so may a path.
-    return "=" in word and not word.startswith("{") and not Path(word).expanduser().exists()
+    # A section in braces, which is a model, may have an equals sign within, and so may a path. Not
+    # `Path.exists`, which raises for an override that is too long for a name.
+    is_path = os.path.exists(os.path.expanduser(word))
+    return "=" in word and not word.startswith("{") and not is_path
 
 
 def _check_packages() -> None:

@@ -87,9 +87,9 @@ class Arrivals:
             self._num_bytes += len(part)
         if len(arrival.body) > self._most_bytes:
             raise too_large(self._most_bytes)
-        if self._num_bytes > BODIES_AT_ONCE * self._most_bytes:
-            # A timeout that has fired cannot be moved, and its request is about to go by itself.
-            staying = [other for other in self._arriving if not other.timeout.expired()]
+        # A timeout that has fired cannot be moved, and its request is about to go by itself.
+        staying = [other for other in self._arriving if not other.timeout.expired()]
+        if staying and self._num_bytes > BODIES_AT_ONCE * self._most_bytes:
             # The largest goes, so that a client with large bodies never stops others.
             largest = max(staying, key=lambda other: len(other.body))
             largest.is_dropped = True
