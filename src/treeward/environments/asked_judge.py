@@ -35,7 +35,7 @@ class AskedJudge:
             self._judge = LocalJudge(config)
         else:
             self._judge = EndpointJudge(config)
-        self._has_begun = False
+        self._first_answers: list[Verdict | NoVerdict] = []
 
     @property
     def cost(self) -> Cost:
@@ -49,23 +49,27 @@ class AskedJudge:
         questions has a verdict.
         """
         before = time.perf_counter()
+        # They may come in several calls, as of a server that is asked one by one.
+        num_first = _FIRST_QUESTIONS - len(self._first_answers)
         answers: list[Verdict | NoVerdict] = []
-        if not self._has_begun and len(questions) >= _FIRST_QUESTIONS:
-            answers = self._judge.ask(questions[:_FIRST_QUESTIONS])
-            self._check(answers)
+        if num_first > 0:
+            answers = self._judge.ask(questions[:num_first])
+            self._first_answers += answers
+            self._check_first()
         answers += self._judge.ask(questions[len(answers) :])
-        # A call without questions has not shown that the judge can answer.
-        self._has_begun = self._has_begun or bool(answers)
         self._judge.cost += Cost(seconds=time.perf_counter() - before)
         return answers
 
-    def _check(self, answers: Sequence[Verdict | NoVerdict]) -> None:
+    def _check_first(self) -> None:
+        if len(self._first_answers) < _FIRST_QUESTIONS:
+            return
         reasons = []
-        for answer in answers:
+        for answer in self._first_answers:
             if isinstance(answer, NoVerdict) and not answer.is_temporary:
                 reasons.append(answer)
-        if len(reasons) < len(answers):
+        if len(reasons) < _FIRST_QUESTIONS:
             return
+        self._first_answers = []  # whoever asks again is told again
         fix = (
             "take a larger model; or use_logprobs: true, which compares the probabilities of "
             "the verdicts; or structured_output: true, which holds an endpoint to the form"
