@@ -17,6 +17,7 @@ from fake_judge import FakeJudge, between_tags, completion, places
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from treeward.config.reward_environments import JudgePromptConfig, RubricEnvironmentConfig
+from treeward.data.conversation import Conversation
 from treeward.data.rendering import Renderer
 from treeward.environments.judge import JudgeEnvironment
 from treeward.errors import ConfigError, ModelError
@@ -219,6 +220,15 @@ def test_a_judge_that_writes_no_verdicts_ends_the_run_at_once(endpoint: FakeJudg
     )
 
 
+def test_the_first_questions_may_come_one_by_one(endpoint: FakeJudge) -> None:
+    endpoint.answer = lambda request: "Well, it depends."
+    environment = judge(endpoint)
+    for n in range(3):
+        environment.step([chat(str(n))], [{}])
+    with pytest.raises(ModelError, match="none on its first 4 questions"):
+        environment.step([chat("3")], [{}])
+
+
 def test_failures_are_retried_and_those_that_stay_cost_only_their_samples(
     endpoint: FakeJudge,
 ) -> None:
@@ -374,6 +384,10 @@ def test_groups_are_of_one_prompt_or_as_the_loop_says(endpoint: FakeJudge) -> No
         [chat("a"), chat("b"), chat("b")], [{"reference_answers": "five"}, {}, {}]
     )
     assert mixed.rewards.tolist() == [1, 0.5, 0.5] and len(endpoint.requests) == 12
+    # Messages that are equal, of which one prompt offers a tool.
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    others = environment.step([chat("a"), Conversation(chat("b"), tools=tools)], [{}] * 2)
+    assert all("the only one of its prompt" in str(error) for error in details(others, "error"))
 
 
 # --- log-probabilities ----------------------------------------------------------------------------

@@ -114,7 +114,9 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
             if not references and self.config.mode == "pairwise":
                 group = env_infos[i].get(GROUP)
                 if group is None:
-                    group = json.dumps(conversations[i][:-1], sort_keys=True, default=str)
+                    # Questions name the tools of one of their two samples.
+                    prompt = [conversations[i][:-1], template_kwargs_of(conversations[i])]
+                    group = json.dumps(prompt, sort_keys=True, default=str)
                 groups[group].append(i)
         for members in groups.values():
             neighbours = list(zip(members, members[1:] + members[:1], strict=True))
