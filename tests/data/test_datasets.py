@@ -251,6 +251,11 @@ def test_prompt_files(parse: Parse, tmp_path: Path) -> None:
     asked = parse("BinaryPreferenceDataset", row, prompt_file=files["prompt_file"])
     empty = {"type": "text", "text": "Answer in \\boxed{}: "}
     assert list(asked.context) == [user([filled["content"], image, empty])]
+    # OpenAI's newer name of a system message.
+    developer = {"role": "developer", "content": "Be kind."}
+    row["prompt"] = [developer, user("2 + 2?")]
+    asked = parse("BinaryPreferenceDataset", row, system_prompt_file=files["system_prompt_file"])
+    assert list(asked.context) == row["prompt"]
     before = open_dataset(config).fingerprint
     (tmp_path / "system.txt").write_text("Be long.")
     assert open_dataset(config).fingerprint != before

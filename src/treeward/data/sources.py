@@ -440,7 +440,8 @@ class PromptFiles:
             content = _filled(messages[last]["content"], self.template)
             filled = messages[last] | {"content": content}
             messages = (*messages[:last], filled, *messages[last + 1 :])
-        has_system = any(message["role"] == "system" for message in messages)
+        # `developer` is OpenAI's newer name of it.
+        has_system = any(message["role"] in ("system", "developer") for message in messages)
         if self.system is not None and not has_system:
             messages = ({"role": "system", "content": self.system}, *messages)
         return messages
