@@ -165,6 +165,13 @@ def test_checking_data_imports_nothing_heavy(tmp_path: Path) -> None:
     assert ended.stderr.splitlines()[-1] == "[]"
 
 
+def test_two_benchmarks_of_one_name_are_a_mistake(own_csv: Path, treeward: Command) -> None:
+    benchmarks = ["--benchmark", str(own_csv)] * 2
+    ended = treeward("check-data", own_csv, *benchmarks)
+    assert ended.code == 2
+    assert "two benchmarks have one name" in ended.err
+
+
 def test_nothing_to_check_is_a_mistake(treeward: Command) -> None:
     ended = treeward("check-data")
     assert ended.code == 2

@@ -108,6 +108,14 @@ def run(
     def configured(path: str | None) -> DatasetConfig:
         return dataset_config(path, dataset_name, split, data_option)
 
+    names = [text.partition("=")[0] for text in benchmark or ()]
+    if len(set(names)) < len(names):
+        raise ConfigError(
+            "two benchmarks have one name",
+            where="--benchmark",
+            got=names,
+            fix="check them one after the other",
+        )
     benchmarks = {text.partition("=")[0]: _benchmark(text) for text in benchmark or ()}
     paths: list[str | None] = [*(files or [])]
     if not paths and dataset_name is not None:
