@@ -69,6 +69,8 @@ def test_the_metrics_of_a_batch_and_the_precision_of_the_weights(folder: str) ->
         {f"reward_model_env/{name}": float(value) for name, value in values.items()}
     )
     assert environment.shutdown()
+    assert environment.shutdown()  # safe to repeat
+    assert environment.shutdown()  # safe to repeat
 
 
 def test_a_spread_is_a_component_that_is_no_reward(spread_folder: Path, tmp_path: Path) -> None:

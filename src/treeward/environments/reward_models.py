@@ -102,7 +102,7 @@ class ModelHere:
 
     def shutdown(self) -> None:
         """See `PlacedModel`."""
-        del self.scorer
+        vars(self).pop("scorer", None)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
