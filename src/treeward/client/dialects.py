@@ -123,7 +123,8 @@ class VllmDialect(Dialect):
         num_tokens = None
         # vLLM counts the tokens of a whole request.
         if len(rows) == 1:
-            num_tokens = response.get("usage", {}).get("prompt_tokens")
+            usage = response.get("usage") or {}
+            num_tokens = usage.get("prompt_tokens")
         return [ServerScore(row["probs"], num_tokens=num_tokens) for row in rows]
 
 
