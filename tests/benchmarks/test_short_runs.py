@@ -32,7 +32,7 @@ SHORT = {
     "process_tokens.py": "--problems 2",
     "check_data.py": "--rows 300",
     "soak.py": "--minutes 0.1 --clients 8",
-    "gpu.py": "--tiny --minutes 9 --box 400",
+    "gpu.py": "--tiny --minutes 20 --box 400",
 }
 ON_REAL_DATA = ("training_step.py", "labels.py")
 
@@ -51,7 +51,7 @@ def test_a_short_run_succeeds(name: str, tmp_path: Path) -> None:
         else {**os.environ, "TREEWARD_SHARED_DATA": "nowhere"}
     )
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=600, check=False, env=environment
+        command, capture_output=True, text=True, timeout=1300, check=False, env=environment
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert "PROBLEM" not in done.stdout and done.stdout.strip()
