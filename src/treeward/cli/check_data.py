@@ -108,15 +108,7 @@ def run(
     def configured(path: str | None) -> DatasetConfig:
         return dataset_config(path, dataset_name, split, data_option)
 
-    names = [text.partition("=")[0] for text in benchmark or ()]
-    if len(set(names)) < len(names):
-        raise ConfigError(
-            "two benchmarks have one name",
-            where="--benchmark",
-            got=names,
-            fix="check them one after the other",
-        )
-    benchmarks = {text.partition("=")[0]: _benchmark(text) for text in benchmark or ()}
+    benchmarks = _benchmarks(benchmark or ())
     paths: list[str | None] = [*(files or [])]
     if not paths and dataset_name is not None:
         paths = [None]  # a dataset that brings its own data
@@ -215,6 +207,19 @@ def _renderer(
 
     tokenizer = load_tokenizer(name, trust_remote_code=trusted)
     return name, Renderer(tokenizer, **settings)
+
+
+def _benchmarks(texts: Sequence[str]) -> dict[str, Sequence[Preference]]:
+    """The examples of each benchmark, by its name."""
+    names = [text.partition("=")[0] for text in texts]
+    if len(set(names)) < len(names):
+        raise ConfigError(
+            "two benchmarks have one name",
+            where="--benchmark",
+            got=names,
+            fix="check them one after the other",
+        )
+    return dict(zip(names, map(_benchmark, texts), strict=True))
 
 
 def _benchmark(text: str) -> Sequence[Preference]:
