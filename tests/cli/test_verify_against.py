@@ -313,3 +313,9 @@ def test_a_dialect_that_is_not_known_has_the_nearest_name(
     ended = treeward("verify", served.folder, "--against", "http://127.0.0.1:9", "--dialect", "vlm")
     assert ended.code == 2
     assert "did you mean vllm" in ended.err
+
+
+def test_a_vllm_that_counts_no_tokens_is_read() -> None:
+    response = {"data": [{"index": 0, "probs": [0.5]}], "usage": None}
+    (score,) = DIALECTS["vllm"].read(response)
+    assert (score.values, score.num_tokens) == ([0.5], None)
