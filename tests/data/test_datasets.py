@@ -221,6 +221,16 @@ def test_a_transcript_joins_again(texts: list[str]) -> None:
     assert join(parse_transcript(transcript)) == transcript
 
 
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_a_completion_that_is_another_conversation_is_refused(parse: Parse, role: str) -> None:
+    sides = {}
+    for key in ("chosen", "rejected"):
+        instructions = {"role": role, "content": "Be brief."}
+        sides[key] = [instructions, user("3 + 3?"), assistant(key)]
+    with pytest.raises(DataError, match="does not contain the prompt"):
+        parse("BinaryPreferenceDataset", {"prompt": "2 + 2?", **sides})
+
+
 def test_prompt_files(parse: Parse, tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text("Answer in \\boxed{{}}: {}")
     (tmp_path / "system.txt").write_text("Be brief.")

@@ -15,6 +15,7 @@ from typing import Any
 
 from treeward.config.data import DatasetConfig
 from treeward.data.conversation import (
+    SYSTEM_ROLES,
     TEMPLATE_COLUMNS,
     Message,
     Messages,
@@ -190,7 +191,7 @@ def with_system(
         if not messages:
             continue
         num_conversations += 1
-        if messages[0]["role"] in ("system", "developer"):
+        if messages[0]["role"] in SYSTEM_ROLES:
             own_texts.append(last_text(messages[:1]))
     if not own_texts:
         return ({"role": "system", "content": text}, *context)

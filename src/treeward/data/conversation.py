@@ -26,6 +26,9 @@ Message = dict[str, Any]
 
 Messages = tuple[Message, ...]
 
+SYSTEM_ROLES = ("system", "developer")
+"""The roles of instructions to the model. `developer` is OpenAI's newer name of `system`."""
+
 TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
 """The columns of a row that its conversations' template reads."""
 

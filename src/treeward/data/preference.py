@@ -33,6 +33,7 @@ from treeward.data.columns import (
     with_system,
 )
 from treeward.data.conversation import (
+    SYSTEM_ROLES,
     Conversation,
     Message,
     Messages,
@@ -438,7 +439,7 @@ def check_prompted(messages: Iterable[Message], first: bool | None, where: str |
     contents = []
     is_prompted = False
     for message in messages:
-        if message["role"] not in ("assistant", "system", "developer"):
+        if message["role"] not in ("assistant", *SYSTEM_ROLES):
             content = message.get("content")
             contents.append(content)
             # Blank text asks nothing; a list of parts may be an image alone.
@@ -521,7 +522,7 @@ def check_continues(prompt: Messages, side: Messages, key: str, where: str | Non
     last_role = prompt[-1]["role"] if prompt else None
     if holds_prompt(side, prompt):
         summary = f"{key} holds the prompt and another completion does not"
-    elif role == "system" or (role == "user" and last_role != "assistant"):
+    elif role in SYSTEM_ROLES or (role == "user" and last_role != "assistant"):
         summary = f"{key} is a conversation that does not contain the prompt"
     else:
         return

@@ -25,6 +25,7 @@ from treeward.config.data import PromptSetConfig
 from treeward.config.dataset_table import PROMPT_SETS, KnownDataset
 from treeward.data.columns import shown_keys, with_system
 from treeward.data.conversation import (
+    SYSTEM_ROLES,
     Conversation,
     Message,
     as_messages,
@@ -397,7 +398,7 @@ def _problem_of(messages: Any) -> str | None:
     content = last.get("content")
     # Content in parts may be an image alone, which has no text.
     is_blank = isinstance(content, str) and not content.strip()
-    if roles <= {"system", "developer"} or not content or is_blank:
+    if roles <= {*SYSTEM_ROLES} or not content or is_blank:
         return "the prompt asks nothing"
     return None
 

@@ -37,6 +37,7 @@ from treeward.data.chat_template import (
     without_clock,
 )
 from treeward.data.conversation import (
+    SYSTEM_ROLES,
     AnyConversation,
     Message,
     canonical_message,
@@ -68,7 +69,7 @@ logger = logging.getLogger(__name__)
 _FORMAT_VERSION = 5
 """Raise it when the same messages would give other ids: token caches are keyed by it."""
 _MIN_CHARACTERS_PER_TOKEN = 128
-_ROLES = ("system", "developer", "user", "assistant", "tool")
+_ROLES = (*SYSTEM_ROLES, "user", "assistant", "tool")
 _MOST_ROLES = 32  # a server's requests must fill neither memory nor log
 _NO_VARIABLE = "an argument of transformers is no variable of the template"
 _SENTINEL = "\ue000"  # of Unicode's private use: no template writes it
@@ -542,8 +543,7 @@ class Renderer:
         assert self.max_length is not None
         context = conversation[:-1]
         system: list[Message] = []
-        # `developer` is OpenAI's newer name of it.
-        if context and context[0].get("role") in ("system", "developer"):
+        if context and context[0].get("role") in SYSTEM_ROLES:
             system = [context[0]]
         # The last message of the context stays: without it there is no question.
         for start in range(len(system) + 1, len(context)):

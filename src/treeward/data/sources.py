@@ -28,7 +28,7 @@ from typing import Any
 from treeward.config.data import SetConfig
 from treeward.config.dataset_table import KnownDataset
 from treeward.data.bundled import bundled_path
-from treeward.data.conversation import Message, last_text
+from treeward.data.conversation import SYSTEM_ROLES, Message, last_text
 from treeward.data.table_files import (
     arrow_rows,
     chosen_split,
@@ -440,8 +440,7 @@ class PromptFiles:
             content = _filled(messages[last]["content"], self.template)
             filled = messages[last] | {"content": content}
             messages = (*messages[:last], filled, *messages[last + 1 :])
-        # `developer` is OpenAI's newer name of it.
-        has_system = any(message["role"] in ("system", "developer") for message in messages)
+        has_system = any(message["role"] in SYSTEM_ROLES for message in messages)
         if self.system is not None and not has_system:
             messages = ({"role": "system", "content": self.system}, *messages)
         return messages

@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from treeward.data.conversation import Message, last_text
+from treeward.data.conversation import SYSTEM_ROLES, Message, last_text
 from treeward.data.preference import Preference
 
 _RUN = 13  # words
@@ -101,10 +101,10 @@ def find_overlap(
 def _runs(preference: Preference) -> list[list[int]]:
     """Hashes of the runs of words of the prompt and of each completion, one run for each word that
     begins one."""
-    # A system message, which OpenAI calls `developer` too, is in every row, and no overlap.
+    # A system message is in every row, and no overlap.
     prompt = []
     for message in preference.context:
-        if message.get("role") not in ("system", "developer"):
+        if message.get("role") not in SYSTEM_ROLES:
             prompt.append(message)
     prompt_words = _words(prompt)
     prompt_runs = _hashes(prompt_words)
