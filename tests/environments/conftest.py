@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_judge import FakeJudge
 from families import tiny_model
 from loopback import serving_on_loopback
 
@@ -17,11 +18,33 @@ from treeward.config.load import load_section
 from treeward.data.conversation import Message
 from treeward.data.rendering import Renderer
 from treeward.environments.interface import DETAILS, Environment, EnvironmentReturn, Reward
+from treeward.environments.judge import JudgeEnvironment
 from treeward.scoring.score import Score
 
 
 def chat(completion: Any, question: str = "2 + 2?") -> list[dict[str, Any]]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": completion}]
+
+
+@pytest.fixture
+def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeJudge]:
+    for name in (
+        "http_proxy",
+        "https_proxy",
+        "all_proxy",
+        "HTTP_PROXY",
+        "HTTPS_PROXY",
+        "ALL_PROXY",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    made = FakeJudge()
+    yield made
+    made.server.__exit__()
+
+
+def judge(endpoint: FakeJudge, **config: Any) -> JudgeEnvironment:
+    base = {"base_url": endpoint.url, "model": "m", "api_key_env": None, "timeout_seconds": 10.0}
+    return JudgeEnvironment(base | config)
 
 
 class Lengths(Environment):
