@@ -137,6 +137,16 @@ def test_steps_need_no_configuration_either(first_run: Callable[..., Ended]) -> 
     assert "ProcessBench F1" in ended.out
 
 
+def test_a_dry_run_of_a_frozen_backbone_plans_no_passes_of_a_step(
+    first_run: Callable[..., Ended],
+) -> None:
+    ended = first_run("--dry-run", "policy.reward_model_cfg.freeze_backbone=true")
+    assert ended.code == 0, ended.err
+    assert "reads all data once, before the first step" in ended.out
+    assert "\nThe first step: 16 comparisons, of the head alone\n" in ended.out
+    assert "forward passes" not in ended.out
+
+
 def test_of_few_comparisons_none_are_held_out(first_run: Callable[..., Ended]) -> None:
     """As of the example files of the guide to data."""
     lines = Path("pairs.csv").read_text(encoding="utf-8").splitlines(keepends=True)

@@ -202,11 +202,17 @@ def _tell_dry_run(loaded: RewardModelRunConfig) -> int:
     first = found.first
     lines = [f"{name}: {summary}" for name, summary in found.rows.items()]
     lines.append(f"Steps: {found.steps:,}")
-    unit = loaded.policy.reward_model_cfg.unit
-    sizes = f"{first.tokens:,} tokens ({first.row_tokens:,} as plain rows)"
-    lines.append(
-        f"The first step: {first.comparisons} {unit}, {sizes}; forward passes: {first.passes}",
-    )
+    kind = loaded.policy.reward_model_cfg
+    if kind.freeze_backbone:
+        # The head learns from hidden states that are kept: no step runs the backbone.
+        lines.append("The backbone is frozen: it reads all data once, before the first step.")
+        lines.append(f"The first step: {first.comparisons} {kind.unit}, of the head alone")
+    else:
+        sizes = f"{first.tokens:,} tokens ({first.row_tokens:,} as plain rows)"
+        lines.append(
+            f"The first step: {first.comparisons} {kind.unit}, {sizes}; "
+            f"forward passes: {first.passes}",
+        )
     if found.memory is None:
         lines.append(f"Memory: not planned, because the run has {found.why_no_memory}.")
     else:
