@@ -62,7 +62,11 @@ def _run_file(file: Path) -> Any:
     resolved = file.expanduser().resolve()
     if not resolved.is_file():
         raise FileNotFoundError(f"{resolved} does not exist")
-    spec = importlib.util.spec_from_file_location(f"treeward_custom_{resolved.stem}", resolved)
+    # Named by the whole path: of two files with one name, the second would take the first's place in
+    # `sys.modules`, where `source_digest` looks for the code of both.
+    path_hash = hashlib.sha256(str(resolved).encode()).hexdigest()[:8]
+    name = f"treeward_custom_{resolved.stem}_{path_hash}"
+    spec = importlib.util.spec_from_file_location(name, resolved)
     assert spec is not None and spec.loader is not None  # the name ends in .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickle look it up there

@@ -40,6 +40,32 @@ def test_the_env_section_of_a_file() -> None:
     )
 
 
+OWN_ENVIRONMENT = """
+from treeward.environments.interface import ConfiguredEnvironment, Reward
+from treeward.config.reward_environments import RuleEnvironmentConfig
+
+class Own(ConfiguredEnvironment[RuleEnvironmentConfig]):
+    section = RuleEnvironmentConfig
+    def rewards(self, conversations, env_infos):
+        return [Reward({value})] * len(conversations)
+"""
+
+
+def test_each_of_two_files_of_one_name_is_its_own_code(tmp_path: Path) -> None:
+    """The first one's was the second's: it could change, and a run resumed all the same."""
+    codes = []
+    environments = []
+    for folder, value in (("first", 1.0), ("second", 2.0)):
+        file = tmp_path / folder / "own.py"
+        file.parent.mkdir()
+        file.write_text(OWN_ENVIRONMENT.format(value=value), encoding="utf-8")
+        section = {"type": f"{file}:Own", "rule": "regex", "pattern": "1"}
+        environments.append(make_environment(folder, section))
+        codes.append(environments[-1].user_code)
+    assert [environment.user_code for environment in environments] == codes
+    assert codes[0] != codes[1]
+
+
 class Two(EnvironmentInterface):
     """Several rewards, in NeMo RL's form."""
 
