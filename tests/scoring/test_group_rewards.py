@@ -14,6 +14,7 @@ from treeward.scoring.group_rewards import (
     PairVerdict,
     group_metrics,
     mean_scores,
+    num_pairs,
     pairs_of,
     style_density,
     with_bonuses,
@@ -45,6 +46,9 @@ def test_pairs() -> None:
     assert pairs_of(4, "circular") == [(0, 1), (1, 2), (2, 3), (3, 0)]
     assert pairs_of(2, "circular") == [(0, 1), (1, 0)]
     assert pairs_of(4, "all_pairs") == [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
+    for strategy in ("circular", "all_pairs"):
+        for size in (2, 3, 4, 7):
+            assert num_pairs(size, strategy) == len(pairs_of(size, strategy))
 
 
 def test_the_worked_example_of_genrm_compare() -> None:

@@ -270,10 +270,20 @@ def test_where_only_bad_things_have_verdicts_there_is_nothing_to_divide_by() -> 
     assert rubric_reward(rubric, [None, None, None, 1.0], "weighted", least_weight=0.0) is None
 
 
-@pytest.mark.parametrize(("met", "want"), [([1, 1], 1.0), ([0, 1], 0.0), ([None, 1], None)])
+@pytest.mark.parametrize(
+    ("met", "want"),
+    [
+        ([1, 1], 1.0),
+        ([0.6, 0], 3 * 0.6 / 4),  # likelier met than not
+        ([0.5, 1], (3 * 0.5 + 1) / 4),
+        ([0.4, 1], 0.0),
+        ([0, 1], 0.0),
+        ([None, 1], None),
+    ],
+)
 def test_a_veto_decides(met: list[float | None], want: float | None) -> None:
     rubric = read_rubric(FINANCE_AGENT)
-    assert rubric_reward(rubric, met, "weighted", least_weight=0.1) == want
+    assert rubric_reward(rubric, met, "weighted", least_weight=0.1) == pytest.approx(want)
 
 
 def test_weights_that_cannot_be_divided_by_are_refused() -> None:

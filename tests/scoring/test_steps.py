@@ -23,6 +23,7 @@ from treeward.errors import ConfigError, DataError, ModelError
 from treeward.model.contract import read_contract
 from treeward.model.loading import load_classifier
 from treeward.scoring.scorer import Scorer
+from treeward.scoring.steps import Steps
 
 MARK, SIZE = "<extra_0>", 32
 STEPS = ("There are 18 pink flamingos.", "They paint 6 of them white.", "So 12 are pink.")
@@ -73,6 +74,16 @@ def expected(
     values = F.linear(inner, head["score.2.weight"], head["score.2.bias"]).softmax(dim=-1)[:, 1]
     marks = (ids[0] == tokenizer.convert_tokens_to_ids(MARK)).nonzero().flatten()
     return values[marks].tolist(), int(marks[-1]) + 1
+
+
+@pytest.mark.parametrize(
+    ("how", "want"), [(None, 0.9 * 0.2 * 0.6), ("product", 0.108), ("min", 0.2), ("last", 0.6)]
+)
+def test_what_makes_a_score_of_steps(how: Any, want: float) -> None:
+    given = (0.9, 0.2, 0.6)
+    score, probabilities = Steps(MARK, how).score([math.log(p / (1 - p)) for p in given])
+    assert score == pytest.approx(want)
+    assert probabilities == pytest.approx(given)
 
 
 def test_every_step_is_read_in_one_pass(published: Any, tokenizer: Any) -> None:
