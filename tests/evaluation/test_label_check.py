@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from scipy.optimize import minimize
@@ -79,19 +81,31 @@ def numbers_of(pairs: FeaturePairs, sources: list[str] | None = None) -> LabelNu
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_a_head_minimises_its_loss_and_its_spread_is_of_the_hessian(weighted: bool) -> None:
-    pairs, _ = planted(0.1)
+@pytest.mark.parametrize("soft", [False, True])
+def test_a_head_minimises_its_loss_and_its_spread_is_of_the_hessian(
+    weighted: bool, soft: bool
+) -> None:
+    planted_pairs, _ = planted(0.1)
+    draw = np.random.default_rng(1)
+    # Hidden states have features a hundred times as large as others.
+    sizes_D = np.logspace(-1, 1, NUM_FEATURES).astype(np.float32)
+    pairs = replace(planted_pairs, differences_PD=planted_pairs.differences_PD * sizes_D)
     weight_P = pairs.weight_P
     if weighted:
-        weight_P = np.random.default_rng(1).uniform(0.2, 1.0, NUM_PAIRS)
+        weight_P = draw.uniform(0.2, 1.0, NUM_PAIRS)
+    target_P = np.ones(NUM_PAIRS)
+    if soft:
+        target_P = draw.uniform(0.5, 1.0, NUM_PAIRS)
     penalty = 7.0
-    head = fit_head(pairs.differences_PD, weight_P, penalty)
+    head = fit_head(pairs.differences_PD, weight_P, penalty, target_N=target_P if soft else None)
     scaled_PD = pairs.differences_PD.astype(float) / head.posterior.scale_D
     assert np.allclose(np.sqrt(np.square(scaled_PD).mean(axis=0)), 1.0)
 
     def loss(weights_D: np.ndarray) -> float:
-        prior = penalty / 2 * weights_D @ weights_D
-        return float(weight_P @ np.logaddexp(0, -scaled_PD @ weights_D) + prior)
+        margin_P = scaled_PD @ weights_D
+        losses_P = target_P * np.logaddexp(0, -margin_P)
+        losses_P += (1 - target_P) * np.logaddexp(0, margin_P)
+        return float(weight_P @ losses_P + penalty / 2 * weights_D @ weights_D)
 
     expected = minimize(loss, np.zeros(NUM_FEATURES), options={"gtol": 1e-7}).x
     assert np.allclose(head.weights_D, expected, atol=1e-4)
