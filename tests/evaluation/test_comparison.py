@@ -74,19 +74,24 @@ def test_numbers_are_those_of_the_statistics() -> None:
     assert metrics.notes == ("p is of McNemar's exact test, two-sided.",)
 
 
-def test_the_interval_and_the_test_do_not_contradict_each_other() -> None:
-    """Four examples that one model alone has right are no evidence (p = 0.125), but hardly a
-    resample has none."""
-    metrics = of_margins([1.0] * 100, [-1.0] * 4 + [1.0] * 96)
-    low, high = paired_bootstrap([1.0] * 100, [0.0] * 4 + [1.0] * 96, range(100))
-    assert metrics.overall.p_value == 0.125 and low is not None and low > 0
+@pytest.mark.parametrize(("differing", "p_value"), [(4, 0.125), (5, 0.0625)])
+def test_the_interval_and_the_test_do_not_contradict_each_other(
+    differing: int, p_value: float
+) -> None:
+    """Few examples that one model alone has right are no evidence, but hardly a resample has
+    none."""
+    right = [1.0] * 100
+    some_wrong = [-1.0] * differing + [1.0] * (100 - differing)
+    metrics = of_margins(right, some_wrong)
+    low, high = paired_bootstrap(right, [max(margin, 0.0) for margin in some_wrong], range(100))
+    assert metrics.overall.p_value == p_value and low is not None and low > 0
     assert (metrics.overall.difference.low, metrics.overall.difference.high) == (0.0, high)
-    back = of_margins([-1.0] * 4 + [1.0] * 96, [1.0] * 100)
+    back = of_margins(some_wrong, right)
     assert (back.overall.difference.high, back.overall.difference.low) == (
         0.0,
         pytest.approx(-(high or 0)),
     )
-    clear = of_margins([1.0] * 100, [-1.0] * 9 + [1.0] * 91)
+    clear = of_margins(right, [-1.0] * 9 + [1.0] * 91)
     assert clear.overall.p_value < 0.05 and (clear.overall.difference.low or 0) > 0
 
 

@@ -84,6 +84,16 @@ def test_the_exact_interval_is_that_of_the_binomial_and_clusters_widen_it() -> N
     assert clopper_pearson([], [], 0.05) == (0.0, 1.0)
 
 
+def test_a_design_effect_by_hand() -> None:
+    """Three clusters of two examples, with two hits, none and one."""
+    hits = [True, True, False, False, True, False]
+    # Residuals 1, -1 and 0: a variance of 3/2 * 2 / 36 = 1/12 for 1/4 / 5 = 1/20 of six examples.
+    worth = 3 / (20 / 12)
+    low, high = clopper_pearson(hits, "aabbcc", 0.05)
+    assert low == pytest.approx(stats.beta.ppf(0.05, worth, worth + 1))
+    assert high == pytest.approx(stats.beta.ppf(0.95, worth + 1, worth))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_clusters", "highest"), [(2, 1.0), (4, 1.0), (9, 1.0), (15, 1.0), (40, 0.985)]
