@@ -197,6 +197,52 @@ def test_ratings_have_a_column_of_any_name(write_rows: Write) -> None:
     assert preference.ranks == (1, 0)
 
 
+@pytest.mark.parametrize(
+    ("rows", "options", "problem"),
+    [
+        (
+            [
+                {"question": "2 + 2?", "answer": "5", "stars": 1},
+                {"question": "2 + 2?", "stars": 2},
+                {"question": "2 + 2?", "answer": "4", "stars": 3},
+            ],
+            {"rating_key": "stars"},
+            "the row has no response",
+        ),
+        (
+            [
+                {
+                    "instruction": "2 + 2?",
+                    "completions": [
+                        {"response": "4", "overall_score": 9},
+                        {"response": "5", "overall_score": 3},
+                    ],
+                },
+                {"instruction": "3 + 3?", "completions": "[{"},
+            ],
+            {},
+            "completions is not valid JSON",
+        ),
+        (
+            [
+                {"input": "2 + 2?", "output_1": "4", "output_2": "5", "label": 1},
+                {"task": "3 + 3?", "output_1": "6", "output_2": "7", "label": 1},
+            ],
+            {},
+            "the row has no prompt(.|\n)*prompt_key=task",
+        ),
+    ],
+    ids=["ratings", "ultrafeedback", "winners"],
+)
+def test_no_broken_row_is_left_out(
+    rows: list[Any], options: dict[str, Any], problem: str, write_rows: Write
+) -> None:
+    path = str(write_rows("rows.jsonl", rows))
+    with pytest.raises(DataError, match=problem) as raised:
+        list(open_dataset(DatasetConfig(data_path=path, **options)))
+    assert raised.value.where == f"{path}:2"
+
+
 @pytest.mark.parametrize("arguments", ["", "null", None, "{}", {}])
 def test_no_arguments_have_one_form(arguments: Any) -> None:
     call = {"type": "function", "function": {"name": "now", "arguments": arguments}}
