@@ -197,6 +197,19 @@ def test_ratings_have_a_column_of_any_name(write_rows: Write) -> None:
     assert preference.ranks == (1, 0)
 
 
+def test_rated_rows_of_one_prompt_and_other_tools_are_other_prompts(write_rows: Write) -> None:
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    rows = []
+    for extra in ({}, {"tools": tools}):
+        for text, stars in (("5", 1), ("4", 2)):
+            rows.append({"prompt": "2 + 2?", "response": text, "stars": stars, **extra})
+    path = str(write_rows("rows.jsonl", rows))
+    stream = open_dataset(DatasetConfig(data_path=path, rating_key="stars"))
+    (without, _), (with_tools, _) = stream
+    assert dict(without.template_kwargs) == {}
+    assert dict(with_tools.template_kwargs) == {"tools": tools}
+
+
 @pytest.mark.parametrize(
     ("rows", "options", "problem"),
     [
@@ -208,6 +221,14 @@ def test_ratings_have_a_column_of_any_name(write_rows: Write) -> None:
             ],
             {"rating_key": "stars"},
             "the row has no response",
+        ),
+        (
+            [
+                {"question": "2 + 2?", "answer": "5", "stars": 1},
+                {"question": "2 + 2?", "answer": "4"},
+            ],
+            {"rating_key": "stars"},
+            "the row has no stars",
         ),
         (
             [
@@ -232,7 +253,7 @@ def test_ratings_have_a_column_of_any_name(write_rows: Write) -> None:
             "the row has no prompt(.|\n)*prompt_key=task",
         ),
     ],
-    ids=["ratings", "ultrafeedback", "winners"],
+    ids=["ratings", "no rating", "ultrafeedback", "winners"],
 )
 def test_no_broken_row_is_left_out(
     rows: list[Any], options: dict[str, Any], problem: str, write_rows: Write
