@@ -161,6 +161,37 @@ def test_every_form_of_the_table_is_tried() -> None:
     assert {name for name, _, _ in FORMS} == {known.name for known in STEP_FORMATS}
 
 
+@pytest.mark.parametrize(
+    ("first_error", "labels"),
+    [
+        (-1, [1.0, 1.0, 1.0]),
+        (0, [0.0, None, None]),
+        (1, [1.0, 0.0, None]),
+        (2, [1.0, 1.0, 0.0]),
+    ],
+)
+def test_nobody_has_judged_what_follows_the_first_error_of_processbench(
+    first_error: int, labels: list[float | None], write_rows: Callable[..., Path]
+) -> None:
+    row = {"problem": QUESTION, "steps": [FIRST, SECOND, "So 12."], "label": first_error}
+    config = DatasetConfig(
+        dataset_name="ProcessBench", data_path=str(write_rows("rows.jsonl", [row]))
+    )
+    [(problem, _)] = open_step_dataset(config)
+    assert [step.label for step in problem.solutions[0]] == labels
+
+
+def test_what_follows_the_last_mark_is_a_step_without_a_label(
+    write_rows: Callable[..., Path],
+) -> None:
+    row = MARKED | {"input": f"{QUESTION} {FIRST} ки\n{SECOND} ки So 12. "}
+    row = row | {"label": ["+", "-"]}
+    [(problem, _)] = open_step_dataset(
+        DatasetConfig(data_path=str(write_rows("rows.jsonl", [row])))
+    )
+    assert problem.solutions[0] == (*BOTH, Step("So 12."))
+
+
 def test_the_neutral_rating_is_what_the_key_says(write_rows: Callable[..., Path]) -> None:
     path = str(write_rows("rows.jsonl", [PRM800K]))
     for neutral_is_right in (True, False):
