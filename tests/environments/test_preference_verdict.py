@@ -67,6 +67,32 @@ def test_a_pair_is_asked_about_in_both_orders_with_one_beginning(asked: Asked) -
     assert "user: 2 + 2?" in one and "[[A]]" in one and first.messages[0]["role"] == "system"
 
 
+@pytest.mark.parametrize("env_name", [None, "first", "second"])
+def test_the_questions_of_a_set_are_for_the_environment_that_it_names(
+    env_name: str | None, tmp_path: Path
+) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", PAIR)
+    config = PromptSetConfig(data_path=path, env_name=env_name)
+    for question in open_questions(config, PreferenceVerdictConfig()):
+        assert question.info.get("environment") == env_name
+
+
+@pytest.mark.parametrize(
+    ("verdict", "strength", "is_told"),
+    [("label", 2, True), ("label", None, False), ("scores", 2, False)],
+)
+def test_a_strength_that_is_not_used_is_told(
+    verdict: str,
+    strength: int | None,
+    is_told: bool,
+    asked: Asked,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    asked(PAIR | {"strength": strength}, verdict=verdict)
+    assert ("the strength of 1 comparisons is not used by verdicts" in caplog.text) == is_told
+
+
 def test_every_pair_with_an_order_is_asked_about_and_the_others_are_counted(asked: Asked) -> None:
     questions = asked(PAIR, RANKED, GRADED)
     assert len(questions) == 2 * (1 + 5) and questions.together == 2
