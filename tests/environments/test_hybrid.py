@@ -84,6 +84,11 @@ def test_fallback(functions: str) -> None:
     (module,) = (m for m in sys.modules.values() if getattr(m, "__file__", "") == functions)
     assert module.asked == ["b", "c", "d", "e"]
     assert details(result, "components")[0]["check"] == 1
+    # What a member could not say is no error of a completion that another one has rewarded.
+    errors = details(result, "error")
+    assert errors[:3] == [None, None, None]
+    assert errors[3].startswith("second: ")
+    assert errors[4].startswith("check: ") and "; second: " in errors[4]
 
 
 def test_the_score_of_a_weighted_sum_is_that_sum_before_shaping(functions: str) -> None:

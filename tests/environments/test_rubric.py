@@ -74,6 +74,15 @@ def test_criteria_count_by_their_points_to_whoever_weighs_components(endpoint: F
     assert mean.weights == {"Right": 1.0, "Polite": 1.0, "Rude": 1.0}
 
 
+def test_what_has_no_completion_is_not_asked_about(endpoint: FakeJudge) -> None:
+    unanswered = chat("4, if you please")[:-1]
+    found = rubric_of(endpoint).reward([unanswered, chat("4, you fool")], [{"rubric": RUBRIC}] * 2)
+    assert found[0].value is None
+    assert "does not end with a text" in str(found[0].error)
+    assert found[1].value == pytest.approx((3 - 2) / 4)
+    assert len(endpoint.requests) == 3
+
+
 def test_each_criterion_is_one_question(endpoint: FakeJudge) -> None:
     rewards(rubric_of(endpoint), "4, if you please", "5")
     assert len(endpoint.requests) == 6
