@@ -174,6 +174,17 @@ def test_tokenizers_as_its_sections_name_them(policy_folder: Path) -> None:
     assert own.apply_chat_template(messages, tokenize=False) == "Hi!"
 
 
+def test_a_template_of_a_file_and_its_variables(policy_folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text("{{ mood }} {{ messages[0].content }}", encoding="utf-8")
+    section = {"name": str(policy_folder), "chat_template": str(file)}
+    section["chat_template_kwargs"] = {"mood": "calm"}
+    tokenizer = get_tokenizer(section)
+    assert tokenizer.apply_chat_template([user("Hi")], tokenize=False) == "calm Hi"
+    with pytest.raises(ConfigError, match="neither a file nor a template"):
+        get_tokenizer(section | {"chat_template": "missing.jinja"})
+
+
 def test_files_and_folders_of_rows(tmp_path: Path) -> None:
     rows = Dataset.from_list([{"a": n} for n in range(4)])
     rows.to_json(tmp_path / "rows.jsonl")

@@ -23,6 +23,7 @@ import sys
 from collections import UserDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import ModuleType
@@ -38,6 +39,7 @@ from transformers import PreTrainedTokenizerBase
 from treeward.config import reward_environments
 from treeward.config.data import DataConfig as _DataSection
 from treeward.config.load import load_section
+from treeward.data.chat_template import find_template
 from treeward.data.datasets import RowDataset, open_dataset
 from treeward.data.preference import preference_to_dict
 from treeward.environments import registry, reward_model
@@ -263,7 +265,9 @@ def get_tokenizer(tokenizer_config: Mapping[str, Any]) -> PreTrainedTokenizerBas
     """The tokenizer of a section `tokenizer`, with a token for padding.
 
     `chat_template`: without the key or "default", the tokenizer's own; null, the contents alone,
-    one after the other; else a template.
+    one after the other; else a template, or the path of a file that holds one.
+    `chat_template_kwargs`: its `apply_chat_template` passes them to the template. Raises
+    `ConfigError` for a template that is neither.
     """
     tokenizer = load_tokenizer(str(tokenizer_config["name"]))
     if tokenizer.pad_token is None:
@@ -272,7 +276,12 @@ def get_tokenizer(tokenizer_config: Mapping[str, Any]) -> PreTrainedTokenizerBas
     if template is None:
         template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     if template != "default":
-        tokenizer.chat_template = template
+        tokenizer.chat_template, _ = find_template(tokenizer, template)
+    variables = tokenizer_config.get("chat_template_kwargs")
+    if variables:
+        tokenizer.apply_chat_template = partial(  # type: ignore[method-assign]
+            tokenizer.apply_chat_template, **variables
+        )
     return tokenizer
 
 
