@@ -30,7 +30,13 @@ from treeward.errors import ConfigError, ModelError
 from treeward.model.policy_model import PolicyModel
 from treeward.parallel.mesh import Mesh
 from treeward.rl import sampling
-from treeward.rl.generation import LocalGenerator, SampledCompletion, end_ids_of, template_end_ids
+from treeward.rl.generation import (
+    CompletionReader,
+    LocalGenerator,
+    SampledCompletion,
+    end_ids_of,
+    template_end_ids,
+)
 from treeward.rl.setup import make_generator
 from treeward.tree import decoding
 
@@ -254,6 +260,16 @@ def test_a_stop_string_ends_the_completion_that_it_completes(
         assert not any(stop in completion.text for stop in stops)
         assert whole.text.startswith(completion.text)
     assert len(set(lengths)) > 3
+
+
+def test_a_stop_string_that_is_a_special_token_ends_the_completion(tiny_tokenizer: Any) -> None:
+    end = tiny_tokenizer.eos_token_id
+    tokens = [*tiny_tokenizer("So be it.", add_special_tokens=False)["input_ids"], end]
+    config = GenerationConfig(stop_strings=(tiny_tokenizer.eos_token,))
+    reader = CompletionReader(tiny_tokenizer, [], config)
+    assert [reader.has_ended(tokens[:length]) for length in (1, len(tokens))] == [False, True]
+    completion = reader.completion(tokens, None)
+    assert (completion.text, completion.truncated) == ("So be it.", False)
 
 
 def test_the_text_of_a_completion_begins_in_the_generation_prompt(

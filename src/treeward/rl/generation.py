@@ -268,7 +268,8 @@ class CompletionReader:
     """From sampled tokens to a `SampledCompletion`: where it ends, and its text.
 
     `end_ids`: tokens that end a completion, beside those of `config`. A stop string ends it too:
-    the tokens stay as sampled, and the text stops before the string.
+    the tokens stay as sampled, and the text stops before the string. One that is a special token,
+    as `<|im_end|>`, is such a token.
     """
 
     def __init__(
@@ -278,8 +279,13 @@ class CompletionReader:
         config: GenerationConfig,
     ) -> None:
         self.tokenizer = tokenizer
-        self.end_ids = frozenset([*end_ids, *(config.stop_token_ids or ())])
         self.stop_strings = config.stop_strings or ()
+        # Texts are decoded without special tokens, so that none of these would be found there.
+        special_ids = []
+        for token_id, token in tokenizer.added_tokens_decoder.items():
+            if token.special and token.content in self.stop_strings:
+                special_ids.append(token_id)
+        self.end_ids = frozenset([*end_ids, *(config.stop_token_ids or ()), *special_ids])
         longest = max((len(text.encode()) for text in self.stop_strings), default=0)
         # A token is a byte at least, so that so many hold a stop string that has just ended.
         self._tail = longest + _SLACK_TOKENS
