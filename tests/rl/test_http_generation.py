@@ -190,6 +190,24 @@ def test_a_trimmed_stop_token_was_sampled_nevertheless(
         assert generator.generate(PROMPTS, IDS, num_completions=1, seed=1) == want
 
 
+def test_an_end_token_at_the_limit_ends_the_completion(
+    policy: PolicyModel, tiny_tokenizer: Any
+) -> None:
+    def at_limit(reply: Any) -> Any:
+        # SGLang looks at the number of tokens before it looks at the last one.
+        for part in reply:
+            meta = part["meta_info"]
+            meta["finish_reason"] = {"type": "length", "length": meta["completion_tokens"]}
+        return reply
+
+    options: dict[str, Any] = {"backend": "sglang", "temperature": 0.6, "max_new_tokens": 6}
+    with serving(policy, tiny_tokenizer, **options) as (generator, served, _):
+        want = generator.generate(PROMPTS, IDS, num_completions=4, seed=1)
+        assert len({completion.truncated for completion in completions_of(want)}) == 2
+        served.change = at_limit
+        assert generator.generate(PROMPTS, IDS, num_completions=4, seed=1) == want
+
+
 @pytest.mark.parametrize("backend", ["vllm", "sglang"])
 def test_weights_by_a_folder(
     policy: PolicyModel, tiny_tokenizer: Any, backend: str, tmp_path: Path, folder: dict[str, Any]

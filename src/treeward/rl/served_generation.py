@@ -133,12 +133,16 @@ class ServedGenerator(Generator):
         for prompt, ids, responses in zip(prompts, prompt_ids, served, strict=True):
             completions: list[SampledCompletion] = []
             for response in responses:
+                # The sampler may have stopped without an end token. At its limit SGLang does not
+                # look at the last token, which may be one.
+                truncated = None
+                if response.finish_reason == "stop":
+                    truncated = False
                 completion = self.reader.completion(
                     response.token_ids,
                     response.log_probs,
                     opening=prompt.opening,
-                    # The sampler knows: it may have stopped without an end token.
-                    truncated=response.finish_reason == "length",
+                    truncated=truncated,
                 )
                 completions.append(completion)
             groups.append(CompletionGroup(prompt, tuple(ids), tuple(completions)))
