@@ -46,6 +46,23 @@ def test_exact_match() -> None:
     assert rewards(config | {"ignore_case": True}, *samples) == [1, 0, 1, 1, 1, 0, 1]
 
 
+def test_numbers_as_tables_of_pandas_have_them() -> None:
+    nan = float("nan")
+    samples = [
+        ("5", truth(5.0)),
+        ("5.0", truth(5.0)),
+        ("50", truth(5.0)),
+        ("NaN", truth(nan)),
+        ("7", {"ground_truth": nan, "expected_answer": 7}),
+        ("7", truth([nan, 7])),
+    ]
+    result = step({"rule": "exact_match"}, *samples)
+    assert numbers(result) == [1, 1, 0, None, 1, None]
+    errors = details(result, "error")
+    assert errors[3] == "the sample has no ground_truth or expected_answer"
+    assert errors[5] == "ground_truth has nan, which is no number"
+
+
 def test_the_part_that_is_the_answer_is_the_last_one_that_matches() -> None:
     config = {"rule": "exact_match", "extract": r"Answer: (\w+)|#### (\w+)"}
     completion = "Answer: 3? No. Answer: 4"

@@ -13,6 +13,7 @@ ever: the package `regex` matches them with a time limit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -157,8 +158,9 @@ class UndecidedError(Exception):
 
 
 def ground_truths(info: Mapping[str, Any], keys: Sequence[str]) -> tuple[str, ...]:
-    """The ground truths of a sample, as texts. Raises `UndecidedError` for a sample without one."""
-    key = next((key for key in keys if info.get(key) is not None), None)
+    """The ground truths of a sample, as texts; a whole number that is a float has both of its. A
+    float that is not finite is none. Raises `UndecidedError` for a sample without one."""
+    key = next((key for key in keys if not _is_missing(info.get(key))), None)
     if key is None:
         raise UndecidedError(f"the sample has no {' or '.join(keys)}")
     values = plain(info[key])
@@ -171,7 +173,18 @@ def ground_truths(info: Mapping[str, Any], keys: Sequence[str]) -> tuple[str, ..
         if isinstance(value, str):
             golds.append(value)
         elif isinstance(value, int | float) and not isinstance(value, bool):
+            if _is_missing(value):
+                raise UndecidedError(f"{key} has {value}, which is no number")
             golds.append(number_text(value))
+            # pandas has made floats of a column of whole numbers with gaps.
+            if isinstance(value, float) and value.is_integer():
+                golds.append(number_text(int(value)))
         else:
             raise UndecidedError(f"{key} is of type {type(value).__name__}, not text or a number")
     return tuple(golds)
+
+
+def _is_missing(value: Any) -> bool:
+    """Whether a cell is empty: tables of pandas have NaN there."""
+    value = plain(value)
+    return value is None or (isinstance(value, float) and not math.isfinite(value))
