@@ -8,6 +8,7 @@ The data is read, tokenized and kept as in the run itself; no weights are loaded
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,18 +16,22 @@ import torch
 # It imports transformers quietly, and comes before modules that do not.
 import treeward.model  # noqa: F401
 from treeward.config.run import RewardModelRunConfig
+from treeward.data.encoding import Comparison
 from treeward.model.checks import check_positions
+from treeward.model.wrapped import Layout
 from treeward.planning.bare_models import bare_reward_model
 from treeward.planning.plan import Plan, plan, why_not_planned
 from treeward.training.prefetch import plan_passes
 from treeward.training.setup import read_data
+from treeward.tree.plan import split_group
 
 
 @dataclass(frozen=True, slots=True)
 class FirstBatch:
     """The first step: its comparisons, the forward passes that they fill, and their tokens.
 
-    `tokens`: computed on trees, each shared one once; `row_tokens`: those of plain rows.
+    `tokens`: computed, each shared one of a tree once, and of padded rows the padding too;
+    `row_tokens`: those of plain rows.
     """
 
     comparisons: int
@@ -66,24 +71,25 @@ def dry_run(config: RewardModelRunConfig, gpu: str) -> DryRun:
     # itself computes first, planned by the function that plans them there.
     first_rows = data.order.batch(0, config.policy.train_global_batch_size)
     first_comparisons = [(training_sets[which], row) for which, row in first_rows]
-    passes = plan_passes(
+    max_tokens = config.policy.micro_batch_tokens
+    plan_of_step = plan_passes(
         first_comparisons,
         model.layout,
-        max_tokens=config.policy.micro_batch_tokens,
+        max_tokens=max_tokens,
         max_groups=config.policy.train_micro_batch_size,
     )
+    num_passes = 0
+    tokens = 0
     row_tokens = 0
-    tree_tokens = 0
-    for dataset, row in first_comparisons:
-        comparison = dataset[row]
-        row_tokens += comparison.num_tokens
-        tree_tokens += comparison.tree_tokens
-    tokens = row_tokens
-    if model.layout == "tree":
-        tokens = tree_tokens
+    for places in plan_of_step:
+        comparisons = [dataset[row] for dataset, row in (first_comparisons[i] for i in places)]
+        passes = _tokens_of_passes(comparisons, model.layout, max_tokens)
+        num_passes += len(passes)
+        tokens += sum(passes)
+        row_tokens += sum(comparison.num_tokens for comparison in comparisons)
     first = FirstBatch(
         comparisons=len(first_comparisons),
-        passes=len(passes),
+        passes=num_passes,
         tokens=tokens,
         row_tokens=row_tokens,
     )
@@ -99,3 +105,20 @@ def dry_run(config: RewardModelRunConfig, gpu: str) -> DryRun:
         memory=memory,
         why_no_memory=reason,
     )
+
+
+def _tokens_of_passes(
+    comparisons: Sequence[Comparison], layout: Layout, max_tokens: int | None
+) -> list[int]:
+    """The tokens that each forward pass of a micro-batch computes: one pass, or several where a
+    single comparison is larger than `max_tokens`."""
+    if len(comparisons) == 1 and max_tokens is not None:
+        share = layout == "tree"
+        parts = split_group(comparisons[0].token_ids, max_tokens=max_tokens, share=share)
+        return [part.num_tokens for part in parts]
+    if layout == "tree":
+        return [sum(comparison.tree_tokens for comparison in comparisons)]
+    lengths: list[int] = []
+    for comparison in comparisons:
+        lengths += [len(ids) for ids in comparison.token_ids]
+    return [len(lengths) * max(lengths)]
