@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ from typing import Any
 import pytest
 from fake_judge import FakeJudge, completion, places
 from messages import read_jsonl
+from safetensors.torch import load_file, save_file
 from verbs import Command
 
+from treeward.cli.options import _environment
 from treeward.scoring.scorer import Scorer
 
 Write = Callable[..., Path]
@@ -199,3 +202,22 @@ def test_a_judge_is_evaluated_like_a_model_with_its_cost_and_position_bias(
     assert "a on held_out: 60 requests" in two.out
     assert "b on held_out: 60" in two.out
     endpoint.server.__exit__()
+
+
+def test_kept_verdicts_are_of_the_judge_that_is_in_the_folder_now(
+    policy_folder: Path, tmp_path: Path
+) -> None:
+    judge = tmp_path / "judge"
+    shutil.copytree(policy_folder, judge)
+    section = {"type": "judge", "model": str(judge), "use_logprobs": True, "dtype": "float32"}
+    _, first = _environment(dict(section), "MODEL")
+    _, again = _environment(dict(section), "MODEL")
+    assert first == again
+    weights = load_file(judge / "model.safetensors")
+    save_file(
+        {name: 2 * weight for name, weight in weights.items()},
+        judge / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    _, trained_anew = _environment(dict(section), "MODEL")
+    assert trained_anew != first

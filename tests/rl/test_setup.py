@@ -73,6 +73,20 @@ def test_which_keys_of_an_environment_are_of_the_run() -> None:
     hybrid = {"type": "hybrid", "members": {"judge": {"model": "m", "base_url": "x"}}}
     assert same(hybrid, members={"judge": {"model": "m", "max_retries": 1, "base_url": "y"}})
     assert not same(hybrid, members={"judge": {"model": "m", "weight": 2}})
+    here = {"type": "judge", "model": "m", "device": "cpu"}
+    assert same(here, device="cuda") and not same(here, model="other")
+
+
+def test_a_judge_in_the_process_is_known_by_its_weights_and_its_contract(tmp_path: Path) -> None:
+    weights = tmp_path / "model.safetensors"
+    contract = tmp_path / "judge_contract.json"
+    section = {"type": "judge", "model": str(tmp_path)}
+    identities = []
+    for file, content in ((weights, "one"), (weights, "two"), (contract, "asked otherwise")):
+        file.write_text(content, encoding="utf-8")
+        for members in (section, {"type": "hybrid", "members": {"judge": section}}):
+            identities.append(str(rl_setup.reward_identity("own", members)))
+    assert len(set(identities)) == 6
 
 
 def test_a_schedule_ends_with_the_last_update(opened: Callable[..., Any]) -> None:

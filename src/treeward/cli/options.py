@@ -309,10 +309,11 @@ def candidate(section: dict[str, Any], where: str, options: ModelOptions) -> Can
 def _environment(section: dict[str, Any], where: str) -> tuple[GroupScorer, Mapping[str, Any]]:
     from treeward.environments.registry import make_environment
     from treeward.environments.scorer import EnvironmentScorer
+    from treeward.rl.setup import reward_identity
 
     environment = make_environment("judge", section, where=where)
     # Rewards that were kept are used again where this is the same.
-    identity: dict[str, Any] = {"section": section}
+    identity: dict[str, Any] = {"section": section, "rewards": reward_identity("judge", section)}
     if environment.user_code:
         identity["code"] = environment.user_code
     return EnvironmentScorer(environment), identity

@@ -78,6 +78,7 @@ _NOT_OF_THE_RUN = {
 validations depend on them."""
 _NOT_OF_THE_REWARD = {
     # where it is computed
+    "device",
     "resources",
     "dtensor_cfg",
     "cpu_offload",
@@ -523,6 +524,9 @@ def reward_identity(name: str, section: Mapping[str, Any]) -> dict[str, Any]:
                 kept["models"] = [str(server.model["identity"])]
         else:
             kept["models"] = [with_weights(model) for model in config.models]
-    elif isinstance(kept.get("model_name"), str):
-        kept["model_name"] = with_weights(kept["model_name"])
+    else:
+        # `model`: of a judge in the process.
+        for key in ("model_name", "model"):
+            if isinstance(kept.get(key), str):
+                kept[key] = with_weights(kept[key])
     return kept

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from treeward import processes
 from treeward.config.policy import TrainedModelConfig
+from treeward.config.reward_environments import JUDGE_FILE
 from treeward.data.tokenizers import train_tokenizer
 from treeward.digests import SEAL_FILE
 from treeward.errors import ConfigError
@@ -226,13 +227,14 @@ def with_weights(name: str | None) -> str | None:
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
         return name
-    # The settings and the contract too: the same weights with another template, or another rotary
-    # base, are another model.
+    # The settings and the contracts too: the same weights with another template, another rotary
+    # base, or another prompt of a judge, are another model.
     digest = hashlib.blake2b()
     base = base_of_adapters(str(folder))
     if base is not None:
         digest.update(str(with_weights(base)).encode())
-    for path in (*weights, folder / "config.json", folder / CONTRACT_FILE):
+    settings = [folder / name for name in ("config.json", CONTRACT_FILE, JUDGE_FILE)]
+    for path in (*weights, *settings):
         if path.is_file():
             with path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "blake2b").digest())
