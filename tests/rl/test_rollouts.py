@@ -132,6 +132,23 @@ def test_dynamic_sampling_draws_until_there_is_enough(
     assert found.metrics["train/groups_without_signal"] == 1 - len(informative) / len(drawn)
 
 
+def in_parts(prompt: str, response: str) -> dict[str, float | None]:
+    """Two rewards, of which the second is missing, and so their sum."""
+    return {"reward/length": half_alike(prompt, response), "reward/form": None}
+
+
+def test_a_group_whose_components_vary_has_a_signal(
+    opened: Callable[..., GRPOSetup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planted, "vowels", in_parts)
+    run = opened("env.planted.function=planted.vowels", "grpo.adv_estimator={name: gdpo}")
+    found = collect(run, step=0, drawn=0)
+    alike = ["moon" in str(group.prompt.messages) for group in found.groups]
+    assert 0 < sum(alike) < len(alike)
+    assert found.rewards_PG.isnan().all()
+    assert found.watched["groups_without_signal"] == sum(alike) / len(alike)
+
+
 def test_a_draw_has_no_prompt_more_by_rounding(half_informative: Callable[..., GRPOSetup]) -> None:
     """50 times 1.1 is a little more than 55 in floats."""
     run = half_informative(

@@ -104,6 +104,8 @@ def collect(run: GRPOSetup, *, step: int, drawn: int) -> Rollouts:
     batch = _sampled(run, step, drawn)
     # Over all that was sampled: the groups that dynamic sampling keeps are not typical.
     metrics = _metrics(batch)
+    weights = processes.on_main(partial(_weights, batch.rewards_PG, batch.own_weights, run))
+    metrics["train/groups_without_signal"] = _share_without_signal(batch, weights)
     correlation = length_correlation(batch.rewards_PG, completion_lengths(batch.groups))
     if grpo.use_dynamic_sampling:
         wanted = grpo.num_prompts_per_step
@@ -297,7 +299,6 @@ def _metrics(batch: _Batch) -> dict[str, float]:
         "train/mean_gen_tokens_per_sample": float(completion_lengths(groups).float().mean()),
         "train/truncation_rate": float(truncated_completions(groups).float().mean()),
         "train/mean_prompt_length": num_prompt_tokens / len(groups),
-        "train/groups_without_signal": 1 - float(informative_groups(rewards_PG).float().mean()),
         "train/num_failed": float(rewards_PG.numel() - len(rewards)),
         "train/num_groups_sampled": float(len(groups)),
         **environment_metrics(batch.draws),
@@ -310,6 +311,19 @@ def _metrics(batch: _Batch) -> dict[str, float]:
         share = float(informative_groups(values_PG[has_it_P]).float().mean())
         metrics[f"train/component_without_signal/{name}"] = 1 - share
     return metrics
+
+
+def _share_without_signal(batch: _Batch, weights: Mapping[str, Tensor] | None) -> float:
+    """The share of groups that teach nothing, because their rewards are equal; or, with `weights`,
+    each component that counts."""
+    if weights is None:
+        has_signal_P = informative_groups(batch.rewards_PG)
+    else:
+        has_signal_P = torch.zeros(len(batch.groups), dtype=torch.bool)
+        for name, weights_PG in weights.items():
+            counts_P = (weights_PG != 0.0).any(dim=1)
+            has_signal_P |= counts_P & informative_groups(batch.components[name])
+    return 1 - float(has_signal_P.float().mean())
 
 
 def _check_signal(kept: Sequence[int], wanted: int, num_draws: int) -> None:
