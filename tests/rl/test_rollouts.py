@@ -149,6 +149,26 @@ def test_a_group_whose_components_vary_has_a_signal(
     assert found.watched["groups_without_signal"] == sum(alike) / len(alike)
 
 
+@pytest.mark.parametrize(("estimator", "without_signal"), [("grpo", 0.0), ("gdpo", 1.0)])
+def test_a_range_of_the_rewards_clips_components_that_are_learnt_from(
+    opened: Callable[..., GRPOSetup],
+    monkeypatch: pytest.MonkeyPatch,
+    estimator: str,
+    without_signal: float,
+) -> None:
+    def above_one(prompt: str, response: str) -> dict[str, float]:
+        return {"reward/length": 1.0 + len(response), "reward/start": float(response < "k")}
+
+    monkeypatch.setattr(planted, "vowels", above_one)
+    run = opened(
+        "env.planted.function=planted.vowels",
+        f"grpo.adv_estimator={{name: {estimator}}}",
+        "grpo.reward_scaling={enabled: true, source_min: 0, source_max: 1}",
+    )
+    metrics = collect(run, step=0, drawn=0).metrics
+    assert metrics["train/component_without_signal/length"] == without_signal
+
+
 def test_a_draw_has_no_prompt_more_by_rounding(half_informative: Callable[..., GRPOSetup]) -> None:
     """50 times 1.1 is a little more than 55 in floats."""
     run = half_informative(

@@ -149,8 +149,8 @@ def collect(run: GRPOSetup, *, step: int, drawn: int) -> Rollouts:
 class _Batch:
     """What a step has sampled, in one draw of prompts or several.
 
-    `rewards_PG`: shaped. `components`: of the rewards, by name, and `own_weights`: how much each
-    counts in them; NaN and 1 in a draw without it. The seconds are of all draws.
+    `rewards_PG`: shaped. `components`: of the rewards, by name, scaled where they are learnt from,
+    and `own_weights`: how much each counts in them; NaN and 1 in a draw without it. The seconds are of all draws.
     """
 
     groups: list[CompletionGroup]
@@ -215,7 +215,10 @@ def _sampled(run: GRPOSetup, step: int, drawn: int) -> _Batch:
     components = {}
     own_weights = {}
     for name, values_PG in _components(draws).items():
-        components[name] = scaled_rewards(values_PG, grpo.reward_scaling)
+        components[name] = values_PG
+        # Where only their sum is learnt from, they are in no range that the sum is clipped to.
+        if grpo.adv_estimator.takes_components:
+            components[name] = scaled_rewards(values_PG, grpo.reward_scaling)
         weights = [draw.weights.get(name, torch.ones_like(draw.rewards_PG)) for draw in draws]
         own_weights[name] = torch.cat(weights)
     return _Batch(
