@@ -441,6 +441,26 @@ def test_a_run_of_grpo_has_a_reference_keys_and_values_and_reward_models(
     assert sharded.memory["whole policy"] == pytest.approx(4 * found.parameters, rel=0.01)
 
 
+def test_judges_of_the_process_are_beside_the_policy(planned: Any, tmp_path: Path) -> None:
+    judge = LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
+    judge.save_pretrained(tmp_path / "judge")
+    section = {"model": str(tmp_path / "judge")}
+    members = {"judge": section, "form": {"type": "rules", "rule": "regex", "pattern": "x"}}
+    grpo = {"num_prompts_per_step": 8, "gold_environment": "gold"}
+    gold = {"type": "rubric", **section, "dtype": "float32"}
+    planned.write(
+        SMALL, grpo=grpo, env={"both": {"type": "hybrid", "members": members}, "gold": gold}
+    )
+    in_process = planned().memory
+    each = in_process["reward models"] / (2 + 4)  # one in bfloat16, one in float32
+    assert each > 2 * 32_000 * 64
+    elsewhere = planned("env.gold.device=cpu").memory
+    assert elsewhere["reward models"] == 2 * each
+    at_endpoint = planned("env.gold.device=cpu", "+env.both.members.judge.base_url=http://x/v1")
+    assert "reward models" not in at_endpoint.memory
+    assert in_process["peak"] == at_endpoint.memory["peak"] + 6 * each
+
+
 @pytest.mark.slow
 def test_the_tables_of_the_guide_are_what_is_planned() -> None:
     path = Path(__file__).parent.parent.parent / "docs" / "scaling_tables.py"

@@ -22,6 +22,8 @@ from treeward.config.data import PromptDataConfig, PromptSetConfig
 from treeward.config.grpo import GRPOConfig, PolicyLossConfig
 from treeward.config.grpo_policy import GRPOPolicyConfig
 from treeward.config.reward_environments import (
+    ENVIRONMENTS,
+    JudgeModelConfig,
     PreferenceVerdictConfig,
     RewardModelEnvironmentConfig,
     check_environments,
@@ -134,6 +136,16 @@ class GRPORunConfig(Strict):
             if kind == "reward_model":
                 models[name] = RewardModelEnvironmentConfig.model_validate(keys)
         return models
+
+    @property
+    def judges(self) -> list[JudgeModelConfig]:
+        """The environments that ask a language model, members of hybrids too."""
+        sections: list[JudgeModelConfig] = []
+        for _, kind, keys in self.used_sections:
+            known = ENVIRONMENTS.get(kind)
+            if known is not None and issubclass(known.section, JudgeModelConfig):
+                sections.append(known.section.model_validate(keys))
+        return sections
 
     @property
     def _has_engines_apart(self) -> bool:

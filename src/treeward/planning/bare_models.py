@@ -38,10 +38,16 @@ def bare_reward_model(policy: PolicyConfig) -> RewardModel:
 
 def bare_policy(policy: GRPOPolicyConfig) -> PolicyModel:
     """The policy of a run of `treeward grpo`."""
-    hf = AutoModelForCausalLM.from_config(
-        _config_of(policy), dtype=torch.float32, attn_implementation="eager"
-    )
+    hf = bare_causal_model(_config_of(policy))
     return PolicyModel(hf, layout=tree_or_rows(hf, policy.attention))
+
+
+def bare_causal_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """A causal language model of transformers."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    )
+    return model
 
 
 def bare_classifier(

@@ -28,7 +28,12 @@ from treeward.model.reward_model import RewardModel
 from treeward.model.wrapped import WrappedModel
 from treeward.parallel.mesh import mesh_shape
 from treeward.parallel.tensor import check_cut
-from treeward.planning.bare_models import bare_classifier, bare_policy, bare_reward_model
+from treeward.planning.bare_models import (
+    bare_causal_model,
+    bare_classifier,
+    bare_policy,
+    bare_reward_model,
+)
 from treeward.planning.memory import activation_bytes, find_mixers, layer_shapes
 from treeward.planning.recurrent_memory import FUSED_KERNELS
 from treeward.planning.sampling_memory import SamplingShape, sampling_memory
@@ -55,7 +60,7 @@ class Plan:
 
     `memory`: bytes of one device, by what holds them. `weights`, `gradients`, `optimizer` and
     `reference` are there for the whole step; `activations` and `exchanged` weights come and go.
-    `reward models`: beside a policy. `KV cache`, `recurrent states` and `whole policy`: while
+    `reward models`: beside a policy, judges too. `KV cache`, `recurrent states` and `whole policy`: while
     completions are sampled, when there are no gradients; `prompts`: before that, in place of the
     first two. `peak`: the most at a time. `usable`: of the device's memory. `host`: in the memory
     of the host, for each device. A micro-batch has `micro_batch_tokens`.
@@ -430,7 +435,7 @@ def _sampling_bytes(
 
 
 def _reward_model_bytes(config: GRPORunConfig) -> int:
-    """Weights of the reward models on the policy's device."""
+    """Weights of the reward models and judges on the policy's device."""
     size = 0
     for section in config.reward_models.values():
         is_elsewhere = section.url is not None or section.needs_ray
@@ -442,4 +447,10 @@ def _reward_model_bytes(config: GRPORunConfig) -> int:
             with torch.device("meta"):
                 model = bare_classifier(read_config(name, section.trust_remote_code))
             size += model.num_parameters() * DTYPES[section.dtype].itemsize
+    for judge in config.judges:
+        # None: a GPU if any. Of several GPUs the policy has the first.
+        if judge.base_url is None and judge.device in (None, "cuda", "cuda:0"):
+            with torch.device("meta"):
+                hf = bare_causal_model(read_config(judge.model, trust_remote_code=False))
+            size += hf.num_parameters() * DTYPES[judge.dtype].itemsize
     return size
