@@ -91,6 +91,16 @@ def test_fallback(functions: str) -> None:
     assert errors[4].startswith("check: ") and "; second: " in errors[4]
 
 
+def test_a_wrong_answer_of_the_right_form_is_wrong(functions: str) -> None:
+    members = {
+        "form": {"type": "math_multi_reward"},
+        "judge": {"type": "custom", "function": f"{functions}:told"},
+    }
+    environment = HybridEnvironment({"mode": "fallback", "members": members})
+    text = "<think>So.</think>\n<answer>4</answer>"
+    assert numbers(environment.step([chat(text), chat(text)], INFOS[:2])) == [3.0, -2.0]
+
+
 def test_the_score_of_a_weighted_sum_is_that_sum_before_shaping(functions: str) -> None:
     members = {
         "a": {"type": "custom", "function": f"{functions}:told", "weight": 2.0},

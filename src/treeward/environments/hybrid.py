@@ -30,6 +30,10 @@ from treeward.environments.interface import (
 from treeward.environments.registry import make_environment
 from treeward.scoring.score import Score
 
+_VERDICTS = ("correct", "correctness")
+"""The components of rules that say whether an answer is right; the second is of
+`math_multi_reward`."""
+
 
 class HybridEnvironment(ConfiguredEnvironment[HybridEnvironmentConfig]):
     """Members side by side or, in a fallback, one after the other."""
@@ -97,7 +101,8 @@ class HybridEnvironment(ConfiguredEnvironment[HybridEnvironmentConfig]):
             for i, reward in zip(pending, member_rewards, strict=True):
                 parts_by_sample[i][name] = reward
                 # The next member gets what has no reward, or is wrong by a rule.
-                if reward.value is None or reward.components.get("correct") == 0.0:
+                verdicts = [reward.components.get(name) for name in _VERDICTS]
+                if reward.value is None or 0.0 in verdicts:
                     still_pending.append(i)
             pending = still_pending
         rewards = []
