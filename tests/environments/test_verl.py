@@ -143,6 +143,9 @@ def test_a_rule_needs_no_prompt_and_a_missing_source_is_told_first() -> None:
     rule = {"type": "rules", "rule": "exact_match"}
     assert verl.compute_score("sums", "4", "4", None, environment=rule)["score"] == 1.0
     assert verl.compute_score("sums", "5", "4", {"index": 3}, environment=rule)["score"] == 0.0
+    tags = "<think>So.</think>\n<answer>4</answer>"
+    form = {"type": "math_multi_reward"}
+    assert verl.compute_score("sums", tags, "4", None, environment=form)["score"] == 3.0
     assert (
         verl.compute_score("sums", "0.5", "1/2", None, environment={"type": "math", "workers": 1})[
             "score"

@@ -27,6 +27,8 @@ from treeward.environments.source import RewardSourceConfig, reward_source
 from treeward.errors import DataError
 
 _PROMPT_KEYS = ("prompt", "messages", "raw_prompt", "question")
+_RULES = ("rules", "math", "math_multi_reward")
+"""The kinds of environments that read the completion alone."""
 _FROM_VERL = ("reward_router_address", "reward_model_tokenizer")
 """Arguments that verl adds for its own reward model; unused here."""
 
@@ -96,9 +98,9 @@ def _submit(
     source, config = reward_source(settings)
     info = dict(extra_info or {})
     has_prompt = any(info.get(key) is not None for key in _PROMPT_KEYS)
-    is_rule = config.environment is not None and config.environment.get("type") in ("rules", "math")
+    is_rule = config.environment is not None and config.environment.get("type") in _RULES
     prompt: list[Mapping[str, Any]] = []
-    if has_prompt or not is_rule:  # a rule reads the completion alone
+    if has_prompt or not is_rule:
         prompt = _prompt(info, data_source)
     messages = [*prompt, {"role": "assistant", "content": solution_str}]
     env_info = {**info, "data_source": data_source, "ground_truth": ground_truth}
