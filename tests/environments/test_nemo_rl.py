@@ -12,6 +12,7 @@ import importlib
 import math
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 
 from treeward.environments import nemo_rl
 from treeward.environments.nemo_rl import NemoRLEnvironment, fill_with_group_means
-from treeward.errors import ConfigError, ModelError
+from treeward.errors import ConfigError, DataError, ModelError
 
 RULES = {"type": "rules", "rule": "exact_match"}
 
@@ -121,6 +122,43 @@ def test_nemo_rl_makes_it_and_calls_it(ray: Any, nemo: SimpleNamespace) -> None:
         assert ray.get(environment.shutdown.remote()) is True
     finally:
         ray.kill(environment)
+
+
+def test_what_the_policys_template_wrote_around_a_message_is_taken_off(
+    tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    """NeMo RL's `math_hf_data_processor` renders the user's message alone, with the generation
+    prompt, into its content."""
+    template = (
+        "<s>Be brief.{% for message in messages %}[{{ message.role }}]{{ message.content }}"
+        "{% endfor %}{% if add_generation_prompt %}[assistant]{% if not quick %}<think>"
+        "{% endif %}{% endif %}"
+    )
+    tiny_tokenizer.save_pretrained(tmp_path / "policy")
+    section = {"name": str(tmp_path / "policy"), "chat_template": template}
+    file = tmp_path / "own.py"
+    file.write_text(
+        "def prompt_of(prompt, response):\n"
+        "    return {'reward': 1.0, 'is_plain': float(prompt == 'How [far]?')}\n",
+        encoding="utf-8",
+    )
+    keys = {"type": "custom", "function": f"{file}:prompt_of"}
+    own = {"policy_tokenizer": section | {"chat_template_kwargs": {"quick": True}}}
+    environment = NemoRLEnvironment({**keys, "nemo_rl": own})
+    rendered = "<s>Be brief.[user]How [far]?[assistant]"
+    step = environment.step([log("Ten.", rendered)], [{}])
+    assert step.metadata[0]["reward_details"]["components"] == {"is_plain": 1.0}
+    with pytest.raises(DataError, match="not as the policy's chat template renders it"):
+        environment.step([log("Ten.", "How [far]?")], [{}])
+
+
+@pytest.mark.parametrize(("kind", "is_warned"), [("custom", True), ("rules", False)])
+def test_without_the_policys_tokenizer_environments_that_read_prompts_warn(
+    kind: str, is_warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    sections = {"custom": {"function": "trl.rewards:think_format_reward"}, "rules": RULES}
+    NemoRLEnvironment({"type": kind, **sections[kind]})
+    assert ("policy_tokenizer" in caplog.text) == is_warned
 
 
 def test_a_failed_sample_has_the_mean_of_its_group_and_so_no_advantage() -> None:

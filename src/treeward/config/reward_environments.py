@@ -489,6 +489,9 @@ ENVIRONMENTS: Mapping[str, EnvironmentKind] = {
 }
 """The kinds of environments by name."""
 
+READ_COMPLETION_ALONE = frozenset({"rules", "math", "math_multi_reward"})
+"""The kinds whose rewards do not depend on the prompt."""
+
 
 def server_address(model: str) -> str | None:
     """The address of a `treeward serve` that stands in the place of a model's name; None for any

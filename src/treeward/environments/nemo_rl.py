@@ -4,10 +4,13 @@ without a reward.
     from treeward.environments import nemo_rl
     nemo_rl.register("reward_model")    # before NeMo RL's run_grpo.py, with env.reward_model as is
 
-Environments already have the signature of NeMo RL's loops. But these loops put `total_reward` into
-baselines and advantages, whatever `loss_multiplier` is, so one NaN spoils its group and the update.
-Here a sample without a reward fails the step, or takes its group's mean, which gives no policy
-gradient.
+Environments already have the signature of NeMo RL's loops, but two things differ:
+
+- These loops put `total_reward` into baselines and advantages, whatever `loss_multiplier` is, so
+  one NaN spoils its group and the update. Here a sample without a reward fails the step, or takes
+  its group's mean, which gives no policy gradient.
+- Its processors (`data/processors.py`) write into a user's message what the policy's chat template
+  makes of it, with the generation prompt. `policy_tokenizer` takes that off again.
 """
 
 from __future__ import annotations
@@ -22,6 +25,9 @@ from torch import Tensor
 
 from treeward.config.base import Strict
 from treeward.config.load import load_section
+from treeward.config.policy import ScoringTokenizerConfig
+from treeward.config.reward_environments import READ_COMPLETION_ALONE
+from treeward.data.chat_template import find_template
 from treeward.environments.interface import (
     DETAILS,
     WHERE,
@@ -35,11 +41,13 @@ from treeward.environments.interface import (
     conversation_of_log,
 )
 from treeward.environments.registry import make_environment
-from treeward.errors import ConfigError, ModelError
+from treeward.errors import ConfigError, DataError, ModelError
+from treeward.model.pretrained import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
 _SECTION = "nemo_rl"
+_PROBE = "Quo vadis?"  # words that no template writes by itself
 _OBSERVATION = "\n"
 """The environment's last message, not trained on: NeMo RL's asynchronous rollouts fail on one
 without tokens."""
@@ -53,6 +61,15 @@ class NemoRLConfig(Strict):
     other completions of its prompt, and so the advantage 0 (`group_mean`). That needs another
     completion of the prompt with a reward in the same step, or it raises: asynchronous rollouts of
     NeMo RL step one sample at a time."""
+    policy_tokenizer: ScoringTokenizerConfig | None = None
+    """The policy's tokenizer, as `${policy.tokenizer}`. What its chat template has written around a
+    user's message is taken off, so that a reward model, a judge or a function reads the message
+    alone. None: messages are read as they come, which is right for rules, and for processors that
+    leave the messages as they are."""
+
+    def check(self) -> None:
+        if self.policy_tokenizer is not None and self.policy_tokenizer.name is None:
+            raise self.error("policy_tokenizer.name", "the policy's tokenizer")
 
 
 class NemoRLEnvironment(Environment):
@@ -69,6 +86,18 @@ class NemoRLEnvironment(Environment):
         )
         self.environment = make_environment("reward_model", section)
         self.name = self.environment.name
+        self._template: _UserTemplate | None = None
+        kind = section.get("type") or "reward_model"
+        if self.config.policy_tokenizer is not None:
+            self._template = _UserTemplate(self.config.policy_tokenizer)
+        elif kind not in READ_COMPLETION_ALONE:
+            logger.warning(
+                "NeMo RL's processors write a user's message as the policy's chat template renders "
+                "it, and %s would read that. Set %s.policy_tokenizer: ${policy.tokenizer}, unless "
+                "your processor leaves messages as they are.",
+                self.name,
+                _SECTION,
+            )
 
     def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
         return self.environment.rewards(conversations, env_infos)
@@ -81,6 +110,11 @@ class NemoRLEnvironment(Environment):
 
         `return_extracted_answer`: of NeMo RL's evaluation; `answers` are always returned.
         """
+        if self._template is not None:
+            plain_logs = []
+            for i, log in enumerate(message_logs):
+                plain_logs.append(self._template.taken_off(log, where=f"{self.name}, sample {i}"))
+            message_logs = plain_logs
         result = self.environment.step(message_logs, env_infos)
         observations = [{**message, "content": _OBSERVATION} for message in result.observations]
         rewards = self._filled(result, message_logs)
@@ -123,6 +157,52 @@ class NemoRLEnvironment(Environment):
             first,
         )
         return filled
+
+
+class _UserTemplate:
+    """What a policy's chat template writes before and after a user's message that stands alone."""
+
+    def __init__(self, section: ScoringTokenizerConfig) -> None:
+        tokenizer = load_tokenizer(str(section.name))
+        template, _ = find_template(tokenizer, section.chat_template)
+        # As NeMo RL's processors call it.
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": _PROBE}],
+            chat_template=template,
+            tokenize=False,
+            add_generation_prompt=True,
+            **(section.chat_template_kwargs or {}),
+        )
+        self._before, _, self._after = str(text).partition(_PROBE)
+
+    def taken_off(self, log: Sequence[Mapping[str, Any]], *, where: str) -> list[Mapping[str, Any]]:
+        """The log with its users' messages alone. Raises `DataError` where its first one is not as
+        the template renders it; later ones may be of an environment."""
+        messages: list[Mapping[str, Any]] = []
+        is_first = True
+        for message in log:
+            content = message.get("content")
+            if message.get("role") != "user" or not isinstance(content, str):
+                messages.append(message)
+                continue
+            is_rendered = content.startswith(self._before) and content.endswith(self._after)
+            if is_rendered:
+                end = len(content) - len(self._after)
+                messages.append({**message, "content": content[len(self._before) : end]})
+            elif is_first:
+                raise DataError(
+                    "a user's message is not as the policy's chat template renders it",
+                    where=where,
+                    field=f"{_SECTION}.policy_tokenizer",
+                    got=content,
+                    need=f"{self._before}...{self._after}",
+                    fix="give the policy's tokenizer and template, or leave the key out where the "
+                    "processor leaves messages as they are",
+                )
+            else:
+                messages.append(message)
+            is_first = False
+        return messages
 
 
 def fill_with_group_means(rewards: Tensor, groups: Sequence[Hashable]) -> Tensor:

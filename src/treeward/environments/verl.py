@@ -21,14 +21,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from treeward.config.reward_environments import READ_COMPLETION_ALONE
 from treeward.data.conversation import without_nulls
 from treeward.environments.interface import Reward
 from treeward.environments.source import RewardSourceConfig, reward_source
 from treeward.errors import DataError
 
 _PROMPT_KEYS = ("prompt", "messages", "raw_prompt", "question")
-_RULES = ("rules", "math", "math_multi_reward")
-"""The kinds of environments that read the completion alone."""
 _FROM_VERL = ("reward_router_address", "reward_model_tokenizer")
 """Arguments that verl adds for its own reward model; unused here."""
 
@@ -98,7 +97,9 @@ def _submit(
     source, config = reward_source(settings)
     info = dict(extra_info or {})
     has_prompt = any(info.get(key) is not None for key in _PROMPT_KEYS)
-    is_rule = config.environment is not None and config.environment.get("type") in _RULES
+    is_rule = False
+    if config.environment is not None:
+        is_rule = config.environment.get("type") in READ_COMPLETION_ALONE
     prompt: list[Mapping[str, Any]] = []
     if has_prompt or not is_rule:
         prompt = _prompt(info, data_source)
