@@ -82,7 +82,10 @@ def dry_run(config: RewardModelRunConfig, gpu: str) -> DryRun:
     tokens = 0
     row_tokens = 0
     for places in plan_of_step:
-        comparisons = [dataset[row] for dataset, row in (first_comparisons[i] for i in places)]
+        comparisons = []
+        for i in places:
+            dataset, row = first_comparisons[i]
+            comparisons.append(dataset[row])
         passes = _tokens_of_passes(comparisons, model.layout, max_tokens)
         num_passes += len(passes)
         tokens += sum(passes)

@@ -60,10 +60,10 @@ class Plan:
 
     `memory`: bytes of one device, by what holds them. `weights`, `gradients`, `optimizer` and
     `reference` are there for the whole step; `activations` and `exchanged` weights come and go.
-    `reward models`: beside a policy, judges too. `KV cache`, `recurrent states` and `whole policy`: while
-    completions are sampled, when there are no gradients; `prompts`: before that, in place of the
-    first two. `peak`: the most at a time. `usable`: of the device's memory. `host`: in the memory
-    of the host, for each device. A micro-batch has `micro_batch_tokens`.
+    `reward models`: beside a policy, judges too. `KV cache`, `recurrent states` and `whole policy`:
+    while completions are sampled, when there are no gradients; `prompts`: before that, in place of
+    the first two. `peak`: the most at a time. `usable`: of the device's memory. `host`: in the
+    memory of the host, for each device. A micro-batch has `micro_batch_tokens`.
 
     `unknown`: layers of which the formula knows neither the activations nor what they keep while
     completions are sampled; they are in no number. `fits` is then false where the rest is too much

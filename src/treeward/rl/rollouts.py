@@ -150,7 +150,8 @@ class _Batch:
     """What a step has sampled, in one draw of prompts or several.
 
     `rewards_PG`: shaped. `components`: of the rewards, by name, scaled where they are learnt from,
-    and `own_weights`: how much each counts in them; NaN and 1 in a draw without it. The seconds are of all draws.
+    and `own_weights`: how much each counts in them; NaN and 1 in a draw without it. The seconds are
+    of all draws.
     """
 
     groups: list[CompletionGroup]
