@@ -101,7 +101,7 @@ class HybridEnvironment(ConfiguredEnvironment[HybridEnvironmentConfig]):
             for i, reward in zip(pending, member_rewards, strict=True):
                 parts_by_sample[i][name] = reward
                 # The next member gets what has no reward, or is wrong by a rule.
-                verdicts = [reward.components.get(name) for name in _VERDICTS]
+                verdicts = [reward.components.get(component) for component in _VERDICTS]
                 if reward.value is None or 0.0 in verdicts:
                     still_pending.append(i)
             pending = still_pending
