@@ -41,7 +41,7 @@ from treeward.model.pretrained import choose_device
 from treeward.progress import configure_logging
 from treeward.scoring.score import completion_text, prompt_text
 from treeward.scoring.scorer import load_reward_model
-from treeward.serving.dialects.nemo_gym import ROLLOUT_PREFIX, VERDICT_KEYS, failure, sessions
+from treeward.serving.dialects.nemo_gym import ROLLOUT_PREFIX, failure, sessions, without_verdict
 from treeward.serving.requests import JSONRoute
 
 __all__ = [
@@ -98,7 +98,7 @@ class BaseVerifyRequest(_Open):
         # A response has a verdict of its own.
         if "reward" in cls.model_fields or not isinstance(raw, Mapping):
             return raw
-        return {key: value for key, value in raw.items() if key not in VERDICT_KEYS}
+        return without_verdict(raw)
 
 
 class BaseVerifyResponse(BaseVerifyRequest):

@@ -356,3 +356,18 @@ def test_members_of_an_ensemble(
     assert got["reward"] == pytest.approx(score_of(served_scorer), abs=1e-5)
     assert got["reward_components"].keys() == {"reward_member_0", "reward_member_1"}
     assert all(got[name] == value for name, value in got["reward_components"].items())
+
+
+def test_a_rollout_that_another_model_has_verified_keeps_none_of_its_parts(
+    verified: Callable[..., Any],
+    served_folder: Path,
+) -> None:
+    ensemble = {"method": "worst", "standardize": False}
+    earlier = verified(model_path=[str(served_folder)] * 2, ensemble=ensemble)
+    assert {"reward_member_0", "reward_member_1"} <= earlier.keys()
+    earlier["reward_note"] = "of the row's author"
+
+    got = verified(body=earlier, model_path=str(served_folder))
+
+    assert got.keys() & {"reward_member_0", "reward_member_1", "reward_components"} == set()
+    assert got["reward_note"] == "of the row's author"

@@ -49,7 +49,7 @@ from treeward.serving.models import ServedModel
 from treeward.serving.requests import JSON, Body, Items, JSONRoute, Server, example
 from treeward.serving.served_judge import ServedJudge
 
-VERDICT_KEYS = frozenset(
+_VERDICT_KEYS = frozenset(
     [
         "reward",
         "reward_score",
@@ -63,7 +63,7 @@ VERDICT_KEYS = frozenset(
         "_ng_failure_class",
     ],
 )
-"""The keys of an earlier verdict, in a body that is verified again."""
+"""The keys of every verdict."""
 
 Row = Mapping[str, Any]
 
@@ -149,10 +149,8 @@ async def verify(body: VerifyBody, request: Request, server: Server) -> JSON:
         # No error response counts it, because the status is 200.
         server.service.metrics.errors.labels(error.code).inc()
         added = failure(error.message)
-    # An earlier verdict would contradict the new one.
-    echoed = {key: value for key, value in rollout.items() if key not in VERDICT_KEYS}
     try:
-        return JSON(echoed | added)
+        return JSON(without_verdict(rollout) | added)
     except orjson.JSONEncodeError as error:
         message = f"the body cannot be written again: {error}"
         raise APIError(422, "invalid_request", message) from error
@@ -268,6 +266,20 @@ def verdict(reward: Reward, threshold: float | None = None) -> dict[str, Any]:
     if threshold is not None:
         keys["reward_passed"] = reward.value >= threshold
     return keys
+
+
+def without_verdict(rollout: Row) -> dict[str, Any]:
+    """A rollout that is verified again, without the keys of its earlier verdict."""
+    earlier = rollout.get("reward_components")
+    # Each part stands at the top level too, under a name of that model's members and heads: metrics
+    # would take it for a number of the model that verifies now.
+    parts = earlier.keys() if isinstance(earlier, Mapping) else ()
+    kept = {}
+    for key, value in rollout.items():
+        is_part = key in parts and key.startswith("reward_")
+        if key not in _VERDICT_KEYS and not is_part:
+            kept[key] = value
+    return kept
 
 
 def failure(reason: str, kind: str = "verifier_error") -> dict[str, Any]:
