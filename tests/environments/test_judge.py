@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from treeward.data.conversation import Conversation
 from treeward.data.rendering import Renderer
 from treeward.environments.judge import JudgeEnvironment
+from treeward.environments.scorer import EnvironmentScorer
 from treeward.errors import ConfigError, ModelError
 from treeward.scoring.verdicts import (
     Answer,
@@ -59,6 +60,59 @@ def test_a_judge_sees_tools_and_calls(endpoint: FakeJudge) -> None:
         'tools: [{"type": "function", "function": {"name": "rain"}}]\n\nuser: Rain?'
     )
     assert 'assistant: \ntool_calls: [{"type": "function"' in shown and '"Rome"' in shown
+
+
+def test_a_judge_sees_the_calls_of_a_completion(endpoint: FakeJudge) -> None:
+    endpoint.answer = lambda request: "Rating: [[9]]"
+    calls = [{"type": "function", "function": {"name": "rain", "arguments": {"city": "Rome"}}}]
+    for content in ("", None):
+        log = [
+            {"role": "user", "content": "Rain?"},
+            {"role": "assistant", "content": content, "tool_calls": calls},
+        ]
+        assert judge(endpoint).step([log], [{}]).rewards.tolist() == [1.0]
+        shown = between_tags(endpoint.requests[-1], "completion")
+        assert "tool_calls: [" in shown and '"Rome"' in shown
+
+
+def test_a_prompt_with_an_image_is_not_judged_without_it(endpoint: FakeJudge) -> None:
+    endpoint.answer = lambda request: "Rating: [[9]]"
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
+    seen = [image, {"type": "text", "text": "What is this?"}]
+    logs = [chat("A cat.", question=seen), chat("4")]  # type: ignore[arg-type]
+    result = judge(endpoint).step(logs, [{}, {}])
+    assert math.isnan(result.rewards[0]) and result.rewards[1] == 1.0
+    assert "a judge reads text only" in details(result, "error")[0]
+    assert len(endpoint.requests) == 1
+
+
+def test_completions_of_several_messages_are_compared_from_where_they_part(
+    endpoint: FakeJudge,
+) -> None:
+    question = {"role": "user", "content": "Rain?"}
+    call = {"type": "function", "function": {"name": "rain", "arguments": {"city": "Rome"}}}
+    looked_up = [
+        question,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "No."},
+        {"role": "assistant", "content": "It is dry."},
+    ]
+    guessed = [question, {"role": "assistant", "content": "It rains."}]
+
+    def answer(request: dict[str, Any]) -> str:
+        assert between_tags(request, "conversation") == "user: Rain?"
+        first, second = places(request)
+        assert {first, second} == {
+            f"assistant: \ntool_calls: {json.dumps([call])}\n\ntool: No.\n\nassistant: It is dry.",
+            "assistant: It rains.",
+        }
+        return "[[A]]" if "tool: No." in first else "[[B]]"
+
+    endpoint.answer = answer
+    environment = judge(endpoint, mode="pairwise")
+    assert (
+        EnvironmentScorer(environment).score_groups([[looked_up, guessed]], [{}])[0][0].score == 1
+    )
 
 
 def test_what_is_not_to_be_sent_is_not_sent(

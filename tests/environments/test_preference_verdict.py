@@ -57,6 +57,24 @@ def rewards(questions: PromptSet, messages: list[list[str]], **section: Any) -> 
     return [[next(found) for _ in texts] for texts in messages]
 
 
+def test_completions_that_differ_in_their_calls_are_no_tie(asked: Asked) -> None:
+    completions = []
+    for city in ("Rome", "Oslo"):
+        call = {"type": "function", "function": {"name": "rain", "arguments": {"city": city}}}
+        completions.append([{"role": "assistant", "content": "", "tool_calls": [call]}])
+    row = {"prompt": "Rain in Rome?", "completions": completions, "scores": [1, 0]}
+    questions = list(asked(row))
+    assert len(questions) == 2
+    assert '"Rome"' in questions[0].messages[-1]["content"]
+
+
+def test_a_row_with_an_image_is_named(asked: Asked) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
+    prompt = [{"role": "user", "content": [image, {"type": "text", "text": "What is this?"}]}]
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: a judge reads text only"):
+        asked({"prompt": prompt, "completions": ["A cat.", "A dog."], "scores": [1, 0]})
+
+
 def test_a_pair_is_asked_about_in_both_orders_with_one_beginning(asked: Asked) -> None:
     first, second = asked(PAIR)
     assert (first.info[LABEL], second.info[LABEL]) == ("A", "B")

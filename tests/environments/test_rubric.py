@@ -53,6 +53,13 @@ def rewards(environment: RubricEnvironment, *texts: str, rubric: Any = RUBRIC) -
     return environment.reward([chat(text) for text in texts], [{"rubric": rubric}] * len(texts))
 
 
+def test_a_prompt_with_an_image_is_not_judged_without_it(endpoint: FakeJudge) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
+    log = chat("4", question=[image])  # type: ignore[arg-type]
+    [reward] = rubric_of(endpoint).reward([log], [{"rubric": RUBRIC}])
+    assert reward.value is None and "reads text only" in str(reward.error)
+
+
 def test_the_reward_is_the_sum_of_what_is_met(endpoint: FakeJudge) -> None:
     good, rude = rewards(rubric_of(endpoint), "4, if you please", "4, you fool")
     assert good.value == 1.0

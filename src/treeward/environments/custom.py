@@ -32,7 +32,7 @@ from treeward.environments.interface import (
     Infos,
     Reward,
 )
-from treeward.errors import ConfigError
+from treeward.errors import ConfigError, DataError
 from treeward.http import run_async
 from treeward.scoring.score import NO_COMPLETION, completion_text, prompt_text
 from treeward.user_code import import_object, source_digest
@@ -159,21 +159,25 @@ class CustomEnvironment(ConfiguredEnvironment[CustomEnvironmentConfig]):
 
     def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
         rewards = [Reward(None, error=NO_COMPLETION)] * len(conversations)
-        samples: dict[int, _Sample] = {}
+        arguments: dict[int, dict[str, Any]] = {}
         for i, (messages, info) in enumerate(zip(conversations, env_infos, strict=True)):
             text = completion_text(messages)
-            if text is not None:
-                # Copies: the function may change them.
-                copies = [dict(message) for message in messages]
-                samples[i] = _Sample(copies, dict(info), text)
-        if samples:
-            found = self._rewards_of(list(samples.values()))
-            for i, reward in zip(samples, found, strict=True):
+            if text is None:
+                continue
+            # Copies: the function may change them.
+            copies = [dict(message) for message in messages]
+            try:
+                arguments[i] = self._convention.arguments(_Sample(copies, dict(info), text))
+            except DataError as error:  # of a prompt that has no text
+                rewards[i] = Reward(None, error=error.in_one_line)
+        if arguments:
+            found = self._rewards_of(list(arguments.values()))
+            for i, reward in zip(arguments, found, strict=True):
                 rewards[i] = reward
         return rewards
 
-    def _rewards_of(self, samples: Sequence[_Sample]) -> list[Reward]:
-        arguments = [self._convention.arguments(sample) for sample in samples]
+    def _rewards_of(self, arguments: Sequence[Mapping[str, Any]]) -> list[Reward]:
+        """The rewards of samples, by the arguments of each."""
         if not self._convention.batched:
             return [_reward(value) for value in self._called(arguments)]
         # With TRL's signature a sample may lack a column that others have.
@@ -185,12 +189,12 @@ class CustomEnvironment(ConfiguredEnvironment[CustomEnvironmentConfig]):
             columns[name] = [values.get(name) for values in arguments]
         [value] = self._called([columns])
         if isinstance(value, Reward) and value.value is None:
-            return [value] * len(samples)  # the call of all of them has raised
+            return [value] * len(arguments)  # the call of all of them has raised
         # A tensor or an array is a list of numbers too.
         rewards = value.tolist() if hasattr(value, "tolist") else value
         is_list = isinstance(rewards, Sequence) and not isinstance(rewards, str | bytes)
-        if not is_list or len(rewards) != len(samples):
-            summary = f"the function does not return one reward per sample: {len(samples)}"
+        if not is_list or len(rewards) != len(arguments):
+            summary = f"the function does not return one reward per sample: {len(arguments)}"
             raise ConfigError(summary, where=WHERE, got=f"{rewards!r:.100}")
         return [_reward(reward) for reward in rewards]
 

@@ -31,7 +31,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from treeward.config.reward_environments import JudgeEnvironmentConfig
-from treeward.data.conversation import template_kwargs_of
+from treeward.data.conversation import Message, template_kwargs_of
+from treeward.data.preference import split_common_prefix
 from treeward.environments.asked_judge import AskedJudge
 from treeward.environments.interface import (
     GROUP,
@@ -40,12 +41,13 @@ from treeward.environments.interface import (
     Infos,
     Reward,
 )
+from treeward.errors import DataError
 from treeward.scoring.score import (
     NO_COMPLETION,
     Cost,
     Score,
-    completion_text,
-    message_text,
+    judged_completion,
+    judged_text,
     plain,
     transcript,
 )
@@ -74,29 +76,50 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
         return self._judge.cost
 
     def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
+        rewards = [Reward(None, error=NO_COMPLETION)] * len(conversations)
         texts: dict[int, str] = {}
+        contexts: dict[int, str] = {}
         for i, conversation in enumerate(conversations):
-            text = completion_text(conversation)
-            if text is not None:
-                texts[i] = text
+            text = judged_completion(conversation)
+            if text is None:
+                continue
+            tools = template_kwargs_of(conversation).get("tools")
+            try:
+                contexts[i] = transcript(conversation[:-1], tools)
+            except DataError as error:
+                rewards[i] = Reward(None, error=error.in_one_line)
+                continue
+            texts[i] = text
         matches = list(self._matches(conversations, env_infos, texts))
-        questions = []
-        for match in matches:
-            # Both samples of a match have the same prompt.
-            sample = next(i for i in match.places if i is not None)
-            conversation = conversations[sample]
-            shown = transcript(conversation[:-1], template_kwargs_of(conversation).get("tools"))
-            questions.append(make_question(self.config, shown, match.texts))
+        questions = [self._question(match, conversations, contexts) for match in matches]
         # Each with the sample's place in the question.
         answers: dict[int, list[tuple[int, Verdict | NoVerdict]]] = {i: [] for i in texts}
         for match, answer in zip(matches, self._judge.ask(questions), strict=True):
             for place, sample_of_place in enumerate(match.places):
                 if sample_of_place is not None:
                     answers[sample_of_place].append((place, answer))
-        rewards = [Reward(None, error=NO_COMPLETION)] * len(conversations)
         for i, sample_answers in answers.items():
             rewards[i] = self._reward(sample_answers)
         return rewards
+
+    def _question(
+        self, match: _Match, conversations: Conversations, contexts: Mapping[int, str]
+    ) -> tuple[Message, ...]:
+        """What the judge is asked about a match. `contexts`: what is before the last message."""
+        samples = [i for i in match.places if i is not None]
+        context = contexts[samples[0]]
+        if contexts[samples[-1]] == context:
+            return make_question(self.config, context, match.texts)
+        prompt, completions = split_common_prefix([tuple(conversations[i]) for i in samples])
+        if any(completion[0].get("role") != "assistant" for completion in completions):
+            # The loop compares completions of different prompts, and the first one's is shown.
+            return make_question(self.config, context, match.texts)
+        # Completions of several messages, as calls of a tool with their results: what is before the
+        # last one is no prompt of the other completion.
+        tools = template_kwargs_of(conversations[samples[0]]).get("tools")
+        return make_question(
+            self.config, transcript(prompt, tools), [transcript(part) for part in completions]
+        )
 
     def _matches(
         self, conversations: Conversations, env_infos: Infos, texts: Mapping[int, str]
@@ -199,7 +222,7 @@ def _references(value: Any) -> list[str]:
     for item in value:
         if isinstance(item, Sequence) and not isinstance(item, str) and item:
             item = item[-1]
-        text = message_text(item) if isinstance(item, Mapping) else item
+        text = judged_text(item) if isinstance(item, Mapping) else item
         if isinstance(text, str):
             texts.append(text)
     return texts

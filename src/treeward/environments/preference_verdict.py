@@ -38,7 +38,6 @@ from typing import Any
 
 from treeward.config.data import PromptSetConfig
 from treeward.config.reward_environments import PreferenceVerdictConfig
-from treeward.data.conversation import last_text
 from treeward.data.datasets import open_dataset
 from treeward.data.preference import Completion
 from treeward.data.prompt_sets import FAMILY, Prompt, PromptSet
@@ -50,7 +49,7 @@ from treeward.scoring.pair_scores import (
     MIDDLE_RANKING,
     PairScores,
 )
-from treeward.scoring.score import completion_text, transcript
+from treeward.scoring.score import completion_text, judged_text, transcript
 from treeward.scoring.verdicts import Answer, Verdict, make_question, read_answer
 
 logger = logging.getLogger(__name__)
@@ -88,10 +87,14 @@ def open_questions(config: PromptSetConfig, section: PreferenceVerdictConfig) ->
     num_strong = 0
     for number, (preference, where) in enumerate(itertools.islice(dataset, config.max_samples)):
         num_strong += preference.strength is not None
-        for pair in itertools.combinations(preference.completions, 2):
-            better, worse = sorted(pair, key=lambda completion: completion.rank)
-            better_text = _text(better)
-            worse_text = _text(worse)
+        try:
+            context = transcript(preference.context, preference.template_kwargs.get("tools"))
+            texts = [_text(completion) for completion in preference.completions]
+        except DataError as error:
+            raise error.but(where=where) from None
+        for pair in itertools.combinations(zip(preference.completions, texts, strict=True), 2):
+            # By rank alone, because completions have no order.
+            (better, better_text), (worse, worse_text) = sorted(pair, key=lambda item: item[0].rank)
             if better.rank == worse.rank or better_text == worse_text:
                 num_tied += 2
                 continue
@@ -104,7 +107,6 @@ def open_questions(config: PromptSetConfig, section: PreferenceVerdictConfig) ->
                 asked = {"better": (better_text,), "worse": (worse_text,)}
             else:  # both orders, so that the place alone earns nothing
                 asked = {"A": (better_text, worse_text), "B": (worse_text, better_text)}
-            context = transcript(preference.context, preference.template_kwargs.get("tools"))
             for label, shown in asked.items():
                 messages = make_question(section, context, shown)
                 labelled: dict[str, Any] = {**info, LABEL: label}
@@ -174,7 +176,9 @@ def _label_scores(
 
 def _text(completion: Completion) -> str:
     if len(completion.messages) == 1:
-        return last_text(completion.messages)
+        text = judged_text(completion.messages[0])
+        if text is not None:
+            return text
     return transcript(completion.messages)  # with tool calls and their results
 
 

@@ -38,7 +38,7 @@ from treeward.scoring.rubrics import (
     rubric_reward,
     weight_in,
 )
-from treeward.scoring.score import NO_COMPLETION, Cost, Score, completion_text, transcript
+from treeward.scoring.score import NO_COMPLETION, Cost, Score, judged_completion, transcript
 from treeward.scoring.verdicts import NoVerdict, Verdict, make_question, share_of_scale
 
 Answers = Sequence[Verdict | NoVerdict]
@@ -75,16 +75,17 @@ class RubricEnvironment(ConfiguredEnvironment[RubricEnvironmentConfig]):
         asked: list[tuple[int, Rubric, int]] = []
         questions: list[tuple[Message, ...]] = []
         for i, (conversation, info) in enumerate(zip(conversations, env_infos, strict=True)):
-            text = completion_text(conversation)
+            text = judged_completion(conversation)
             if text is None:
                 rewards.append(Reward(None, error=NO_COMPLETION))
                 continue
+            tools = template_kwargs_of(conversation).get("tools")
             try:
                 rubric = self._rubric(info, None)
+                shown = transcript(conversation[:-1], tools)
             except DataError as error:
                 rewards.append(Reward(None, error=f"{error.summary}: {error.field}"))
                 continue
-            shown = transcript(conversation[:-1], template_kwargs_of(conversation).get("tools"))
             judged_by = [criterion.text for criterion in rubric.criteria]
             if self.config.mode == "rubric":
                 judged_by = [rubric.text]

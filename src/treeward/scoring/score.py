@@ -2,7 +2,8 @@
 
 score = scorer.score([conversation], on_error="mask")[0]
 score.score, score.error        # a float and None, or None and why there is no score
-completion_text(conversation)   # for rules and judges; None if no assistant's text ends it
+completion_text(conversation)   # for rules; None if no assistant's text ends it
+judged_completion(conversation) # for judges: with its calls of tools
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from treeward.data.conversation import AnyConversation, Message
+from treeward.errors import DataError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -207,21 +209,48 @@ def message_text(message: Mapping[str, Any]) -> str | None:
     return "".join(texts)
 
 
+def judged_text(message: Mapping[str, Any]) -> str | None:
+    """A message as a judge reads it: its text, and the JSON of its calls of tools on a line.
+
+    None for a content that is not text, as an image, and for neither text nor calls.
+    """
+    text = message_text(message)
+    calls = message.get("tool_calls")
+    if not calls:
+        return text
+    if text is None and message.get("content"):
+        return None
+    # A judge that does not see calls takes a message of calls alone for an empty one.
+    return f"{text or ''}\ntool_calls: {_json(calls)}"
+
+
+def judged_completion(conversation: Sequence[Message]) -> str | None:
+    """The last message as `judged_text`; None if it is not the assistant's."""
+    if not conversation or conversation[-1].get("role") != "assistant":
+        return None
+    return judged_text(conversation[-1])
+
+
 def transcript(messages: Sequence[Message], tools: Any = None) -> str:
     """`role: text` of each message, with an empty line between them.
 
     Before them stand the `tools`, if there are any. Tools, and the calls of a message, are JSON on
-    a line.
+    a line. Raises `DataError` for a message that is not text.
     """
-    # A judge that does not see tools and calls takes a message of calls alone for an empty one.
     parts = []
     if tools:
         parts.append(f"tools: {_json(tools)}")
     for message in messages:
-        text = f"{message.get('role')}: {message_text(message) or ''}"
-        if message.get("tool_calls"):
-            text += f"\ntool_calls: {_json(message['tool_calls'])}"
-        parts.append(text)
+        text = judged_text(message)
+        if text is None and message.get("content"):
+            # Without its image the message is another one, and may be no question at all.
+            raise DataError(
+                "a judge reads text only",
+                field="messages",
+                got=message,
+                need="a text, or text parts",
+            )
+        parts.append(f"{message.get('role')}: {text or ''}")
     return "\n\n".join(parts)
 
 
@@ -230,9 +259,12 @@ def _json(value: Any) -> str:
 
 
 def prompt_text(messages: Sequence[Message]) -> str:
-    """The messages before a completion as one text: the user's only message, or a transcript."""
+    """The messages before a completion as one text: the user's only message, or a transcript.
+    Raises `DataError` as `transcript`."""
     if len(messages) == 1 and messages[0].get("role") == "user":
-        return message_text(messages[0]) or ""
+        text = message_text(messages[0])
+        if text is not None:
+            return text
     return transcript(messages)
 
 
