@@ -45,7 +45,8 @@ _SHAPING_KEYS = (
 )
 _DEADLINE_SECONDS = 600  # NeMo Gym waits without a limit, and repeats a rollout that is given up
 _MAX_LENGTH = 2048  # of NeMo Gym's page, for a model whose scoring contract does not say
-_CONSTANTS = {"reward_mean": 0.0, "reward_std": 1.0}
+# The defaults of NeMo Gym's page.
+_NORMALIZATION = {"normalize_rewards": False, "reward_mean": 0.0, "reward_std": 1.0}
 _PLAIN_MEAN = {
     "method": "mean",
     "standardize": False,
@@ -140,7 +141,7 @@ def _native(section: Mapping[str, Any], where: str) -> dict[str, Any]:
         need = "all of it in the shaping section"
         summary = "rewards are shaped in two ways"
         raise ConfigError(summary, where=where, field=next(iter(flat)), got=flat, need=need)
-    shaping = {**_CONSTANTS, **flat}
+    shaping = {**_NORMALIZATION, **flat}
     is_on = any(
         shaping.get(key) for key in ("normalize_rewards", "preference_score", "length_penalty")
     )

@@ -273,7 +273,7 @@ class JudgeModelConfig(JudgePromptConfig):
     """Longest message of the judge, in tokens; a truncated message is not a verdict. None: not
     sent; in the process 1024."""
     extra_body: dict[str, Any] = {}
-    """Further fields of the request, as `{max_completion_tokens: 1024}`."""
+    """Further fields of the request to an endpoint, as `{max_completion_tokens: 1024}`."""
     chat_template_kwargs: dict[str, Any] = {}
     """Variables of the judge's chat template, as `{enable_thinking: false}`; of an endpoint, a
     field of the request."""
@@ -300,6 +300,9 @@ class JudgeModelConfig(JudgePromptConfig):
         if self.structured_output and self.base_url is None:
             need = "an endpoint (base_url); a model in this process has use_logprobs: true"
             raise self.error("structured_output base_url", need)
+        if self.extra_body and self.base_url is None:
+            need = "an endpoint (base_url); a model in this process gets no request"
+            raise self.error("extra_body base_url", need)
         # An endpoint gives the alternatives of each token, and a verdict of scores has three.
         is_remote = self.base_url is not None
         if self.use_logprobs and self.verdict == "scores" and is_remote:

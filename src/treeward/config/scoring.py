@@ -98,6 +98,10 @@ class RewardShapingConfig(Strict):
             if self.reward_mean is None:
                 keys = "reward_mean reward_std"
             raise self.error(keys, "both of them, or neither for those of the model's contract")
+        # Of NeMo Gym's defaults both stand beside `normalize_rewards: false`.
+        if self.reward_mean is not None and "normalize_rewards" not in self.model_fields_set:
+            need = "normalize_rewards: true, to use them; or false, if they are to have no effect"
+            raise self.error("reward_mean normalize_rewards", need)
         if self.preference_score and self.normalize_rewards:
             raise self.error("preference_score normalize_rewards", "rewards in [0, 1] as they are")
 
