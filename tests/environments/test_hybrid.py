@@ -10,6 +10,7 @@ import pytest
 from environments.conftest import chat, details, numbers
 
 from treeward.environments.hybrid import HybridEnvironment
+from treeward.errors import ConfigError
 
 FUNCTIONS = """
 asked = []
@@ -51,6 +52,20 @@ def test_weighted(functions: str) -> None:
     _, _, third, _, last = details(result, "error")
     assert third == "told: the function gave no reward"
     assert last.startswith("rules: the sample has no ground_truth") and "; told:" in last
+
+
+def test_a_member_that_is_switched_off_is_no_part_of_the_reward(functions: str) -> None:
+    members = {
+        "rules": {"rule": "exact_match"},
+        # Of a kind whose section takes the key, as NeMo RL's files have it.
+        "reward_model": {"model_name": "no/such/model", "enabled": False, "weight": 2.0},
+        "told": {"type": "custom", "function": f"{functions}:told", "enabled": True},
+    }
+    environment = HybridEnvironment({"members": members})
+    assert list(environment.members) == ["rules", "told"]
+    assert numbers(environment.step([chat("4")], INFOS[:1])) == [1.5]
+    with pytest.raises(ConfigError, match="members"):
+        HybridEnvironment({"members": {"rules": {"rule": "exact_match", "enabled": False}}})
 
 
 def test_a_member_counts_by_its_weight_to_whoever_weighs_components(functions: str) -> None:

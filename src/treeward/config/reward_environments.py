@@ -434,6 +434,8 @@ class HybridMember(Strict):
 
     model_config = ConfigDict(extra="allow")
 
+    enabled: bool = True
+    """False leaves the member out."""
     weight: float = 1.0
     """With `weighted`: factor of its reward."""
 
@@ -452,7 +454,14 @@ class HybridEnvironmentConfig(Strict):
     """The sum of weight times reward, where all members give one (`weighted`), or the reward of the
     first member for which a sample neither fails nor is wrong (`fallback`)."""
 
+    @property
+    def enabled_members(self) -> dict[str, HybridMember]:
+        """The members that reward."""
+        return {name: member for name, member in self.members.items() if member.enabled}
+
     def check(self) -> None:
+        if not self.enabled_members:
+            raise self.error("members", "a member that is enabled")
         for name, member in self.members.items():
             if self.mode == "fallback" and "weight" in member.model_fields_set:
                 need = "no weights in mode fallback"
@@ -531,7 +540,9 @@ def environment_sections(
         if kind == "hybrid" and isinstance(keys.get("members"), Mapping):
             members: dict[str, Any] = {}
             for key, member in keys["members"].items():
-                members[key] = HybridMember.model_validate(member).section
+                checked = HybridMember.model_validate(member)
+                if checked.enabled:
+                    members[key] = checked.section
             yield from environment_sections(members, f"{prefix}{name}.members.")
 
 

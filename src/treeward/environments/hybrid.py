@@ -45,7 +45,7 @@ class HybridEnvironment(ConfiguredEnvironment[HybridEnvironmentConfig]):
         super().__init__(env_config)
         self.members: dict[str, Environment] = {}
         try:
-            for name, member in self.config.members.items():
+            for name, member in self.config.enabled_members.items():
                 where = f"{WHERE}.members.{name}"
                 self.members[name] = make_environment(name, member.section, where=where)
         except BaseException:
@@ -77,7 +77,7 @@ class HybridEnvironment(ConfiguredEnvironment[HybridEnvironmentConfig]):
         # Side by side, because most of them wait: for a judge, a server or processes.
         with ThreadPoolExecutor(len(self.members)) as threads:
             rewards = dict(zip(self.members, threads.map(ask, self.members.values()), strict=True))
-        weights = {name: member.weight for name, member in self.config.members.items()}
+        weights = {name: member.weight for name, member in self.config.enabled_members.items()}
         sums = []
         for i in range(len(conversations)):
             parts = {name: member_rewards[i] for name, member_rewards in rewards.items()}
