@@ -313,7 +313,7 @@ class MessageBody(TypedDict):
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
     role: str
-    content: NotRequired[str | Items[dict[str, Any]] | None]
+    content: NotRequired[str | Items[str | dict[str, Any]] | None]
 
 
 def described(words: str) -> WrapValidator:

@@ -119,6 +119,7 @@ TEXTS = [FOUR[1]["content"], JSON[1]["content"]]
         {"context": "2 + 2?", "completions": [FOUR[1:], TEXTS[1]]},
         {"context": [], "completions": [FOUR, JSON]},
         {"conversations": [FOUR, JSON]},
+        {"context": [{"role": "user", "content": ["2 + 2?"]}], "completions": TEXTS},
     ],
     ids=" ".join,
 )
