@@ -267,6 +267,19 @@ def test_a_model_is_listed_with_its_limit_and_its_contract(
     assert listed["contract"] == served_scorer.contract.scores_sha256
 
 
+def test_a_model_with_another_template_does_not_name_the_contract(
+    make_service: Callable[..., Service], served_folder: Path
+) -> None:
+    words = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+    for tokenizer, has_contract in (
+        ({"name": str(served_folder), "chat_template": "default"}, True),
+        ({"chat_template": words}, False),
+    ):
+        section = {"model": str(served_folder), "device": "cpu", "tokenizer": tokenizer}
+        [model] = make_service(models=[section]).models.values()
+        assert (model.contract_sha256 is not None) is has_contract
+
+
 def test_a_server_whose_threads_have_ended_is_not_healthy(
     own_client: Any,
     service: Service,

@@ -11,6 +11,7 @@ import json
 import os
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from treeward.config.server import ServedModelConfig, ServerConfig, model_name
@@ -29,8 +30,9 @@ class ServedModel:
     """A reward model, or several as one, under its name in requests.
 
     `members`: their folders or hub names. `scores`: what scores depend on. `contract_sha256`: hash
-    of the scoring contract, or of all members' contracts; None if one is missing or unchecked.
-    `temperature`: scores divided by it are log-odds.
+    of the scoring contract, or of all members' contracts; None if one is missing or unchecked, and
+    where the section changes what scores are made of. `temperature`: scores divided by it are
+    log-odds.
     """
 
     name: str
@@ -49,8 +51,11 @@ class ServedModel:
         """
         # Members that were never signed have none.
         contracts = [member.contract for member in scorer.members if member.contract is not None]
-        # An unchecked model may break its contract; other head weights give other scores.
-        if not section.check_contract or section.head_weights is not None:
+        # An unchecked model may break its contract. Other head weights, and conversations that are
+        # rendered in another way, have other scores.
+        is_rendered_alike = not section.tokenizer.rendering and _has_own_tokenizer(section)
+        has_own_heads = section.head_weights is not None
+        if not section.check_contract or has_own_heads or not is_rendered_alike:
             contracts = []
         contract_sha256 = None
         # A hash of some members would say nothing about the score, which depends on all.
@@ -118,6 +123,13 @@ class ServedModel:
             "shaped": self.shaper is not None,
             "identity": self.identity,
         }
+
+
+def _has_own_tokenizer(section: ServedModelConfig) -> bool:
+    name = section.tokenizer.name
+    # As paths: replicas have the models' whole ones, beside a tokenizer as it was given.
+    own_paths = [Path(model).expanduser().resolve() for model in section.models]
+    return name is None or Path(name).expanduser().resolve() in own_paths
 
 
 def load_served(

@@ -67,8 +67,8 @@ class RewardsBody(OwnBody):
 
 
 class RewardsResponse(TypedDict):
-    """One row for each conversation, in order. `contract`: the hash of the model's scoring
-    contract, if it has one.
+    """One row for each conversation, in order. `contract`: the hash of the scoring contract that
+    the scores keep, null for none and for other heads or another rendering than it has.
 
     `usage`: `total_tokens` of the conversations, as plain rows.
     """
