@@ -263,8 +263,8 @@ def prompt_text(messages: Sequence[Message]) -> str:
     Raises `DataError` as `transcript`."""
     if len(messages) == 1 and messages[0].get("role") == "user":
         text = message_text(messages[0])
-        if text is not None:
-            return text
+        if text is not None or not messages[0].get("content"):
+            return text or ""
     return transcript(messages)
 
 
