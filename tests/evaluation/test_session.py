@@ -164,6 +164,26 @@ def test_names_that_would_share_a_folder(tmp_path: Path) -> None:
         )
 
 
+def test_rows_of_other_tools_are_other_data(tmp_path: Path) -> None:
+    """The tools of a row are a part of what the model reads."""
+
+    class WithTools(Questions):
+        name_of_tool = "sum"
+
+        def load(self, source: str | None = None) -> list[Preference]:
+            tool = {"type": "function", "function": {"name": self.name_of_tool}}
+            variables = {"tools": [tool]}
+            examples = super().load("2")
+            return [dataclasses.replace(one, template_kwargs=variables) for one in examples]
+
+    suite = WithTools()
+    run_evaluation([candidate("m")], [(suite, None)], tmp_path)
+    run_evaluation([candidate("m")], [(suite, None)], tmp_path)
+    suite.name_of_tool = "product"
+    with pytest.raises(CheckpointError, match="examples"):
+        run_evaluation([candidate("m")], [(suite, None)], tmp_path)
+
+
 def test_the_identity_is_what_a_score_or_reward_depends_on(
     tiny_tokenizer: Any, tmp_path: Path
 ) -> None:

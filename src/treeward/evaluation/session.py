@@ -166,7 +166,10 @@ def _load_suite(suite: Suite, source: str | None, limit: int | None) -> _LoadedS
             (completion.rank, completion.messages, completion.grades)
             for completion in example.completions
         ]
-        parts = [example.id, example.task_name, example.context, completions]
+        parts: list[Any] = [example.id, example.task_name, example.context, completions]
+        # Tools and further variables are a part of what the model reads.
+        if example.template_kwargs:
+            parts.append(dict(example.template_kwargs))
         digest.update(json.dumps(parts, sort_keys=True, default=str).encode() + b"\n")
         columns = json.dumps(example.info, sort_keys=True, default=str)
         columns_digest.update(columns.encode() + b"\n")
