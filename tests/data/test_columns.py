@@ -264,6 +264,36 @@ def test_no_broken_row_is_left_out(
     assert raised.value.where == f"{path}:2"
 
 
+@pytest.mark.parametrize("key", ["probability", "win_probability", "stars"])
+def test_a_rating_is_learnt_as_it_is(write_rows: Write, key: str) -> None:
+    ratings = (0.25, 0.75)
+    in_objects = [
+        {"response": text, key: rating} for text, rating in zip("ab", ratings, strict=True)
+    ]
+    files = {
+        "objects": [{"prompt": "2 + 2?", "responses": in_objects}],
+        "rows": [{"prompt": "2 + 2?", **item} for item in in_objects],
+    }
+    if key != "probability":  # of a whole row it is that of `chosen`
+        files["list"] = [{"prompt": "2 + 2?", "responses": ["a", "b"], key: ratings}]
+    for name, rows in files.items():
+        path = str(write_rows(f"{name}.jsonl", rows))
+        ((preference, _),) = open_dataset(DatasetConfig(data_path=path, rating_key=key))
+        assert tuple(one.score for one in preference.completions) == ratings, name
+        assert preference.ranks == (1, 0)
+
+
+def test_a_column_rank_beside_a_rating_does_not_rank(write_rows: Write) -> None:
+    """It may be the place in a search, or count from the worst."""
+    rows = [
+        {"prompt": "2 + 2?", "response": "5", "score": 1, "rank": 1},
+        {"prompt": "2 + 2?", "response": "4", "score": 5, "rank": 2},
+    ]
+    path = str(write_rows("rows.jsonl", rows))
+    ((preference, _),) = open_dataset(DatasetConfig(data_path=path))
+    assert preference.ranks == (1, 0)
+
+
 @pytest.mark.parametrize("arguments", ["", "null", None, "{}", {}])
 def test_no_arguments_have_one_form(arguments: Any) -> None:
     call = {"type": "function", "function": {"name": "now", "arguments": arguments}}

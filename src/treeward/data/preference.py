@@ -307,12 +307,14 @@ def _scores(
     """The score of each completion: its own, or of the row's list where no completion has a score
     or a rank."""
     keys = _SCORE_KEYS if rating_key is None else (rating_key,)
+    # A rating is learnt as it is, and so is one that is called `probability`.
+    read = score_of if rating_key is None else number_of
     scores: list[float | None] = []
     for item, field in zip(items, fields, strict=True):
         key = first_with_value(item, keys)
         score = None
         if key is not None:
-            score = score_of(item[key], f"{field}.{key}", where)
+            score = read(item[key], f"{field}.{key}", where)
         scores.append(score)
     # A rank says more than a score, so the row's list is not looked at beside ranks.
     if _has_ranks(items):
@@ -569,7 +571,7 @@ def score_of(value: Any, field: str, where: str | None) -> float | None:
     """A score or a strength; of the field `probability` its log-odds, which is the difference of
     two scores."""
     number = number_of(value, field, where)
-    if number is None or not field.endswith("probability"):
+    if number is None or field.rpartition(".")[2] != "probability":
         return number
     if not 0 <= number <= 1:
         need = "a number from 0 to 1"

@@ -113,8 +113,10 @@ def _rated_completions(
         except DataError as error:
             dataset.broken(error)
             continue
-        # The whole row, because a grade of any name may be asked for.
-        completion = {**values, **grades, "response": response, "score": values.get(rating_key)}
+        # The whole row, because a grade of any name may be asked for. Its rating ranks: a column
+        # `rank` may be the place in a search, or count from the worst.
+        completion = {**values, "rank": None, **grades}
+        completion |= {"response": response, "score": values.get(rating_key)}
         yield prompt, completion, where
 
 
