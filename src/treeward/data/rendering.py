@@ -19,7 +19,6 @@ import hashlib
 import inspect
 import itertools
 import json
-import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -59,18 +58,15 @@ from treeward.data.template_probes import (
     try_probe,
     with_text_arguments,
 )
+from treeward.data.unread_parts import UnreadParts
 from treeward.errors import ConfigError, DataError, ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-logger = logging.getLogger(__name__)
-
 _FORMAT_VERSION = 5
 """Raise it when the same messages would give other ids: token caches are keyed by it."""
 _MIN_CHARACTERS_PER_TOKEN = 128
-_ROLES = (*SYSTEM_ROLES, "user", "assistant", "tool")
-_MOST_ROLES = 32  # a server's requests must fill neither memory nor log
 _NO_VARIABLE = "an argument of transformers is no variable of the template"
 _SENTINEL = "\ue000"  # of Unicode's private use: no template writes it
 
@@ -109,9 +105,6 @@ class Renderer:
         self.chat_template_kwargs: dict[str, Any] = dict(chat_template_kwargs or {})
         self.max_length = max_length
         self.truncation: Truncation = truncation
-        # What the log has said once, and does not say again for every conversation.
-        self._seen_roles = set(_ROLES)
-        self._ignored_variables: set[str] = set()
         self._openings: dict[str, str] = {}  # by generation prompt
         # transformers would take such a variable as its own argument, as `tokenize`.
         arguments = inspect.signature(tokenizer.apply_chat_template).parameters.keys()
@@ -148,6 +141,7 @@ class Renderer:
         if self.adds_bos or self.num_bos is not None:
             self.chat_template = self._with_frame(source)
         self._reads_reasoning_apart = reads_reasoning_apart(self._apply)
+        self._unread = UnreadParts(self.chat_template)
 
     def render(
         self,
@@ -163,10 +157,11 @@ class Renderer:
         if generation_prompt and self.kind == "encoder":
             got = type(self.tokenizer).__name__
             raise ModelError("an encoder cannot complete a prompt", got=got, need="a decoder")
-        self._name_unknown_roles(messages, where)
         variables = template_kwargs_of(messages)
         self._check_variables(variables, where)
-        contents = [self._written(canonical_message(message), where) for message in messages]
+        canonical = [canonical_message(message) for message in messages]
+        self._unread.name_keys(canonical, where)
+        contents = [self._written(message, where) for message in canonical]
         try:
             text = self._apply(contents, generation_prompt, variables)
         except Exception as error:  # a template is a program: it can raise anything
@@ -186,19 +181,8 @@ class Renderer:
             summary = "the chat template rendered nothing"
             need = f"text to tokenize; see {SETTING}"
             raise DataError(summary, where=where, got=list(messages), need=need)
+        self._unread.name_roles(canonical, text, where)
         return text
-
-    def _name_unknown_roles(self, messages: AnyConversation, where: str | None) -> None:
-        """Log once each role that the template does not name."""
-        for message in messages:
-            role = str(message.get("role"))[:60]
-            if role in self._seen_roles or len(self._seen_roles) >= _MOST_ROLES:
-                continue
-            # A template that drops a role does so without a word: its message would be lost.
-            if role not in self.chat_template:
-                self._seen_roles.add(role)
-                place = where or "a conversation"
-                logger.warning("%s: the chat template does not name the role %r.", place, role)
 
     def encode(self, messages: AnyConversation, *, where: str | None = None) -> list[int]:
         """The token ids of a whole conversation, with its BOS (or CLS and SEP), without a
@@ -439,19 +423,9 @@ class Renderer:
             field = "chat_template_kwargs"
             need = "variables of the template"
             raise DataError(_NO_VARIABLE, where=where, field=field, got=", ".join(wrong), need=need)
-        for name in sorted(variables.keys() - self._ignored_variables):
-            if not self.reads(name) and len(self._ignored_variables) < _MOST_ROLES:
-                self._ignored_variables.add(name)
-                place = where or "a conversation"
-                hint = ""
-                # A tokenizer may have several templates, as one for the use of tools.
-                if isinstance(self.tokenizer.chat_template, dict):
-                    for other, template in self.tokenizer.chat_template.items():
-                        if names_variable(template, name):
-                            hint = " The tokenizer has a template that reads it: "
-                            hint += f"{SETTING}={other}."
-                            break
-                logger.warning("%s: the chat template ignores %s.%s", place, name, hint)
+        templates = self.tokenizer.chat_template
+        others = templates if isinstance(templates, dict) else {}
+        self._unread.name_variables(variables, others, where)
 
     def _written(self, message: Message, where: str | None) -> Message:
         """The message as the template reads it: content as text or parts, arguments of calls as
