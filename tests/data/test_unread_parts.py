@@ -55,3 +55,11 @@ def test_messages_whose_text_is_left_out(caplog: pytest.LogCaptureFixture) -> No
     thought = assistant("<think>Rain?</think>Let me look.") | {"tool_calls": [CALL]}
     for family in ("qwen3", "qwen2_5", "glm4moe"):
         assert said(caplog, family, [user("Rain?"), thought, result, assistant("Yes.")]) == []
+
+
+@pytest.mark.parametrize("family", ["qwen2_5", "qwen3", "deepseekv3", "gptoss"])
+def test_a_developer_message_reaches_the_model(family: str) -> None:
+    """Most templates know only `system`, and leave a developer message out without a word."""
+    renderer = family_renderer(family)
+    messages = [{"role": "developer", "content": "Be brief."}, user("Hi."), assistant("Hello.")]
+    assert "Be brief." in renderer.render(messages)

@@ -64,7 +64,7 @@ from treeward.errors import ConfigError, DataError, ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_FORMAT_VERSION = 5
+_FORMAT_VERSION = 6
 """Raise it when the same messages would give other ids: token caches are keyed by it."""
 _MIN_CHARACTERS_PER_TOKEN = 128
 _NO_VARIABLE = "an argument of transformers is no variable of the template"
@@ -430,6 +430,8 @@ class Renderer:
     def _written(self, message: Message, where: str | None) -> Message:
         """The message as the template reads it: content as text or parts, arguments of calls as
         objects or text."""
+        if message.get("role") == "developer":
+            message = message | {"role": self.developer_role}
         message = self._content(self._with_reasoning_apart(message), where)
         calls = message.get("tool_calls")
         if isinstance(calls, list) and self._reads_arguments_as_text:
