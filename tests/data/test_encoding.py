@@ -175,6 +175,23 @@ def test_ranks_that_contradict_scores_and_completions_without_an_answer_are_told
     ).counts
     assert counts.unanswered == 1
     assert "1 of 4 completions do not end with a message of the assistant" in caplog.text
+    assert counts.other_prompts == 0
+
+
+def test_sides_with_different_prompts_are_told(
+    encode: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    system = {"role": "system", "content": "Be brief."}
+    brief = Completion(0, (system, user("Capital?"), assistant("Paris.")))
+    plain = Completion(1, (user("Capital?"), assistant("It is Paris.")))
+    called = Completion(1, ({"role": "tool", "content": "Rome."}, assistant("It is Rome.")))
+    counts = encode(
+        Preference((), (brief, plain)),
+        Preference((user("Capital?"),), (Completion(0, (assistant("Paris."),)), called)),
+    ).counts
+    assert counts.other_prompts == 1
+    assert "1 whose sides answer different prompts" in caplog.text
 
 
 def test_ties(encode: Any) -> None:

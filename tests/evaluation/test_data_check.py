@@ -124,6 +124,17 @@ UNANSWERED = {
     ],
     "rejected": [{"role": "assistant", "content": text(903)}],
 }
+SYSTEM_ON_ONE_SIDE = {
+    "chosen": [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": text(910)},
+        {"role": "assistant", "content": text(911)},
+    ],
+    "rejected": [
+        {"role": "user", "content": text(910)},
+        {"role": "assistant", "content": text(912)},
+    ],
+}
 LONG = [row | {"chosen": f"{row['chosen']} {text(i)}"} for i, row in enumerate(clean())]
 MARKED = [row | {"chosen": f"**{row['chosen']}**"} for row in clean()]
 
@@ -140,6 +151,7 @@ MARKED = [row | {"chosen": f"**{row['chosen']}**"} for row in clean()]
             {"contradicted_scores": (1, 60)},
         ),
         ([*clean(59), UNANSWERED], {}, {"unanswered": (1, 120)}),
+        ([*clean(59), SYSTEM_ON_ONE_SIDE], {}, {"other_prompts": (1, 60)}),
         (edited((2, {"chosen": "Yes.", "rejected": "Yes."})), {}, {"identical": (1, 120)}),
         (edited((2, {"rejected": ""}), (9, {"chosen": " \n"})), {}, {"empty": (2, 120)}),
         (LONG, {}, {"longer": (60, 60)}),

@@ -29,15 +29,13 @@ import pyarrow.compute
 
 from treeward.config.data import Ties
 from treeward.data.conversation import Conversation, last_text
-from treeward.data.encoding_counts import EncodingCounts
-from treeward.data.preference import (
-    Completion,
-    Preference,
+from treeward.data.encoding_counts import (
+    EncodingCounts,
     contradicts_scores,
-    digest_of,
+    differs_in_prompt,
     num_unanswered,
-    pair_ids,
 )
+from treeward.data.preference import Completion, Preference, digest_of, pair_ids
 from treeward.digests import has_its_digest, write_digest
 from treeward.errors import ConfigError, DataError
 from treeward.progress import ShownProgress
@@ -50,7 +48,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FORMAT_VERSION = 16
+_FORMAT_VERSION = 17
 """Raise it with the file's layout, the rules for keeping a comparison or the parsing of rows: files
 of another version are not read."""
 
@@ -72,6 +70,7 @@ SUMMED = (
     "completions_too_long",
     "contradicted",
     "unanswered",
+    "other_prompts",
     "steps",
     "step_copies",
     "steps_too_long",
@@ -575,6 +574,7 @@ def _encode_row(
         "completions_too_long": len(fitted) - len(kept),
         "contradicted": int(contradicts_scores(completions)),
         "unanswered": num_unanswered(completions),
+        "other_prompts": int(differs_in_prompt(completions)),
         "token_ids": [np.array(ids, dtype=np.int32) for ids in best],
         "ranks": ranks,
         "lengths": lengths,

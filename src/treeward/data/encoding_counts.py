@@ -6,9 +6,15 @@ dataset.counts.summary()
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from treeward.data.conversation import SYSTEM_ROLES
+from treeward.data.preference import Completion
+
 _MUCH = 0.1  # a warning says when a larger share is left out
+_ASKING = (*SYSTEM_ROLES, "user")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +32,7 @@ class EncodingCounts:
     `deduplicated`: completions with the tokens of another. `completions`: those that are kept, and
     `completions_too_long` those that are not. `contradicted`: comparisons in which a completion
     outranks one with a higher score. `unanswered`: completions that do not end with a message of
-    the assistant.
+    the assistant. `other_prompts`: comparisons whose sides answer different prompts.
 
     Of problems with steps: `steps` are the nodes with a label, `step_copies` the labels that they
     merge, and `steps_too_long` the nodes with a label that were left out.
@@ -49,6 +55,7 @@ class EncodingCounts:
     completions_too_long: int = 0
     contradicted: int = 0
     unanswered: int = 0
+    other_prompts: int = 0
     steps: int = 0
     step_copies: int = 0
     steps_too_long: int = 0
@@ -78,6 +85,7 @@ class EncodingCounts:
             "steps too long": self.steps_too_long,
             "tied pairs within them": self.tied_pairs,
             "whose ranks contradict their scores (the ranks count)": self.contradicted,
+            "whose sides answer different prompts": self.other_prompts,
         }
         parts += [f"{number:,} {note}" for note, number in notes.items() if number]
         if self.tree_tokens:
@@ -99,3 +107,24 @@ class EncodingCounts:
         if self.steps_too_long > _MUCH * (self.steps + self.steps_too_long):
             return True
         return self.completions_too_long > _MUCH * num_completions
+
+
+def contradicts_scores(completions: Sequence[Completion]) -> bool:
+    """Whether a completion outranks one that has a higher score."""
+    for better, worse in itertools.permutations(completions, 2):
+        if better.score is None or worse.score is None:
+            continue
+        if better.rank < worse.rank and better.score < worse.score:
+            return True
+    return False
+
+
+def num_unanswered(completions: Sequence[Completion]) -> int:
+    """How many of the completions do not end with a message of the assistant."""
+    return sum(completion.messages[-1]["role"] != "assistant" for completion in completions)
+
+
+def differs_in_prompt(completions: Sequence[Completion]) -> bool:
+    """Whether a completion begins with a question or an instruction: its side was a conversation
+    whose prompt another side does not have."""
+    return any(completion.messages[0]["role"] in _ASKING for completion in completions)

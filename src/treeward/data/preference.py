@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -157,21 +156,6 @@ def pair_ids(preference: Preference, completions: Sequence[Completion]) -> list[
             if better.rank < worse.rank:
                 ids.append(digest_of(f"{context} {better_digest} {worse_digest}"))
     return ids
-
-
-def contradicts_scores(completions: Sequence[Completion]) -> bool:
-    """Whether a completion outranks one that has a higher score."""
-    for better, worse in itertools.permutations(completions, 2):
-        if better.score is None or worse.score is None:
-            continue
-        if better.rank < worse.rank and better.score < worse.score:
-            return True
-    return False
-
-
-def num_unanswered(completions: Sequence[Completion]) -> int:
-    """How many of the completions do not end with a message of the assistant."""
-    return sum(completion.messages[-1]["role"] != "assistant" for completion in completions)
 
 
 def digest_of(text: str) -> int:

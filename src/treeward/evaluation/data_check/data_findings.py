@@ -42,6 +42,7 @@ _SUMS = (
     "mistyped",
     "contradicted_scores",
     "unanswered",
+    "other_prompts",
     "duplicates",
 )
 """The sums of a pass that are among its numbers."""
@@ -64,6 +65,10 @@ _ADVICE = {
     "unanswered": (
         "Its score is read after the message that it ends with.",
         "End each completion with the assistant's message that is to be judged.",
+    ),
+    "other_prompts": (
+        "What tells the prompts apart is learnt as quality, such as a system message on one side.",
+        "Give both sides the same messages before their completions, or remove these rows.",
     ),
     "validation_overlap": (_REMEMBERED, "Split by prompt, not by row; remove them on one side."),
     "benchmark_overlap": (_REMEMBERED, "Remove these prompts from the data."),
@@ -194,6 +199,9 @@ def findings_of(
         ),
         counted(
             "unanswered", "completions", "do not end with a message of the assistant.", "warning"
+        ),
+        counted(
+            "other_prompts", "comparisons", "have sides that answer different prompts.", "warning"
         ),
         *overlap_findings,
         counted("duplicates", "comparisons", "are there before."),

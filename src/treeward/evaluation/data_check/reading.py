@@ -25,8 +25,13 @@ from treeward.data.encoding import (
     nothing_left_error,
     portions,
 )
-from treeward.data.encoding_counts import EncodingCounts
-from treeward.data.preference import Preference, contradicts_scores, num_unanswered
+from treeward.data.encoding_counts import (
+    EncodingCounts,
+    contradicts_scores,
+    differs_in_prompt,
+    num_unanswered,
+)
+from treeward.data.preference import Preference
 from treeward.data.rendering import Renderer
 from treeward.errors import DataError
 from treeward.evaluation.diagnostics.biases import markdown_density
@@ -234,6 +239,7 @@ def _add_row(data: DataRead, preference: Preference, where: str, record: Mapping
         "duplicates": int(comparison in data.comparisons),
         "contradicted_scores": int(contradicts_scores(completions)),
         "unanswered": num_unanswered(completions),
+        "other_prompts": int(differs_in_prompt(completions)),
     }
     for name, count in counts.items():
         _note(data, name, [where] * count)
