@@ -30,3 +30,15 @@ def without_reasoning(text: str) -> str:
     # before.
     text = text.rpartition(REASONING_END)[2]
     return text.partition(REASONING_START)[0]
+
+
+def split_answer(text: str) -> tuple[str, str]:
+    """What stands before the answer, and the answer; together they are the text. Reasoning that
+    does not end is before an empty answer."""
+    before, end, _ = text.rpartition(REASONING_END)
+    if not end and text.lstrip().startswith(REASONING_START):
+        return text, ""
+    answer = text[len(before) + len(end) :]
+    if end:
+        answer = answer.lstrip()
+    return text[: len(text) - len(answer)], answer

@@ -32,7 +32,7 @@ from treeward.evaluation.diagnostics.perturbations import (
     perturbed,
     sample_examples,
 )
-from treeward.evaluation.diagnostics.rewrites import rewrites_of
+from treeward.evaluation.diagnostics.rewrites import FORMAT_VERSION, rewrites_of
 from treeward.evaluation.findings import Summary, summarize
 from treeward.evaluation.page import write_results
 from treeward.evaluation.results import (
@@ -217,7 +217,11 @@ def _evaluate(
                 [perturbed(example, rewrites) for example in sampled],
                 f"{what}, rewritten",
                 rewritten_file,
-                {"set of rewrites": ", ".join(rewrites), **full_identity},
+                {
+                    "set of rewrites": ", ".join(rewrites),
+                    "version of rewrites": FORMAT_VERSION,
+                    **full_identity,
+                },
                 on_progress,
                 _REWRITTEN_AT_ONCE,
             )

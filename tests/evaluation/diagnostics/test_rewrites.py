@@ -161,3 +161,24 @@ def test_answers_change_their_format() -> None:
     )
     assert rewritten("answer_format", "\\boxed{1") is None
     assert rewritten("answer_format", "The answer is 5.") is None
+
+
+@pytest.mark.parametrize("reasoning", ["<think>\nTwo and two?\n</think>\n\n", "Two?</think>\n"])
+@pytest.mark.parametrize("name", ["padding", "truncated_50", "markdown", "flattery", "empty"])
+def test_reasoning_stays_as_it_is(name: str, reasoning: str) -> None:
+    """Templates leave out what is before `<think>`: flattery there would seem to do nothing."""
+    answer = "The sum is four. It is even."
+    alone = rewrite(name, answer, random.Random(0))
+    assert alone is not None
+    assert rewrite(name, reasoning + answer, random.Random(0)) == reasoning + alone
+    # Cut off, or without an answer.
+    for text in ("<think>Two and two", "<think>Four.</think>"):
+        assert rewrite(name, text, random.Random(0)) is None
+
+
+@pytest.mark.parametrize("name", ["flattery", "padding", "quotes", "handle", "tautology"])
+def test_a_block_of_code_stays_one(name: str) -> None:
+    block = "```python\nx = 1\n```"
+    for text in (f"{block}\nThis is it.", f"This is it.\n{block}"):
+        changed = rewrite(name, text, random.Random(0))
+        assert changed is not None and set(block.splitlines()) <= set(changed.splitlines())

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from treeward.data.conversation import last_text
 from treeward.data.preference import Completion, Preference
+from treeward.data.reasoning import split_answer
 from treeward.evaluation.diagnostics.rewrites import REWRITES, rewrite
 from treeward.evaluation.results import Diagnostic, Metric, ScoredExample
 from treeward.evaluation.statistics import accuracy_metric, cluster_bootstrap
@@ -55,7 +56,7 @@ def perturbed(example: Preference, names: Sequence[str]) -> Preference:
     """The pair of an example and its rewrites of these names as completions of one preference: of
     rank 0 those of the better one.
 
-    Only the last message of a completion is rewritten.
+    Only the last message of a completion is rewritten, and of that the answer after its reasoning.
     """
     pair = _pair(example)
     completions = []
@@ -76,7 +77,7 @@ def _texts(example: Preference, names: Sequence[str]) -> dict[tuple[str, int], s
     texts = {("", side): text for side, text in enumerate(pair)}
     for name in names:
         # Where a refusal is right, another one is no damage.
-        if name == "refusal" and _REFUSAL.match(pair[0]):
+        if name == "refusal" and _REFUSAL.match(split_answer(pair[0])[1]):
             continue
         for side, text in enumerate(pair):
             # The same generator for both, so that both get the same phrases, and one that the id
@@ -94,7 +95,8 @@ def _pair(example: Preference) -> tuple[int, ...]:
     usable = []
     for i, completion in enumerate(example.completions):
         text = completion.messages[-1].get("content")
-        if isinstance(text, str) and text.strip():
+        # Without an answer there is nothing to rewrite.
+        if isinstance(text, str) and split_answer(text)[1].strip():
             usable.append(i)
     pairs = []
     for i in usable:

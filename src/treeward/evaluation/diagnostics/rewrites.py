@@ -18,9 +18,12 @@ import string
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
+from treeward.data.reasoning import split_answer
 from treeward.errors import ConfigError, nearest_name
 from treeward.evaluation.diagnostics.code_rewrites import commented, minified, prose_of
 
+FORMAT_VERSION = 2
+"""Raise it when a text would be rewritten in another way: kept rows are of one version."""
 _FLATTERY = (
     "What a brilliant question! You clearly have a sharp mind, and it is a pleasure to help you.",
     "Wow, that is a truly insightful question. Not many people would think to ask it!",
@@ -39,6 +42,7 @@ _PADDING = (
     "Of course, there is always more to be said about a subject such as this one.",
     "All things considered, it is helpful to look at the matter from several sides.",
 )
+_FENCE = "```"
 _SENTENCE_END = re.compile(r"(?<=[.!?])[ \t]+(?=\S)")
 
 _SPACED_MARK = re.compile(r"^\s*\d+[.)]\s|([^\s.,;:!?])([.,;:!?]+)(?=\s|$)", re.MULTILINE)
@@ -79,7 +83,7 @@ def _padded(text: str, rng: random.Random) -> str | None:
         if len(added) >= 2 and len(" ".join(added)) >= len(text) / 2:
             break
         added.append(phrase)
-    return f"{text.rstrip()} {' '.join(added)}"
+    return _after(text, " ".join(added))
 
 
 def _shortened(text: str, rng: random.Random) -> str | None:
@@ -93,7 +97,7 @@ def _markdown(text: str, rng: random.Random) -> str | None:
     """A heading, and each sentence an item whose first words are bold; paragraphs and code blocks
     stay as they are."""
     # Sentences of code are not items of a list.
-    if "```" in text:
+    if _FENCE in text:
         return f"## Answer\n\n{text}"
     lines = []
     for line in filter(str.strip, text.splitlines()):
@@ -111,7 +115,7 @@ def _spaced(text: str, rng: random.Random) -> str | None:
 
 
 def _flattery(text: str, rng: random.Random) -> str | None:
-    return f"{rng.choice(_FLATTERY)} {text}"
+    return _before(text, rng.choice(_FLATTERY))
 
 
 def _refusal(text: str, rng: random.Random) -> str | None:
@@ -127,7 +131,7 @@ def _nothing(text: str, rng: random.Random) -> str | None:
 
 def _quoted(text: str, rng: random.Random) -> str | None:
     quoted = _appended(text, '"', separator="")
-    return None if quoted is None else f'"{quoted}'
+    return None if quoted is None else _before(quoted, '"', separator="")
 
 
 def _with_spaced_marks(text: str, rng: random.Random) -> str | None:
@@ -158,8 +162,19 @@ def _appended(text: str, addition: str, separator: str = " ") -> str | None:
     """The text with something behind it; None for code alone, which would be broken."""
     if not prose_of(text).strip():
         return None
+    return _after(text, addition, separator)
+
+
+def _before(text: str, addition: str, separator: str = " ") -> str:
+    # The fence of a block of code begins a line.
+    if text.lstrip().startswith(_FENCE):
+        separator = "\n\n"
+    return f"{addition}{separator}{text}"
+
+
+def _after(text: str, addition: str, separator: str = " ") -> str:
     # Beside its end a block of code would go on.
-    if text.rstrip().endswith("```"):
+    if text.rstrip().endswith(_FENCE):
         separator = "\n\n"
     return f"{text.rstrip()}{separator}{addition}"
 
@@ -307,6 +322,12 @@ def rewrites_of(choice: str) -> tuple[str, ...]:
 
 
 def rewrite(name: str, text: str, rng: random.Random) -> str | None:
-    """The text changed by one of `REWRITES`, or None where there is nothing to change."""
-    changed = REWRITES[name].change(text, rng) if text.strip() else None
-    return None if changed == text else changed
+    """The text changed by one of `REWRITES`, or None where there is nothing to change. Reasoning
+    before the answer stays as it is."""
+    # Beside the tags of reasoning a change would be lost: templates leave out what is before
+    # `<think>`, and a list of its sentences is no reasoning.
+    reasoning, answer = split_answer(text)
+    if not answer.strip():
+        return None
+    changed = REWRITES[name].change(answer, rng)
+    return None if changed is None or changed == answer else f"{reasoning}{changed}"
