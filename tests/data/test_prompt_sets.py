@@ -252,6 +252,21 @@ def test_rows_are_held_out_for_validation(tmp_path: Path) -> None:
             r"field: responses_create_params.input\[0\]",
         ),
         (
+            "PromptDataset",
+            {"prompt": [user("<image>2?")], "images": [{"bytes": "..."}]},
+            "images would be lost(.|\n)*input_key=prompt",
+        ),
+        (
+            "ResponseDataset",
+            {"input": "2?", "output": "2", "image": "a.png"},
+            "image would be lost(.|\n)*input_key=input",
+        ),
+        (
+            "ResponseDataset",
+            {"instruction": "Translate.", "input": "Due?", "output": "2?"},
+            "instruction would be lost(.|\n)*input_key=input",
+        ),
+        (
             "ResponseDataset",
             {"inputs": "2?", "output": "2"},
             "the row has no input(.|\n)*is it inputs",

@@ -41,8 +41,9 @@ EVERY_CONVERSATION = (*SYSTEM_COLUMNS, *TEMPLATE_COLUMNS, "task_name")
 _MORE_PROMPT = ("input", "history")
 """Beside a prompt these hold the rest of it, in some order that only the data's author knows."""
 
-# No model here reads them: a prompt without its image would be another question.
-_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
+"""No model here reads them: a prompt without its image would be another question."""
+
 _NAME_IT = "name the prompt's column, as prompt_key=prompt: then only that one is read"
 
 
@@ -68,21 +69,28 @@ def prompt_column(values: Mapping[str, Any], where: str | None) -> str | None:
             fix=_NAME_IT,
         )
     name = names[0] if names else None
-    # Read, refused or named: what would be read by nobody is an error here.
-    lost = [*_MEDIA]
+    lost = [*MEDIA_COLUMNS]
     if name in PROMPT_COLUMNS:
         lost += _MORE_PROMPT
-    for other in lost:
-        if other != name and not _is_empty(values.get(other)):
-            raise DataError(
-                f"the row's {other} would be lost",
-                where=where,
-                field=other,
-                got=values[other],
-                need="the whole prompt in one column, as text or messages",
-                fix=_NAME_IT,
-            )
+    check_not_lost(values, [other for other in lost if other != name], where, fix=_NAME_IT)
     return name
+
+
+def check_not_lost(
+    values: Mapping[str, Any], names: Iterable[str], where: str | None, *, fix: str
+) -> None:
+    """Raise `DataError` for a row with a value in one of these columns: it belongs to the prompt,
+    and no model would read it."""
+    for name in names:
+        if not _is_empty(values.get(name)):
+            raise DataError(
+                f"the row's {name} would be lost",
+                where=where,
+                field=name,
+                got=values[name],
+                need="the whole prompt in one column, as text or messages",
+                fix=fix,
+            )
 
 
 def with_named_prompt(
@@ -100,7 +108,7 @@ def with_named_prompt(
     """
     if column is None or (not required and values.get(column) is None):
         return values
-    others = {*PROMPT_COLUMNS, *CONVERSATION_COLUMNS, *_MEDIA} - {column}
+    others = {*PROMPT_COLUMNS, *CONVERSATION_COLUMNS, *MEDIA_COLUMNS} - {column}
     row = {name: value for name, value in values.items() if name not in others}
     prompt = row.pop(column, None)
     if prompt is not None:

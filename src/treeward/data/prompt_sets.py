@@ -23,7 +23,13 @@ from typing import Any, TypeVar
 
 from treeward.config.data import PromptSetConfig
 from treeward.config.dataset_table import PROMPT_SETS, KnownDataset
-from treeward.data.columns import shown_keys, with_system
+from treeward.data.columns import (
+    MEDIA_COLUMNS,
+    PROMPT_COLUMNS,
+    check_not_lost,
+    shown_keys,
+    with_system,
+)
 from treeward.data.conversation import (
     SYSTEM_ROLES,
     Conversation,
@@ -46,6 +52,7 @@ FAMILY = "prompt_family"
 of a pair."""
 _PROMPT_KEYS = (_REQUEST, "messages", "prompt", "context")
 _ENVIRONMENT_KEYS = ("environment", "env_name")
+_NAME_IT = "name the prompt's column, as input_key={}: then only that one is read"
 _NEED_ANSWER = "an answer, whose key output_key names; without one, dataset_name: PromptDataset"
 
 
@@ -277,7 +284,10 @@ def from_prompt_row(
     entries of verl's `extra_info`, and all other columns with a value, are in `info` under their
     names.
     """
-    key = input_key or _prompt_key(values, where)
+    key = input_key
+    if key is None:
+        key = _prompt_key(values, where)
+        check_not_lost(values, MEDIA_COLUMNS, where, fix=_NAME_IT.format(key))
     value = required(values, key, where, "the key of the prompt, which input_key names")
     info = _columns(values, key)
     variables = read_template_kwargs(values, where)
@@ -320,13 +330,21 @@ def from_response_row(
     values: Mapping[str, Any],
     where: str,
     *,
-    input_key: str = "input",
+    input_key: str | None = None,
     output_key: str = "output",
     keeps_columns: bool = True,
 ) -> Prompt:
     """A row of a question (text or messages) and its answer, the `ground_truth` and, if it is text,
     the reference answer; as NeMo RL's `ResponseDataset`. A row without the key but with `messages`
     is read by `from_prompt_row`. `keeps_columns`: False keeps the ground truth alone."""
+    if input_key is None:
+        input_key = "input"
+        others = []
+        if values.get(input_key) is not None:
+            # As Alpaca's, whose `input` is what its `instruction` is about.
+            others = [name for name in PROMPT_COLUMNS if values.get(name) != values[input_key]]
+        fix = _NAME_IT.format(input_key)
+        check_not_lost(values, [*MEDIA_COLUMNS, *others], where, fix=fix)
     # A row with neither gets the error of the missing key.
     has_input = values.get(input_key) is not None or values.get("messages") is None
     usual = [key for key in _PROMPT_KEYS if values.get(key) is not None]
