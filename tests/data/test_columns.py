@@ -264,6 +264,30 @@ def test_no_broken_row_is_left_out(
     assert raised.value.where == f"{path}:2"
 
 
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "\n\nHuman: 1 + 1?\n\nAssistant: 2.\n\nHuman: 2 + 2?\n\nAssistant: ",
+        "1 + 1?\n<extra_id_1>Assistant\n2.\n<extra_id_1>User\n2 + 2?",
+    ],
+)
+def test_a_prompt_that_marks_its_turns(parse: Parse, prompt: str) -> None:
+    """As in Dahoas/rm-static, whose sides are completions alone, and in HelpSteer2."""
+    turns = [user("1 + 1?"), assistant("2."), user("2 + 2?")]
+    preference = parse("auto", {"prompt": prompt, "chosen": "4.", "rejected": "5."})
+    assert list(preference.context) == turns
+    (conversation,) = conversations_of({"prompt": prompt, "response": "4."}, "rows.jsonl:1")
+    assert list(conversation) == [*turns, assistant("4.")]
+
+
+@pytest.mark.parametrize(
+    "prompt", ["\n\nHuman: Who?", "Go on: Human: a\n\nAssistant:", "Assistant:"]
+)
+def test_a_text_that_only_quotes_turns_is_one_message(parse: Parse, prompt: str) -> None:
+    preference = parse("auto", {"prompt": prompt, "chosen": "4.", "rejected": "5."})
+    assert list(preference.context) == [user(prompt)]
+
+
 @pytest.mark.parametrize("key", ["probability", "win_probability", "stars"])
 def test_a_rating_is_learnt_as_it_is(write_rows: Write, key: str) -> None:
     ratings = (0.25, 0.75)

@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from treeward.data.turns import turns_of_prompt
 from treeward.errors import DataError
 
 Message = dict[str, Any]
@@ -269,7 +270,7 @@ def canonical_call(call: Any) -> Any:
 
 def as_messages(value: Any, key: str, role: str, where: str | None) -> Messages:
     """Text as one message of `role`, else a checked message or list of them, which may be JSON
-    text, as in a CSV cell.
+    text, as in a CSV cell. A text of the user may mark its turns (`turns.py`).
 
     Raises `DataError` for the text of Python's messages, which would be read as the literal text of
     one message.
@@ -285,7 +286,8 @@ def as_messages(value: Any, key: str, role: str, where: str | None) -> Messages:
             parsed = _parsed_json(value)
         # JSON that is no messages is a text that a person wrote.
         if not _looks_like_messages(_listed(parsed)):
-            return ({"role": role, "content": value},)  # also "[1, 2]"
+            turns = turns_of_prompt(value) if role == "user" else None
+            return tuple(turns or [{"role": role, "content": value}])  # also "[1, 2]"
         value = parsed
     value = _listed(value)
     if is_list(value):
@@ -397,12 +399,6 @@ def parse_json_list(value: Any, field: str, where: str | None) -> Any:
             need="the JSON of a list",
             fix=fix,
         ) from error
-
-
-def is_transcript(value: Any) -> bool:
-    """Whether it is text that begins with a turn of Human or Assistant
-    (`transcripts.parse_transcript`)."""
-    return isinstance(value, str) and value.lstrip().startswith(("Human:", "Assistant:"))
 
 
 def is_list(value: Any) -> bool:

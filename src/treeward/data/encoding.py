@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FORMAT_VERSION = 17
+_FORMAT_VERSION = 18
 """Raise it with the file's layout, the rules for keeping a comparison or the parsing of rows: files
 of another version are not read."""
 

@@ -32,7 +32,6 @@ from treeward.data.conversation import (
     parse_json_list,
     read_template_kwargs,
 )
-from treeward.data.helpsteer import turns_of
 from treeward.data.pairs import from_binary_row
 from treeward.data.preference import before, completions_of
 from treeward.data.ratings import COMPLETION_COLUMNS
@@ -233,5 +232,5 @@ def _parts(
             got = shown_keys(row)
             raise DataError("the row has no prompt", where=where, field="prompt", got=got)
         return (), ends
-    prompt = context_of({name: turns_of(row[name])}, where) or ()
+    prompt = context_of({name: row[name]}, where) or ()
     return before(prompt, sides, where), ends

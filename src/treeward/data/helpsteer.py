@@ -7,7 +7,6 @@ from_helpsteer3_row(row, "rows.jsonl:1")
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,7 +24,6 @@ from treeward.errors import DataError
 
 _HELPSTEER3_KEYS = ("context", "response1", "response2", "overall_preference")
 _HELPSTEER2_KEYS = ("prompt", "response_1", "response_2", "preference_strength")
-_TURN = re.compile(r"\n?<extra_id_1>(User|Assistant)\n")
 
 
 def from_helpsteer3_row(
@@ -47,7 +45,7 @@ def from_helpsteer3_row(
     first_text = required(values, first_key, where, need)
     second_text = required(values, second_key, where, need)
     raw_grade = required(values, grade_key, where, need)
-    context = as_messages(turns_of(prompt), prompt_key, "user", where)
+    context = as_messages(prompt, prompt_key, "user", where)
     first = as_messages(first_text, first_key, "assistant", where)
     second = as_messages(second_text, second_key, "assistant", where)
     grade = number_of(raw_grade, grade_key, where)
@@ -71,16 +69,3 @@ def from_helpsteer3_row(
     columns = {name: values.get(name) for name in EVERY_CONVERSATION}
     columns["strength"] = None if is_tie else abs(grade)
     return preference_of(columns, where, context, completions, task_name)
-
-
-def turns_of(prompt: Any) -> Any:
-    r"""The messages of a prompt with HelpSteer2's `"\n<extra_id_1>Assistant\n"` between turns; any
-    other unchanged."""
-    if not isinstance(prompt, str) or not _TURN.search(prompt):
-        return prompt
-    # `split` gives the text before the first mark, then the role and the text of each turn.
-    first_text, *parts = _TURN.split(prompt)
-    messages = [{"role": "user", "content": first_text}]
-    for role, text in zip(parts[::2], parts[1::2], strict=True):
-        messages.append({"role": role.lower(), "content": text})
-    return messages

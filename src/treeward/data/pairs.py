@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from treeward.data.columns import context_of, shown_keys
-from treeward.data.conversation import Messages, as_messages, is_transcript
+from treeward.data.conversation import Messages, as_messages
 from treeward.data.preference import (
     Completion,
     Preference,
@@ -24,6 +24,7 @@ from treeward.data.preference import (
     required,
     split_common_prefix,
 )
+from treeward.data.turns import is_transcript
 from treeward.errors import DataError
 
 _NEED_COMPLETION = "a completion; prompt_key, chosen_key and rejected_key name the keys"

@@ -15,7 +15,6 @@ from typing import Any
 
 from treeward.data.columns import EVERY_CONVERSATION, prompt_column
 from treeward.data.conversation import parse_json_list
-from treeward.data.helpsteer import turns_of
 from treeward.data.preference import (
     Preference,
     first_with_value,
@@ -104,7 +103,7 @@ def _rated_completions(
             for name in EVERY_CONVERSATION:
                 if values.get(name) is not None:
                     prompt[name] = values[name]
-            prompt["prompt"] = turns_of(required(values, column, where, need))
+            prompt["prompt"] = required(values, column, where, need)
             response = required(values, text_key, where, need)
             # Where grades are learnt a completion may lack the one that ranks.
             if not attributes:

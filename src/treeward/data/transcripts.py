@@ -6,11 +6,10 @@ parse_transcript("\n\nHuman: 2 + 2?\n\nAssistant: 4")
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
-from treeward.data.conversation import Messages, is_transcript
+from treeward.data.conversation import Messages
 from treeward.data.pairs import two_sided
 from treeward.data.preference import (
     DATASET_NAME_FIX,
@@ -18,11 +17,10 @@ from treeward.data.preference import (
     required,
     split_common_prefix,
 )
+from treeward.data.turns import is_transcript, turns_of_transcript
 from treeward.errors import DataError
 
 _FORM = '"\\n\\nHuman: ...\\n\\nAssistant: ..."'
-_TURN = re.compile(r"\n\n(Human|Assistant):")
-_ROLE_OF_SPEAKER = {"Human": "user", "Assistant": "assistant"}
 
 
 def are_transcripts(values: Mapping[str, Any]) -> bool:
@@ -54,17 +52,10 @@ def from_transcripts(
 
 
 def parse_transcript(text: Any, where: str | None = None, field: str = "transcript") -> Messages:
-    r"""The messages of `"\n\nHuman: ...\n\nAssistant: ..."`; roles alternate.
-
-    The same speaker's name after a blank line belongs to the content: joining `f"\n\n{speaker}:
-    {content}"` gives the transcript back. Raises `DataError` for text before the first turn.
-    """
-    transcript = text if isinstance(text, str) else ""
-    if is_transcript(transcript) and not transcript.startswith("\n\n"):
-        transcript = f"\n\n{transcript.lstrip()}"
-    # `split` gives the text before the first turn, then the speaker and the content of each.
-    head, *parts = _TURN.split(transcript)
-    if head.strip() or not parts:
+    """The messages of a transcript; see `turns_of_transcript`. Raises `DataError` for text before
+    the first turn."""
+    turns = turns_of_transcript(text) if isinstance(text, str) else None
+    if turns is None:
         raise DataError(
             "a transcript is not text that begins with a turn",
             where=where,
@@ -73,14 +64,4 @@ def parse_transcript(text: Any, where: str | None = None, field: str = "transcri
             need=_FORM,
             fix=DATASET_NAME_FIX,
         )
-    turns: list[tuple[str, str]] = []
-    # Two turns of one speaker are one: people write "Human:" into their texts.
-    for speaker, content in zip(parts[::2], parts[1::2], strict=True):
-        if turns and turns[-1][0] == speaker:
-            turns[-1] = (speaker, f"{turns[-1][1]}\n\n{speaker}:{content}")
-        else:
-            turns.append((speaker, content.removeprefix(" ")))
-    messages = []
-    for speaker, content in turns:
-        messages.append({"role": _ROLE_OF_SPEAKER[speaker], "content": content})
-    return tuple(messages)
+    return tuple(turns)
