@@ -72,7 +72,9 @@ class UnreadParts:
                 continue
             content = last_text([message])
             # Templates leave out the reasoning of earlier turns by design.
-            words = [] if REASONING_START in content else _WORD.findall(content)
+            if REASONING_START in content or content.strip() in text:
+                continue
+            words = _WORD.findall(content)
             if words and max(words, key=len) not in text:
                 self._lost_roles.add(role)
                 beside = " beside its calls of tools" if has_calls else ""
