@@ -194,6 +194,19 @@ def test_sides_with_different_prompts_are_told(
     assert "1 whose sides answer different prompts" in caplog.text
 
 
+def test_a_comparison_without_a_prompt_is_a_prompt_of_its_own(encode: Any) -> None:
+    """Else the interval of a validation would be that of a single example."""
+
+    def without_prompt(better: str, worse: str) -> Preference:
+        sides = (Completion(0, (assistant(better),)), Completion(1, (assistant(worse),)))
+        return Preference((), sides)
+
+    first = without_prompt("Paris.", "Rome.")
+    prompts = encode(first, without_prompt("Lyon.", "Nice."), without_prompt("Rome.", "Paris."))
+    digest, other, contradicted, *_ = [comparison.prompt for comparison in prompts]
+    assert digest == contradicted != other
+
+
 def test_ties(encode: Any) -> None:
     tied = preference("Paris.", "Lyon.", ranks=(1, 1))
     assert encode(tied).counts.dropped_ties == 1 and len(encode(tied)) == 1

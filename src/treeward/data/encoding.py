@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FORMAT_VERSION = 18
+_FORMAT_VERSION = 19
 """Raise it with the file's layout, the rules for keeping a comparison or the parsing of rows: files
 of another version are not read."""
 
@@ -108,7 +108,7 @@ class Comparison:
     `token_ids`: K different int32 arrays, read-only. `lengths`: characters of each completion's
     last message. `grades`: the learnt ones, per attribute, NaN for none. `subset`: the preference's
     `task_name`. `tree_tokens`: tokens when common beginnings are held once. `prompt`: a digest of
-    the context; statistics treat comparisons with the same one as dependent. `pair_labels`: the
+    `Preference.prompt_key`; statistics treat comparisons with the same one as dependent. `pair_labels`: the
     weight of each ordered pair, and the probability that its better one wins; () where the ranks
     say all (see `data.pair_labels`). `step_labels`: of a problem whose conversations are solutions,
     the label of each of their steps, NaN for none; `step_counts`: how many solutions of the data
@@ -564,7 +564,7 @@ def _encode_row(
         "outcome": "kept",
         "subset": preference.task_name,
         "strength": preference.strength,
-        "prompt": digest_of(preference.context_key),
+        "prompt": digest_of(preference.prompt_key),
         "digest": digest_of(repr(ranked_tokens)),
         "pair_ids": pair_ids(preference, completions),
         "truncated": int(is_truncated),

@@ -299,7 +299,7 @@ def _read_comparisons(
     items = iter(prepared)
     comparisons = []
     for preference in chunk:
-        read = _ReadComparison(_prompt_of(preference))
+        read = _ReadComparison(digest_of(preference.prompt_key))
         for rank in preference.ranks:
             item = next(items)
             if item.ids is None:
@@ -352,14 +352,6 @@ def _read(scorer: Scorer, sequences: Sequence[TokenIds]) -> torch.Tensor:
     return scorer.model.read_tokens(
         sequences, max_tokens=scorer.batch_tokens, max_sequences=scorer.max_sequences
     )
-
-
-def _prompt_of(preference: Preference) -> int:
-    """The digest that comparisons of one prompt share; without a prompt, that of the comparison."""
-    if preference.context:
-        return digest_of(preference.context_key)
-    texts = sorted(repr(completion.messages) for completion in preference.completions)
-    return digest_of(texts[0])
 
 
 def _check_pairs(num_pairs: int, num_other_prompts: int, log: DataLog) -> None:

@@ -24,9 +24,8 @@ from treeward.config.data import Proposal
 from treeward.config.run import RewardModelRunConfig
 from treeward.data.conversation import last_text
 from treeward.data.datasets import open_dataset
-from treeward.data.encoding import Comparison
 from treeward.data.pair_labels import pair_name
-from treeward.data.preference import Preference, digest_of, pair_ids
+from treeward.data.preference import Preference, pair_ids
 from treeward.errors import DataError, ModelError
 from treeward.evaluation.label_check.cross_fitting import (
     NUM_FOLDS,
@@ -49,7 +48,6 @@ from treeward.training.setup import RewardModelSetup, set_up
 _FEWEST_PROMPTS = 4 * NUM_FOLDS
 _MOST_SHOWN = 500
 """Pairs on the page, the most suspicious first; the file has all."""
-_NO_CONTEXT = digest_of(Preference((), ()).context_key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +135,7 @@ def _read_pairs(setup: RewardModelSetup) -> _ReadPairs:
             differences.append(features_CD[better_P] - features_CD[worse_P])
             weights += pairs.weight_P.tolist()
             num_pairs = len(better_P)
-            prompts += [_prompt_of(comparison)] * num_pairs
+            prompts += [comparison.prompt] * num_pairs
             places += [comparison.where] * num_pairs
             sources += [comparison.subset] * num_pairs
             for better, worse in zip(better_P, worse_P, strict=True):
@@ -161,14 +159,6 @@ def _read_pairs(setup: RewardModelSetup) -> _ReadPairs:
         )
     features = FeaturePairs(differences_PD, np.array(weights), np.array(prompts, dtype=np.int64))
     return _ReadPairs(features, ids, places, sources, longer)
-
-
-def _prompt_of(comparison: Comparison) -> int:
-    """The digest that comparisons of one prompt share. Without a prompt it is that of the first of
-    the sorted completions, so that copies and contradictions of a comparison share it."""
-    if comparison.prompt != _NO_CONTEXT:
-        return comparison.prompt
-    return digest_of(repr(min(ids.tolist() for ids in comparison.token_ids)))
 
 
 def _lines(read: _ReadPairs, pairs: CheckedPairs) -> list[dict[str, Any]]:
