@@ -124,6 +124,13 @@ UNANSWERED = {
     ],
     "rejected": [{"role": "assistant", "content": text(903)}],
 }
+CALL = [
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}],
+    }
+]
 SYSTEM_ON_ONE_SIDE = {
     "chosen": [
         {"role": "system", "content": "Be brief."},
@@ -154,6 +161,7 @@ MARKED = [row | {"chosen": f"**{row['chosen']}**"} for row in clean()]
         ([*clean(59), SYSTEM_ON_ONE_SIDE], {}, {"other_prompts": (1, 60)}),
         (edited((2, {"chosen": "Yes.", "rejected": "Yes."})), {}, {"identical": (1, 120)}),
         (edited((2, {"rejected": ""}), (9, {"chosen": " \n"})), {}, {"empty": (2, 120)}),
+        (edited((2, {"chosen": CALL})), {}, {}),
         (LONG, {}, {"longer": (60, 60)}),
         (MARKED, {}, {"style": (60, 60)}),
         (clean(), {"validation": [*clean(80)[60:], clean()[0]]}, {"validation_overlap": (1, 21)}),

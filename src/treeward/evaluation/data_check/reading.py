@@ -224,7 +224,8 @@ def _add_row(data: DataRead, preference: Preference, where: str, record: Mapping
         text = last_text(completion.messages)
         keys.append(key_of(completion.messages))
         texts.append(text)
-        if not text.strip():
+        # A call of a tool may stand alone.
+        if not text.strip() and not completion.messages[-1].get("tool_calls"):
             num_empty += 1
     # The order of the completions is no difference between two comparisons.
     comparison = hash((prompt, frozenset(zip(keys, ranks, strict=True))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -52,10 +53,13 @@ def example_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def messages(value: Sequence[Message] | None) -> list[dict[str, str]]:
-    """Messages as role and text."""
+    """Messages as role and text; the calls of tools, which are no text, as JSON below it."""
     shown = []
     for message in value or ():
-        shown.append({"role": message.get("role", ""), "text": last_text([message])})
+        lines = [last_text([message])]
+        if message.get("tool_calls"):
+            lines.append(json.dumps(message["tool_calls"], ensure_ascii=False))
+        shown.append({"role": message.get("role", ""), "text": "\n".join(filter(None, lines))})
     return shown
 
 
