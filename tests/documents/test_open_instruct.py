@@ -199,6 +199,16 @@ def test_every_option_with_a_counterpart_is_an_override(tmp_path: Path) -> None:
     assert config.hub.repo_id == "me/rm"
 
 
+def test_a_batch_is_that_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """open-instruct's sizes are those of one process."""
+    sizes = ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "4"]
+    assert "policy.train_global_batch_size=16" in overrides(sizes)
+    cluster = ["cluster.gpus_per_node=8", "cluster.num_nodes=2"]
+    assert "policy.train_global_batch_size=256" in overrides([*sizes, *cluster])
+    monkeypatch.setenv("WORLD_SIZE", "16")  # of torchrun
+    assert "policy.train_global_batch_size=256" in overrides(sizes)
+
+
 @pytest.mark.parametrize("name", sorted(NO_COUNTERPART))
 def test_an_option_without_a_counterpart_is_refused_with_a_remedy(name: str) -> None:
     assert name in OPTIONS

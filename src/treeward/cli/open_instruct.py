@@ -11,6 +11,7 @@ are those of `treeward train`.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -142,10 +143,24 @@ def overrides(words: Sequence[str]) -> list[str]:
             [*_KEYS, *_OTHERS],
             field=f"--{name}",
         )
-    return [*kept, *_translated(options)]
+    # open-instruct's sizes are those of one process, and ours of all.
+    return [*kept, *_translated(options, _num_processes(kept))]
 
 
-def _translated(options: Mapping[str, list[str]]) -> list[str]:
+def _num_processes(words: Sequence[str]) -> int:
+    """How many processes will train: torchrun's, or those that the overrides ask for."""
+    # torchrun sets it for each of its processes.
+    if "WORLD_SIZE" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
+    number = 1
+    for word in words:
+        key, _, value = word.partition("=")
+        if key in ("cluster.num_nodes", "cluster.gpus_per_node") and value.isdecimal():
+            number *= max(1, int(value))
+    return number
+
+
+def _translated(options: Mapping[str, list[str]], num_processes: int) -> list[str]:
     """Overrides of `treeward train` that mean the same as these options."""
     words = []
     for name, key in _KEYS.items():
@@ -168,7 +183,7 @@ def _translated(options: Mapping[str, list[str]]) -> list[str]:
     if options.keys() & {"gradient_accumulation_steps", "per_device_train_batch_size"}:
         size = _number(options, "per_device_train_batch_size", "1")
         steps = _number(options, "gradient_accumulation_steps", "8")
-        words.append(f"policy.train_global_batch_size={size * steps}")
+        words.append(f"policy.train_global_batch_size={size * steps * num_processes}")
     if options.keys() & {"lr_scheduler_type", "warm_up_steps"}:
         schedule = {
             "name": _value(options, "lr_scheduler_type", "linear"),
