@@ -328,11 +328,17 @@ class Renderer:
         is_newline = "\n" in text and not text.strip()
         return "newline" if is_newline else "other"
 
-    @property
+    @functools.cached_property
     def developer_role(self) -> str:
         """The template's role for developer messages: most templates know `system`, and some drop
         unknown roles."""
-        return "developer" if "developer" in self.chat_template else "system"
+        if "developer" in self.chat_template:
+            # Cohere's has the word in its preamble, and drops the role.
+            instruction = PROBE_SYSTEM | {"role": "developer"}
+            text = try_probe(self._apply, [instruction, *PROBE_MESSAGES], SETTING)
+            if PROBE_SYSTEM["content"] in text:
+                return "developer"
+        return "system"
 
     @functools.cached_property
     def fingerprint(self) -> str:

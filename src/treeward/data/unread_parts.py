@@ -23,7 +23,7 @@ _MOST_NAMED = 32  # a server's requests must fill neither memory nor log
 _LONGEST_NAME = 60  # characters
 _ALWAYS_READ = ("role", "content")
 _LINKS = ("id", "tool_call_id")
-"""Keys that only link messages to each other."""
+"""Keys that only link messages to each other, as the `name` of a tool's result does."""
 _WORD = re.compile("[A-Za-z0-9]+")
 """What a template writes as it is, also where it writes the text as JSON."""
 
@@ -46,7 +46,8 @@ class UnreadParts:
             for key, value in message.items():
                 # Numbers and flags are about a message, as its weight, and no part of it.
                 is_said = isinstance(value, str | Sequence | Mapping) and bool(value)
-                if not is_said or key in self._seen_keys:
+                is_link = key == "name" and message.get("role") == "tool"
+                if not is_said or is_link or key in self._seen_keys:
                     continue
                 if len(self._seen_keys) < _MOST_NAMED:
                     self._seen_keys.add(key)
