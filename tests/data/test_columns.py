@@ -325,6 +325,19 @@ def test_no_arguments_have_one_form(arguments: Any) -> None:
     assert message["tool_calls"][0]["function"]["arguments"] == {}
 
 
+def test_openais_older_calls_have_one_form() -> None:
+    call = {"name": "now", "arguments": '{"city": "Rome"}'}
+    older = [
+        {"role": "assistant", "content": None, "function_call": call},
+        {"role": "function", "name": "now", "content": "12:00"},
+    ]
+    newer = [
+        {"role": "assistant", "tool_calls": [{"type": "function", "function": call}]},
+        {"role": "tool", "name": "now", "content": "12:00"},
+    ]
+    assert check_messages(older, "messages", None) == check_messages(newer, "messages", None)
+
+
 def test_text_that_is_no_object_stays() -> None:
     """A policy may have written it."""
     call = {"type": "function", "function": {"name": "now", "arguments": '{"city": "Ro'}}

@@ -33,8 +33,15 @@ SYSTEM_ROLES = ("system", "developer")
 TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
 """The columns of a row that its conversations' template reads."""
 
-_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
-"""ShareGPT's roles. `function_call` is one too: its value is a tool call of the assistant."""
+_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "observation": "tool",
+    "function": "tool",
+}
+"""ShareGPT's roles, and OpenAI's older name of a tool. `function_call` is one of ShareGPT's too: its
+value is a tool call of the assistant."""
 
 _MESSAGE_KEYS = ({"role", "content"}, {"role", "tool_calls"}, {"from", "value"})
 """The keys by which an object is told to be a message; the last are ShareGPT's."""
@@ -241,6 +248,10 @@ def canonical_message(message: Mapping[str, Any]) -> Message:
             canonical = {"role": "assistant", "tool_calls": [tool_call]}
     elif isinstance(role, str) and role in _ROLES:
         canonical["role"] = _ROLES[role]
+    # OpenAI's older form of a single call.
+    if "tool_calls" not in canonical and isinstance(canonical.get("function_call"), Mapping):
+        call = canonical.pop("function_call")
+        canonical["tool_calls"] = [{"type": "function", "function": dict(call)}]
     # OpenAI's API has the arguments as JSON text, which a template would quote once more.
     calls = canonical.get("tool_calls")
     if is_list(calls):
