@@ -150,8 +150,9 @@ def overrides(words: Sequence[str]) -> list[str]:
 def _num_processes(words: Sequence[str]) -> int:
     """How many processes will train: torchrun's, or those that the overrides ask for."""
     # torchrun sets it for each of its processes.
-    if "WORLD_SIZE" in os.environ:
-        return int(os.environ["WORLD_SIZE"])
+    world_size = os.environ.get("WORLD_SIZE")
+    if world_size:
+        return int(world_size)
     number = 1
     for word in words:
         key, _, value = word.partition("=")

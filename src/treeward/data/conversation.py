@@ -40,8 +40,8 @@ _ROLES = {
     "observation": "tool",
     "function": "tool",
 }
-"""ShareGPT's roles, and OpenAI's older name of a tool. `function_call` is one of ShareGPT's too: its
-value is a tool call of the assistant."""
+"""ShareGPT's roles, and OpenAI's older name of a tool. `function_call` is one of ShareGPT's too:
+its value is a tool call of the assistant."""
 
 _MESSAGE_KEYS = ({"role", "content"}, {"role", "tool_calls"}, {"from", "value"})
 """The keys by which an object is told to be a message; the last are ShareGPT's."""

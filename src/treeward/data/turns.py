@@ -1,4 +1,4 @@
-r"""Texts that mark their turns: the transcripts of Human and Assistant, and the prompts of HelpSteer2.
+r"""Texts that mark their turns: transcripts of Human and Assistant, and prompts of HelpSteer2.
 
 turns_of_transcript("\n\nHuman: 2 + 2?\n\nAssistant: 4")
 # a message of the user, and one of the assistant
