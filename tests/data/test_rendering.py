@@ -346,6 +346,21 @@ def test_oldest_messages_go_first_whole(kept: list[dict[str, Any]], role: str) -
         assert fitted is not None and fitted.truncated
 
 
+def test_a_completion_that_calls_tools_keeps_its_question_and_its_calls() -> None:
+    result = {"role": "tool", "content": "Rye."}
+    completion = [assistant("Let me look."), result, assistant("It is rye.")]
+    asked = [SYSTEM, user("Which flour?")]
+    kept = fitting(10_000, "truncate_left").encode([*asked, *completion])
+    long = [SYSTEM, user("bread " * 40), assistant("salt " * 40), asked[1], *completion]
+    fitted = fitting(len(kept), "truncate_left").fit(long)
+    assert fitted is not None and fitted.token_ids == kept
+    # Where the question has to be cut the completion is not.
+    tail = fitting(10_000, "truncate_left").encode(completion)[1:]
+    cut = fitting(len(tail) + 12, "truncate_left").fit([user("bread " * 90), *completion])
+    assert cut is not None and cut.token_ids[-len(tail) :] == tail
+    assert fitting(len(tail), "truncate_left").fit([user("bread " * 90), *completion]) is None
+
+
 def test_completions_of_similar_length_keep_the_same_context() -> None:
     renderer = fitting(240, "truncate_left")
     context = [user("flour " * 300)]

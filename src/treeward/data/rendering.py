@@ -64,7 +64,7 @@ from treeward.errors import ConfigError, DataError, ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_FORMAT_VERSION = 7
+_FORMAT_VERSION = 8
 """Raise it when the same messages would give other ids: token caches are keyed by it."""
 _MIN_CHARACTERS_PER_TOKEN = 128
 _NO_VARIABLE = "an argument of transformers is no variable of the template"
@@ -263,10 +263,11 @@ class Renderer:
         """Encode a conversation within `max_length`.
 
         If it is too long, "error" raises `DataError` and "drop" returns None. "truncate_left"
-        removes the oldest messages, keeping a leading system or developer message and the last two;
-        if that does not suffice, it cuts tokens after BOS from the context of the last message, in
-        steps of an eighth of `max_length`, so that completions of similar length share their
-        context; None if that is too short. The cut depends on the conversation alone.
+        removes the oldest messages, keeping a leading system or developer message, the last
+        question, and after it calls of tools and their results; if that does not suffice, it cuts
+        tokens after BOS up to the end of the question, in steps of an eighth of `max_length`, so
+        that completions of similar length share their context; None if that is too short. The cut
+        depends on the conversation alone.
         """
         return self.fit_many([conversation], where=[where])[0][0]
 
@@ -528,14 +529,15 @@ class Renderer:
         if context and context[0].get("role") in SYSTEM_ROLES:
             system = [context[0]]
         # The last message of the context stays: without it there is no question.
-        for start in range(len(system) + 1, len(context)):
+        question = _place_of_question(context)
+        for start in range(len(system) + 1, question + 1):
             messages = with_messages(conversation, [*system, *conversation[start:]])
             shorter = self._encode_if_short(messages)
             if shorter is not None and len(shorter) <= self.max_length:
                 return shorter
         if ids is None:
             return None
-        alone = self._encode_if_short(with_messages(conversation, context))
+        alone = self._encode_if_short(with_messages(conversation, conversation[: question + 1]))
         if alone is None:
             return None  # the end of the context is unknown
         # The BOS stay, and the last token of the context: without any there is no question.
@@ -579,3 +581,13 @@ class Renderer:
             )
         assert isinstance(text, str)
         return text
+
+
+def _place_of_question(context: Sequence[Message]) -> int:
+    """The index of the message that the completion answers: the last, or before results of tools
+    the last of the user, as the calls are of the completion."""
+    last = len(context) - 1
+    roles = [canonical_message(message).get("role") for message in context]
+    if "user" not in roles or roles[-1] != "tool":
+        return last
+    return last - roles[::-1].index("user")
