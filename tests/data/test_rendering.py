@@ -280,6 +280,17 @@ def test_a_refused_conversation_names_row_roles_and_reason() -> None:
         renderer.encode([])
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5_think", "smolvlm"])
+def test_a_text_part_with_an_image_of_null_is_text(family: str) -> None:
+    """As LMArena's messages have it, and any table of Arrow that was written as JSON."""
+    renderer = family_renderer(family)
+    parts = [{"type": "text", "text": "Two and two?"}]
+    nulls = [parts[0] | {"image": None, "image_url": None}]
+    plain, with_nulls = ([user(content), assistant("Four.")] for content in (parts, nulls))
+    assert renderer.render(with_nulls) == renderer.render(plain)
+    assert "Two and two?" in renderer.render(with_nulls)
+
+
 def test_content_parts() -> None:
     parts = [
         user([{"type": "text", "text": "What "}, {"type": "text", "text": "now?"}]),

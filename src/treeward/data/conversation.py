@@ -232,9 +232,12 @@ def _checked_message(value: Any, field: str, where: str | None) -> Message:
 
 
 def canonical_message(message: Mapping[str, Any]) -> Message:
-    """A message without keys of the value null, with one name for each role, and with tool calls
-    whose arguments are objects."""
+    """A message without keys of the value null, its content's parts included, with one name for
+    each role, and with tool calls whose arguments are objects."""
     canonical = {key: item for key, item in message.items() if item is not None}
+    if is_list(canonical.get("content")):
+        # Qwen's templates take a part with a key `image` for an image, whatever its type and text.
+        canonical["content"] = [without_nulls(part) for part in canonical["content"]]
     if "role" not in canonical and "from" in canonical and "value" in canonical:
         role = canonical.pop("from")
         content = canonical.pop("value")
