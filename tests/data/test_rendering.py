@@ -280,6 +280,17 @@ def test_a_refused_conversation_names_row_roles_and_reason() -> None:
         renderer.encode([])
 
 
+@pytest.mark.parametrize("family", ["deepseekv3", "llama3_1", "lfm2_2_5", "gptoss", "qwen3"])
+@pytest.mark.parametrize(
+    "empty", [{"tool_calls": []}, {"reasoning_content": ""}, {"function_call": {}, "name": ""}]
+)
+def test_a_key_that_is_empty_says_nothing(family: str, empty: dict[str, Any]) -> None:
+    """DeepSeek-V3's template left out the text of a message with an empty list of calls."""
+    renderer = family_renderer(family)
+    plain = [user("Two and two?"), assistant("Four.")]
+    assert renderer.render([plain[0], plain[1] | empty]) == renderer.render(plain)
+
+
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5_think", "smolvlm"])
 def test_a_text_part_with_an_image_of_null_is_text(family: str) -> None:
     """As LMArena's messages have it, and any table of Arrow that was written as JSON."""

@@ -46,6 +46,9 @@ its value is a tool call of the assistant."""
 _MESSAGE_KEYS = ({"role", "content"}, {"role", "tool_calls"}, {"from", "value"})
 """The keys by which an object is told to be a message; the last are ShareGPT's."""
 
+_TEXT_OF_MESSAGE = ("role", "content", "from", "value")
+"""Keys of a message that may be empty: to say nothing is an answer too."""
+
 # A CSV file that was written with str(messages) instead of JSON.
 _PYTHON_MESSAGES = re.compile(r"\s*\[\s*\{\s*'(role|content|from|value)'\s*:")
 _NEED_MESSAGE = '{"role": "user", "content": "..."}'
@@ -232,9 +235,15 @@ def _checked_message(value: Any, field: str, where: str | None) -> Message:
 
 
 def canonical_message(message: Mapping[str, Any]) -> Message:
-    """A message without keys of the value null, its content's parts included, with one name for
-    each role, and with tool calls whose arguments are objects."""
-    canonical = {key: item for key, item in message.items() if item is not None}
+    """A message without keys that say nothing, its content's parts included, with one name for each
+    role, and with tool calls whose arguments are objects."""
+    canonical = {}
+    for key, item in message.items():
+        # Templates ask whether there is a key `tool_calls`: of an empty list DeepSeek-V3's leaves
+        # out the message's text, and Llama 3.1's refuses it.
+        is_empty = isinstance(item, str | Mapping | list | tuple) and not item
+        if item is not None and (key in _TEXT_OF_MESSAGE or not is_empty):
+            canonical[key] = item
     if is_list(canonical.get("content")):
         # Qwen's templates take a part with a key `image` for an image, whatever its type and text.
         canonical["content"] = [without_nulls(part) for part in canonical["content"]]
@@ -252,8 +261,9 @@ def canonical_message(message: Mapping[str, Any]) -> Message:
     elif isinstance(role, str) and role in _ROLES:
         canonical["role"] = _ROLES[role]
     # OpenAI's older form of a single call.
-    if "tool_calls" not in canonical and isinstance(canonical.get("function_call"), Mapping):
-        call = canonical.pop("function_call")
+    call = canonical.get("function_call")
+    if "tool_calls" not in canonical and isinstance(call, Mapping) and "name" in call:
+        del canonical["function_call"]
         canonical["tool_calls"] = [{"type": "function", "function": dict(call)}]
     # OpenAI's API has the arguments as JSON text, which a template would quote once more.
     calls = canonical.get("tool_calls")

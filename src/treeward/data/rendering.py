@@ -64,7 +64,7 @@ from treeward.errors import ConfigError, DataError, ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_FORMAT_VERSION = 9
+_FORMAT_VERSION = 10
 """Raise it when the same messages would give other ids: token caches are keyed by it."""
 _MIN_CHARACTERS_PER_TOKEN = 128
 _NO_VARIABLE = "an argument of transformers is no variable of the template"
