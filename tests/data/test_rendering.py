@@ -280,6 +280,16 @@ def test_a_refused_conversation_names_row_roles_and_reason() -> None:
         renderer.encode([])
 
 
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl", "smolvlm", "glm4moe", "qwen2_5"])
+@pytest.mark.parametrize("part", ["Two?", {"text": "Two?"}, {"type": "input_text", "text": "Two?"}])
+def test_parts_of_text_have_one_form(family: str, part: Any) -> None:
+    """Templates that read parts left out the text of other forms."""
+    renderer = family_renderer(family)
+    usual = [user([{"type": "text", "text": "Two?"}]), assistant("Four.")]
+    assert renderer.render([user([part]), assistant("Four.")]) == renderer.render(usual)
+    assert "Two?" in renderer.render(usual)
+
+
 @pytest.mark.parametrize("family", ["deepseekv3", "llama3_1", "lfm2_2_5", "gptoss", "qwen3"])
 @pytest.mark.parametrize(
     "empty", [{"tool_calls": []}, {"reasoning_content": ""}, {"function_call": {}, "name": ""}]

@@ -41,6 +41,7 @@ from treeward.data.conversation import (
     Message,
     canonical_message,
     check_unicode,
+    is_list,
     last_text,
     template_kwargs_of,
     with_messages,
@@ -52,6 +53,7 @@ from treeward.data.template_probes import (
     PROBE_SYSTEM,
     as_parts,
     as_text,
+    in_one_form,
     probe_content,
     reads_arguments_as_text,
     reads_reasoning_apart,
@@ -64,7 +66,7 @@ from treeward.errors import ConfigError, DataError, ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_FORMAT_VERSION = 10
+_FORMAT_VERSION = 11
 """Raise it when the same messages would give other ids: token caches are keyed by it."""
 _MIN_CHARACTERS_PER_TOKEN = 128
 _NO_VARIABLE = "an argument of transformers is no variable of the template"
@@ -473,7 +475,10 @@ class Renderer:
             return message
         if isinstance(content, str):
             return message if self.reads_text else message | {"content": as_parts(content)}
-        return message if self._reads_parts else message | {"content": as_text(content, where)}
+        if self._reads_parts:
+            # Anything else is refused by the template, with its words.
+            return message | {"content": in_one_form(content)} if is_list(content) else message
+        return message | {"content": as_text(content, where)}
 
     def _frame(self, ids: list[int]) -> list[int]:
         """The ids with `num_bos` BOS (or one CLS and SEP); None: with one, if the tokenizer or the

@@ -30,6 +30,8 @@ PROBE_SYSTEM: Message = {"role": "system", "content": "Loquere."}
 _PROBE_CALL = {"name": "itinera", "arguments": {"urbs": "Roma"}}
 _AS_PYTHON = "{'urbs': 'Roma'}"
 _REASONING = "Ratio."
+_TEXT_TYPES = ("text", "input_text", "output_text")
+"""The last two are those of OpenAI's Responses API."""
 
 
 def probe_content(apply: Apply, name: str) -> tuple[bool, bool]:
@@ -130,6 +132,20 @@ def with_text_arguments(call: Any) -> Any:
 def as_parts(text: str) -> list[dict[str, str]]:
     """A text as the content of a message in parts."""
     return [{"type": "text", "text": text}]
+
+
+def in_one_form(content: Iterable[Any]) -> list[Any]:
+    """The parts of a message with each text as `as_parts` writes it: templates read no text of a
+    part that is a string, or of another type. Other parts stay."""
+    parts = []
+    for part in content:
+        if isinstance(part, str):
+            parts += as_parts(part)
+        elif isinstance(part, Mapping) and part.get("type", "text") in _TEXT_TYPES:
+            parts.append({**part, "type": "text"})
+        else:
+            parts.append(part)
+    return parts
 
 
 def as_text(content: Iterable[Any], where: str | None) -> str:
