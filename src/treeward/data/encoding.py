@@ -110,11 +110,11 @@ class Comparison:
     `task_name`. `tree_tokens`: tokens when common beginnings are held once. `prompt`: a digest of
     `Preference.prompt_key`; statistics treat comparisons with the same one as dependent.
     `pair_labels`: the weight of each ordered pair, and the probability that its better one wins; ()
-    where the ranks say all (see `data.pair_labels`). `step_labels`: of a problem whose conversations are solutions,
-    the label of each of their steps, NaN for none; `step_counts`: how many solutions of the data
-    have judged the step, in the first conversation that has it, and 0 in the others; `is_whole`:
-    whether a solution ends where the conversation does, which else lacks steps that are too long or
-    without a label.
+    where the ranks say all (see `data.pair_labels`). `step_labels`: of a problem whose
+    conversations are solutions, the label of each of their steps, NaN for none; `step_counts`: how
+    many solutions of the data have judged the step, in the first conversation that has it, and 0 in
+    the others; `is_whole`: whether a solution ends where the conversation does, which else lacks
+    steps that are too long or without a label.
     """
 
     token_ids: tuple[npt.NDArray[np.int32], ...]
