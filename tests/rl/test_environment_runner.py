@@ -228,6 +228,19 @@ def test_a_prompt_that_cannot_be_rewarded_is_named(
     assert caught.value.where == "rows.jsonl:12"
 
 
+@pytest.mark.parametrize("given", [1, 3])
+def test_rewards_of_another_number_than_the_samples_end_the_run(given: int) -> None:
+    """Which sample each belongs to would be a guess."""
+
+    class Miscounts(Toy):
+        def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
+            return [Reward(1.0)] * given
+
+    runner = EnvironmentRunner({"toy": Miscounts(length)}, "toy")
+    with pytest.raises(ConfigError, match=f"gives {given} rewards for 2 samples"):
+        runner.reward([group("a", "bb")])
+
+
 def test_an_environment_that_cannot_be_shut_down_leaves_no_other_open() -> None:
     ended = []
 
