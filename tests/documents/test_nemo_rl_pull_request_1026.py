@@ -263,7 +263,8 @@ def check_rewards(folder: Path, reward_model: str) -> None:
     assert main(["score", reward_model, "--data", data, "--output", str(output)]) == 0
     scores = [row["score"] for row in read_jsonl(output)]
     rewards = [one["reward"] for _, one in rewarded]
-    assert max(scores) - min(scores) > 0.05, "another order would not do"
+    # Far more than the 1e-5 to which rewards and scores are compared.
+    assert max(scores) - min(scores) > 0.02, "another order would not do"
     assert rewards == pytest.approx(scores, abs=1e-5)
 
 
