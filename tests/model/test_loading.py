@@ -28,10 +28,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, ModelError
 from treeward.model.export import export_model
+from treeward.model.heads import head_name
 from treeward.model.loading import build_reward_model, load_classifier, load_policy
 from treeward.model.policy_model import PolicyModel
 from treeward.model.pretrained import load_tokenizer, read_config
-from treeward.model.reward_model import head_name
 
 LLAMA = {"model_type": "llama", **SIZES}
 

@@ -44,6 +44,10 @@ _MORE_PROMPT = ("input", "history")
 MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
 """No model here reads them: a prompt without its image would be another question."""
 
+_NEED_PROMPT = (
+    "a prompt, under context, prompt, instruction, question, query or messages, or in another "
+    "column that prompt_key names; or whole conversations"
+)
 _NAME_IT = "name the prompt's column, as prompt_key=prompt: then only that one is read"
 
 
@@ -265,3 +269,25 @@ def _is_empty(value: Any) -> bool:
 def shown_keys(values: Mapping[str, Any]) -> str:
     """The keys of a row, for an error."""
     return f"keys {sorted(map(str, values))}"
+
+
+def check_promptless(values: Mapping[str, Any], read: Sequence[str], where: str | None) -> None:
+    """Raise `DataError` for a row whose prompt may be in a column that is not in `read`: its
+    completions would be learnt and scored without it."""
+    others = []
+    for column in unread_columns(values, {*read, *EVERY_CONVERSATION}):
+        value = values[column]
+        # A list of numbers is no prompt: grades, or log-probabilities.
+        if not (is_list(value) and all(isinstance(item, int | float | None) for item in value)):
+            others.append(column)
+    if not others:
+        return
+    fix_with_prompt = f"name the prompt's column, as prompt_key={others[0]}"
+    raise DataError(
+        "the row has no prompt",
+        where=where,
+        field="prompt",
+        got=shown_keys(values),
+        need=_NEED_PROMPT,
+        fix=f"{fix_with_prompt}; or, without a prompt, remove {', '.join(others)}",
+    )

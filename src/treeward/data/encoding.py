@@ -29,13 +29,16 @@ import pyarrow.compute
 
 from treeward.config.data import Ties
 from treeward.data.conversation import Conversation, last_text
-from treeward.data.encoding_counts import (
-    EncodingCounts,
+from treeward.data.encoding_counts import EncodingCounts
+from treeward.data.preference import (
+    Completion,
+    Preference,
     contradicts_scores,
     differs_in_prompt,
+    digest_of,
     num_unanswered,
+    pair_ids,
 )
-from treeward.data.preference import Completion, Preference, digest_of, pair_ids
 from treeward.digests import has_its_digest, write_digest
 from treeward.errors import ConfigError, DataError
 from treeward.progress import ShownProgress

@@ -6,15 +6,9 @@ dataset.counts.summary()
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from treeward.data.conversation import SYSTEM_ROLES
-from treeward.data.preference import Completion
-
 _MUCH = 0.1  # a warning says when a larger share is left out
-_ASKING = (*SYSTEM_ROLES, "user")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,24 +101,3 @@ class EncodingCounts:
         if self.steps_too_long > _MUCH * (self.steps + self.steps_too_long):
             return True
         return self.completions_too_long > _MUCH * num_completions
-
-
-def contradicts_scores(completions: Sequence[Completion]) -> bool:
-    """Whether a completion outranks one that has a higher score."""
-    for better, worse in itertools.permutations(completions, 2):
-        if better.score is None or worse.score is None:
-            continue
-        if better.rank < worse.rank and better.score < worse.score:
-            return True
-    return False
-
-
-def num_unanswered(completions: Sequence[Completion]) -> int:
-    """How many of the completions do not end with a message of the assistant."""
-    return sum(completion.messages[-1]["role"] != "assistant" for completion in completions)
-
-
-def differs_in_prompt(completions: Sequence[Completion]) -> bool:
-    """Whether a completion begins with a question or an instruction: its side was a conversation
-    whose prompt another side does not have."""
-    return any(completion.messages[0]["role"] in _ASKING for completion in completions)

@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from treeward.data.columns import context_of, shown_keys
+from treeward.data.columns import check_promptless, context_of, shown_keys
 from treeward.data.conversation import Messages, as_messages
 from treeward.data.preference import (
     Completion,
     Preference,
     check_continues,
-    check_promptless,
     first_with_value,
     holds_prompt,
     number_of,

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,10 +26,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from treeward.data.columns import (
-    EVERY_CONVERSATION,
+    check_promptless,
     context_of,
     shown_keys,
-    unread_columns,
     with_system,
 )
 from treeward.data.conversation import (
@@ -51,10 +51,6 @@ DATASET_NAME_FIX = "data.dataset_name=auto tells the format by a row's keys: see
 _COMPLETION_FORMAT = '{"rank": 0, "completion": [messages]}'
 _RANK_FORMAT = f'{{"context": [messages], "completions": [{_COMPLETION_FORMAT}, ...]}}'
 _NEED_RANK = "0, 1, ..., lower is better; or a score for each, or a list scores, and no ranks"
-_NEED_PROMPT = (
-    "a prompt, under context, prompt, instruction, question, query or messages, or in another "
-    "column that prompt_key names; or whole conversations"
-)
 _NEED_ALIKE = "completions alone, or whole conversations with the prompt in each"
 _SURE = 1e-7  # a judge's 0 and 1 count as this and its complement, whose log-odds are finite
 # Of each of these the first that an object has counts.
@@ -156,6 +152,28 @@ def pair_ids(preference: Preference, completions: Sequence[Completion]) -> list[
             if better.rank < worse.rank:
                 ids.append(digest_of(f"{context} {better_digest} {worse_digest}"))
     return ids
+
+
+def contradicts_scores(completions: Sequence[Completion]) -> bool:
+    """Whether a completion outranks one that has a higher score."""
+    for better, worse in itertools.permutations(completions, 2):
+        if better.score is None or worse.score is None:
+            continue
+        if better.rank < worse.rank and better.score < worse.score:
+            return True
+    return False
+
+
+def num_unanswered(completions: Sequence[Completion]) -> int:
+    """How many of the completions do not end with a message of the assistant."""
+    return sum(completion.messages[-1]["role"] != "assistant" for completion in completions)
+
+
+def differs_in_prompt(completions: Sequence[Completion]) -> bool:
+    """Whether a completion begins with a question or an instruction: its side was a conversation
+    whose prompt another side does not have."""
+    asking = (*SYSTEM_ROLES, "user")
+    return any(completion.messages[0]["role"] in asking for completion in completions)
 
 
 def digest_of(text: str) -> int:
@@ -447,28 +465,6 @@ def check_prompted(messages: Iterable[Message], first: bool | None, where: str |
         got=contents or "none",
         need=need,
         fix=fix,
-    )
-
-
-def check_promptless(values: Mapping[str, Any], read: Sequence[str], where: str | None) -> None:
-    """Raise `DataError` for a row whose prompt may be in a column that is not in `read`: its
-    completions would be learnt and scored without it."""
-    others = []
-    for column in unread_columns(values, {*read, *EVERY_CONVERSATION}):
-        value = values[column]
-        # A list of numbers is no prompt: grades, or log-probabilities.
-        if not (is_list(value) and all(isinstance(item, int | float | None) for item in value)):
-            others.append(column)
-    if not others:
-        return
-    fix_with_prompt = f"name the prompt's column, as prompt_key={others[0]}"
-    raise DataError(
-        "the row has no prompt",
-        where=where,
-        field="prompt",
-        got=shown_keys(values),
-        need=_NEED_PROMPT,
-        fix=f"{fix_with_prompt}; or, without a prompt, remove {', '.join(others)}",
     )
 
 

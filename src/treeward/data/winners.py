@@ -15,13 +15,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from treeward.config.dataset_table import COMPARISON_SETS, Form
-from treeward.data.columns import context_of
+from treeward.data.columns import check_promptless, context_of
 from treeward.data.conversation import as_messages, is_list
 from treeward.data.preference import (
     Completion,
     Preference,
     before,
-    check_promptless,
     preference_of,
     required,
     split_common_prefix,

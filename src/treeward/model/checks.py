@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from treeward.errors import ConfigError, ModelError
+from treeward.model.heads import head_name
 from treeward.model.policy_model import PolicyModel
 from treeward.model.pretrained import has_room
-from treeward.model.reward_model import RewardModel, head_name
+from treeward.model.reward_model import RewardModel
 from treeward.model.wrapped import Layout, WrappedModel
 from treeward.tree.attention import probing
 from treeward.tree.batch import TreeBatch

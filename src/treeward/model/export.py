@@ -26,9 +26,9 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from treeward import processes
 from treeward.errors import ModelError
+from treeward.model.heads import head_name
 from treeward.model.lora import plain_weights
 from treeward.model.policy_model import PolicyModel
-from treeward.model.reward_model import head_name
 from treeward.model.shards import whole
 from treeward.model.wrapped import WrappedModel
 

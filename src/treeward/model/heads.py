@@ -26,13 +26,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from treeward.errors import ModelError
 from treeward.tree.token_tree import TokenIds
 
 Fields = Mapping[str, Any]
 """The content of config.json."""
+
+HEAD_NAMES = ("score", "classifier", "classification_head", "vqa_classifier", "sequence_summary")
+"""Names that sequence classifiers of transformers give their head."""
 
 HELPSTEER2 = ("helpfulness", "correctness", "coherence", "complexity", "verbosity")
 ARMORM = (
@@ -62,6 +65,29 @@ _ANSWER_BEGINS = {
 }
 """The end of the prompt and the header of the completion, in the tokens of Llama 3 and of Gemma
 2."""
+
+
+def head_name(hf: PreTrainedModel) -> str:
+    """The name of the classification head: `score` in decoders, `classifier` in most encoders.
+    Raises `ModelError` if there is none."""
+    for name in HEAD_NAMES:
+        if isinstance(getattr(hf, name, None), nn.Module):
+            return name
+    raise ModelError(
+        f"{type(hf).__name__} has no head that treeward knows",
+        need="a `score` or `classifier` module",
+    )
+
+
+def is_of_head(name: str) -> bool:
+    """Whether a weight of this name belongs to the classification head."""
+    return name.split(".")[0] in HEAD_NAMES
+
+
+def stored_heads(hf: PreTrainedModel) -> tuple[str, ...]:
+    """The names of the head's modules on disk, which some published models change."""
+    names: tuple[str, ...] = getattr(hf, "stored_head", None) or (head_name(hf),)
+    return names
 
 
 class HiddenReader(nn.Module):

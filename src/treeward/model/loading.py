@@ -40,7 +40,7 @@ from treeward.data.step_marks import mark_id
 from treeward.errors import ModelError
 from treeward.model.checks import choose_layout, tree_or_rows
 from treeward.model.filling import fill, without_weights
-from treeward.model.heads import StepLogits
+from treeward.model.heads import StepLogits, head_name
 from treeward.model.policy_model import PolicyModel
 from treeward.model.pretrained import (
     bare_model,
@@ -50,7 +50,7 @@ from treeward.model.pretrained import (
     read_config,
 )
 from treeward.model.published import Adapter, find, refuse, set_template
-from treeward.model.reward_model import RewardModel, head_name
+from treeward.model.reward_model import RewardModel
 from treeward.model.wrapped import WrappedModel
 
 logger = logging.getLogger(__name__)

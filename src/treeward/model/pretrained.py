@@ -36,9 +36,9 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_files
 
 from treeward.errors import ConfigError, ModelError, nearest_path
+from treeward.model.heads import HEAD_NAMES, head_name, is_of_head
 from treeward.model.lora import ADAPTER_CONFIG, is_quantized, merge_adapters, merging_line
 from treeward.model.published import find, set_template
-from treeward.model.reward_model import HEAD_NAMES, head_name, is_of_head
 
 logger = logging.getLogger(__name__)
 

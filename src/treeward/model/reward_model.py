@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from treeward.errors import ModelError
-from treeward.model.heads import HiddenReader, inputs_of_heads, note_inputs
+from treeward.model.heads import HiddenReader, head_name, inputs_of_heads, note_inputs
 from treeward.model.side_by_side import can_divide, divided, side_by_side
 from treeward.model.wrapped import Layout, WrappedModel
 from treeward.tree.batch import Batch, Movable, RowBatch, TreeBatch
@@ -44,10 +44,6 @@ from treeward.tree.token_tree import TokenIds, common_prefix_length
 
 DEFAULT_BATCH_TOKENS = 4096
 """Most tokens that scoring computes in one forward pass."""
-
-HEAD_NAMES = ("score", "classifier", "classification_head", "vqa_classifier", "sequence_summary")
-"""Names that sequence classifiers of transformers give their head."""
-
 
 ReadPosition = Literal["last token", "before padding", "pooled", "step marks"]
 
@@ -78,6 +74,7 @@ class RewardModel(WrappedModel):
 
     def __init__(self, hf: PreTrainedModel, *, layout: Layout = "tree") -> None:
         super().__init__(hf, layout=layout)
+        self._head_name = head_name(hf)
         self.num_computed_tokens = 0
         """Tokens that `read_tokens` has computed so far."""
         self.num_row_tokens = 0
@@ -104,8 +101,7 @@ class RewardModel(WrappedModel):
     @property
     def head(self) -> nn.Module:
         """The module that turns hidden states into the score."""
-        name = head_name(self.hf)
-        return self.hf.get_submodule(name)
+        return self.hf.get_submodule(self._head_name)
 
     @property
     def score_parts(self) -> tuple[str, ...]:
@@ -587,26 +583,3 @@ def check_finite(values: Sequence[float], name: str, num_tokens: int) -> None:
             got=f"{list(values)} for {name} of {num_tokens} tokens",
             fix="score in float32 (--dtype float32); if it persists, the weights are broken",
         )
-
-
-def head_name(hf: PreTrainedModel) -> str:
-    """The name of the classification head: `score` in decoders, `classifier` in most encoders.
-    Raises `ModelError` if there is none."""
-    for name in HEAD_NAMES:
-        if isinstance(getattr(hf, name, None), nn.Module):
-            return name
-    raise ModelError(
-        f"{type(hf).__name__} has no head that treeward knows",
-        need="a `score` or `classifier` module",
-    )
-
-
-def is_of_head(name: str) -> bool:
-    """Whether a weight of this name belongs to the classification head."""
-    return name.split(".")[0] in HEAD_NAMES
-
-
-def stored_heads(hf: PreTrainedModel) -> tuple[str, ...]:
-    """The names of the head's modules on disk, which some published models change."""
-    names: tuple[str, ...] = getattr(hf, "stored_head", None) or (head_name(hf),)
-    return names

@@ -28,9 +28,10 @@ from torch.distributed.tensor import DTensor
 
 from treeward import processes
 from treeward.model.filling import restore_buffers, without_weights
+from treeward.model.heads import HEAD_NAMES
 from treeward.model.lora import has_adapters, is_quantized, plain_weights
 from treeward.model.policy_model import PolicyModel
-from treeward.model.reward_model import HEAD_NAMES, RewardModel
+from treeward.model.reward_model import RewardModel
 from treeward.model.shards import own_part, put, whole
 from treeward.model.wrapped import WrappedModel
 from treeward.parallel.mesh import REPLICATE, SHARD, Mesh

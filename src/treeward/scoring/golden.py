@@ -46,10 +46,11 @@ from treeward.model.contract import (
     text_sha256,
     write_contract,
 )
+from treeward.model.heads import stored_heads
 from treeward.model.loading import PAD_TOKEN, load_classifier
 from treeward.model.lora import has_adapters
 from treeward.model.pretrained import DTYPES, has_room, load_tokenizer
-from treeward.model.reward_model import RewardModel, check_finite, stored_heads
+from treeward.model.reward_model import RewardModel, check_finite
 from treeward.model.spread import SpreadReader
 from treeward.model.stored import StoredModel, architecture_of, dtype_of, sha256_of
 from treeward.parallel.mesh import Mesh

@@ -34,9 +34,10 @@ from treeward.model.contract import (
     readme_sha256,
 )
 from treeward.model.export import HTTP_ERROR
+from treeward.model.heads import stored_heads
 from treeward.model.loading import load_classifier
 from treeward.model.pretrained import check_local, choose_device, load_tokenizer
-from treeward.model.reward_model import RewardModel, stored_heads
+from treeward.model.reward_model import RewardModel
 from treeward.model.spread import SPREAD_FOLDER, read_spread
 from treeward.model.stored import StoredModel, architecture_of, dtype_of, sha256_of
 from treeward.scoring.combining import score_of, values_of

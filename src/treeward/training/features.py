@@ -32,7 +32,8 @@ from treeward import processes
 from treeward.data.encoding import EncodedDataset
 from treeward.digests import has_its_digest, write_digest
 from treeward.errors import ConfigError
-from treeward.model.reward_model import RewardModel, head_name, reads_each
+from treeward.model.heads import head_name
+from treeward.model.reward_model import RewardModel, reads_each
 from treeward.model.shards import whole
 from treeward.model.stored import architecture_of
 from treeward.progress import ShownProgress

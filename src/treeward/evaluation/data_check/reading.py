@@ -25,13 +25,13 @@ from treeward.data.encoding import (
     nothing_left_error,
     portions,
 )
-from treeward.data.encoding_counts import (
-    EncodingCounts,
+from treeward.data.encoding_counts import EncodingCounts
+from treeward.data.preference import (
+    Preference,
     contradicts_scores,
     differs_in_prompt,
     num_unanswered,
 )
-from treeward.data.preference import Preference
 from treeward.data.rendering import Renderer
 from treeward.errors import DataError
 from treeward.evaluation.diagnostics.biases import markdown_density
