@@ -52,7 +52,7 @@ class Own(ConfiguredEnvironment[RuleEnvironmentConfig]):
 
 
 def test_each_of_two_files_of_one_name_is_its_own_code(tmp_path: Path) -> None:
-    """The first one's was the second's: it could change, and a run resumed all the same."""
+    """The first one's was the second's: it could change, and `eval` used its kept rewards again."""
     codes = []
     environments = []
     for folder, value in (("first", 1.0), ("second", 2.0)):
