@@ -89,6 +89,19 @@ def test_a_judge_in_the_process_is_known_by_its_weights_and_its_contract(tmp_pat
     assert len(set(identities)) == 6
 
 
+def test_a_template_that_is_edited_is_another_reward(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jinja"
+    section = {"models": ["rm"], "tokenizer": {"name": "rm", "chat_template": str(file)}}
+    identities = []
+    for content in ("{{ messages }}", "{{ messages[1:] }}"):
+        file.write_text(content, encoding="utf-8")
+        for members in (section, {"type": "hybrid", "members": {"reward_model": section}}):
+            identities.append(str(rl_setup.reward_identity("reward_model", members)))
+    assert len(set(identities)) == 4
+    written = {"models": ["rm"], "tokenizer": {"chat_template": "{{ messages }}" * 999}}
+    assert "{{ messages }}" in str(rl_setup.reward_identity("reward_model", written))
+
+
 def test_a_schedule_ends_with_the_last_update(opened: Callable[..., Any]) -> None:
     """Six steps of three passes over the batch, each in two parts: 36 updates."""
     schedule = "policy.scheduler={name: linear, warmup_steps: 0, min_lr_ratio: 0}"

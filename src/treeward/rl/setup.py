@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -499,7 +501,7 @@ def _identity(
 
 def reward_identity(name: str, section: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of an environment's section that rewards depend on, with hashes of its models'
-    weights.
+    weights and of the template's file that it names.
 
     Every key counts for a class of the user. Raises `RewardServerError` for a server that does not
     respond.
@@ -514,6 +516,9 @@ def reward_identity(name: str, section: Mapping[str, Any]) -> dict[str, Any]:
         kept["members"] = {
             name: reward_identity(name, member) for name, member in kept["members"].items()
         }
+    tokenizer = kept.get("tokenizer")
+    if isinstance(tokenizer, Mapping) and "chat_template" in tokenizer:
+        kept["tokenizer"] = {**tokenizer, "chat_template": _template(tokenizer["chat_template"])}
     if kind == "reward_model":
         keys = {key: value for key, value in section.items() if key not in ("type", "weight")}
         config = RewardModelEnvironmentConfig.model_validate(keys)
@@ -530,3 +535,11 @@ def reward_identity(name: str, section: Mapping[str, Any]) -> dict[str, Any]:
             if isinstance(kept.get(key), str):
                 kept[key] = with_weights(kept[key])
     return kept
+
+
+def _template(named: Any) -> Any:
+    """The hash of a template's file, which somebody may edit; any other value as it is."""
+    # A template itself may be too long for a path, and `is_file` would raise.
+    if not isinstance(named, str) or not os.path.isfile(os.path.expanduser(named)):
+        return named
+    return f"file {short_hash(Path(named).expanduser().read_text('utf-8'))}"
