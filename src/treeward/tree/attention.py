@@ -110,6 +110,7 @@ def layer_attention_of(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
         s_aux: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
+        # `kwargs` may have the layer's sliding window too, which its mask knows already.
         _check(module, query_BHTD, attention_mask, kwargs)
         if scaling is None:
             scaling = query_BHTD.shape[-1] ** -0.5
@@ -158,6 +159,7 @@ def tree_attention(
     layout = mask.layout
     num_tokens = layout.num_tokens
     padding = query_BHTD.shape[2] - num_tokens
+    # Of a batch that its caller has padded: models pad for FlexAttention alone.
     if padding:  # which no sequence reads, so that any value will do
         query = query_BHTD[:, :, :num_tokens]
         key = key_BJTD[:, :, :num_tokens]
@@ -248,6 +250,7 @@ def _written_out_by_windows(
 ) -> Tensor:
     """`written_out` for one tree in blocks of queries, so that memory follows the window."""
     outs = []
+    # In the order of the row: segments lie one after another, and so do the blocks of each.
     for window in mask.windows(tree) or ():
         keys = []
         values = []

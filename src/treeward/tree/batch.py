@@ -281,6 +281,7 @@ class TreeBatch(Movable):
         """
         length = len(self.tokens_T)
         # A power of two between 1/16 and 1/8 of the length.
+        # 128 is a block of FlexAttention (`flex.BLOCK`), which computes whole blocks anyway.
         step = max(128, 2 ** (length.bit_length() - 4))
         padded_length = math.ceil(length / step) * step
         padding = padded_length - length

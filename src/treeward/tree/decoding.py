@@ -128,12 +128,14 @@ class Decoding:
         if self.step < self.capacity:
             return False
         # Doubled, so that in all no more tokens are copied than there are.
+        # Never by 0: the last token of a row is sampled and not computed, so it needs no room.
         room = min(self.capacity, self.most_tokens - self.capacity)
         for layer in self.layers:
             assert layer.own is not None
             keys, values = layer.own
             layer.own = (F.pad(keys, (0, 0, 0, room)), F.pad(values, (0, 0, 0, room)))
         self.capacity += room
+        # A model of recurrent layers alone has no keys that could have been replaced.
         return bool(self.layers)
 
     def choose(self, rows: Sequence[int]) -> None:

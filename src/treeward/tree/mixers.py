@@ -72,6 +72,8 @@ def read_by_kernels(hf: nn.Module) -> set[str]:
     names = set()
     for name, part in hf.named_modules():
         functions = vars(sys.modules[type(part).__module__])
+        # The name is there without its package too: which layers get adapters is not the machine's
+        # matter.
         has_kernel = any(function in functions for function in _FUSED)
         # Of these modules the mixers alone have a decay.
         if not (has_kernel and hasattr(part, "A_log")):
@@ -225,6 +227,8 @@ class _GatedDeltaRule(_Mixer):
         output_final_state: bool = False,
         **options: Any,
     ) -> tuple[Tensor, None]:
+        # `initial_state` and `output_final_state` are named only to keep them out of `options`:
+        # rounds have their own.
         chunk = GPU_CHUNK
         if query.device.type == "cpu":
             chunk = CPU_CHUNK

@@ -79,6 +79,7 @@ def _distributed(
         if not emptiest:
             return None
         used, number = emptiest[0]
+        # Where the emptiest has no room for it, none has.
         if used and used + sizes[i] > most_tokens:  # an empty one takes a group of any size
             return None
         heapq.heappop(emptiest)
@@ -296,6 +297,7 @@ def plan_parts(
         shapes = []
         for part in parts:
             num_rows = len(part.members)
+            # Its tokens are padded ones, so this is its longest row.
             shapes.append((num_rows, part.num_tokens // num_rows))
         plan = plan_padded(shapes, max_tokens=max_tokens, num_ranks=num_ranks)
     micro_batches = []

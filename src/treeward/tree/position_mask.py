@@ -118,6 +118,8 @@ class PositionMask:
     def allowed(self, queries_Q: Tensor, keys_K: Tensor) -> Tensor:
         """The key positions that each query position sees, bool (Q, K)."""
         zero = torch.zeros((), dtype=torch.long)
+        # Not every function has the shape of the pairs: one that is not causal looks at the query
+        # alone, (Q, 1).
         allowed = self.mask_function(zero, zero, queries_Q[:, None], keys_K[None, :])
         return torch.as_tensor(allowed).expand(len(queries_Q), len(keys_K))
 
@@ -278,7 +280,7 @@ class PositionMask:
                 num_seeing = int(mask.any(dim=1).sum())
                 if num_seeing:
                     q_end = window.q_start + num_seeing
-                    mask = mask[:num_seeing].contiguous()
+                    mask = mask[:num_seeing]
                     yield Part(
                         window.q_start, q_end, keys.start, keys.end, False, mask, first=False
                     )

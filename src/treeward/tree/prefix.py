@@ -83,7 +83,8 @@ class Kept:
 
 class Exchange:
     """The prefixes that the layers of one forward pass read, and the ones that they write. It
-    counts the calls of layers."""
+    counts the calls of layers, so that it is for passes without gradients: activation checkpointing
+    would call them again."""
 
     def __init__(self, prefixes: Sequence[Prefix | None], keep: Sequence[Kept] = ()) -> None:
         self.prefixes = tuple(prefixes)
@@ -212,6 +213,8 @@ class PrefixCache:
         if num_known == len(prefix):  # an entry begins with it
             return
         place = bisect.bisect_left(self._sorted, key)
+        # No entry begins with another one, unless `whole`: one that this continues is its
+        # neighbour.
         continues_another = place > 0 and key.startswith(self._sorted[place - 1])
         # The longer one does the work of both, unless each serves at its own end alone.
         if continues_another and not self.whole:
@@ -259,6 +262,7 @@ class RecentTokens:
     shares with an earlier one are the prompt, or more. It keeps hashes in blocks of 32 tokens; the
     oldest of `max_blocks` go first."""
 
+    # The blocks of four million tokens, in about 20 MB.
     def __init__(self, max_blocks: int = 2**17) -> None:
         self.max_blocks = max_blocks
         self._seen: OrderedDict[bytes, None] = OrderedDict()

@@ -115,8 +115,8 @@ class Window:
     """A row in which each piece follows the last K - 1 tokens of its path.
 
     `source_E`: of each of its tokens, int64: a token of the row, or behind them T + p (K - 1) + k,
-    the k-th of the kept inputs of the p-th tree that has a prefix. `is_before_E`: the places that
-    are before the beginning of a conversation, int64 (any number); they hold zeros. `place_T`: of
+    the k-th of the kept inputs of the p-th tree that has a prefix. `before`: the places that are
+    before the beginning of a conversation, int64 (any number); they hold zeros. `place_T`: of
     each token of the row, less K - 1, int64. `kept`: for each prefix to keep, the K - 1 sources
     that end it, and how many of them are before the beginning.
     """
@@ -436,6 +436,7 @@ class Recurrence:
                 parent_T[piece.start] = last
                 first_step = step_T[last] + 1
             step_T[own] = first_step + np.arange(len(own))
+        # Stable: the first tokens of the roots stay in the order of `starts`.
         order_N = np.argsort(step_T, kind="stable")
         slot_T = np.empty_like(order_N)
         slot_T[order_N] = np.arange(self.num_tokens)

@@ -154,6 +154,8 @@ def _segments(
         # What all share is the least that two neighbours share.
         bottom = min(shared[first + 1 : last], default=lengths[first])
         if bottom > depth:  # else they are several trees, without a common root
+            # The first sequence of a range holds these tokens itself: it shares at most `depth`
+            # with the one before it.
             start = ends[first] - lengths[first] + depth
             segments.append(Segment(start, start + bottom - depth, ends[last - 1], depth, parent))
             parent = len(segments) - 1
