@@ -23,7 +23,12 @@ from families import (
 from messages import edit_json, replace_text
 from safetensors.torch import load_file, save_file
 from signed import SIZES
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, ModelError
@@ -264,6 +269,17 @@ def test_bfloat16_keeps_the_head_alone_in_float32(family: str, save: Any) -> Non
     exact = load_classifier(folder).model
     ids = [[5, 6, 7, 8], [9, 6, 7, 0]]
     assert loaded.model.score_tokens(ids) == pytest.approx(exact.score_tokens(ids).numpy(), abs=0.2)
+
+
+def test_a_head_of_any_name_is_kept_in_float32(save: Any) -> None:
+    """XLM's is `sequence_summary`; it is called with float32."""
+    config = AutoConfig.for_model(
+        "xlm", vocab_size=300, emb_dim=32, n_layers=1, n_heads=2, num_labels=1
+    )
+    folder = save(randomise(AutoModelForSequenceClassification.from_config(config)))
+    model = load_classifier(folder, dtype=torch.bfloat16).model
+    assert {parameter.dtype for parameter in model.head.parameters()} == {torch.float32}
+    assert model.score_tokens([[5, 6, 7, 8], [9, 6, 7]]).isfinite().all()
 
 
 GROUPS = [[[5, 6, 7, 8, 9, 10], [5, 6, 7, 8, 11], [5, 6, 7, 12, 13, 14, 15]]]

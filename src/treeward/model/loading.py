@@ -40,7 +40,7 @@ from treeward.data.step_marks import mark_id
 from treeward.errors import ModelError
 from treeward.model.checks import choose_layout, tree_or_rows
 from treeward.model.filling import fill, without_weights
-from treeward.model.heads import StepLogits, head_name
+from treeward.model.heads import HEAD_NAMES, StepLogits, head_name
 from treeward.model.policy_model import PolicyModel
 from treeward.model.pretrained import (
     bare_model,
@@ -58,9 +58,6 @@ logger = logging.getLogger(__name__)
 _Model = TypeVar("_Model", bound=WrappedModel)
 
 PAD_TOKEN = "<|treeward_pad|>"
-
-_HEADS = ("score", "classifier")
-"""Names that keep a module in float32 while the weights are loaded in another dtype."""
 
 STEP_TOKEN_KEY = "step_token"
 """The key of config.json with the mark at which a token classifier reads each step."""
@@ -192,7 +189,7 @@ def _with_weights(
     if published is not None and is_token:
         hf = published.of_tokens(model_class, config, hf, tokenizer)
     for child_name, child in hf.named_children():
-        if child_name != head_name(hf) and any(kept in child_name for kept in _HEADS):
+        if child_name != head_name(hf) and any(kept in child_name for kept in HEAD_NAMES):
             # transformers matches parts of names: pre_classifier as well
             child.to(settings["dtype"])
     if new_head and head_seed is None:
@@ -556,7 +553,7 @@ def _head_kept_in_float32(model_class: type[PreTrainedModel]) -> Iterator[None]:
     """transformers casts every weight to the requested dtype, except those named by this class
     attribute."""
     before = getattr(model_class, "_keep_in_fp32_modules_strict", None)
-    model_class._keep_in_fp32_modules_strict = {*(before or ()), *_HEADS}
+    model_class._keep_in_fp32_modules_strict = {*(before or ()), *HEAD_NAMES}
     try:
         yield
     finally:
