@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from treeward.data.rendering import Renderer
 from treeward.errors import ModelError
 from treeward.model.export import export_model
 from treeward.model.loading import load_classifier
+from treeward.model.published import set_template
 from treeward.scoring.golden import sign_folder
 from treeward.scoring.scorer import Scorer
 
@@ -55,6 +57,18 @@ def test_a_token_of_a_language_model_is_a_score(
     filled = load_classifier(folder, on_meta=True).model
     filled.fill("cpu")
     assert torch.equal(filled.head.weight, scorer.model.head.weight)
+
+
+def test_the_prompt_of_a_verifier_may_have_any_characters(tiny_tokenizer: Any) -> None:
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    prompt = 'Is it "right"?\n\N{GRINNING FACE} {{ \\'
+    fields = {
+        "architectures": ["LlamaForCausalLM"],
+        "classifier_from_token": ["yes"],
+        "classifier_prompt": prompt,
+    }
+    set_template(tokenizer, fields, "verifier")
+    assert tokenizer.apply_chat_template(CHATS[0], tokenize=False).endswith(prompt)
 
 
 def test_logits_that_are_not_linear_and_unknown_tokens_are_refused(

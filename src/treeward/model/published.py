@@ -86,8 +86,9 @@ def _then(text: str) -> tuple[str, str]:
     """`Adapter.end` for a text after the template."""
     if not text:
         return "", ""
-    # A literal: the template's own tags before it may remove white space that follows them.
-    return "", f"{{{{ {json.dumps(text)} }}}}"
+    # A literal: the template's own tags before it may remove white space that follows them. With
+    # its own characters: Jinja reads JSON's escape of an emoji as two halves of one.
+    return "", f"{{{{ {json.dumps(text, ensure_ascii=False)} }}}}"
 
 
 _TEXT, _EOS = "{{ message.content }}", "{{ eos_token }}"
