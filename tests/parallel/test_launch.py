@@ -31,6 +31,13 @@ def test_several_tasks_of_slurm_need_torchrun(
         launch(print, tiny_run())
 
 
+def test_an_empty_world_size_is_none(
+    tiny_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "")
+    assert launch(lambda _, show_progress: show_progress, tiny_run()) is True
+
+
 def test_the_log_of_a_process_takes_any_text(
     tiny_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,7 +37,7 @@ def launch(function: Callable[..., _T], config: Any) -> _T | None:
     """`function(config, show_progress=...)` on each process of the run; its result on the main one,
     None elsewhere. Raises what it raises, `ConfigError` where the processes cannot be had, and
     `LostProcessError` where one of them is lost."""
-    if "WORLD_SIZE" in os.environ:
+    if os.environ.get("WORLD_SIZE"):  # an empty one is none
         with processes.joined(timeout=timedelta(minutes=config.cluster.timeout_minutes)):
             try:
                 return run_here(function, config)
