@@ -240,7 +240,7 @@ def check_policy(
             with policy.computing_in(torch.float32):
                 exact_N = _plain_log_probs(policy, groups)
         else:
-            rounding = 0.025
+            rounding = 0.025  # twice that is the 0.05 that is allowed
     rounding = max(rounding, float((plain_N - exact_N).abs().mean()))
     off = float((together_N - exact_N).abs().mean())
     allowed = 1e-3 + 2 * rounding

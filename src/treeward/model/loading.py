@@ -383,6 +383,8 @@ def ensure_pad_token(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
     if len(tokenizer) > num_rows:
         # transformers draws the new row; the run's random numbers go on as if it had not.
         with torch.random.fork_rng(devices=[]), torch.no_grad():
+            # A mean resizing would draw the row from the covariance of all others, to be zeroed
+            # below.
             hf.resize_token_embeddings(len(tokenizer), mean_resizing=False)
             grown: Any = hf.get_input_embeddings()
             grown.weight[num_rows:] = 0  # it is never scored, but exports should not differ in it
@@ -405,6 +407,7 @@ def ensure_pad_token(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
 def classifier_class(config: PreTrainedConfig, trust_remote_code: bool) -> type[PreTrainedModel]:
     """The family's sequence classifier. About half of the causal LMs have none; treeward makes
     theirs."""
+    # Where transformers has a class for this very configuration, the authors' code is not needed.
     if trust_remote_code and hasattr(config, "auto_map"):
         mapping: Any = AutoModelForSequenceClassification._model_mapping
         if type(config) not in mapping or config.is_encoder_decoder:

@@ -279,9 +279,11 @@ def merge_adapters(hf: PreTrainedModel, folder: Path) -> set[str]:
         with warnings.catch_warnings():
             # peft warns of tensors that do not fit, which are errors below.
             warnings.simplefilter("ignore")
+            # By itself peft would read them onto a GPU where there is one.
             adapted = peft.PeftModel.from_pretrained(
                 hf, str(folder), config=config, torch_device=str(hf.device)
             )
+        # By default it asks the hub for the base's config.json, to compare the vocabularies.
         loaded = set(peft.get_peft_model_state_dict(adapted, save_embedding_layers=False))
         on_one_side = sorted(saved ^ loaded)
         if on_one_side:
@@ -411,6 +413,7 @@ def _draw(model: WrappedModel, seed: int) -> None:
     for layer in adapted_layers(model).values():
         weight_A = layer.lora_A[_NAME].weight
         drawn = torch.empty(weight_A.shape)
+        # As NeMo RL's `lora_A_init: xavier`; peft has drawn by Kaiming's rule.
         nn.init.xavier_normal_(drawn, generator=generator)
         put(weight_A, drawn)
         # B A is zero at first: training begins at the model itself.

@@ -281,6 +281,7 @@ class VocabularyShard:
             rows.append(entropies_N)
         own = torch.stack(rows)
         parts = own.new_empty(self.group.size(), *own.shape)
+        # Into views of `parts`, one for each process.
         distributed.all_gather(list(parts), own, group=self.group)
         targets_RN, norms_RN, *entropies = parts.unbind(dim=1)
         norms_N = norms_RN.logsumexp(dim=0)
@@ -430,5 +431,7 @@ class _LinearLogProbs(torch.autograd.Function):
                 # Each process has the part of its own rows of the head.
                 distributed.all_reduce(grad_hidden, group=settings.shard.group)
             grad_hidden = grad_hidden.to(ctx.hidden_dtype)
+        # Autograd casts the float32 gradients to the weights' dtype, or to the `grad_dtype` of
+        # weights that have masters.
         # One for each argument of `forward`: the targets and the settings have none.
         return grad_hidden, grad_weight, grad_bias, None, None

@@ -247,6 +247,7 @@ def _read_weights(
         hf, info = model_class.from_pretrained(
             name,
             config=config,
+            # Every class has it, and each call sets its own (`WrappedModel.attention`).
             attn_implementation="eager",
             output_loading_info=True,
             use_safetensors=True,

@@ -61,6 +61,7 @@ class SplitGroups(ConversionOps):
     ) -> dict[str, Any]:
         config = kwargs["config"]
         [weight] = input_dict.values()
+        # Either form, as transformers' own operations take it.
         if isinstance(weight, list):
             weight = weight[0]
         num_groups = config.num_key_value_heads
@@ -218,6 +219,7 @@ class Adapter:
         }
         made: type[PreTrainedModel] = type(name, (plain,), body)
         renamings = [WeightRenaming(f"^{old}", new) for old, new in stored.items() if old != new]
+        # `overwrite`: another model of the class may have been loaded before.
         register_checkpoint_conversion_mapping(name, [*renamings, *self.backbone], overwrite=True)
         return made
 
@@ -496,6 +498,7 @@ ADAPTERS: Mapping[str, Adapter] = {
     "Nemotron-Reward": Adapter(
         source=f"{_HUB}nvidia/Llama-3.1-Nemotron-70B-Reward-HF",
         recognises=_is_nemotron,
+        # The authors' head is the first row of the output layer, in the place of that token's.
         tokens=lambda _: [0],
     ),
     "a token of a language model": Adapter(
@@ -517,6 +520,7 @@ def find(fields: Fields, name: str | None) -> Adapter | None:
     return None
 
 
+# But for the one that `ADAPTERS` has.
 _PROCESS_MODEL = re.compile(r"\b(?!Qwen2ForProcess)\w+For(Process|PRM|Prm)\w*")
 
 
