@@ -61,6 +61,7 @@ class Mesh:
         """The processes with different shares of the data; None means all processes."""
         if self.devices is None or self.tensor_size == 1:
             return None
+        # A mesh flattens once: from then on it gives the same group by this name.
         return self.devices[REPLICATE, SHARD]._flatten("data").get_group()
 
 

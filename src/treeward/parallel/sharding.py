@@ -76,6 +76,7 @@ def shard(
     if has_adapters(model):  # which compute in float32
         layer_policy = head_policy
     else:
+        # Inputs are not cast: a residual stream in float32, as Mamba's, stays so between layers.
         layer_policy = MixedPrecisionPolicy(
             param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )

@@ -138,6 +138,7 @@ def _styles(model: WrappedModel, name: str, layer: nn.Module, size: int) -> dict
             )
         module = parts[part]
         width = {"colwise": "out_features", "rowwise": "in_features"}.get(style, "")
+        # Other styles have no width that has to be divided: `size` itself stands for it.
         if getattr(module, width, size) % size:
             raise _refused(
                 "the size does not divide a layer",
