@@ -402,6 +402,7 @@ def template_end_ids(renderer: Renderer) -> list[int]:
         rows.append([int(i) for i in ids])
     # An end that only the last completion has may end the text (Phi); one that only earlier
     # completions have begins the next turn. gpt-oss ends its last completion otherwise.
+    # `commonprefix` takes any sequences: here they are token ids.
     ends = [i for i in os.path.commonprefix(rows) if i in special]
     if not ends:
         ends = [i for i in rows[0] if i in special]

@@ -139,7 +139,7 @@ class GRPORun(Run):
         written_to = state.step
         if self.setup.validation:
             # A validation that is repeated writes its samples again.
-            written_to = -1
+            written_to = -1  # nothing: a validation may be after step 0
             if state.validation_step is not None:
                 written_to = state.validation_step
         is_logged = trackers.resume_step is not None

@@ -60,6 +60,7 @@ class HttpGenerator(ServedGenerator):
         assert server.url is not None
         assert server.weight_folder is not None
         assert server.backend != "hf"
+        # Each path that is asked begins with its own version, or has none, as SGLang's `/generate`.
         self._url = server.url.rstrip("/").removesuffix("/v1")
         self._key = key_from(server.api_key_env, field="api_key_env")
         self._folder = Path(server.weight_folder).resolve()

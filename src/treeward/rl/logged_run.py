@@ -170,6 +170,7 @@ class RLRun:
                 watched = f"component/{component}"
             change = self._change(f"{environment}/component/{component}", watched)
             if change is not None:
+                # Metrics name an environment with this ending, as `rubric_env`.
                 changes[f"{environment.removesuffix('_env')}/{component}"] = change
         return changes
 

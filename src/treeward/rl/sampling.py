@@ -78,6 +78,7 @@ class SampledRow:
 def uniforms(seed: int, prompt: int, completion: int, count: int) -> np.ndarray:
     """The numbers that choose the tokens of a completion, float64 (count,); a longer count begins
     with the same."""
+    # numpy takes no negative seed.
     return np.random.default_rng([seed % 2**64, prompt, completion]).random(count)
 
 

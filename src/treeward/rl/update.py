@@ -336,6 +336,7 @@ class PolicyUpdater:
         total = counts.over(self.mesh.data_group)
         metrics.computed_tokens += total.computed_tokens
         metrics.row_tokens += total.row_tokens
+        # Each completion was computed by one process, and is 0 on the others.
         values_PGL, entropies_PGL = processes.summed(values_2PGL, self.mesh.data_group)
         return values_PGL, entropies_PGL
 
