@@ -143,6 +143,7 @@ def _complete(
     def finish() -> None:
         writing.close()  # gives the file its name
         if is_missing:
+            # Last: a file without a digest is made again.
             write_digest(file)
         held.close()
 

@@ -45,7 +45,7 @@ from treeward.progress import ShownProgress
 from treeward.training.features import with_features
 from treeward.training.setup import RewardModelSetup, set_up
 
-_FEWEST_PROMPTS = 4 * NUM_FOLDS
+_FEWEST_PROMPTS = 4 * NUM_FOLDS  # four in each fold
 _MOST_SHOWN = 500
 """Pairs on the page, the most suspicious first; the file has all."""
 
