@@ -289,6 +289,16 @@ def test_other_tensors_are_an_error_of_the_weights(change: Any, folder: Path) ->
     assert first is not None and "other names or shapes" in first.summary
 
 
+@pytest.mark.parametrize("index", ["[]", '{"weight_map": {"score.weight": 5}}'])
+def test_an_index_of_weights_of_another_form_is_an_error_of_the_files(
+    index: str, folder: Path
+) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(index, encoding="utf-8")
+    first = check(folder).first_difference
+    assert first is not None and first.part == "files" and "is damaged" in first.summary
+
+
 def test_the_head_of_a_checkpoint_is_compared_though_no_score_shows_it(folder: Path) -> None:
     contract = contract_of(folder)
     weights = contract.weights.model_copy(update={"tensors": {}, "sha256": None})

@@ -89,7 +89,15 @@ class StoredModel:
                         dtype = part.get_dtype()
                         dtype = _DTYPES.get(dtype, dtype)
                         tensors.append(StoredTensor(key, path, dtype, tuple(part.get_shape())))
-        except (OSError, SafetensorError, ValueError, KeyError, AttributeError) as error:
+        # The last three are of an index of another form, as a list.
+        except (
+            OSError,
+            SafetensorError,
+            ValueError,
+            KeyError,
+            AttributeError,
+            TypeError,
+        ) as error:
             if (self.folder / ADAPTER_CONFIG).is_file():
                 raise ModelError(
                     "this is a folder of adapters",
