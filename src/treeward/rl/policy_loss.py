@@ -300,6 +300,7 @@ def _correction(
         case "icepop":
             is_kept = (low <= weights) & (weights <= high)
         case "seq-mask-tis":
+            # Of tokens: the configuration refuses sequence-level ratios beside it.
             length_S1 = mask.sum(dim=1, keepdim=True).clamp_min(1)
             mean_S1 = difference.sum(dim=1, keepdim=True) / length_S1
             ratio_S1 = _weights(mean_S1)

@@ -122,6 +122,7 @@ def collect(run: GRPOSetup, *, step: int, drawn: int) -> Rollouts:
         measurements["gold_reward"] = gold.rewards_PG
         metrics["train/gold_reward"] = float(gold.rewards_PG.nanmean())
         rewarding += time.monotonic() - started
+    # Again, of the groups that are learnt from.
     weights = processes.on_main(partial(_weights, batch.rewards_PG, batch.own_weights, run))
     is_rewarded_PG = rewarded(batch.rewards_PG, batch.components, weights)
     used_PG = used_completions(batch.groups, is_rewarded_PG, grpo)

@@ -176,6 +176,7 @@ class CheckpointStore:
 
     def _end(self, partial: Path, final: Path) -> None:
         """Flush the partial folder, and give it its final name."""
+        # As the folder, which was made by the user's umask.
         readable = partial.stat().st_mode & 0o666
         for path in [*partial.rglob("*"), partial]:
             if path.is_file():

@@ -80,6 +80,7 @@ def build_optimizer(
             )
         # PyTorch's own key; a checkpoint knows the states by these names. A class may sort the
         # parameters into groups of its own, as those with and without a decay.
+        # Masters stand in the order of their parameters.
         name_of = dict(zip(chosen, names, strict=True))
         for group in optimizer.param_groups:
             group["param_names"] = [name_of[parameter] for parameter in group["params"]]

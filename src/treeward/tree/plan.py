@@ -142,6 +142,8 @@ def _plan_padded_shares(
     count = math.ceil(max(len(best), 1) / num_ranks) * num_ranks
     low = 0  # too small a budget
     high = max(map(cost, best), default=0)
+    # A larger budget never needs more of them, so that this is the least, and no more than
+    # `max_tokens`.
     while high - low > 1:
         middle = (low + high) // 2
         plan = plan_padded(shapes, max_tokens=middle, max_groups=max_groups)
