@@ -14,6 +14,7 @@ from templates import family_renderer
 
 from treeward import Conversation
 from treeward.config.data import DatasetConfig
+from treeward.data.columns import named_columns
 from treeward.data.conversation import check_messages
 from treeward.data.datasets import open_dataset
 from treeward.data.formats import conversations_of
@@ -107,6 +108,30 @@ def test_one_line_names_what_is_not_read(
     caplog.clear()
     list(chunks_of(read_rows(path)))
     assert caplog.text.count("not read, and written as they are: source, tags.") == 1
+
+
+@pytest.mark.parametrize(
+    ("chosen_key", "rejected_key", "chosen", "rejected"),
+    [
+        ("edited", "chosen", "four", "4"),
+        ("rejected", "chosen", "5", "4"),
+        ("history", "rejected", "IV", "5"),
+    ],
+)
+def test_a_named_completion_may_have_the_usual_name_of_another_column(
+    chosen_key: str, rejected_key: str, chosen: str, rejected: str
+) -> None:
+    """`score` lost the data's own `chosen`, and ended with a KeyError at a prompt's name."""
+    row = {"question": "2 + 2?", "edited": "four", "history": "IV", **SIDES}
+    config = DatasetConfig(
+        data_path="rows.jsonl",
+        prompt_key="question",
+        chosen_key=chosen_key,
+        rejected_key=rejected_key,
+    )
+    named = named_columns(row, config, "rows.jsonl:1")
+    want = [[*ASK, assistant(chosen)], [*ASK, assistant(rejected)]]
+    assert conversations_of(named, "rows.jsonl:1") == want
 
 
 def test_what_a_named_column_replaces_is_named_too(

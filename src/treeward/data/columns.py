@@ -149,6 +149,7 @@ def named_columns(values: Mapping[str, Any], config: DatasetConfig, where: str) 
     Raises `DataError` for a row without a named column.
     """
     row = dict(with_named_prompt(values, config.prompt_key, where, required=True))
+    completions = {}
     # A column under its usual name may be missing: the row can be of another format.
     for column, name in ((config.chosen_key, "chosen"), (config.rejected_key, "rejected")):
         if column == name:
@@ -157,8 +158,10 @@ def named_columns(values: Mapping[str, Any], config: DatasetConfig, where: str) 
             summary = f"the row has no {column}"
             got = shown_keys(values)
             raise DataError(summary, where=where, field=column, got=got, need="a completion")
-        row[name] = row.pop(column)
-    return row
+        # Not into the row yet: the other completion's column may have this usual name.
+        completions[name] = values[column]
+        row.pop(column, None)  # it has gone already if it has a usual name of a prompt
+    return row | completions
 
 
 def context_of(values: Mapping[str, Any], where: str | None) -> Messages | None:
