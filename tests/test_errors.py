@@ -1,5 +1,6 @@
 """What errors propose."""
 
+import pickle
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,14 @@ def test_a_suffix_alone_is_no_likeness(tmp_path: Path, missing: str, near: str |
 def test_a_name_that_is_too_long_has_none_near(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     assert nearest_path(tmp_path / "dat" / ("a" * 300)) is None
+
+
+def test_an_error_at_another_place_still_says_that_null_was_given() -> None:
+    error = ConfigError("there is no learning rate", field="lr", got=None)
+    assert str(error.but(where="run.yaml")) == f"run.yaml: {error}"
+    # Also where another process has raised it.
+    assert str(pickle.loads(pickle.dumps(error)).but(where="run.yaml")) == f"run.yaml: {error}"
+    assert "got" not in str(ConfigError("there is no learning rate").but(where="run.yaml"))
 
 
 @pytest.mark.parametrize("value", ["two\nlines", "over\rwritten", "\x1b[2Jgone", "half \ud83d", ""])

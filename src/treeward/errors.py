@@ -48,6 +48,7 @@ class TreewardError(ValueError):
         self.fix = fix
         # None is a value that a user can have given: `got: None` is then a line of the error.
         self.got = None if got is _UNSET else got
+        self._has_got = got is not _UNSET
         lines = [f"{where}: {summary}" if where else summary]
         if field is not None:
             lines.append(f"  field: {field}")
@@ -81,7 +82,7 @@ class TreewardError(ValueError):
         # Not `self.args`, which has the text that was made of them.
         for name in ("summary", "where", "field", "got", "need", "fix"):
             value = getattr(self, name)
-            if value is not None:
+            if value is not None or (name == "got" and self._has_got):
                 arguments[name] = value
         return type(self)(**(arguments | changes))
 

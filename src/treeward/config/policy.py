@@ -26,7 +26,7 @@ from pydantic import (
     field_validator,
 )
 
-from treeward.config.base import Strict, instead_of
+from treeward.config.base import Strict, as_yaml, instead_of
 from treeward.config.loss import LOSSES, RewardModelType
 from treeward.errors import ConfigError
 
@@ -48,7 +48,10 @@ class OptimizerConfig(Strict):
         lr = kwargs.get("lr")
         if isinstance(lr, bool) or not isinstance(lr, int | float) or not 0 < lr < math.inf:
             raise ConfigError(
-                "there is no learning rate", field="lr", got=lr, need="a positive number, as 3.0e-6"
+                "there is no learning rate",
+                field="lr",
+                got=as_yaml(lr),
+                need="a positive number, as 3.0e-6",
             )
         return kwargs
 
