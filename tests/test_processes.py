@@ -61,3 +61,10 @@ def test_a_variable_that_is_missing_is_named(
         joined(timeout=timedelta(seconds=1)),
     ):
         pass
+
+
+def test_an_empty_variable_is_that_of_a_run_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `WORLD_SIZE= treeward train ...` leaves it; it was a traceback of `int`."""
+    monkeypatch.setenv("WORLD_SIZE", "")
+    with joined():
+        assert processes.size() == 1

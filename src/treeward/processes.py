@@ -70,7 +70,8 @@ def joined(*, timeout: timedelta = timedelta(minutes=30)) -> Iterator[None]:
     A process group that exists already, as in a worker of Ray Train, is used. `timeout`: how long a
     process waits for the others in a collective call before it ends with an error.
     """
-    if distributed.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    # Empty counts as unset, as for all variables of a shell.
+    if distributed.is_initialized() or int(os.environ.get("WORLD_SIZE") or "1") == 1:
         yield
         return
     own_device = device()
