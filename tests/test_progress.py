@@ -82,10 +82,10 @@ def test_long_work_without_steps_has_its_line(caplog: pytest.LogCaptureFixture) 
     assert 2 <= caplog.messages.count("saving ...") == len(caplog.messages)
 
 
-@pytest.mark.parametrize("logger", ["huggingface_hub.utils._http", "treeward.config.base"])
+@pytest.mark.parametrize("logger", ["huggingface_hub.utils._http", "treeward.config.load"])
 def test_what_others_repeat_is_shown_once(logger: str) -> None:
-    """Five attempts of the hub's client, and a section that is validated wherever it is passed
-    on."""
+    """Five attempts of the hub's client, and a configuration that is read again with what was
+    chosen."""
     script = f"""
 import logging
 import subprocess
@@ -108,6 +108,23 @@ for attempt in range(2):
         for words in ("Retrying in 1s", "Retrying", "Another message", "Not among them")
     ]
     assert counts == [1, 1, 1, 2]
+
+
+def test_a_configuration_that_is_read_twice_speaks_once() -> None:
+    """As `train --config FILE --model NAME` reads it."""
+    script = """
+from treeward.config.load import load_file
+from treeward.config.run import RewardModelRunConfig
+from treeward.progress import configure_logging
+configure_logging()
+words = ["policy.model_name=a/b", "data.train_data_path=rows.jsonl", "data.num_workers=1"]
+for _ in range(2):
+    load_file(RewardModelRunConfig, None, words)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stderr.count("These keys have no effect here: data.num_workers") == 1
 
 
 @pytest.mark.parametrize(("rank", "shown"), [("0", True), ("1", False)])

@@ -33,9 +33,9 @@ logger = logging.getLogger(__name__)
 
 _HUB_RETRIES = "huggingface_hub.utils._http"
 """The logger by which huggingface_hub tells of each attempt at a request."""
-_SAID_ONCE = (_HUB_RETRIES, "treeward.config.base")
-"""Loggers that repeat themselves: there are five attempts, and a section is validated wherever it
-is passed on."""
+_SAID_ONCE = (_HUB_RETRIES, "treeward.config.load")
+"""Loggers that repeat themselves: there are five attempts, and a command reads its configuration
+once more with what it has chosen."""
 
 
 class ShownProgress:
