@@ -20,7 +20,7 @@ from treeward.data.datasets import open_dataset
 from treeward.data.formats import conversations_of
 from treeward.data.preference import Preference
 from treeward.data.rendering import Renderer
-from treeward.data.sources import read_rows
+from treeward.data.sources import Row, read_rows
 from treeward.errors import DataError
 from treeward.scoring.rows import chunks_of
 
@@ -113,16 +113,21 @@ def test_one_line_names_what_is_not_read(
 @pytest.mark.parametrize(
     ("chosen_key", "rejected_key", "chosen", "rejected"),
     [
-        ("edited", "chosen", "four", "4"),
-        ("rejected", "chosen", "5", "4"),
-        ("history", "rejected", "IV", "5"),
+        ("edited", "chosen", "Four.", "It is 4."),
+        ("rejected", "chosen", "It is 5.", "It is 4."),
+        ("history", "rejected", "IV.", "It is 5."),
     ],
 )
 def test_a_named_completion_may_have_the_usual_name_of_another_column(
-    chosen_key: str, rejected_key: str, chosen: str, rejected: str
+    chosen_key: str,
+    rejected_key: str,
+    chosen: str,
+    rejected: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """`score` lost the data's own `chosen`, and ended with a KeyError at a prompt's name."""
-    row = {"question": "2 + 2?", "edited": "four", "history": "IV", **SIDES}
+    row = {"question": "2 + 2?", "edited": "Four.", "history": "IV."}
+    row |= {"chosen": "It is 4.", "rejected": "It is 5."}
     config = DatasetConfig(
         data_path="rows.jsonl",
         prompt_key="question",
@@ -132,6 +137,11 @@ def test_a_named_completion_may_have_the_usual_name_of_another_column(
     named = named_columns(row, config, "rows.jsonl:1")
     want = [[*ASK, assistant(chosen)], [*ASK, assistant(rejected)]]
     assert conversations_of(named, "rows.jsonl:1") == want
+    caplog.set_level(logging.INFO)
+    list(chunks_of([Row(row, "rows.jsonl:1")], config))
+    [told] = caplog.messages
+    unread = set(told.partition(": ")[2].removesuffix(".").split(", "))
+    assert unread == set(row) - {"question", chosen_key, rejected_key}
 
 
 def test_what_a_named_column_replaces_is_named_too(

@@ -137,10 +137,13 @@ def _describe_first(request: Request, config: DatasetConfig | None) -> None:
             "chosen": config.chosen_key,
             "rejected": config.rejected_key,
         }
+        renamed = {}
         for usual, name in names.items():
             if name is not None and name != usual:
-                read.discard(usual)
-                read.add(name)
+                renamed[usual] = name
+        # All out before any is in: a named column may have the usual name of another.
+        read -= renamed.keys()
+        read.update(renamed.values())
     unread = unread_columns(row.values, read)
     if unread:
         logger.info("These columns are not read, and written as they are: %s.", ", ".join(unread))
