@@ -91,7 +91,8 @@ def without_clock(template: str, variables: Mapping[str, Any]) -> str:
             FIXED_DATE,
         )
     # transformers passes only plain values to a template, so a macro shadows its clock. It is on a
-    # line of its own, because transformers trims the newline after a block.
+    # line of its own, because transformers trims the newline after a block. Jinja cannot format a
+    # date: every directive that a format may have is replaced (-d and -m have no leading zero).
     filters = ""
     for letters in ("-d", "-m", *"aAbBcdDeFHIjmMpSTuUwWxXyYzZ"):
         code = f"%{letters}"

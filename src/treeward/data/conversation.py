@@ -91,6 +91,7 @@ def template_kwargs_of(conversation: AnyConversation) -> Mapping[str, Any]:
 
 def with_messages(conversation: AnyConversation, messages: Iterable[Message]) -> Conversation:
     """Other messages with the template variables of a conversation."""
+    # The tools too, which are one of the variables.
     return Conversation(messages, chat_template_kwargs=template_kwargs_of(conversation))
 
 

@@ -207,6 +207,7 @@ class RowDataset(RowSource):
         if config.rating_key is not None:
             read.add(config.rating_key)
         unread: dict[str, None] = {}  # an ordered set
+        # Not `self.rows`, which has left columns out and joined rows.
         rows = read_rows(self.path, split=self.split, subset=self.subset, broken=lambda error: None)
         for row in itertools.islice(rows, _ROWS_LOOKED_AT):
             try:

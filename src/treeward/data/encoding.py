@@ -233,6 +233,7 @@ class EncodedDataset(Sequence[Comparison]):
 
     def first(self, limit: int | None) -> EncodedDataset:
         """The first `limit` comparisons; None: all."""
+        # Of a validation set: a `LabelledDataset` would lose its labels here.
         return EncodedDataset(self.path, self.name, limit)
 
     @cached_property
@@ -281,6 +282,7 @@ class EncodedDataset(Sequence[Comparison]):
         conversations = hashlib.sha256()
         lengths = hashlib.sha256()
         tokens = hashlib.sha256()
+        # Not strict: the last of the starts is the end.
         for start, batch in zip(self._starts, self._batches, strict=False):
             first, last = np.searchsorted(self._kept, [start, start + batch.num_rows])
             nested = batch["token_ids"].take(pa.array(self._kept[first:last] - start))
@@ -321,6 +323,7 @@ def count_tree_tokens(sequences: Sequence[npt.NDArray[np.int32] | Sequence[int]]
     size = 0
     neighbour: list[int] = []
     for token_ids in ordered:
+        # It compares lists too, item by item; arrays it does not take.
         size += len(token_ids) - len(os.path.commonprefix([neighbour, token_ids]))
         neighbour = token_ids
     return size

@@ -57,7 +57,8 @@ class PairLabels:
 
     def places(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The place of each id, -1 for those that are not here."""
-        # An id above all of these would have the place after the last, where there is none.
+        # An id above all of these would have the place after the last, where there is none. There is
+        # one at least: a file without lines is an error.
         places = np.searchsorted(self.ids_P, ids).clip(max=len(self.ids_P) - 1)
         return np.where(self.ids_P[places] == ids, places, -1)
 

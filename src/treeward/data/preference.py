@@ -180,6 +180,7 @@ def digest_of(text: str) -> int:
     """A hash of 64 bits, the same in every process."""
     # JSON can hold lone surrogates, at which UTF-8 would fail.
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8)
+    # Signed, as the int64 of the token file.
     return int.from_bytes(digest.digest(), "little", signed=True)
 
 
@@ -504,6 +505,7 @@ def check_continues(prompt: Messages, side: Messages, key: str, where: str | Non
     last_role = prompt[-1]["role"] if prompt else None
     if holds_prompt(side, prompt):
         summary = f"{key} holds the prompt and another completion does not"
+    # After a prompt that ends with the assistant a side may go on with the user's next turn.
     elif role in SYSTEM_ROLES or (role == "user" and last_role != "assistant"):
         summary = f"{key} is a conversation that does not contain the prompt"
     else:

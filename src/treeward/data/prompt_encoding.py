@@ -127,7 +127,7 @@ def encode_prompts(
         tuple(sizes),
         tuple(weights),
         counts,
-        *together,
+        *together,  # nothing where there are no sets
     )
 
 

@@ -110,7 +110,7 @@ class Renderer:
         self._openings: dict[str, str] = {}  # by generation prompt
         # transformers would take such a variable as its own argument, as `tokenize`.
         arguments = inspect.signature(tokenizer.apply_chat_template).parameters.keys()
-        self._not_variables = arguments - {"tools", "documents"}
+        self._not_variables = arguments - {"tools", "documents"}  # it passes these two on
         wrong = sorted(self._not_variables & self.chat_template_kwargs.keys())
         if wrong:
             field = f"{SETTING}_kwargs"
@@ -447,6 +447,8 @@ class Renderer:
             return message | {"tool_calls": [with_text_arguments(call) for call in calls]}
         return message
 
+    # Not tried before the first call of a tool: most data has none, and it takes up to four
+    # renderings.
     @functools.cached_property
     def _reads_arguments_as_text(self) -> bool:
         return reads_arguments_as_text(self._apply)

@@ -85,6 +85,7 @@ def mark_id(tokenizer: PreTrainedTokenizerBase, mark: str) -> int:
     is_known = mark in tokenizer.get_vocab()
     if is_known and mark not in tokenizer.get_added_vocab():
         # An ordinary token could merge with the text before it: a step must have its own tokens.
+        # It is looked for before a normalizer can change the text.
         tokenizer.add_tokens([AddedToken(mark, normalized=False)])
     ids: list[int] = tokenizer.encode(mark, add_special_tokens=False)
     if not is_known or ids != [tokenizer.convert_tokens_to_ids(mark)]:

@@ -50,6 +50,7 @@ long text."""
 _MAX_DIGITS = 1000
 _MAX_BITS = 3 * _MAX_DIGITS  # of an integer: a decimal digit has between three and four bits
 _MAX_INDENT = 100
+_MAX_PARAGRAPHS = 1000
 _STEPS_BETWEEN_CLOCKS = 64
 _CONTAINERS = (list, tuple, dict)
 # These make more than they are given: at most the product of the lengths and numbers among their
@@ -280,8 +281,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             if any(_magnitude(value) > _MAX_INDENT for value in numbers):
                 raise _beyond(f"it indents by more than {_MAX_INDENT}")
         elif name == "generate_lorem_ipsum":
-            if any(_magnitude(value) > _MAX_DIGITS for value in arguments):
-                raise _beyond(f"it makes up more than {_MAX_DIGITS:,} paragraphs")
+            if any(_magnitude(value) > _MAX_PARAGRAPHS for value in arguments):
+                raise _beyond(f"it makes up more than {_MAX_PARAGRAPHS:,} paragraphs")
         elif name in _MULTIPLYING:
             size = 1
             for value in arguments:

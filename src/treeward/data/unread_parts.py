@@ -75,6 +75,7 @@ class UnreadParts:
             # Templates leave out the reasoning of earlier turns by design.
             if REASONING_START in content or content.strip() in text:
                 continue
+            # The longest word is the least likely to be in the rest of the text by chance.
             words = _WORD.findall(content)
             if words and max(words, key=len) not in text:
                 self._lost_roles.add(role)
