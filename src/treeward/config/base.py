@@ -88,6 +88,8 @@ class _ReadableErrors(ModelMetaclass):
     """Makes a section that is constructed in Python fail with the same `ConfigError` as one in a
     file."""
 
+    # Not by `__init__`: pydantic would then call that for files and inner sections too, and their
+    # mistakes would become one, without places.
     def __call__(cls, /, *args: Any, **values: Any) -> Any:
         try:
             return super().__call__(*args, **values)

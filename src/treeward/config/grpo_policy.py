@@ -123,6 +123,7 @@ class GenerationConfig(Strict):
         return resources.gpus_per_node // self.vllm_cfg.tensor_parallel_size * resources.num_nodes
 
     def check(self) -> None:
+        # The other way round nothing is contradicted: false is the default of `vllm_cfg`.
         if self.vllm_cfg.enforce_eager and not self.vllm_kwargs.get("enforce_eager", True):
             keys = "vllm_cfg.enforce_eager vllm_kwargs"
             raise self.error(keys, "the same value in both", "remove it from vllm_kwargs")

@@ -267,6 +267,7 @@ class GRPORunConfig(Strict):
             fix = "set policy.train_global_batch_size=null and grpo.updates_per_batch=1"
             raise self.error(keys, need, fix)
         lacks_log_probs = (sampling.url or sampling.starts_engines) and not sampling.gives_log_probs
+        # In this order: where the first is true the second is too, and the first's key is the cause.
         compares_with_generator = {
             "loss_fn.use_importance_sampling_correction": loss.use_importance_sampling_correction,
             "loss_fn.use_on_policy_kl_approximation": loss.needs_generator_log_probs,

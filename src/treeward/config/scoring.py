@@ -94,6 +94,7 @@ class RewardShapingConfig(Strict):
 
     def check(self) -> None:
         if (self.reward_mean is None) != (self.reward_std is None):
+            # The error is at the first key: the one that is missing.
             keys = "reward_std reward_mean"
             if self.reward_mean is None:
                 keys = "reward_mean reward_std"
