@@ -24,7 +24,7 @@ import typer
 
 from treeward.config.load import load_section, recipe_names
 from treeward.config.policy import ScoringDtype
-from treeward.config.scoring import HeadWeights, StepScore
+from treeward.config.scoring import HeadWeights, StepScore, Truncation
 from treeward.config.server import ServedModelConfig
 from treeward.errors import ConfigError
 from treeward.storage import is_stream
@@ -122,9 +122,6 @@ def output_file(text: str, option: str = "--output") -> Path:
         raise ConfigError("the output is a folder", where=option, got=text, need="a file's name")
     output_folder(str(path.parent), option)
     return path
-
-
-Truncation = Literal["drop", "truncate_left", "error"]
 
 
 @dataclass(frozen=True)
@@ -311,9 +308,11 @@ def _environment(section: dict[str, Any], where: str) -> tuple[GroupScorer, Mapp
     from treeward.environments.scorer import EnvironmentScorer
     from treeward.rl.setup import reward_identity
 
-    environment = make_environment("judge", section, where=where)
+    # Both take a name for sections without a `type`, which this one has.
+    name = section["type"]
+    environment = make_environment(name, section, where=where)
     # Rewards that were kept are used again where this is the same.
-    identity: dict[str, Any] = {"section": section, "rewards": reward_identity("judge", section)}
+    identity: dict[str, Any] = {"section": section, "rewards": reward_identity(name, section)}
     if environment.user_code:
         identity["code"] = environment.user_code
     return EnvironmentScorer(environment), identity
