@@ -45,7 +45,7 @@ def has_its_digest(path: Path) -> bool:
     try:
         expected = _beside(path).read_text(encoding="utf-8").strip()
         return file_digest(path) == expected
-    except (OSError, ValueError):
+    except (OSError, ValueError):  # a ValueError is of a damaged digest, which is not UTF-8
         return False
 
 

@@ -16,7 +16,8 @@ ABSENT = "–"
 
 FORMATS = ("percent", "points", "number", "signed", "integer")
 
-# The number of decimals by size: at least three significant digits.
+# The number of decimals by size: at least three significant digits. The last is that of 0 alone:
+# other numbers below 1e-4 have an exponent.
 _DECIMALS = ((1000, 0), (100, 1), (10, 2), (0.1, 3), (0.01, 4), (1e-4, 5), (0, 3))
 
 

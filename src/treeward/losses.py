@@ -119,6 +119,8 @@ def ranked_pairs(
             is_tie = group[i] == group[j]
             pair_weight = label_weight
             if weight == "group":
+                # By their number, not by the sum of their weights: a group of pairs whose labels
+                # are doubted counts less.
                 pair_weight = label_weight / units
             margin = 0.0
             value = None
@@ -130,6 +132,7 @@ def ranked_pairs(
                 elif strength == "weight":
                     pair_weight *= strength_scale * max(value, 0.0)
                 else:  # the sigmoid of the log-odds, by tanh, which does not overflow
+                    # No label is lost: beside a strength `data.labels` can only drop pairs.
                     target = (1 + math.tanh(strength_scale * value / 2)) / 2
             better.append(offset + i)
             worse.append(offset + j)
@@ -190,7 +193,7 @@ def _strength(
     if group_strength is None or isinstance(group_strength, int | float):
         return group_strength
     if max(better, worse) >= len(group_strength):
-        return None
+        return None  # `Comparison.scores` is () by default
     better_value = group_strength[better]
     worse_value = group_strength[worse]
     if better_value is None or worse_value is None:
@@ -249,6 +252,7 @@ def plackett_luce(scores_S: Tensor, pairs: Pairs) -> Tensor:
     rest_S = none_S.index_add(0, pairs.better_P, (excess_P - largest_S[pairs.better_P]).exp())
     # A completion that is the better one of no pair has log(1) = 0 here, and the weight 0.
     loss_S = largest_S + (torch.exp(-largest_S) + rest_S).log()
+    # All pairs of a choice have its weight: this loss takes neither strengths nor labels of pairs.
     weight_S = none_S.scatter_reduce(0, pairs.better_P, pairs.weight_P, "amax")
     return (weight_S * loss_S).sum()
 
@@ -355,6 +359,7 @@ class Heads:
         if not self.attributes:
             return Labels(pairs)
         grades = [item.grades for item in comparisons]
+        # Of several estimates each has the deviations once more; the grades are the same for all.
         return Labels(pairs, graded(grades, self.stds[: len(self.attributes)]))
 
     def num_units_of_steps(self, counts: Sequence[Sequence[Sequence[int]]]) -> float:
@@ -368,6 +373,7 @@ class Heads:
     def combine(self, values_SH: Tensor) -> Tensor:
         """The scores (S,); of a process reward model the log-odds of each step."""
         weighted = []
+        # By numbers: a tensor of the weights would be copied to the device at each call.
         for weight, values_S in zip(self.weights, values_SH.unbind(dim=1), strict=True):
             weighted.append(weight * values_S)
         return torch.stack(weighted, dim=1).sum(dim=1)

@@ -195,7 +195,7 @@ def _outcome(function: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
 
 
 def summed(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """The sum over the processes, a new tensor on the same device."""
+    """The sum over the processes, on the same device; of a single process the tensor itself."""
     if size() == 1:
         return tensor
     total = tensor.detach().clone()
