@@ -402,16 +402,13 @@ class Rules(NamedTuple):
     ties: Ties
     attributes: tuple[str, ...] = ()
 
-    @property
-    def need_order(self) -> bool:
-        """Whether a comparison must have two completions of different ranks."""
-        return self.ties != "half" and not self.attributes
-
     def is_enough(self, ranks: Sequence[int]) -> bool:
         """Whether completions of these ranks make a comparison."""
-        if self.need_order:
-            return len(set(ranks)) >= 2
-        return len(ranks) >= (1 if self.attributes else 2)
+        if self.attributes:
+            return len(ranks) >= 1  # a grade is learnt without another completion
+        if self.ties == "half":
+            return len(ranks) >= 2
+        return len(set(ranks)) >= 2
 
 
 def encoded_file(
