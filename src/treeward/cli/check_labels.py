@@ -70,6 +70,7 @@ def run(
     assert folder is not None
     data, overrides = _data_and_overrides(words or [], dataset_name)
     section = dataset_config(data, dataset_name, split, data_option)
+    # Without the defaults: a class by its dotted path gets every key that its section has.
     values: dict[str, Any] = {
         "policy": {"model_name": model, "reward_model_cfg": {"freeze_backbone": True}},
         "data": {"train": [section.model_dump(exclude_unset=True)]},
