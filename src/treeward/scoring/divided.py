@@ -112,6 +112,7 @@ class _Part:
         self._rank = rank
         self._size = size
         self._device = device
+        # Never closed: the parts exchange what they compute for as long as the process lives.
         self._group = contextlib.ExitStack()
 
     def load(self, config: ScoringConfig, address: str, port: int, capacity: Any) -> None:
@@ -132,7 +133,8 @@ class _Part:
         self.scorer = load_scorer(config, device="cpu", **capacity)
         cutting = make_mesh(ShardingConfig(tensor_parallel_size=self._size))
         sharding = make_mesh(ShardingConfig())
-        for member in self.scorer.members:
+        # A model that is named twice is one member twice, and can be cut once.
+        for member in dict.fromkeys(self.scorer.members):
             try:
                 # Heads of attention and columns of matrices.
                 cut(member.model, cutting)
