@@ -48,6 +48,8 @@ MAX_KNOTS = 64
 
 _COMPARISONS_AT_ONCE = 128
 _SMOOTHING = 2 / 3  # Cleveland's: the part of the points that a local regression sees
+# Two thirds of five points are three, of which the farthest weigh nothing: the curve would pass
+# through every score.
 _FEWEST_NEIGHBOURS = 10
 _ROBUST_ROUNDS = 3
 _EXACT_UP_TO = 1000
@@ -146,6 +148,7 @@ def calibrate(
         conversations = []
         for preference in chunk:
             for completion in preference.completions:
+                # The count is this comparison's number until `add` counts it.
                 places.append((log.num_comparisons, completion.rank))
                 conversations.append(preference.conversation(completion))
             log.add(preference)
@@ -221,7 +224,8 @@ def fit_length_curve(scores: Floats, lengths: Floats) -> LengthCurve | None:
     order = np.argsort(lengths, kind="stable")
     values = np.interp(knots, lengths[order], fitted[order])
     residuals = scores - np.interp(lengths, knots, values)
-    # Written so that NaN is no spread either.
+    # Scores that are a line of the length leave about 1e-7, the rounding of float32. Written so that
+    # NaN is no spread either.
     if not residuals.std() > 1e-6 * scores.std():
         logger.warning(
             "no length curve: length alone explains every one of the %d scores, or most have one "
@@ -271,7 +275,7 @@ def fit_temperature(
         return float(np.mean(differences * (sigmoid - target)))
 
     # The slope rises with b, from below 0 at b = 0 to above 0. In units of the mean difference the
-    # root is near 1.
+    # root is near 1, and lower the smaller the mean is beside the sizes: in float64 down to e^-36.
     unit = -math.log(float(np.abs(differences).mean()))
     temperature = math.exp(-brentq(slope, unit - 40, unit + 40, xtol=1e-12))
     return CalibratedTemperature(

@@ -88,7 +88,8 @@ _FUNCTIONS: Mapping[str, Callable[[float], float]] = {
 _RAW = "ask for raw scores (use_activation: false, function_to_apply: none)"
 
 _TELLING_SPREAD = 10
-"""How many tolerances the scores on a line must spread over for the line to say something."""
+"""How many tolerances the scores on a line must spread over for the line to say something. Scores
+that are level within one tolerance are within another of lines that rise by up to 4."""
 
 
 class DiagnosisRow(NamedTuple):

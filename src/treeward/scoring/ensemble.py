@@ -259,7 +259,8 @@ def _constants(
         if constants is not None:
             means.append(constants.mean)
             stds.append(constants.std)
-    # Constants of different data are not on one scale.
+    # Constants of different data are not on one scale. Without a provenance nothing says that they
+    # are of other data.
     if len(means) == len(names) and len(fingerprints) <= 1:
         return tuple(means), tuple(stds)
     num_data = len(fingerprints)

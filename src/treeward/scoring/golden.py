@@ -445,6 +445,7 @@ def measured_tolerance(exact: Sequence[float], rounded: Sequence[float]) -> Tole
     worst = max(filter(math.isfinite, off), default=0.0)
     largest = max(map(abs, exact), default=1.0)
     # The floors are for numbers that happen to round well: a share of the largest, and a number.
+    # Rounding to bfloat16 alone changes a number by up to 2^-8 of it: the share is four of these.
     return ToleranceContract(
         float32=max(worst / 256, 1e-5 * largest, 1e-7),
         bfloat16=max(8 * worst, 2**-6 * largest, 1e-5),

@@ -38,7 +38,7 @@ from treeward.scoring.verdicts import (
 )
 from treeward.tree.token_tree import TokenIds, common_prefix_length
 
-_MESSAGES_AT_ONCE = 8
+_MESSAGES_AT_ONCE = 8  # a bound of the memory: each keeps keys and values of its whole length
 _ROOM_FOR_A_LABEL = 16
 """Tokens for a message that is a label alone, as `Rating: [[7]]`, at least."""
 
@@ -165,6 +165,7 @@ class LocalJudge:
             all_rows += rows
             # What all rows of a question begin with is its prompt, and the rest is the label.
             first = np.asarray(rows[0])
+            # All labels end alike, so none begins another: each has a token of its own.
             num_shared = min(common_prefix_length(first, np.asarray(row)) for row in rows[1:])
             prompt_lengths += [num_shared] * len(rows)
         # One tree: all questions share the judge's instructions, and the two orders of a pair its

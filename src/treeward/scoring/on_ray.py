@@ -114,5 +114,6 @@ def _enter(folder: str) -> None:
     """Paths mean what they do where the command runs, on this node and on those that share its
     files.
     """
+    # On a node without the folder absolute paths and names of the hub still hold.
     with contextlib.suppress(OSError):
         os.chdir(folder)

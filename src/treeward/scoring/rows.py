@@ -81,6 +81,7 @@ def chunks_of(rows: Iterable[Row], config: DatasetConfig | None = None) -> Itera
         # The rows before a bad one are scored and written: nothing is lost.
         yield Chunk(chunk, error)
     else:
+        # Also without rows: the first chunk of a file is what brings the identity of its scores.
         yield Chunk(chunk)
 
 

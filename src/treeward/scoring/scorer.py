@@ -8,7 +8,8 @@
 A conversation that is too long is never cut silently: its score is None, unless the truncation
 policy cuts its context, and then `Score.truncated` is True.
 
-Shapes: S conversations, H heads, L tokens.
+Shapes: S conversations, H heads, L tokens, V values that are read (one of each conversation, or of
+each step), X numbers of each: those of the heads, and where there is one the spread.
 """
 
 from __future__ import annotations

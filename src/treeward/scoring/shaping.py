@@ -84,7 +84,8 @@ class Shaper:
                 fitted = _fitted(calibration.normalization, "normalize_rewards", what)
                 mean = fitted.mean
                 std = fitted.std
-            # They are of raw scores, and normalise scores that the temperature has divided.
+            # They are of raw scores, and normalise scores that the temperature has divided, never
+            # sigmoids: a section with both is refused.
             self._constants = (mean / self._temperature, std / self._temperature)
         elif config.normalize_rewards:
             # Not None: without them the contract's constants are used.

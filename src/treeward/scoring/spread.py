@@ -267,6 +267,7 @@ def _read_trained_on(scorer: Scorer, trained_on: Iterable[Preference], log: Data
         curvature.add(pairs.differences_PD, pairs.margin_P, pairs.weight_P)
         sum_D += pairs.features_CD.sum(axis=0, dtype=np.float64)
         prompts.update(pairs.prompt_P.tolist())
+    # 1: here any prompts will do, as none is held out from another.
     _check_pairs(curvature.num_pairs, 1, log)
     # Also of completions that are in no pair: they are tied, or the only one that has a score.
     mean_D = (sum_D / log.num_conversations).astype(np.float32)

@@ -276,6 +276,7 @@ def make_question(
         values["lowest"] = f"{config.lowest_rating:g}"
         values["highest"] = f"{config.highest_rating:g}"
         middle = (config.lowest_rating + config.highest_rating) / 2
+        # A whole number, as the labels are.
         values["example"] = str(math.floor(middle))
 
     def fill(placeholder: re.Match[str]) -> str:
@@ -386,6 +387,8 @@ def _expected(tokens: Sequence[TokenChoice], config: JudgePromptConfig) -> Verdi
 def _label_of(text: str, labels: Collection[str]) -> str | None:
     """The label that a token has, or that it alone begins: SmolLM2 writes YES as `Y` and `ES`, and
     NO as one token. None for any other text, and for one that several labels begin with."""
+    # Ratings with log-probabilities have one digit (`JudgeModelConfig.check`): the token 1 of a
+    # tokenizer of single digits would stand for 10 too.
     if text in labels:
         return text
     matches = [label for label in labels if label.startswith(text)]
