@@ -19,7 +19,8 @@ from treeward.config.server import ServerConfig
 from treeward.serving.api_error import APIError
 
 BODIES_AT_ONCE = 16
-"""Bodies of the largest size that may arrive at the same time; of smaller ones as many more."""
+"""Bodies of the largest size that may arrive at the same time; of smaller ones as many more. With the
+default of `max_body_bytes` they take half a gigabyte."""
 
 
 @dataclass(eq=False)
@@ -83,6 +84,7 @@ class Arrivals:
             raise APIError(499, "client_disconnected", "the client went away")
         part = message.get("body", b"")
         arrival.body += part
+        # A dropped body is forgotten already, and may get a part before its timeout ends it.
         if arrival in self._arriving:
             self._num_bytes += len(part)
         if len(arrival.body) > self._most_bytes:

@@ -236,6 +236,7 @@ class Batcher:
             futures: list[Future[Score]] = [Future() for _ in conversations]
             self._open.update(futures)
         for future in futures:
+            # In the thread that ends the future: a set's `discard` is atomic, and needs no lock.
             future.add_done_callback(self._open.discard)
         try:
             async with asyncio.timeout(seconds):
@@ -261,6 +262,7 @@ class Batcher:
         """
         with self._lock:
             self._closed = True
+            # A copy, because a future that ends leaves the set.
             for future in list(self._open):
                 is_waiting = not future.running() and not future.done()
                 # False of one that its request cancels at this moment.
@@ -330,6 +332,7 @@ class Batcher:
         computed = scorer.num_computed_tokens - computed_before
         # Before the metrics: a request need not wait for them.
         for pending, score in zip(batch, scores, strict=True):
+            # No request can cancel it: it is running since `_take_batch`.
             pending.future.set_result(score)
         self.metrics.computed.labels(model).inc(computed)
         self.metrics.seconds.labels(model).observe(seconds)
@@ -350,6 +353,7 @@ class Batcher:
             if isinstance(score, FailedScore):
                 self._failed_in_a_row[model] = self._failed_in_a_row.get(model, 0) + 1
                 return
+        # Also of a model that has scored nothing yet: the conversations may be at fault.
         self._failed_in_a_row[model] = 0
 
     def _take_batch(self) -> list[_Pending]:

@@ -144,7 +144,8 @@ class Cohorts:
     def _begin(self, rollout: Rollout) -> _Cohort:
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[dict[Any, float]] = loop.create_future()
-        # An outcome that nobody waits for any more is not worth a line in the log.
+        # asyncio logs an exception that nobody has read, and here nobody may wait any more: it is
+        # read at once.
         outcome.add_done_callback(lambda done: done.cancelled() or done.exception())
         seconds = self._config.cohort_collection_timeout_s
         timer = loop.call_later(seconds, self._expire, rollout.key)
@@ -265,6 +266,7 @@ class Cohorts:
         self._forget(key, cohort)
         if not cohort.outcome.done():
             cohort.outcome.set_exception(error)
+        # Where `_judge` itself has failed it is at its end, and is not stopped by this.
         if cohort.task is not None:
             cohort.task.cancel()
 

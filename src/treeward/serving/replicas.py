@@ -46,7 +46,8 @@ _ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 _BUCKETS = 512
 """Keys of prompts, and so the largest number of calls for a request."""
 _MOST_CALLS = 1024
-"""Calls in progress at a replica of a server."""
+"""Calls in progress at a replica of a server. With the 5 of Serve's default, its batcher would have
+little to batch."""
 _MOST_DEATHS = 3
 """Replicas that may die during a call of a server before it fails: its conversations may be the
 cause."""

@@ -130,7 +130,8 @@ class RequestLimits:
             if scheme.lower() != "bearer" or not is_right:
                 message = "this server needs its token: send Authorization: Bearer TOKEN"
                 raise APIError(401, "unauthorized", message)
-        # Refused before it is sent. What is sent without a length is counted as it comes.
+        # Refused before it is sent. What is sent without a length is counted as it comes. httptools
+        # has refused a length that is no number.
         most = self.config.max_body_bytes
         if int(headers.get("content-length") or 0) > most:
             raise too_large(most)
@@ -260,6 +261,7 @@ class _Server:
             # Nobody receives it, but the counters have it.
             raise APIError(499, "client_disconnected", "the client went away") from None
         finally:
+            # Its callback finds `work` done, and cancels nothing.
             client.cancel()
 
 

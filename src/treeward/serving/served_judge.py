@@ -72,6 +72,7 @@ class ServedJudge:
         self._num_attempts = 1 + config.genrm_parse_retries
         is_greedy = config.use_logprobs or config.temperature == 0
         if is_greedy and isinstance(self._judge, LocalJudge):
+            # Asked again it would say the same.
             self._num_attempts = 1
 
     async def _rewards(self, rollouts: Sequence[Rollout]) -> list[float]:

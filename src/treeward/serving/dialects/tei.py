@@ -94,8 +94,7 @@ def to_json(body: PredictBody, rewards: Sequence[Reward]) -> list[Any]:
         is_sigmoid = body.parameters.function_to_apply == "sigmoid"
     predictions = []
     for reward in rewards:
-        if reward.value is None:
-            continue
+        assert reward.value is not None, "a request with a missing reward is refused"
         # The sigmoid that TEI itself applies.
         value = float(expit(reward.value)) if is_sigmoid else reward.value
         predictions.append([{"score": value, "label": "LABEL_0"}])

@@ -118,7 +118,7 @@ async function score() {
     say(showScores(data, model, blank));
     if (byId("with-trace").checked) await traceAll(body, turn);
   } catch (error) {
-    if (turn !== running) return;
+    if (turn !== running) return; // a later request has begun, and the page is its
     say("");
     complain(error);
   } finally {
