@@ -162,6 +162,7 @@ class OpenRlhfDialect(Dialect):
         prompts = []
         for conversation in conversations:
             query = conversation.sent(form)
+            # The last place: the context may hold the same text.
             end = query.rfind(conversation.completion)
             # A template may rewrite the completion, which is not found then.
             prompts.append(query if end < 0 else query[:end])

@@ -35,6 +35,7 @@ class RayActor:
 
         Raises `ConfigError` if Ray is not installed.
         """
+        # Without a number Ray would place the actor only where a CPU is free.
         return start_ray().remote(_plain(cls)).options(**{"num_cpus": 0, **ray_options})
 
 

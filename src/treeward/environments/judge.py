@@ -171,7 +171,8 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
             verdicts.append(answer)
             value = answer.value
             if place == 1 and self.config.mode == "pairwise":
-                value = 1.0 - value  # a verdict's value is that of the first place
+                # A verdict's value is that of the first place; that of an equivalence is of both.
+                value = 1.0 - value
             values[place].append(value)
         components: dict[str, float] = {}
         masses = [verdict.mass for verdict in verdicts if verdict.mass is not None]

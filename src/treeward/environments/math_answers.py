@@ -82,6 +82,7 @@ class MathChecker:
 
     def close(self) -> None:
         """End the processes. The next comparison starts new ones."""
+        # `get` waits for those that are comparing.
         for _ in range(self.workers):
             _end(self._processes.get())
         for _ in range(self.workers):
@@ -97,6 +98,7 @@ class MathChecker:
             verdict = ""  # as of a process that has died
             with contextlib.suppress(BrokenPipeError):
                 request = json.dumps([self.timeout_seconds, list(golds), completion])
+                # JSON escapes the line ends of texts: an item is one line.
                 process.stdin.write(request + "\n")
                 process.stdin.flush()
                 verdict = process.stdout.readline().strip()

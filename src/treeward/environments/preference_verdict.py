@@ -96,7 +96,7 @@ def open_questions(config: PromptSetConfig, section: PreferenceVerdictConfig) ->
             # By rank alone, because completions have no order.
             (better, better_text), (worse, worse_text) = sorted(pair, key=lambda item: item[0].rank)
             if better.rank == worse.rank or better_text == worse_text:
-                num_tied += 2
+                num_tied += 2  # questions
                 continue
             family = f"{config.name or dataset.name}:{number}:{len(questions)}"
             info = {FAMILY: family, "task_name": preference.task_name}
@@ -232,6 +232,7 @@ class PreferenceVerdictEnvironment(ConfiguredEnvironment[PreferenceVerdictConfig
                 number = answers[family, label].index(i)
                 if number < len(others) and others[number] in verdicts:
                     swapped = verdicts[others[number]]
+                    # Exactly: messages are read without log-probabilities, as 0, 1/2 or 1.
                     parts["judge/consistent"] = float(verdict.value == 1.0 - swapped.value)
             value = right
             if verdict.scores is not None:

@@ -217,6 +217,7 @@ class ModelAtServer:
             token=token,
             model=config.served_model,
             max_retries=config.max_retries,
+            # A client must have a limit, also where the section has none.
             timeout_seconds=config.worker_timeout_seconds or 600.0,
         )
         self.model = self._described()
