@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -115,6 +116,18 @@ def test_a_head_minimises_its_loss_and_its_spread_is_of_the_hessian(
     variance_P = np.einsum("pd,dc,pc->p", scaled_PD, np.linalg.inv(hessian_DD), scaled_PD)
     assert np.allclose(head.spreads(pairs.differences_PD), np.sqrt(variance_P), rtol=1e-3)
     assert np.allclose(head.margins(pairs.differences_PD), scaled_PD @ head.weights_D, atol=1e-5)
+
+
+def test_margins_of_many_pairs_need_no_copy_of_them_in_float64() -> None:
+    differences_PD = np.random.default_rng(0).normal(size=(40_000, 64)).astype(np.float32)
+    head = fit_head(differences_PD[:200], np.ones(200), penalty=7.0)
+    tracemalloc.start()
+    margin_P = head.margins(differences_PD)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < differences_PD.nbytes
+    weights_D = head.weights_D / head.posterior.scale_D
+    assert np.allclose(margin_P, differences_PD.astype(float) @ weights_D, rtol=1e-12)
 
 
 def test_a_prompt_is_in_one_fold_and_its_labels_do_not_touch_its_margins() -> None:

@@ -44,6 +44,18 @@ def blocks(rows_ND: NDArray[np.float32]) -> Iterator[Floats]:
         yield rows_ND[start : start + _BLOCK].astype(np.float64)
 
 
+def margins_of(rows_ND: NDArray[np.float32], weights_D: Floats) -> Floats:
+    """The margin of each pair by a head of these weights, (N,)."""
+    margin_N = np.zeros(len(rows_ND))
+    start = 0
+    # By blocks: a product of float32 and float64 copies the whole matrix into float64.
+    for block_BD in blocks(rows_ND):
+        end = start + len(block_BD)
+        margin_N[start:end] = block_BD @ weights_D
+        start = end
+    return margin_N
+
+
 def folds_of(prompt_P: NDArray[np.int64], num_folds: int) -> NDArray[np.int64]:
     """The fold of each pair. Prompts are digests, so their order is random, and it is the same
     whatever the order of the data; dealt out in that order they make folds of equal size."""

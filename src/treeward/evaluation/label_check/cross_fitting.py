@@ -27,6 +27,7 @@ from treeward.scoring.laplace import (
     Posterior,
     blocks,
     folds_of,
+    margins_of,
     root_mean_square,
     weighted_products,
 )
@@ -75,8 +76,7 @@ class Head:
     posterior: Posterior
 
     def margins(self, differences_PD: NDArray[np.float32]) -> Floats:
-        margins: Floats = differences_PD @ (self.weights_D / self.posterior.scale_D)
-        return margins
+        return margins_of(differences_PD, self.weights_D / self.posterior.scale_D)
 
     def spreads(self, differences_PD: NDArray[np.float32]) -> Floats:
         return self.posterior.spreads(differences_PD)
@@ -210,7 +210,7 @@ def _loss(
     weights_D: Floats,
     penalty: float,
 ) -> float:
-    margin_N = differences_ND @ (weights_D / scale_D)
+    margin_N = margins_of(differences_ND, weights_D / scale_D)
     right_N = target_N * np.logaddexp(0.0, -margin_N)
     wrong_N = (1 - target_N) * np.logaddexp(0.0, margin_N)
     prior = penalty / 2 * float(weights_D @ weights_D)
