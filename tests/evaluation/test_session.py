@@ -164,6 +164,22 @@ def test_names_that_would_share_a_folder(tmp_path: Path) -> None:
         )
 
 
+def test_examples_of_one_id_stay_apart(tmp_path: Path) -> None:
+    """Also where the data has an id that would be made for the second of another."""
+
+    class Repeated(Questions):
+        def load(self, source: str | None = None) -> list[Preference]:
+            ids = ("a#2", "a", "a", "b", "b", "b#2")
+            examples = super().load("6")
+            return [dataclasses.replace(one, id=id) for one, id in zip(examples, ids, strict=True)]
+
+    [summary], _ = run_evaluation([candidate("m")], [(Repeated(), None)], tmp_path)
+    ids = [scored.example.id for scored in summary.examples]
+    assert ids == ["a#2", "a", "a#3", "b", "b#2", "b#2#2"]
+    prompts = {scored.example.prompt_key for scored in summary.examples}
+    assert len(prompts) == 6
+
+
 def test_rows_of_other_tools_are_other_data(tmp_path: Path) -> None:
     """The tools of a row are a part of what the model reads."""
 

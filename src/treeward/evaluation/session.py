@@ -146,14 +146,16 @@ class _LoadedSuite:
 def _load_suite(suite: Suite, source: str | None, limit: int | None) -> _LoadedSuite:
     """Read a suite from a source, None for the hub, and keep its first `limit` examples."""
     logger.info("Reading %s.", suite.name if source is None else f"{suite.name} from {source}")
-    counts: Counter[str] = Counter()
+    taken: dict[str, int] = {}  # how many examples have each id
     examples = []
     for example in suite.load(source):
-        counts[example.id] += 1  # the second example of an id becomes `id#2`, and so on
-        number = counts[example.id]
-        if number > 1:
-            example = replace(example, id=f"{example.id}#{number}")
-        examples.append(example)
+        name = example.id
+        # The second example of an id becomes `id#2`, and so on; data may have such an id too.
+        while name in taken:
+            taken[example.id] += 1
+            name = f"{example.id}#{taken[example.id]}"
+        taken[name] = 1
+        examples.append(replace(example, id=name))
     if not examples:
         raise DataError(
             "the suite has no examples", where=source or suite.name, need="at least one"
