@@ -207,9 +207,9 @@ def combined(name: str, parts: Sequence[Metric], weights: Sequence[float] | None
 
     p - sqrt(sum w_i^2 (p_i - low_i)^2) to p + sqrt(sum w_i^2 (high_i - p_i)^2), with weights that
     sum to 1: variance estimates recovery, Zou and Donner 2008, Statistics in Medicine 27, page
-    1693. Many parts that are all right would make the upper end too low, so each end is at least
-    sqrt(sum w_i^2 (p_i - low_i) (high_i - p_i)) away, but not beyond the weighted sum of the parts'
-    ends.
+    1693, of independent parts. Many that are all right would make the upper end too low, so each
+    end is at least sqrt(sum w_i^2 (p_i - low_i) (high_i - p_i)) away, but not beyond the weighted
+    sum of the parts' ends.
     """
     if not parts:
         return Metric(name, None, count=0, note="There are no examples.")
@@ -222,6 +222,7 @@ def combined(name: str, parts: Sequence[Metric], weights: Sequence[float] | None
     below_I = p_I - low_I
     above_I = high_I - p_I
     value = float(w_I @ p_I)
+    # Below 0 where a part lies beyond its interval, as the 1.01 of RewardBench 2's Ties may.
     least = math.sqrt(float(w_I**2 @ (below_I * above_I).clip(0.0)))
     below = max(float(np.linalg.norm(w_I * below_I)), least)
     above = max(float(np.linalg.norm(w_I * above_I)), least)

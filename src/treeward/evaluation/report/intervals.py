@@ -19,6 +19,7 @@ from treeward.formatting import format_number
 
 def is_number(value: Any) -> TypeGuard[float]:
     """Whether `value` is a finite number."""
+    # A float32 of numpy is a real number, and no `float`.
     return isinstance(value, numbers.Real) and math.isfinite(value)
 
 

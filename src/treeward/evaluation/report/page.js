@@ -80,6 +80,7 @@ function theming() {
 
 theming();
 all("table.examples").forEach(examplesTable);
+// `toggle` does not bubble: it is caught on its way down.
 addEventListener("toggle", (event) => all(".plot", event.target).forEach(draw), true);
 const contents = document.querySelector(".contents > details");
 if (contents && !matchMedia("(min-width: 1100px)").matches) contents.open = false;
