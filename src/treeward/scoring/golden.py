@@ -161,7 +161,9 @@ def sign_exported(
     # The main process has written the folder, which may show late to others.
     stored.config = processes.on_main(lambda: stored.config)
     heads = list(heads or _default_heads(model))
-    steps = _steps_contract(model, step_score)
+    steps = None
+    if model.step_token is not None:
+        steps = StepsContract(token=model.step_token, score=step_score)
     if pads_alike is None:
         pads_alike = stored.pad_token_id == renderer.tokenizer.pad_token_id
     saved_dtype = None
@@ -218,12 +220,6 @@ def sign_exported(
         return contract
 
     return processes.on_main(sign)
-
-
-def _steps_contract(model: RewardModel, score: StepScore) -> StepsContract | None:
-    if model.step_token is None:
-        return None
-    return StepsContract(token=model.step_token, score=score)
 
 
 def _rendering_contract(

@@ -319,7 +319,10 @@ def read_answer(answer: Answer, config: JudgePromptConfig) -> Verdict | NoVerdic
     if answer.is_cut:
         reason = "the judge's message was cut: longer than max_tokens"
         return NoVerdict(reason, answer.text, is_cut=True)
-    text = _without_thoughts(answer.text)
+    text = answer.text
+    # JSON that was asked for has no reasoning before it, and its explanation may quote the tag.
+    if not text.lstrip().startswith("{"):
+        text = text.rpartition(REASONING_END)[2]
     if config.verdict == "scores":
         scores = read_pair_scores(text)
         if scores is None:
@@ -337,14 +340,6 @@ def read_answer(answer: Answer, config: JudgePromptConfig) -> Verdict | NoVerdic
         value = _OUTCOMES[config.mode][match[1]]
     verdict = _expected(answer.tokens, config) or Verdict(value, match[1])
     return replace(verdict, text=answer.text)
-
-
-def _without_thoughts(text: str) -> str:
-    """What follows the reasoning of a judge's message."""
-    # JSON that was asked for has no reasoning before it, and its explanation may quote the tag.
-    if text.lstrip().startswith("{"):
-        return text
-    return text.rpartition(REASONING_END)[2]
 
 
 def _expected(tokens: Sequence[TokenChoice], config: JudgePromptConfig) -> Verdict | None:
