@@ -151,6 +151,7 @@ class ModelInReplicas:
             models=(section,),
             replicas=config.num_workers,
             tensor_parallel_size=size,
+            # Of each process: a GPU, or none where the cluster has none.
             ray_actor_options={"num_cpus": 1, "num_gpus": place.get("GPU", 0.0) / size},
             batch_tokens=config.batch_tokens or DEFAULT_BATCH_TOKENS,
             batch_size=config.batch_size,

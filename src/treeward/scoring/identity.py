@@ -23,6 +23,7 @@ def scorer_identity(scorer: ConversationScorer, name: str) -> dict[str, Any]:
     if isinstance(scorer, RewardScorer):
         section = scorer.shaper.config
         identity = scorer_identity(scorer.scorer, name)
+        # Without defaults: an option that a later version adds changes nothing for kept rows.
         identity["shaping"] = section.model_dump(mode="json", exclude_defaults=True)
         identity["constants"] = None
         if section.uses_calibration:

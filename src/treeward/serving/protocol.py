@@ -49,6 +49,7 @@ class BoundedProtocol(HttpToolsProtocol):
             part = data[start : start + _FED_AT_ONCE]
             self._num_pending += len(part)
             super().data_received(part)
+            # uvicorn has refused the part, which is no HTTP, and has ended the connection.
             if self.transport.is_closing():
                 return
             # The parser resets the number when something is complete.

@@ -151,6 +151,7 @@ async def verify(body: VerifyBody, request: Request, server: Server) -> JSON:
         added = failure(error.message)
     try:
         return JSON(without_verdict(rollout) | added)
+    # orjson reads what is nested a thousand deep, and writes no more than 254.
     except orjson.JSONEncodeError as error:
         message = f"the body cannot be written again: {error}"
         raise APIError(422, "invalid_request", message) from error
