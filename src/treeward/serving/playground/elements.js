@@ -28,6 +28,7 @@ export function formatNumber(value, digits = 3) {
   if (!isNumber(value)) return "\u2013";
   const size = Math.abs(value);
   const text = size && (size < 1e-3 || size >= 1e6) ? size.toExponential(2) : size.toFixed(digits);
+  // What rounds to 0 has no sign.
   return (value < 0 && /[1-9]/.test(text) ? "\u2212" : "") + text;
 }
 

@@ -55,7 +55,7 @@ export function showTraces(traces) {
 function chart(traces, last) {
   const width = Math.max(byId("chart").clientWidth, 240);
   const scores = traces.flatMap((trace) => trace.points.map((point) => point.score));
-  const room = (Math.max(...scores) - Math.min(...scores)) * 0.08 || 0.5;
+  const room = (Math.max(...scores) - Math.min(...scores)) * 0.08 || 0.5; // equal scores have no span
   const [low, high] = [Math.min(...scores) - room, Math.max(...scores) + room];
   const yTicks = ticks(low, high, 5);
   const digits = Math.max(0, Math.min(6, Math.ceil(-Math.log10(yTicks[1] - yTicks[0] || 1) + 0.01)));
