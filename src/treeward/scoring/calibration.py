@@ -224,8 +224,8 @@ def fit_length_curve(scores: Floats, lengths: Floats) -> LengthCurve | None:
     order = np.argsort(lengths, kind="stable")
     values = np.interp(knots, lengths[order], fitted[order])
     residuals = scores - np.interp(lengths, knots, values)
-    # Scores that are a line of the length leave about 1e-7, the rounding of float32. Written so that
-    # NaN is no spread either.
+    # Scores that are a line of the length leave about 1e-7, the rounding of float32. Written so
+    # that NaN is no spread either.
     if not residuals.std() > 1e-6 * scores.std():
         logger.warning(
             "no length curve: length alone explains every one of the %d scores, or most have one "

@@ -19,8 +19,8 @@ from treeward.config.server import ServerConfig
 from treeward.serving.api_error import APIError
 
 BODIES_AT_ONCE = 16
-"""Bodies of the largest size that may arrive at the same time; of smaller ones as many more. With the
-default of `max_body_bytes` they take half a gigabyte."""
+"""Bodies of the largest size that may arrive at the same time; of smaller ones as many more. With
+the default of `max_body_bytes` they take half a gigabyte."""
 
 
 @dataclass(eq=False)

@@ -44,8 +44,8 @@ _FONT = (
     '"Inter", "Segoe UI", -apple-system, "Roboto", "Noto Sans", "Liberation Sans", Arial, '
     "sans-serif"
 )
-# Channels are classes here and below: for a shorthand as x="low:Q" Altair looks at every class of its
-# schema, which was two thirds of the time of a chart.
+# Channels are classes here and below: for a shorthand as x="low:Q" Altair looks at every class of
+# its schema, which was two thirds of the time of a chart.
 _COLOUR = alt.Color("colour:N", scale=None)
 _STROKE = alt.Stroke("colour:N", scale=None)
 _DASH = alt.StrokeDash("dash:N", scale=None)
