@@ -144,6 +144,25 @@ def test_a_named_completion_may_have_the_usual_name_of_another_column(
     assert unread == set(row) - {"question", chosen_key, rejected_key}
 
 
+def test_training_reads_a_named_completion_that_has_the_usual_name_of_a_prompt(
+    write_rows: Write,
+) -> None:
+    """The row had no `messages`, said the error, as naming the prompt had taken them out."""
+    row = {"question": "2 + 2?", "messages": [assistant("4.")], "other": [assistant("5.")]}
+    config = DatasetConfig(
+        data_path=str(write_rows("rows.jsonl", [row])),
+        prompt_key="question",
+        chosen_key="messages",
+        rejected_key="other",
+    )
+    [(preference, _)] = open_dataset(config)
+    conversations = [preference.conversation(side) for side in preference.completions]
+    assert [list(turns) for turns in conversations] == [
+        [*ASK, assistant("4.")],
+        [*ASK, assistant("5.")],
+    ]
+
+
 def test_what_a_named_column_replaces_is_named_too(
     write_rows: Write,
     caplog: pytest.LogCaptureFixture,

@@ -195,7 +195,12 @@ class RowDataset(RowSource):
             except DataError as error:
                 self.broken(error)
                 continue
-            yield Row(dict(values), row.where)
+            values = dict(values)
+            # A named completion may have a usual name of prompts, as `messages`, which went above.
+            for key in (self.config.chosen_key, self.config.rejected_key):
+                if key in row.values:
+                    values[key] = row.values[key]
+            yield Row(values, row.where)
 
     def name_unread_columns(self) -> None:
         """Log one line with the columns of the first rows that hold text, a list or an object and
