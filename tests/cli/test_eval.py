@@ -15,7 +15,7 @@ from messages import read_jsonl
 from safetensors.torch import load_file, save_file
 from verbs import Command
 
-from treeward.cli.options import _environment
+from treeward.cli.options import ModelOptions, candidate
 from treeward.scoring.scorer import Scorer
 
 Write = Callable[..., Path]
@@ -210,8 +210,8 @@ def test_kept_verdicts_are_of_the_judge_that_is_in_the_folder_now(
     judge = tmp_path / "judge"
     shutil.copytree(policy_folder, judge)
     section = {"type": "judge", "model": str(judge), "use_logprobs": True, "dtype": "float32"}
-    _, first = _environment(dict(section), "MODEL")
-    _, again = _environment(dict(section), "MODEL")
+    _, first = candidate(dict(section), "MODEL", ModelOptions()).load()
+    _, again = candidate(dict(section), "MODEL", ModelOptions()).load()
     assert first == again
     weights = load_file(judge / "model.safetensors")
     save_file(
@@ -219,5 +219,5 @@ def test_kept_verdicts_are_of_the_judge_that_is_in_the_folder_now(
         judge / "model.safetensors",
         metadata={"format": "pt"},
     )
-    _, trained_anew = _environment(dict(section), "MODEL")
+    _, trained_anew = candidate(dict(section), "MODEL", ModelOptions()).load()
     assert trained_anew != first

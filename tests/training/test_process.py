@@ -23,6 +23,7 @@ from treeward.losses import Heads
 from treeward.model.contract import read_contract
 from treeward.scoring.scorer import Scorer
 from treeward.step_losses import StepSums, labelled_steps, step_cross_entropy
+from treeward.training.prefetch import BatchPreparer
 from treeward.training.setup import set_up
 from treeward.training.tracking import read_metrics
 from treeward.training.train import ProcessRun, RewardModelRun, train
@@ -174,7 +175,7 @@ def test_the_contract_says_how_the_score_is_made(step_run: Callable[..., Any]) -
 
 def gradients(run: RewardModelRun) -> tuple[float, dict[str, torch.Tensor]]:
     """The loss of the whole data as one step, and its gradients."""
-    batches = run._preparer.step(1)
+    batches = BatchPreparer(run.setup).step(1)
     sums = run.new_sums()
     for micro_batch in batches.micro_batches:
         run.backward(micro_batch, batches.num_units, sums)

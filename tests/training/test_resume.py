@@ -21,6 +21,7 @@ from treeward.model.contract import read_contract, write_contract
 from treeward.training import state
 from treeward.training import train as train_module
 from treeward.training.checkpoints import CheckpointStore
+from treeward.training.optimisation import SkippedSteps
 from treeward.training.state import read_state, stored_metric
 from treeward.training.tracking import read_metrics
 from treeward.training.train import RewardModelRun, train
@@ -78,14 +79,14 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted_also_by_a_run_that
     precision: str,
 ) -> None:
     """In a deterministic run; in bfloat16 the resumed one has the masters of the other too."""
-    update = RewardModelRun._update_weights
+    clip = SkippedSteps.clip
 
-    def broken(self: RewardModelRun, number: int, total: Any) -> float:
-        if number in (1, 3, 4):
-            next(p for p in self.model.parameters() if p.grad is not None).grad[0] = torch.inf
-        return update(self, number, total)
+    def broken(self: SkippedSteps, model: Any, *arguments: Any, what: str, fix: str) -> float:
+        if what in ("the loss of step 1", "the loss of step 3", "the loss of step 4"):
+            next(p for p in model.parameters() if p.grad is not None).grad[0] = torch.inf
+        return clip(self, model, *arguments, what=what, fix=fix)
 
-    monkeypatch.setattr(RewardModelRun, "_update_weights", broken)
+    monkeypatch.setattr(SkippedSteps, "clip", broken)
     options = ("rm.log_period=1", "policy.deterministic=true", f"policy.precision={precision}")
     try:
         for name, step in (("whole", None), ("died", 4)):
