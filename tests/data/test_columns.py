@@ -14,7 +14,7 @@ from templates import family_renderer
 
 from treeward import Conversation
 from treeward.config.data import DatasetConfig
-from treeward.data.columns import named_columns
+from treeward.data.columns import named_columns, prompt_column, with_own_prompt
 from treeward.data.conversation import check_messages
 from treeward.data.datasets import open_dataset
 from treeward.data.formats import conversations_of
@@ -161,6 +161,13 @@ def test_training_reads_a_named_completion_that_has_the_usual_name_of_a_prompt(
         [*ASK, assistant("4.")],
         [*ASK, assistant("5.")],
     ]
+
+
+def test_a_format_may_have_its_prompt_under_a_name_that_is_a_part_of_prompts_elsewhere() -> None:
+    """As text under `history` it was read, and then refused as a part that would be lost."""
+    row = with_own_prompt({"history": "2 + 2?", "score": 1}, "history", "rows.jsonl:1")
+    assert row == {"prompt": "2 + 2?", "score": 1}
+    assert prompt_column(row, "rows.jsonl:1") == "prompt"
 
 
 def test_what_a_named_column_replaces_is_named_too(

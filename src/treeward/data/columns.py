@@ -139,7 +139,9 @@ def with_own_prompt(
     # One that the configuration names has become `prompt` before, and goes first.
     if prompt_column(values, where) is not None:
         return values
-    return {**values, "prompt": values[column]}
+    # Under its own name it would be a second prompt, or a part of one that nobody reads.
+    others = {name: value for name, value in values.items() if name != column}
+    return {**others, "prompt": values[column]}
 
 
 def named_columns(values: Mapping[str, Any], config: DatasetConfig, where: str) -> dict[str, Any]:
