@@ -33,6 +33,11 @@ SECTIONS = [
      "validation[0].weight"),
     (DataConfig, "train_data_path: t, val_split: v", "val_split"),
     (DataConfig, "dataset_name: Tulu3Preference, validation: {name: x}", "validation"),
+    (DataConfig, "train: {data_path: t, prompt_key: q, chosen_key: prompt, rejected_key: b}",
+     "train[0].chosen_key"),
+    (DataConfig, "train: {data_path: t, rejected_key: prompt}", "train[0].rejected_key"),
+    (DataConfig, "train: {data_path: t, prompt_key: a, rejected_key: a}", "train[0].prompt_key"),
+    (DataConfig, "train: {data_path: t, chosen_key: rejected}", "train[0].chosen_key"),
     # prompts
     (PromptDataConfig, "{}", "train"),
     (PromptDataConfig,

@@ -340,7 +340,7 @@ def test_fingerprints_follow_content_and_parsing(tmp_path: Path) -> None:
     other = DatasetConfig(
         dataset_name="BinaryPreferenceDataset",
         data_path=path,
-        prompt_key="chosen",
+        prompt_key="question",
     )
     tulu = DatasetConfig(dataset_name="Tulu3Preference", data_path=path)
     digests = [open_dataset(one).fingerprint for one in (config, other, tulu, config)]

@@ -127,6 +127,19 @@ class DatasetConfig(SetConfig):
     """`PRM800K`: whether the rating 0 makes a step right, as in Qwen's models. TRL's script makes
     it wrong."""
 
+    def check(self) -> None:
+        super().check()
+        if self.chosen_key == self.rejected_key:
+            raise self.error("chosen_key rejected_key", "two different columns")
+        for key in ("chosen_key", "rejected_key"):
+            column = getattr(self, key)
+            # Once the row's prompt is read it has this name: a completion would be its own prompt.
+            if column == "prompt":
+                need = "a column of another name: this one is the prompt"
+                raise self.error(key, need, "rename the column in the data")
+            if column == self.prompt_key:
+                raise self.error(f"prompt_key {key}", "two different columns")
+
 
 _Set = TypeVar("_Set", bound=SetConfig)
 
