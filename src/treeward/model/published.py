@@ -22,16 +22,16 @@ import transformers
 from torch import nn
 from transformers import (
     AutoConfig,
-    LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
-from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
+from transformers.core_model_loading import WeightConverter, WeightRenaming
 
 from treeward.data.chat_template import NUM_BOS
 from treeward.errors import ModelError
+from treeward.model import internlm2
 from treeward.model.heads import (
     HELPSTEER2,
     NUM_RATINGS,
@@ -46,41 +46,6 @@ from treeward.model.heads import (
     objectives,
     two_layer_head,
 )
-
-
-class SplitGroups(ConversionOps):
-    """InternLM2's one matrix of queries, keys and values: for each key head its queries, its key
-    and its value."""
-
-    def convert(
-        self,
-        input_dict: dict[str, Any],
-        source_patterns: list[str],
-        target_patterns: list[str],
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        config = kwargs["config"]
-        [weight] = input_dict.values()
-        # Either form, as transformers' own operations take it.
-        if isinstance(weight, list):
-            weight = weight[0]
-        num_groups = config.num_key_value_heads
-        queries_each = config.num_attention_heads // num_groups
-        grouped = weight.unflatten(0, (num_groups, queries_each + 2, -1))
-        parts = grouped.split([queries_each, 1, 1], dim=1)
-        matrices = {}
-        for name, part in zip(target_patterns, parts, strict=True):
-            matrices[name] = part.flatten(0, 2).contiguous()
-        return matrices
-
-
-def _as_llama(fields: Fields) -> LlamaConfig:
-    """InternLM2 is a Llama with other names; its own code would have to be downloaded and run."""
-    left_out = {"auto_map", "model_type", "bias", "attn_implementation", "transformers_version"}
-    llama_fields = {name: value for name, value in fields.items() if name not in left_out}
-    llama_fields["attention_bias"] = fields.get("bias", False)
-    config: LlamaConfig = LlamaConfig(**llama_fields)
-    return config
 
 
 def _then(text: str) -> tuple[str, str]:
@@ -136,20 +101,6 @@ def _reward_token(fields: Fields, tokenizer: PreTrainedTokenizerBase) -> tuple[s
             fix="name the model's own tokenizer",
         )
     return _then(text)
-
-
-_INTERNLM2: list[WeightRenaming | WeightConverter] = [
-    WeightConverter(
-        ".attention.wqkv.weight", [f".self_attn.{x}_proj.weight" for x in "qkv"], [SplitGroups()]
-    ),
-    WeightRenaming("model.tok_embeddings", "model.embed_tokens"),
-    WeightRenaming(".attention.wo", ".self_attn.o_proj"),
-    WeightRenaming(".feed_forward.w1", ".mlp.gate_proj"),
-    WeightRenaming(".feed_forward.w2", ".mlp.down_proj"),
-    WeightRenaming(".feed_forward.w3", ".mlp.up_proj"),
-    WeightRenaming(".attention_norm", ".input_layernorm"),
-    WeightRenaming(".ffn_norm", ".post_attention_layernorm"),
-]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -418,8 +369,8 @@ ADAPTERS: Mapping[str, Adapter] = {
         "6539b1df85e74019a3e36da43901e18205c572ea/modeling_internlm2.py",
         recognises=_is("InternLM2ForRewardModel"),
         stored={"v_head": "score"},
-        backbone=_INTERNLM2,
-        config=_as_llama,
+        backbone=internlm2.BACKBONE,
+        config=internlm2.as_llama,
         end=_reward_token,
         keys=("reward_token_id",),
     ),
