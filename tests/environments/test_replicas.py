@@ -47,7 +47,7 @@ def process_ids() -> list[int]:
         process.pid: " ".join(process.cmdline())
         for process in psutil.Process().children(recursive=True)
     }
-    names = ("ServeReplica:reward-model", "_Part")
+    names = ("ServeReplica:reward-model", "ModelPart")
     return [process_id for name in names for process_id, title in titles.items() if name in title]
 
 

@@ -11,7 +11,7 @@ from messages import chat
 
 from treeward import processes
 from treeward.config.scoring import ScoringConfig
-from treeward.scoring.divided import _Part
+from treeward.scoring.divided import ModelPart
 from treeward.scoring.scorer import Scorer
 
 
@@ -21,7 +21,7 @@ def scores_of_parts(folder: str) -> list[float | None]:
         models=(folder, folder),
         ensemble={"method": "mean", "standardize": False},  # type: ignore[arg-type]
     )
-    part = _Part(processes.rank(), processes.size(), "cpu")
+    part = ModelPart(processes.rank(), processes.size(), "cpu")
     # The group is there already: no address is needed.
     part.load(config, "", 0, {"batch_tokens": 1024})
     [score] = part.score(part.scorer.prepare([chat("2 + 2?", "4.")]), "raise")

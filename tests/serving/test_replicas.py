@@ -182,7 +182,7 @@ def test_a_divided_model_gives_the_scores_and_comes_back(
         rows = server.post("/v1/rewards", {"conversations": CHATS}).json()["data"]
         spreads = [score.spread for score in scores]
         assert [row["spread"] for row in rows] == pytest.approx(spreads, rel=1e-4)
-        [part] = server.replicas("_Part")
+        [part] = server.replicas("ModelPart")
         part.kill()
         # The replica ends when it needs the part, and the front asks the one that Serve starts.
         assert server.scores(CHATS) == pytest.approx(want, abs=CLOSE)

@@ -46,13 +46,13 @@ class DividedScorer(PreparedScorer):
 
     def __init__(self, config: ScoringConfig, size: int, *, device: str, **capacity: Any) -> None:
         own_resources = ray.get_runtime_context().get_assigned_resources()
-        actor: Any = ray.remote(_Part)
+        actor: Any = ray.remote(ModelPart)
         # Of the placement group that Ray Serve has made for this replica: on the same node.
         like_this_one = actor.options(
             num_cpus=own_resources.get("CPU", 1.0),
             num_gpus=own_resources.get("GPU", 0.0),
         )
-        own_part = _Part(0, size, device)
+        own_part = ModelPart(0, size, device)
         self._others = [like_this_one.remote(rank, size, device) for rank in range(1, size)]
         address = ray.util.get_node_ip_address()
         port = free_port()
@@ -102,7 +102,7 @@ class DividedScorer(PreparedScorer):
         return scores
 
 
-class _Part:
+class ModelPart:
     """The part of the models that process `rank` of `size` holds."""
 
     scorer: PreparedScorer
