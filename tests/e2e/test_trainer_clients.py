@@ -174,11 +174,14 @@ def wanted(model: Path) -> Any:
 
 
 def test_verl(ask: Callable[[str], Any], wanted: Any) -> None:
-    """Its reward loop at our server as vLLM and as SGLang, and our functions under its manager
+    """Its reward loop at our server as vLLM and as SGLang; our functions and the example under its
+    manager
     `naive`."""
     rewards = ask("verl")
     assert rewards.pop("known_managers") == ["naive"], "docs/verl.md says that `batch` is refused"
-    assert set(rewards) == {"vllm", "sglang", "compute_score", "compute_score_async"}
+    assert re.search("answers 422: .*too long to score", rewards.pop("too_long"))
+    ways = {"vllm", "sglang", "compute_score", "compute_score_async", "over_http"}
+    assert set(rewards) == ways
     for way, values in rewards.items():
         assert values == wanted, way
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import runpy
 import sys
 import types
 from pathlib import Path
@@ -22,6 +23,7 @@ import torch
 from transformers import AutoTokenizer
 
 SOURCE = "reward.custom_reward_function"
+EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "verl_over_http.py"
 VERL_MANAGERS = ("naive", "batch", "prime")
 
 
@@ -41,7 +43,22 @@ def verl_rewards(job: dict[str, Any]) -> dict[str, Any]:
         ours = [f"{SOURCE}.path=pkg://treeward.environments.verl", f"{SOURCE}.name={function}"]
         ours += [f"+{SOURCE}.reward_kwargs.model={job['url']}", "reward.reward_manager.name=naive"]
         rewards[function] = worker_rewards(job, ours)
-    return {**rewards, "known_managers": [name for name in VERL_MANAGERS if is_manager(name)]}
+    example = [f"{SOURCE}.path={EXAMPLE}", f"{SOURCE}.name=compute_score"]
+    example += [f"+{SOURCE}.reward_kwargs.url={job['url']}", "reward.reward_manager.name=naive"]
+    rewards["over_http"] = worker_rewards(job, example)
+    managers = [name for name in VERL_MANAGERS if is_manager(name)]
+    return {**rewards, "known_managers": managers, "too_long": refusal_over_http(job["url"])}
+
+
+def refusal_over_http(url: str) -> str:
+    """What the example says of a completion that the model cannot read."""
+    function = runpy.run_path(str(EXAMPLE))["compute_score"]
+    prompt = [{"role": "user", "content": "Hi"}]
+    try:
+        asyncio.run(function("test", "word " * 9000, "", {"prompt": prompt}, url=url))
+    except RuntimeError as error:
+        return str(error)
+    return "it was scored"
 
 
 def worker_rewards(
