@@ -29,7 +29,8 @@ class TreewardRewards(EnvironmentInterface):  # type: ignore[misc]
     - `url`: the server's address.
     - `policy_tokenizer`: the policy's tokenizer, as `${policy.tokenizer}`. NeMo RL's processors
       write a user's message as the policy's chat template renders it, and this takes it off again.
-      Without the key, messages are sent as they come.
+      null: messages are sent as they come. The key is asked for, because a rendered message would
+      get a reward too, and another one.
     - `token_env`: the environment variable with the server's token, if it asks for one.
 
     A completion without a reward is an error: NeMo RL would put its NaN into the baseline of its
@@ -42,7 +43,7 @@ class TreewardRewards(EnvironmentInterface):  # type: ignore[misc]
         if config.get("token_env"):
             self.headers = {"authorization": f"Bearer {os.environ[config['token_env']]}"}
         self.before = self.after = ""
-        if config.get("policy_tokenizer"):
+        if config["policy_tokenizer"] is not None:
             rendered = get_tokenizer(config["policy_tokenizer"]).apply_chat_template(
                 [{"role": "user", "content": PROBE}], tokenize=False, add_generation_prompt=True
             )

@@ -175,8 +175,7 @@ def wanted(model: Path) -> Any:
 
 def test_verl(ask: Callable[[str], Any], wanted: Any) -> None:
     """Its reward loop at our server as vLLM and as SGLang; our functions and the example under its
-    manager
-    `naive`."""
+    manager `naive`."""
     rewards = ask("verl")
     assert rewards.pop("known_managers") == ["naive"], "docs/verl.md says that `batch` is refused"
     assert re.search("answers 422: .*too long to score", rewards.pop("too_long"))

@@ -97,9 +97,11 @@ def test_rewards_are_the_scores_of_what_the_user_wrote(
     with_system = environment.conversation([system, *logs[0]])
     assert with_system == [system, *conversations[0]]
 
-    # Without the policy's tokenizer, what comes is sent.
+    # With null in place of the policy's tokenizer, what comes is sent; without the key it ends.
     plain = example.TreewardRewards({**section, "policy_tokenizer": None})
     assert plain.step(conversations, [{}] * 3).rewards.tolist() == pytest.approx(want, abs=1e-5)
+    with pytest.raises(KeyError, match="policy_tokenizer"):
+        example.TreewardRewards({"url": section["url"]})
 
 
 def test_a_completion_without_a_reward_ends_the_step_with_the_reason(

@@ -4,6 +4,9 @@ without a reward.
     from treeward.environments import nemo_rl
     nemo_rl.register("reward_model")    # before NeMo RL's run_grpo.py, with env.reward_model as is
 
+It needs a NeMo RL whose Python allows treeward's transformers, which its version 0.6.0 does not.
+`examples/nemo_rl_over_http.py` asks a server instead, and needs no treeward there.
+
 Environments already have the signature of NeMo RL's loops, but two things differ:
 
 - These loops put `total_reward` into baselines and advantages, whatever `loss_multiplier` is, so
