@@ -98,6 +98,41 @@ def test_a_conversation_that_cannot_be_scored_is_refused(client: Any) -> None:
     assert "at most 160" in response.text
 
 
+def test_the_log_has_the_reason_of_an_error(client: Any, caplog: pytest.LogCaptureFixture) -> None:
+    # OpenRLHF's client shows the status alone, so its user reads the server's log.
+    with caplog.at_level("INFO", logger="treeward"):
+        response = ask(client, conversations=[CHAT, LONG])
+    request_id = response.headers["X-Request-ID"]
+    assert f"Request {request_id}: cannot_be_scored: 'conversation 1: too long" in caplog.text
+
+
+def test_a_client_writes_no_line_of_its_own_into_the_log(
+    client: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="treeward"):
+        assert ask(client, model="a\nb").status_code == 404
+    assert "\\nb" in caplog.text
+    assert len(caplog.text.splitlines()) == 1
+
+
+def test_without_a_log_of_requests_no_error_is_logged(
+    make_service: Callable[..., Service],
+    asgi_client: Callable[..., Any],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    client = asgi_client(make_service(access_log=False))
+    with caplog.at_level("INFO", logger="treeward"):
+        assert ask(client, conversations=[LONG]).status_code == 422
+    assert "too long" not in caplog.text
+
+
+def test_a_null_is_as_a_key_left_out(client: Any) -> None:
+    # Parquet gives each message of a prompt the keys of all, and verl's example sends them on.
+    padded = [{**CHAT[0], "name": None, "tool_calls": None, "tool_call_id": None}, CHAT[1]]
+    whole, with_nulls = ask(client, conversations=[CHAT, padded]).json()["data"]
+    assert with_nulls["score"] == whole["score"]
+
+
 def test_a_conversation_that_cannot_be_scored_is_null_where_that_is_asked_for(client: Any) -> None:
     scored, masked = ask(client, conversations=[CHAT, LONG], on_error="mask").json()["data"]
     assert scored["score"] is not None

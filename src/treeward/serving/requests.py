@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
+import logging
 import re
 import secrets
 import time
@@ -46,6 +47,8 @@ from treeward.serving.models import ServedModel
 from treeward.serving.rendered_text import RenderedText
 from treeward.serving.service import Service
 
+logger = logging.getLogger(__name__)
+
 _OPEN_PATHS = {"/", "/health", "/ready", "/ping"}
 """Paths that need no token, besides the playground's files."""
 _LONG_BODY = 2**16
@@ -61,9 +64,13 @@ class JSON(JSONResponse):
 
 
 def error_response(error: APIError, scope: Scope, service: Service) -> JSON:
-    """The response to a failed request, in the form of its dialect. Counts the error."""
+    """The response to a failed request, in the form of its dialect. Counts and logs the error."""
     service.metrics.errors.labels(error.code).inc()
     request_id = scope["state"]["request_id"]
+    if service.config.access_log:
+        # Clients such as OpenRLHF's show the status alone: the reason is nowhere but here. As its
+        # repr, because a client's words in it could end the line and write one of their own.
+        logger.info("Request %s: %s: %r", request_id, error.code, error.message)
     error_body: ErrorBody = scope["app"].state.error_bodies.get(scope["path"], openai_error)
     body = error_body(error, {"code": error.code, "param": error.param, "request_id": request_id})
     headers = {"X-Request-ID": request_id}
