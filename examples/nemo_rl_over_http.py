@@ -76,7 +76,7 @@ class TreewardRewards(EnvironmentInterface):  # type: ignore[misc]
         if not (text.startswith(self.before) and text.endswith(self.after)):
             raise ValueError(
                 f"a prompt is not as the policy's chat template renders it: got {text!r}, need "
-                f"{self.before!r}...{self.after!r}; leave policy_tokenizer out where the processor "
+                f"{self.before!r}...{self.after!r}; write policy_tokenizer: null if the processor "
                 "leaves messages as they are"
             )
         question["content"] = text[len(self.before) : len(text) - len(self.after)]

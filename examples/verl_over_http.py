@@ -33,11 +33,8 @@ async def compute_score(
     if "prompt" not in extra_info:
         raise ValueError("verl passes no prompt on: write it into each row's extra_info, as prompt")
     headers = {"authorization": f"Bearer {os.environ[token_env]}"} if token_env else {}
-    prompt = []
-    for message in extra_info["prompt"]:
-        # Parquet gives each message the keys of all, with null for those that it lacks.
-        prompt.append({key: value for key, value in message.items() if value is not None})
-    body = {"conversations": [[*prompt, {"role": "assistant", "content": solution_str}]]}
+    conversation = [*extra_info["prompt"], {"role": "assistant", "content": solution_str}]
+    body = {"conversations": [conversation]}
     async with (
         aiohttp.ClientSession(timeout=NO_LIMIT, headers=headers) as session,
         session.post(f"{url.rstrip('/')}/v1/rewards", json=body) as response,

@@ -116,5 +116,7 @@ def test_a_prompt_of_another_template_is_an_error(
     example: ModuleType, section: dict[str, Any]
 ) -> None:
     environment = example.TreewardRewards(section)
-    with pytest.raises(ValueError, match=r"renders it: got 'A river\?'.*leave policy_tokenizer"):
+    with pytest.raises(
+        ValueError, match=r"renders it: got 'A river\?'.*write policy_tokenizer: null"
+    ):
         environment.step([log("A river?", "No.")], [{}])
