@@ -111,7 +111,30 @@ def read_template_kwargs(values: Mapping[str, Any], where: str | None) -> dict[s
     An empty list of tools is none. Raises `DataError`.
     """
     variables: dict[str, Any] = {}
-    tools = _read_tools(values.get("tools"), where)
+    listed = _parsed_json(values.get("tools"))
+    if listed is None:
+        listed = []
+    if not is_list(listed):
+        raise DataError(
+            "tools is not a list",
+            where=where,
+            field="tools",
+            got=listed,
+            need=_NEED_TOOLS,
+        )
+    tools = []
+    for i, item in enumerate(listed):
+        tool = _parsed_json(item)  # some files have a list of texts
+        if not isinstance(tool, Mapping):
+            field = f"tools[{i}]"
+            raise DataError(
+                "a tool is not an object",
+                where=where,
+                field=field,
+                got=tool,
+                need=_NEED_TOOLS,
+            )
+        tools.append(dict(tool))
     if tools:
         variables["tools"] = tools
     others = _parsed_json(values.get("chat_template_kwargs"))
@@ -138,35 +161,6 @@ def template_columns(template_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     if others:
         columns["chat_template_kwargs"] = others
     return columns
-
-
-def _read_tools(value: Any, where: str | None) -> list[dict[str, Any]]:
-    """The tools of a column; none for an empty one."""
-    tools = _parsed_json(value)
-    if tools is None:
-        return []
-    if not is_list(tools):
-        raise DataError(
-            "tools is not a list",
-            where=where,
-            field="tools",
-            got=tools,
-            need=_NEED_TOOLS,
-        )
-    read = []
-    for i, item in enumerate(tools):
-        tool = _parsed_json(item)  # some files have a list of texts
-        if not isinstance(tool, Mapping):
-            field = f"tools[{i}]"
-            raise DataError(
-                "a tool is not an object",
-                where=where,
-                field=field,
-                got=tool,
-                need=_NEED_TOOLS,
-            )
-        read.append(dict(tool))
-    return read
 
 
 def _parsed_json(value: Any) -> Any:
