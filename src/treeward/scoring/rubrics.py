@@ -107,7 +107,19 @@ def read_rubric(
         raise error.but(where=where) from None
     if not criteria:
         raise DataError("the rubric has no criteria", where=where, field=key, need=_NEED)
-    return Rubric(_with_distinct_names(criteria))
+    # Criteria without a name are numbered, and of a name that is there twice all but the first.
+    named = []
+    taken: set[str] = set()
+    for number, criterion in enumerate(criteria, 1):
+        # A slash becomes a dash: a component with a slash is a detail of a reward, from which
+        # nothing is learnt.
+        name = criterion.name.replace("/", "-") or f"criterion_{number}"
+        # More than once: of the titles a, a_3 and a the third would be a_3 too.
+        while name in taken:
+            name = f"{name}_{number}"
+        taken.add(name)
+        named.append(replace(criterion, name=name))
+    return Rubric(tuple(named))
 
 
 def _without_arrays(value: Any) -> Any:
@@ -195,11 +207,19 @@ def _criterion(item: Any, field: str) -> Criterion:
         category = in_text[1].lower()
         text = text[in_text.end() :]
     name = next((str(item[key]) for key in NAME_KEYS if item.get(key) not in (None, "")), "")
+    weight = _weight(item, field)
+    pass_criteria = item.get("pass_criteria")
+    answer = str("YES" if pass_criteria is None else pass_criteria).strip().upper()
+    if answer not in ("YES", "NO"):
+        place = f"{field}.pass_criteria"
+        raise DataError(
+            "this is no answer to a criterion", field=place, got=pass_criteria, need="YES or NO"
+        )
     return Criterion(
         name=name,
         text=text,
-        weight=_weight(item, field),
-        is_met_by_no=_is_met_by_no(item.get("pass_criteria"), field),
+        weight=weight,
+        is_met_by_no=answer == "NO",
         is_veto=is_veto,
         category=category if category in CATEGORIES else None,  # type: ignore[arg-type]
     )
@@ -220,32 +240,6 @@ def _weight(item: Mapping[str, Any], field: str) -> float:
         place = f"{field}.{key}"
         raise DataError("this is no weight", field=place, got=found, need="a finite number")
     return float(found)
-
-
-def _is_met_by_no(value: Any, field: str) -> bool:
-    answer = str("YES" if value is None else value).strip().upper()
-    if answer not in ("YES", "NO"):
-        place = f"{field}.pass_criteria"
-        raise DataError(
-            "this is no answer to a criterion", field=place, got=value, need="YES or NO"
-        )
-    return answer == "NO"
-
-
-def _with_distinct_names(criteria: Sequence[Criterion]) -> tuple[Criterion, ...]:
-    """Criteria without a name are numbered, and of a name that is there twice all but the first.
-    A slash becomes a dash: a component with a slash is a detail of a reward, from which nothing is
-    learnt."""
-    named = []
-    taken: set[str] = set()
-    for number, criterion in enumerate(criteria, 1):
-        name = criterion.name.replace("/", "-") or f"criterion_{number}"
-        # More than once: of the titles a, a_3 and a the third would be a_3 too.
-        while name in taken:
-            name = f"{name}_{number}"
-        taken.add(name)
-        named.append(replace(criterion, name=name))
-    return tuple(named)
 
 
 _CATEGORY_WEIGHTS: Mapping[Category, float] = {
