@@ -107,7 +107,13 @@ class Cohorts:
         """
         self._check_attempt(rollout)
         if rollout.key in self._judged:
-            return self._judged_reward(rollout)
+            digests, rewards = self._judged[rollout.key]
+            if digests.get(rollout.number) != rollout.digest:
+                message = (
+                    f"the cohort was judged with another response for rollout {rollout.number}"
+                )
+                raise APIError(409, "conflicting_rollout", message)
+            return rewards[rollout.number]
         cohort = self._open.get(rollout.key)
         if cohort is None:
             if self._is_closed:
@@ -220,14 +226,6 @@ class Cohorts:
                 self._judged.popitem(last=False)
         if not cohort.outcome.done():
             cohort.outcome.set_result(outcome)
-
-    def _judged_reward(self, rollout: Rollout) -> float:
-        """The reward of a rollout of a cohort that was judged already."""
-        digests, rewards = self._judged[rollout.key]
-        if digests.get(rollout.number) != rollout.digest:
-            message = f"the cohort was judged with another response for rollout {rollout.number}"
-            raise APIError(409, "conflicting_rollout", message)
-        return rewards[rollout.number]
 
     def _check_attempt(self, rollout: Rollout) -> None:
         """A later attempt of a named cohort ends the earlier one, whose rollouts come too late."""
