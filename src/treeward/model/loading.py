@@ -466,7 +466,8 @@ def _chosen_step_token(
     """The mark at which a checkpoint reads steps, or at which one will that becomes a process
     reward model (`requested`); None where it has one value of a conversation.
 
-    Raises `ModelError` for a process reward model where none is `allowed`.
+    Raises `ModelError` for a process reward model where none is `allowed`, and for a classifier of
+    tokens whose config.json names no mark.
     """
     if published is not None:
         if requested is not None:
@@ -479,7 +480,17 @@ def _chosen_step_token(
     elif requested is not None:
         return requested
     elif any("TokenClassification" in text for text in config.architectures or ()):
-        token = _stored_step_token(config, name)
+        token = getattr(config, STEP_TOKEN_KEY, None)
+        if not isinstance(token, str) or config.num_labels != 2:
+            raise ModelError(
+                _WITHOUT_MARK,
+                where=f"{name}/config.json",
+                field=STEP_TOKEN_KEY,
+                got=token or f"no {STEP_TOKEN_KEY}, and {config.num_labels} labels",
+                need="a token that stands after each step, and two labels",
+                fix=f'for a model of TRL add "{STEP_TOKEN_KEY}", its step_separator, as '
+                "docs/reward_models.md says",
+            )
     else:
         token = None
     if token is not None and not allowed:
@@ -489,22 +500,6 @@ def _chosen_step_token(
             fix = "set policy.reward_model_cfg.reward_model_type=process to train it further"
         raise ModelError(_HAS_STEPS, where=name, need=need, fix=fix)
     return token
-
-
-def _stored_step_token(config: PreTrainedConfig, name: str) -> str:
-    """The mark that config.json names. Raises `ModelError` where it names none."""
-    token = getattr(config, STEP_TOKEN_KEY, None)
-    if isinstance(token, str) and config.num_labels == 2:
-        return token
-    raise ModelError(
-        _WITHOUT_MARK,
-        where=f"{name}/config.json",
-        field=STEP_TOKEN_KEY,
-        got=token or f"no {STEP_TOKEN_KEY}, and {config.num_labels} labels",
-        need="a token that stands after each step, and two labels",
-        fix=f'for a model of TRL add "{STEP_TOKEN_KEY}", its step_separator, as '
-        "docs/reward_models.md says",
-    )
 
 
 _AUTO_CLASSES: dict[Any, tuple[str, Any]] = {

@@ -125,18 +125,13 @@ def read_spread(name: str | Path, contract: ScoringContract, model: RewardModel)
             need=f"{spread.sha256[:_NAME_DIGITS]}, as {CONTRACT_FILE} says",
             fix=fix,
         )
-    _, num_features = model.feature_shape
-    return _reader(content, num_features, where)
-
-
-def _reader(content: bytes, num_features: int, where: str) -> SpreadReader:
-    """The reader of a file's content. Raises `ModelError` for tensors of another form."""
     try:
         tensors = load(content)
     except (SafetensorError, ValueError) as error:
         raise ModelError(
             "the file of the model's spread cannot be read", where=where, got=str(error)
         ) from error
+    _, num_features = model.feature_shape
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     need = {_WHITENING: (num_features, num_features), _MEAN: (num_features,)}
     if shapes != need:
