@@ -128,22 +128,7 @@ class RequestLimits:
         path: str = scope["path"]
         is_open = path in _OPEN_PATHS or path.startswith("/playground/")
         if self._is_for_this_machine:
-            # A page of another site can make a browser on this machine ask, but it cannot choose
-            # these headers. If its name resolves to this machine (DNS rebinding), the browser still
-            # sends that name.
-            host = headers.get("host", "")
-            if host.startswith("["):  # `[::1]:8000`
-                name = host[1:].partition("]")[0]
-            else:
-                name = host.partition(":")[0].lower()
-            if not (_is_this_machine(name) or name in self.config.allowed_hosts):
-                fix = "call localhost, or add the name to allowed_hosts of the server"
-                message = f"this server is not {shown(name)}: {fix}"
-                raise APIError(421, "misdirected_request", message)
-            # A link to the page itself is fine.
-            if headers.get("sec-fetch-site") == "cross-site" and not is_open:
-                message = "a page of another site sent this request: call the server from a program"
-                raise APIError(403, "cross_site", message)
+            self._check_origin(headers, is_open)
         if self._token is not None and not is_open:
             # Starlette decodes headers as latin-1, which keeps every byte.
             scheme, _, token = headers.get("authorization", "").partition(" ")
@@ -157,6 +142,25 @@ class RequestLimits:
         most = self.config.max_body_bytes
         if int(headers.get("content-length") or 0) > most:
             raise too_large(most)
+
+    def _check_origin(self, headers: Headers, is_open: bool) -> None:
+        """Refuse what a page of another site makes a browser on this machine ask. It cannot choose
+        these headers.
+        """
+        # A page whose name resolves to this machine (DNS rebinding) still sends its own name.
+        host = headers.get("host", "")
+        if host.startswith("["):  # `[::1]:8000`
+            name = host[1:].partition("]")[0]
+        else:
+            name = host.partition(":")[0].lower()
+        if not (_is_this_machine(name) or name in self.config.allowed_hosts):
+            fix = "call localhost, or add the name to allowed_hosts of the server"
+            message = f"this server is not {shown(name)}: {fix}"
+            raise APIError(421, "misdirected_request", message)
+        # A link to the page itself is fine.
+        if headers.get("sec-fetch-site") == "cross-site" and not is_open:
+            message = "a page of another site sent this request: call the server from a program"
+            raise APIError(403, "cross_site", message)
 
 
 def _is_this_machine(name: str) -> bool:
