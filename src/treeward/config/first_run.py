@@ -121,7 +121,17 @@ def choose(
     if data:
         choices += _data_choices(config, facts)
     if model:
-        choices.append(_learning_rate(config, facts.parameters))
+        near = rate_of(facts.parameters)
+        lr = near.lr
+        why = f"{near.model} is nearest in size to {facts.parameters / 1e6:,.0f} million parameters"
+        if config.policy.reward_model_cfg.freeze_backbone:
+            lr = _HEAD_ALONE
+            why = "the head alone is trained"
+        elif config.policy.dtensor_cfg.lora_cfg.enabled:
+            lr *= _TIMES_FOR_ADAPTERS
+            why += ", and adapters need ten times its rate"
+        # With a point: YAML reads 1e-05 as a text, and 1.0e-05 as a number.
+        choices.append(Choice("policy.optimizer.kwargs.lr", f"{lr:.1e}", why))
         precision, why = "float32", "there is no GPU that computes in bfloat16"
         if facts.has_bfloat16:
             precision, why = "bfloat16", "there is a GPU"
@@ -184,17 +194,3 @@ def _run_choices(config: RewardModelRunConfig, facts: RunFacts) -> Iterable[Choi
             str(facts.positions),
             "the model has no more positions",
         )
-
-
-def _learning_rate(config: RewardModelRunConfig, parameters: int) -> Choice:
-    near = rate_of(parameters)
-    lr = near.lr
-    why = f"{near.model} is nearest in size to {parameters / 1e6:,.0f} million parameters"
-    if config.policy.reward_model_cfg.freeze_backbone:
-        lr = _HEAD_ALONE
-        why = "the head alone is trained"
-    elif config.policy.dtensor_cfg.lora_cfg.enabled:
-        lr *= _TIMES_FOR_ADAPTERS
-        why += ", and adapters need ten times its rate"
-    # With a point: YAML reads 1e-05 as a text, and 1.0e-05 as a number.
-    return Choice("policy.optimizer.kwargs.lr", f"{lr:.1e}", why)

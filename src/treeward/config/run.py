@@ -251,8 +251,16 @@ class RewardModelRunConfig(Strict):
         if self.data.ties == "half" and LOSSES[kind].learns != "pairs":
             types = [name for name, loss in LOSSES.items() if loss.learns == "pairs"]
             raise self.error(f"data.ties {key}", f"drop, or the type {' or '.join(types)}")
+        # Can the loss learn what `data.labels` says of pairs?
         if self.data.labels:
-            self._check_labels(key)
+            if LOSSES[kind].learns != "pairs":
+                types = [name for name, loss in LOSSES.items() if loss.learns == "pairs"]
+                need = f"no labels, or the type {' or '.join(types)}"
+                raise self.error(f"data.labels {key}", need)
+            # A strength says by how much the label is right, which is then in question.
+            if self.rm.loss.strength is not None and self.data.suspects != "drop":
+                need = "data.suspects: drop, or no rm.loss.strength"
+                raise self.error("data.suspects rm.loss.strength", need)
 
         if LOSSES[kind].learns == "steps" and self.data.truncation == "truncate_left":
             # A cut prompt would be another one in each solution, and the tree would fall apart.
@@ -274,13 +282,3 @@ class RewardModelRunConfig(Strict):
             need = "a validation, to measure it"
             raise self.error(keys, need, f"set rm.val_at_end=true, or {fix}")
         parse_metric_name(metric_name, names)
-
-    def _check_labels(self, key: str) -> None:
-        """Raise `ConfigError` where the loss cannot learn what `data.labels` says of pairs."""
-        if LOSSES[self.policy.reward_model_cfg.reward_model_type].learns != "pairs":
-            types = [name for name, loss in LOSSES.items() if loss.learns == "pairs"]
-            raise self.error(f"data.labels {key}", f"no labels, or the type {' or '.join(types)}")
-        # A strength says by how much the label is right, which is then in question.
-        if self.rm.loss.strength is not None and self.data.suspects != "drop":
-            need = "data.suspects: drop, or no rm.loss.strength"
-            raise self.error("data.suspects rm.loss.strength", need)
