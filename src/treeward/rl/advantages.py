@@ -89,7 +89,28 @@ def advantages(rewards_PG: Tensor, config: GRPOConfig) -> Tensor:
     all equal, every advantage is exactly 0, whatever the floor. At last advantages are cut to
     [`advantage_clip_low`, `advantage_clip_high`].
     """
-    return _clipped(_unclipped(rewards_PG, config), config)
+    rewards = torch.where(rewards_PG.isfinite(), rewards_PG.double(), torch.nan)
+    count_P1 = rewards.isfinite().sum(dim=1, keepdim=True)
+    estimator = config.adv_estimator.name
+    if estimator == "reinforce_plus_plus":
+        if config.adv_estimator.minus_baseline:
+            centred = _centred(rewards)
+        else:
+            # The whole batch as one group.
+            centred = _centred(rewards.reshape(1, -1)).reshape(rewards.shape)
+        std = (centred.square().sum() / (count_P1.sum() - 1).clamp_min(1)).sqrt()
+        return _clipped(centred / (std + STD_FLOOR), config)
+    centred = _centred(rewards)
+    # At least 1: a group with one reward has no others, and its centred reward is 0.
+    others_P1 = (count_P1 - 1).clamp_min(1)
+    result = centred
+    if estimator == "leave_one_out" or config.use_leave_one_out_baseline:
+        # (r_i - mean) n / (n - 1), without the sum over the others.
+        result = centred * count_P1 / others_P1
+    if config.normalize_rewards:
+        std_P1 = (centred.square().sum(dim=1, keepdim=True) / others_P1).sqrt()
+        result = result / (std_P1 + STD_FLOOR)
+    return _clipped(result, config)
 
 
 def component_advantages(
@@ -210,33 +231,6 @@ def _clipped(advantages_PG: Tensor, config: GRPOConfig) -> Tensor:
     if high is not None:
         advantages_PG = advantages_PG.clamp_max(high)
     return advantages_PG.float()
-
-
-def _unclipped(rewards_PG: Tensor, config: GRPOConfig) -> Tensor:
-    """The advantages by the estimator, float64 (P, G)."""
-    rewards = torch.where(rewards_PG.isfinite(), rewards_PG.double(), torch.nan)
-    count_P1 = rewards.isfinite().sum(dim=1, keepdim=True)
-    estimator = config.adv_estimator.name
-    # The formulas are in the docstring of `advantages`.
-    if estimator == "reinforce_plus_plus":
-        if config.adv_estimator.minus_baseline:
-            centred = _centred(rewards)
-        else:
-            # The whole batch as one group.
-            centred = _centred(rewards.reshape(1, -1)).reshape(rewards.shape)
-        std = (centred.square().sum() / (count_P1.sum() - 1).clamp_min(1)).sqrt()
-        return centred / (std + STD_FLOOR)
-    centred = _centred(rewards)
-    # At least 1: a group with one reward has no others, and its centred reward is 0.
-    others_P1 = (count_P1 - 1).clamp_min(1)
-    result = centred
-    if estimator == "leave_one_out" or config.use_leave_one_out_baseline:
-        # (r_i - mean) n / (n - 1), without the sum over the others.
-        result = centred * count_P1 / others_P1
-    if config.normalize_rewards:
-        std_P1 = (centred.square().sum(dim=1, keepdim=True) / others_P1).sqrt()
-        result = result / (std_P1 + STD_FLOOR)
-    return result
 
 
 def _std(centred: Tensor, is_known: Tensor, *, dim: int) -> Tensor:

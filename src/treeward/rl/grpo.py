@@ -23,7 +23,6 @@ from typing import Any
 from torch import Tensor
 
 from treeward import processes
-from treeward.config.checkpointing import CheckpointingConfig
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.preflight import check_packages
 from treeward.errors import TreewardError
@@ -377,24 +376,20 @@ class GRPORun(Run):
         )
         if not processes.is_main():
             return ended
-        return _with_report(ended, self._log_dir, self.setup.config.checkpointing)
-
-
-def _with_report(
-    outcome: GRPOOutcome, log_dir: Path, checkpointing: CheckpointingConfig
-) -> GRPOOutcome:
-    """The outcome with its report, which lies beside the checkpoints, or else beside the log."""
-    if not read_metrics(log_dir / METRICS_FILE):
-        return outcome  # stopped before anything was measured
-    where = log_dir
-    if checkpointing.enabled:
-        where = Path(checkpointing.checkpoint_dir)
-    name = where.name or "run"
-    try:
-        run = RLRun.read(name, log_dir)
-        report = write_rl_report([run], where / "report.html", title=f"{name}: policy optimisation")
-    except (OSError, TreewardError) as error:
-        # The run has succeeded all the same: the exit code alone says what is missing.
-        logger.error("The policy is saved, but its report cannot be written: %s", error)
-        return replace(outcome, exit_code=outcome.exit_code or 1)
-    return replace(outcome, report=report)
+        if not read_metrics(self._log_dir / METRICS_FILE):
+            return ended  # stopped before anything was measured
+        # The report lies beside the checkpoints, or else beside the log.
+        where = self._log_dir
+        checkpointing = self.setup.config.checkpointing
+        if checkpointing.enabled:
+            where = Path(checkpointing.checkpoint_dir)
+        name = where.name or "run"
+        try:
+            run = RLRun.read(name, self._log_dir)
+            title = f"{name}: policy optimisation"
+            report = write_rl_report([run], where / "report.html", title=title)
+        except (OSError, TreewardError) as error:
+            # The run has succeeded all the same: the exit code alone says what is missing.
+            logger.error("The policy is saved, but its report cannot be written: %s", error)
+            return replace(ended, exit_code=ended.exit_code or 1)
+        return replace(ended, report=report)
