@@ -157,7 +157,14 @@ def read_data(
         training_sets, encoded_sets = processes.on_main(
             partial(_encoded_sets, config, streams, held_out, encode), group
         )
-    validation_sets = _measured_sets(config, encoded_sets)
+    most_comparisons = None
+    if config.rm.val_batches is not None:
+        batch_size = config.rm.val_global_batch_size or config.policy.train_global_batch_size
+        most_comparisons = config.rm.val_batches * batch_size
+    # A validation measures the first comparisons; the run's identity is of the whole sets.
+    validation_sets = {
+        name: dataset.first(most_comparisons) for name, dataset in encoded_sets.items()
+    }
     _warn_of_seen(training_sets, validation_sets, learns_steps=learns_steps)
     sizes = [len(dataset) for dataset in training_sets.values()]
     weights = [section.weight for section in config.data.train]
@@ -216,20 +223,19 @@ def _encoded_sets(
     if config.data.labels:
         pair_labels = read_pair_labels(config.data.labels, config.data.suspects)
         training_sets = labelled(training_sets, encoded_sets, pair_labels, config.data.ties)
-    _check_grades(config.policy.reward_model_cfg.labels, training_sets, where=streams[0].name)
+    for i, label in enumerate(config.policy.reward_model_cfg.labels):
+        for dataset in training_sets.values():
+            if np.isfinite(dataset.grades[:, i]).any():
+                break
+        else:
+            raise DataError(
+                "no completion has this grade",
+                where=streams[0].name,
+                field=label,
+                got="none in any training set",
+                need="a number, for some completions at least",
+            )
     return training_sets, encoded_sets
-
-
-def _measured_sets(
-    config: RewardModelRunConfig, encoded_sets: Mapping[str, EncodedDataset]
-) -> dict[str, EncodedDataset]:
-    """What a validation of the run measures of each set; the run's identity is of the whole
-    sets."""
-    most_comparisons = None
-    if config.rm.val_batches is not None:
-        batch_size = config.rm.val_global_batch_size or config.policy.train_global_batch_size
-        most_comparisons = config.rm.val_batches * batch_size
-    return {name: dataset.first(most_comparisons) for name, dataset in encoded_sets.items()}
 
 
 def _encoded(
@@ -264,24 +270,6 @@ def _encoded(
 
 def _cache_dir(config: RewardModelRunConfig) -> Path:
     return Path(config.data.cache_dir or ".treeward_cache")
-
-
-def _check_grades(
-    labels: Sequence[str], training_sets: Mapping[str, EncodedDataset], *, where: str
-) -> None:
-    """Raise `DataError` for a grade that no completion of the training data has."""
-    for i, label in enumerate(labels):
-        for dataset in training_sets.values():
-            if np.isfinite(dataset.grades[:, i]).any():
-                break
-        else:
-            raise DataError(
-                "no completion has this grade",
-                where=where,
-                field=label,
-                got="none in any training set",
-                need="a number, for some completions at least",
-            )
 
 
 def _warn_of_seen(

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
 from treeward import processes
-from treeward.config.run import LoggerConfig, MlflowConfig
+from treeward.config.run import LoggerConfig
 from treeward.errors import ConfigError
 from treeward.storage import remove_leftovers, write_text
 from treeward.training.checkpoints import is_locked
@@ -138,6 +138,7 @@ class MLflowTracker:
         self, config: LoggerConfig, settings: Mapping[str, Any], resume_step: int | None
     ) -> None:
         from mlflow import MlflowClient
+        from mlflow.entities import Param
 
         log_dir = Path(config.log_dir).absolute()
         uri = config.mlflow.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
@@ -153,31 +154,23 @@ class MLflowTracker:
         if run_id is not None:
             self._client.update_run(run_id, status="RUNNING")
         else:
-            run_id = self._new_run(config.mlflow)
+            section = config.mlflow
+            name = section.experiment_name or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "treeward"
+            experiment = self._client.get_experiment_by_name(name)
+            if experiment is None:
+                number = self._client.create_experiment(name)
+            else:
+                number = experiment.experiment_id
+            run = self._client.create_run(number, run_name=section.run_name)
+            run_id = str(run.info.run_id)
             # Written at once: a run that is killed from here on is found again.
             write_text(id_file, f"{run_id}\n")
-            self._log_settings(run_id, settings)
+            params = []
+            for key, value in flattened(settings):
+                params.append(Param(_MLFLOW_REFUSES.sub("_", key), str(value)[:_MOST_IN_A_VALUE]))
+            for start in range(0, len(params), _MOST_IN_A_CALL):
+                self._client.log_batch(run_id, params=params[start : start + _MOST_IN_A_CALL])
         self._run_id = run_id
-
-    def _new_run(self, section: MlflowConfig) -> str:
-        """The id of a new run in the configured experiment, which is made if there is none."""
-        name = section.experiment_name or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "treeward"
-        experiment = self._client.get_experiment_by_name(name)
-        if experiment is None:
-            number = self._client.create_experiment(name)
-        else:
-            number = experiment.experiment_id
-        run = self._client.create_run(number, run_name=section.run_name)
-        return str(run.info.run_id)
-
-    def _log_settings(self, run_id: str, settings: Mapping[str, Any]) -> None:
-        from mlflow.entities import Param
-
-        params = []
-        for key, value in flattened(settings):
-            params.append(Param(_MLFLOW_REFUSES.sub("_", key), str(value)[:_MOST_IN_A_VALUE]))
-        for start in range(0, len(params), _MOST_IN_A_CALL):
-            self._client.log_batch(run_id, params=params[start : start + _MOST_IN_A_CALL])
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         from mlflow.entities import Metric
