@@ -518,7 +518,12 @@ def reward_identity(name: str, section: Mapping[str, Any]) -> dict[str, Any]:
         }
     tokenizer = kept.get("tokenizer")
     if isinstance(tokenizer, Mapping) and "chat_template" in tokenizer:
-        kept["tokenizer"] = {**tokenizer, "chat_template": _template(tokenizer["chat_template"])}
+        template = tokenizer["chat_template"]
+        # Somebody may edit a template's file, so its hash counts. A template itself may be too long
+        # for a path, and `Path.is_file` would raise.
+        if isinstance(template, str) and os.path.isfile(os.path.expanduser(template)):
+            template = f"file {short_hash(Path(template).expanduser().read_text('utf-8'))}"
+        kept["tokenizer"] = {**tokenizer, "chat_template": template}
     if kind == "reward_model":
         keys = {key: value for key, value in section.items() if key not in ("type", "weight")}
         config = RewardModelEnvironmentConfig.model_validate(keys)
@@ -535,11 +540,3 @@ def reward_identity(name: str, section: Mapping[str, Any]) -> dict[str, Any]:
             if isinstance(kept.get(key), str):
                 kept[key] = with_weights(kept[key])
     return kept
-
-
-def _template(named: Any) -> Any:
-    """The hash of a template's file, which somebody may edit; any other value as it is."""
-    # A template itself may be too long for a path, and `is_file` would raise.
-    if not isinstance(named, str) or not os.path.isfile(os.path.expanduser(named)):
-        return named
-    return f"file {short_hash(Path(named).expanduser().read_text('utf-8'))}"
