@@ -80,9 +80,27 @@ def save_state(
     rng = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         rng["cuda"] = torch.cuda.get_rng_state()
-    contents = _dumped({"optimizer": settings, "scheduler": scheduler.state_dict(), "rng": rng})
+    contents = {"optimizer": settings, "scheduler": scheduler.state_dict(), "rng": rng}
+    # Into memory and looked at: a class that cannot be loaded again, by `torch.load` with
+    # `weights_only`, is refused at the first save, and not when the run resumes.
+    stream = io.BytesIO()
+    try:
+        torch.save(contents, stream)
+        stream.seek(0)
+        refused = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(stream))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        refused = str(error)
+    if refused:
+        raise CheckpointError(
+            "the state of the run cannot be saved",
+            where="policy.optimizer or policy.scheduler: its state_dict()",
+            got=refused,
+            need="tensors, numbers, texts, and lists and mappings of these: nothing else would be "
+            "loaded again",
+            fix="use another class",
+        )
     write_tensors(folder / _TENSORS, tensors)
-    processes.on_main(lambda: (folder / _OPTIMIZER).write_bytes(contents))
+    processes.on_main(lambda: (folder / _OPTIMIZER).write_bytes(stream.getbuffer()))
     digests = _digests(folder)
     processes.on_main(lambda: write_seal(folder, asdict(state), digests))
 
@@ -125,29 +143,6 @@ def check_files(folder: Path, within: str = "") -> None:
             raise _damaged(folder, path, got)
 
     processes.together(check_share)
-
-
-def _dumped(held: dict[str, Any]) -> memoryview:
-    """The bytes of a file that `torch.load` reads with `weights_only`."""
-    # Into memory and looked at: a class that cannot be loaded again is refused at the first save,
-    # and not when the run resumes.
-    stream = io.BytesIO()
-    try:
-        torch.save(held, stream)
-        stream.seek(0)
-        refused = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(stream))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        refused = str(error)
-    if refused:
-        raise CheckpointError(
-            "the state of the run cannot be saved",
-            where="policy.optimizer or policy.scheduler: its state_dict()",
-            got=refused,
-            need="tensors, numbers, texts, and lists and mappings of these: nothing else would be "
-            "loaded again",
-            fix="use another class",
-        )
-    return stream.getbuffer()
 
 
 def write_state(folder: Path, state: RunState) -> None:
