@@ -34,19 +34,19 @@ from treeward.errors import ConfigError, TreewardError
 from treeward.evaluation.diagnostics.scores import scored_comparison
 from treeward.evaluation.results import Metric, ScoredExample
 from treeward.formatting import metric_text
-from treeward.losses import METRIC_NAMES, GradeSums, Labels, RewardSums
+from treeward.losses import METRIC_NAMES, GradeSums, Labels, RewardMetrics, RewardSums
 from treeward.model.contract import read_contract
 from treeward.model.export import export_model, push_folder
 from treeward.parallel.sharding import sum_over_copies
 from treeward.scoring.golden import hash_all, sign_exported
 from treeward.scoring.score import are_equal
-from treeward.step_losses import StepSums
+from treeward.step_losses import StepSums, StepTotals
 from treeward.training.card import model_card
 from treeward.training.features import with_features
 from treeward.training.loop import Outcome, Run, StepMetrics, Validation
 from treeward.training.models import save_adapted
 from treeward.training.optimisation import SkippedSteps, advance
-from treeward.training.prefetch import BatchPreparer, MicroBatch, Prefetcher
+from treeward.training.prefetch import BatchPreparer, MicroBatch, Prefetcher, StepBatches
 from treeward.training.session import open_session
 from treeward.training.setup import RewardModelSetup, set_up
 from treeward.training.state import RunState
@@ -156,7 +156,6 @@ class RewardModelRun(Run):
         return {"skipped_steps": asdict(self.skipped)}
 
     def step(self, number: int) -> StepMetrics:
-        setup = self.setup
         started = time.monotonic()
         # Comparisons as trees, with their labels; a thread has made them during the last step.
         batches = self._prefetcher.get(number)
@@ -167,37 +166,16 @@ class RewardModelRun(Run):
             sum_over_copies(self.model, is_last)
             self.backward(micro_batch, batches.num_units, sums)
         # Only here, and for the gradients' norm, the host waits for a GPU.
-        total = sums.read(setup.mesh.data_group)
+        total = sums.read(self.setup.mesh.data_group)
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
-        # Before clipping; NaN where it or the loss is not finite, and then no step is taken.
-        grad_norm = self.skipped.clip(
-            self.model,
-            setup.policy.max_grad_norm,
-            total.loss_sum,
-            what=f"the loss of step {number}",
-            fix="start anew in another checkpointing.checkpoint_dir with a lower "
-            "policy.optimizer.kwargs.lr, or in policy.precision=float32",
-        )
-        if math.isfinite(grad_norm):
-            self.optimizer.step()
-        advance(self.scheduler)
-        # None keeps Adam from a step on parameters without a gradient.
-        self.optimizer.zero_grad(set_to_none=True)
+        grad_norm = self._update_weights(number, total)
 
-        means = total.means()
-        # These are of this process; `total` is of all of them.
-        counts_2 = torch.tensor([batches.num_computed_tokens, batches.num_row_tokens])
-        computed_tokens, row_tokens = processes.summed(counts_2, setup.mesh.data_group).tolist()
-        episodes = setup.order.num_seen(number, setup.policy.train_global_batch_size)
-        logged = {f"train/rm/{name}": value for name, value in means.items()}
-        logged["train/rm/skipped_steps"] = self.skipped.total
-        logged["train/rm/computed_tokens"] = computed_tokens
-        logged["train/rm/row_tokens"] = row_tokens
-        logged["episode"] = episodes
-        logged["epoch"] = episodes / setup.order.rows_per_epoch
+        logged = self._logged(number, batches, total)
         logged["train/rm/lr"] = learning_rate
         logged["train/rm/grad_norm"] = grad_norm
+        row_tokens = int(logged["train/rm/row_tokens"])
         logged["timing/train/row_tokens_per_second"] = row_tokens / (time.monotonic() - started)
+        means = total.means()
         shown = {"loss": means["loss"]}
         # Without pairs, or steps, only the loss means anything.
         for name, label in (("accuracy", "accuracy"), ("reward_margin", "margin")):
@@ -232,6 +210,41 @@ class RewardModelRun(Run):
             scale=1 / num_units,
         )
         self.count(sums, values_SH, labels, loss_sum)
+
+    def _update_weights(self, number: int, total: RewardMetrics | StepTotals) -> float:
+        """Clip, step, and return the gradients' norm before clipping; NaN, and no step, where it or
+        the loss is not finite. Raises `ModelError` for several such steps in a row."""
+        norm = self.skipped.clip(
+            self.model,
+            self.setup.policy.max_grad_norm,
+            total.loss_sum,
+            what=f"the loss of step {number}",
+            fix="start anew in another checkpointing.checkpoint_dir with a lower "
+            "policy.optimizer.kwargs.lr, or in policy.precision=float32",
+        )
+        if math.isfinite(norm):
+            self.optimizer.step()
+        advance(self.scheduler)
+        # None keeps Adam from a step on parameters without a gradient.
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def _logged(
+        self, number: int, batches: StepBatches, total: RewardMetrics | StepTotals
+    ) -> dict[str, float]:
+        """The metrics of a step over all processes."""
+        setup = self.setup
+        # These are of this process; `total` is of all of them.
+        counts_2 = torch.tensor([batches.num_computed_tokens, batches.num_row_tokens])
+        computed_tokens, row_tokens = processes.summed(counts_2, setup.mesh.data_group).tolist()
+        episodes = setup.order.num_seen(number, setup.policy.train_global_batch_size)
+        logged = {f"train/rm/{name}": value for name, value in total.means().items()}
+        logged["train/rm/skipped_steps"] = self.skipped.total
+        logged["train/rm/computed_tokens"] = computed_tokens
+        logged["train/rm/row_tokens"] = row_tokens
+        logged["episode"] = episodes
+        logged["epoch"] = episodes / setup.order.rows_per_epoch
+        return logged
 
     def validate(self, step: int, should_stop: Callable[[], str | None]) -> Validation | None:
         results: dict[str, Any] = {}
