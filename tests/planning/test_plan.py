@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import families
 import pytest
@@ -18,6 +18,7 @@ import yaml
 from transformers import LlamaConfig
 
 from treeward.cli.main import main
+from treeward.cli.plan import GpuName
 from treeward.config.load import load_run
 from treeward.errors import ConfigError
 from treeward.planning.bare_models import bare_reward_model
@@ -260,6 +261,10 @@ def test_kimis_delta_attention_and_layers_within_layers_are_unknown(
     assert found.fits is None
     assert found.unknown is not None and "linear_attention" in found.unknown
     assert "activations" not in found.memory
+
+
+def test_the_command_knows_the_gpus_of_the_plan() -> None:
+    assert set(get_args(GpuName)) == {*GPUS, "cpu"}
 
 
 def test_a_gpus_fused_kernels_are_named_and_not_planned(

@@ -2,6 +2,7 @@
 
 examples:
   treeward plan --config rm cluster.gpus_per_node=8
+  treeward plan --config rm policy.model_name=Qwen/Qwen2.5-1.5B --gpu rtx4090
   treeward plan --config run.yaml --gpu a100 policy.dtensor_cfg.activation_checkpointing=true
   treeward plan --config run.yaml --json
 
@@ -27,7 +28,9 @@ from treeward.tables import Column, results_table
 if TYPE_CHECKING:
     from treeward.planning.plan import Plan
 
-GpuName = Literal["a100", "b200", "h100", "h200", "l40s", "cpu"]
+GpuName = Literal[
+    "l4", "rtx4090", "rtx5090", "a100-40gb", "l40s", "a100", "h100", "h200", "b200", "cpu"
+]
 
 
 def run(

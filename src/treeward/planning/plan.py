@@ -41,14 +41,18 @@ from treeward.training.models import adapt
 from treeward.training.optimisation import build_optimizer, check_sharded_optimizer
 
 GPUS: Mapping[str, float] = {
+    "l4": 24e9,
+    "rtx4090": 24e9,
+    "rtx5090": 32e9,
+    "a100-40gb": 40e9,
     "a100": 80e9,
     "h100": 80e9,
     "h200": 141e9,
     "b200": 180e9,
     "l40s": 48e9,
 }
-"""Bytes of memory by name, of NVIDIA's data sheets: A100 80GB SXM, H100 SXM, H200, HGX B200,
-L40S."""
+"""Bytes of memory by name, of NVIDIA's data sheets: L4, GeForce RTX 4090 and 5090, A100 40GB and
+80GB SXM, H100 SXM, H200, HGX B200, L40S."""
 
 _RESERVED = 0.05
 """Of the memory: for CUDA's context, the workspaces of libraries and fragmentation."""
