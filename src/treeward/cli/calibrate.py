@@ -90,7 +90,13 @@ def run(
     config = dataset_config(data, dataset_name, split, data_option)
     trained_config = None
     if trained_on is not None:
-        trained_config = _trained_config(trained_on, data_option)
+        if trained_on.lstrip().startswith("{"):
+            where = "--trained-on"
+            values = {"dataset_name": "auto", **section_of(trained_on, where)}
+            trained_config = load_section(DatasetConfig, values, where=where)
+        else:
+            # The columns of both sets have the same names.
+            trained_config = dataset_config(trained_on, None, None, data_option)
 
     def choose(error: UnchosenSplitError) -> str:
         if trained_config is not None and error.where == trained_config.data_path:
@@ -101,16 +107,6 @@ def run(
     with choosing_split(choose):
         _calibrate(model, config, trained_config, options)
     return 0
-
-
-def _trained_config(text: str, data_option: list[str] | None) -> DatasetConfig:
-    """The data of `--trained-on`. Raises `ConfigError` for a section that is none of a dataset."""
-    where = "--trained-on"
-    if not text.lstrip().startswith("{"):
-        # The columns of both sets have the same names.
-        return dataset_config(text, None, None, data_option)
-    values = {"dataset_name": "auto", **section_of(text, where)}
-    return load_section(DatasetConfig, values, where=where)
 
 
 def _calibrate(

@@ -88,7 +88,13 @@ def run(
     if models:
         values["models"] = [options.keys | model_section(model) for model in models]
     server = load_file(ServerConfig, config, overrides, values=values)
-    _check_packages()
+    for package in ("fastapi", "uvicorn", "prometheus_client"):
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                "the server needs packages that are not installed",
+                got=f"no module {package}",
+                fix=pip_install("serve"),
+            )
     # Threads that spin between two batches take the processor from those that read requests. torch
     # reads the variable when it is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -104,13 +110,3 @@ def _is_override(word: str) -> bool:
     # `Path.exists`, which raises for an override that is too long for a name.
     is_path = os.path.exists(os.path.expanduser(word))
     return "=" in word and not word.startswith("{") and not is_path
-
-
-def _check_packages() -> None:
-    for package in ("fastapi", "uvicorn", "prometheus_client"):
-        if importlib.util.find_spec(package) is None:
-            raise ConfigError(
-                "the server needs packages that are not installed",
-                got=f"no module {package}",
-                fix=pip_install("serve"),
-            )

@@ -324,13 +324,10 @@ class _Replay:
                 yield Check(part, "not checked", f"conversations were sent as {self.form}")
             else:
                 yield Check(part, "equal", "the scores are equal")
-        yield self._spread()
-
-    def _spread(self) -> Check:
-        """The check of the spreads, where the contract and the dialect have them."""
         if self.contract.spread is None:
-            return Check("spread", "equal", "none")
-        if self.dialect != "treeward":
-            return Check("spread", "not checked", f"{self.dialect} does not send it")
-        spreads = [answer.spread for answer in self.answers]
-        return diagnose_spreads(self.contract, spreads, dtype=self.dtype)
+            yield Check("spread", "equal", "none")
+        elif self.dialect != "treeward":
+            yield Check("spread", "not checked", f"{self.dialect} does not send it")
+        else:
+            spreads = [answer.spread for answer in self.answers]
+            yield diagnose_spreads(self.contract, spreads, dtype=self.dtype)

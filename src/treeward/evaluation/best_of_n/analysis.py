@@ -122,7 +122,13 @@ def analyse(
         num_prompts=len(table_CK),
         num_rows=len(kept_lengths),
     )
-    peak, other = _peak(estimates.of_all["gold"])
+    gold_G = estimates.of_all["gold"]
+    is_highest_G = gold_G >= gold_G.max() - _ROUNDING * np.abs(gold_G).max()
+    peak = int(np.argmax(is_highest_G))  # argmax is the first of several
+    # The peak is compared with the largest n, or with n = 1 where the largest has as much gold.
+    other = len(gold_G) - 1
+    if is_highest_G[-1]:
+        other = 0
     estimates.add_lead(peak, other)
     n_G = np.array(sizes, dtype=np.float64)
     kl_G = np.log(n_G) - (n_G - 1.0) / n_G
@@ -239,28 +245,15 @@ def expected_best_of(by: ArrayLike, values: ArrayLike, sizes: Sequence[int]) -> 
 # --- curves ---------------------------------------------------------------------------------------
 
 
-def _statistics(proxy: Floats, gold: Floats, sizes: tuple[int, ...]) -> Floats:
-    """(3 G + 3,): one row's curves of gold, proxy and best, its two variances and its
-    covariance."""
-    covariance = np.cov(proxy, gold)  # divides by N - 1
-    return np.concatenate(
-        [
-            expected_best_of(proxy, gold, sizes),
-            expected_best_of(proxy, proxy, sizes),
-            expected_best_of(gold, gold, sizes),
-            [covariance[0, 0], covariance[1, 1], covariance[0, 1]],
-        ]
-    )
-
-
 def _statistics_by_prompt(
     rows: Sequence[Sequence[tuple[float, float]]],
     prompts: Sequence[str] | None,
     sizes: tuple[int, ...],
 ) -> Floats:
-    """(C, K): the `_statistics` of each prompt, of its rows that have the largest of the sizes.
+    """(C, K): the statistics of each prompt, of its rows that have the largest of the sizes.
 
-    Rows of one prompt are averaged: they are one draw of the bootstrap.
+    K is 3 G + 3: a row's curves of gold, proxy and best, its two variances and its covariance. Rows
+    of one prompt are averaged: they are one draw of the bootstrap.
     """
     rows_by_prompt: dict[str, list[Floats]] = {}
     for i, samples in enumerate(rows):
@@ -268,7 +261,16 @@ def _statistics_by_prompt(
             continue
         prompt = str(i) if prompts is None else prompts[i]
         proxy_N, gold_N = np.array(samples, dtype=np.float64).T
-        rows_by_prompt.setdefault(prompt, []).append(_statistics(proxy_N, gold_N, sizes))
+        covariance = np.cov(proxy_N, gold_N)  # divides by N - 1
+        statistics_K = np.concatenate(
+            [
+                expected_best_of(proxy_N, gold_N, sizes),
+                expected_best_of(proxy_N, proxy_N, sizes),
+                expected_best_of(gold_N, gold_N, sizes),
+                [covariance[0, 0], covariance[1, 1], covariance[0, 1]],
+            ]
+        )
+        rows_by_prompt.setdefault(prompt, []).append(statistics_K)
     return np.stack([np.mean(rows_K, axis=0) for rows_K in rows_by_prompt.values()])
 
 
@@ -281,7 +283,7 @@ def _known(values: Floats) -> tuple[float | None, ...]:
 
 
 def _derive(means: Floats, num: int) -> dict[str, Floats]:
-    """Everything that is computed of the means of `_statistics` (..., 3 G + 3)."""
+    """Everything that is computed of the means of the statistics (..., 3 G + 3)."""
     gold, proxy, best, moments = np.split(means, [num, 2 * num, 3 * num], axis=-1)
     var_proxy, var_gold, covariance = np.split(moments, 3, axis=-1)
     # Within a prompt: each row's variance is about its own mean.
@@ -305,14 +307,6 @@ def _divisor(values: Floats, beside: Floats) -> Floats:
     from."""
     rounding = _ROUNDING * np.abs(beside).max(axis=-1, keepdims=True)
     return np.where(values > rounding, values, np.nan)
-
-
-def _peak(gold_G: Floats) -> tuple[int, int]:
-    """The indices of the first n with the highest gold, and of the n that it is compared with: the
-    largest, or 1 where the largest has as much gold as the peak."""
-    is_highest_G = gold_G >= gold_G.max() - _ROUNDING * np.abs(gold_G).max()
-    other = 0 if is_highest_G[-1] else len(gold_G) - 1
-    return int(np.argmax(is_highest_G)), other  # argmax is the first of several
 
 
 @dataclass(frozen=True, slots=True)

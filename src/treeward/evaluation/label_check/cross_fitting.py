@@ -131,7 +131,10 @@ def fit_head(
     """
     from scipy.linalg import cho_solve
 
-    scale_D = _scale(differences_ND)
+    squares_D = np.zeros(differences_ND.shape[1])
+    for block_BD in blocks(differences_ND):
+        squares_D += np.square(block_BD).sum(axis=0)
+    scale_D = root_mean_square(squares_D, len(differences_ND))
     if target_N is None:
         target_N = np.ones(len(weight_N))
     weights_D = np.zeros(len(scale_D))
@@ -193,13 +196,6 @@ def _choose_penalty(
         if num_worse == 2:
             break
     return best_penalty
-
-
-def _scale(differences_ND: NDArray[np.float32]) -> Floats:
-    squares_D = np.zeros(differences_ND.shape[1])
-    for block_BD in blocks(differences_ND):
-        squares_D += np.square(block_BD).sum(axis=0)
-    return root_mean_square(squares_D, len(differences_ND))
 
 
 def _loss(

@@ -79,19 +79,19 @@ class PPEPreference(Suite):
         examples = []
         for row in suite_rows(source, str(self.hub_path), split=self.split):
             arena = read_as(ArenaRow, row)
-            if arena.winner in ("model_a", "model_b"):
-                examples.append(self._example(arena, row.where))
+            if arena.winner not in ("model_a", "model_b"):
+                continue
+            texts = (arena.response_1, arena.response_2)
+            ranks = (0, 1) if arena.winner == "model_a" else (1, 0)
+            columns = arena.model_extra or {}
+            kinds = [kind for kind, column in KINDS.items() if columns.get(column) is True]
+            # One subset for all, because a prompt may be of several kinds, and an example is of one
+            # subset.
+            example = published_example(
+                row.where, "all", arena.question_id, arena.prompt, texts, ranks
+            )
+            examples.append(replace(example, info={"kinds": kinds}))
         return examples
-
-    def _example(self, row: ArenaRow, where: str) -> Preference:
-        texts = (row.response_1, row.response_2)
-        ranks = (0, 1) if row.winner == "model_a" else (1, 0)
-        columns = row.model_extra or {}
-        kinds = [kind for kind, column in KINDS.items() if columns.get(column) is True]
-        # One subset for all, because a prompt may be of several kinds, and an example is of one
-        # subset.
-        example = published_example(where, "all", row.question_id, row.prompt, texts, ranks)
-        return replace(example, info={"kinds": kinds})
 
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
         examples_of: dict[str, list[ScoredExample]] = {kind: [] for kind in KINDS}

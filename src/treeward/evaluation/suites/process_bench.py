@@ -98,7 +98,14 @@ class ProcessBench(Suite):
         f1_of_subsets: list[float] = []
         accuracies: dict[str, Mapping[str, float | None]] = {}
         for name, group in by_subset(scored).items():
-            judged = [_judged(example) for example in group]
+            judged = []
+            for example in group:
+                # A solution that the model has not read is wrong, whatever its label: none is -2.
+                predicted = -2
+                probabilities = _probabilities(example)
+                if probabilities:
+                    predicted = first_wrong(probabilities)
+                judged.append(JudgedSolution(predicted, example.example.info["first_error"]))
             f1 = process_bench_f1(judged)
             # NaN, where one kind of solutions is missing, is no number of a report.
             if not math.isnan(f1):
@@ -134,13 +141,3 @@ def _probabilities(example: ScoredExample) -> Sequence[float]:
     if len(probabilities) != example.example.info["num_steps"]:
         return ()
     return probabilities
-
-
-def _judged(example: ScoredExample) -> JudgedSolution:
-    """What the model says of a solution; one that it has not read is wrong, whatever its label."""
-    first_error = example.example.info["first_error"]
-    probabilities = _probabilities(example)
-    if not probabilities:
-        # No label is -2, so this is wrong for every label.
-        return JudgedSolution(predicted=-2, first_error=first_error)
-    return JudgedSolution(first_wrong(probabilities), first_error)

@@ -130,9 +130,20 @@ class StepsSuite(Suite):
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
         headline = _accuracy("accuracy by step", scored)
         subsets = [_accuracy(name, group) for name, group in by_subset(scored).items()]
-        judged: list[JudgedSolution] = []
+        # The solutions whose first wrong step the labels tell.
+        judged = []
         for example in scored:
-            judged += _judged(example)
+            info = example.example.info
+            for i, labels in enumerate(info["step_labels"]):
+                first_error = first_error_of(labels, is_whole=info["is_whole"][i])
+                if first_error is None:
+                    continue
+                # No label is -2, so a solution without a score is wrong.
+                predicted = -2
+                probabilities = _probabilities(example, i)
+                if probabilities:
+                    predicted = first_wrong(probabilities)
+                judged.append(JudgedSolution(predicted, first_error))
         values = {
             "first error": first_error_accuracy(judged),
             "ProcessBench F1": process_bench_f1(judged),
@@ -162,21 +173,6 @@ def _accuracy(name: str, scored: Sequence[ScoredExample]) -> Metric:
                 values.append(float(is_right))
                 problems.append(example.example.prompt_key)
     return accuracy_metric(values, name, problems)
-
-
-def _judged(example: ScoredExample) -> list[JudgedSolution]:
-    """The solutions whose first wrong step the labels tell."""
-    info = example.example.info
-    judged = []
-    for i, labels in enumerate(info["step_labels"]):
-        first_error = first_error_of(labels, is_whole=info["is_whole"][i])
-        if first_error is None:
-            continue
-        probabilities = _probabilities(example, i)
-        # No label is -2, so a solution without a score is wrong.
-        predicted = first_wrong(probabilities) if probabilities else -2
-        judged.append(JudgedSolution(predicted, first_error))
-    return judged
 
 
 def _probabilities(example: ScoredExample, i: int) -> Sequence[float]:
