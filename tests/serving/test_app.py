@@ -115,6 +115,14 @@ def test_a_client_writes_no_line_of_its_own_into_the_log(
     assert len(caplog.text.splitlines()) == 1
 
 
+def test_a_long_reason_is_cut_in_the_log(client: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="treeward"):
+        assert ask(client, model="m" * 100_000).status_code == 404
+        assert ask(client, conversations=[[{"role": "r" * 100_000, "content": "Hi"}]]).is_error
+    assert "model_not_found" in caplog.text
+    assert max(map(len, caplog.text.splitlines())) < 1000
+
+
 def test_without_a_log_of_requests_no_error_is_logged(
     make_service: Callable[..., Service],
     asgi_client: Callable[..., Any],

@@ -300,21 +300,25 @@ class GRPOConfig(ScheduleConfig):
         if self.most_val_prompts == 0:
             need = "at most max_val_samples: there would be no prompt to validate on"
             raise self.error("val_batch_size max_val_samples", need, "set grpo.val_batch_size=null")
-        estimator = self.adv_estimator.name
-        if self.adv_estimator.takes_components:
-            if self.reward_shaping.enabled:
-                need = f"false: {estimator} reads the components, and the penalty is of their sum"
-                fix = "reward the length by a component of its own"
-                raise self.error("reward_shaping.enabled adv_estimator.name", need, fix)
-            if estimator == "normalize_then_sum" and self.use_leave_one_out_baseline:
-                need = "false, or gdpo: TRL's formula subtracts the mean of the group"
-                raise self.error("use_leave_one_out_baseline adv_estimator.name", need)
-            if estimator == "normalize_then_sum" and not self.normalize_rewards:
-                need = "true, or gdpo: TRL's formula always divides by the group's std"
-                raise self.error("normalize_rewards adv_estimator.name", need)
+        self._check_components()
         low = self.advantage_clip_low
         high = self.advantage_clip_high
         if low is not None and high is not None and low >= high:
             keys = "advantage_clip_low advantage_clip_high"
             need = "advantage_clip_low below advantage_clip_high"
             raise self.error(keys, need, "set one of the two to null")
+
+    def _check_components(self) -> None:
+        estimator = self.adv_estimator.name
+        if not self.adv_estimator.takes_components:
+            return
+        if self.reward_shaping.enabled:
+            need = f"false: {estimator} reads the components, and the penalty is of their sum"
+            fix = "reward the length by a component of its own"
+            raise self.error("reward_shaping.enabled adv_estimator.name", need, fix)
+        if estimator == "normalize_then_sum" and self.use_leave_one_out_baseline:
+            need = "false, or gdpo: TRL's formula subtracts the mean of the group"
+            raise self.error("use_leave_one_out_baseline adv_estimator.name", need)
+        if estimator == "normalize_then_sum" and not self.normalize_rewards:
+            need = "true, or gdpo: TRL's formula always divides by the group's std"
+            raise self.error("normalize_rewards adv_estimator.name", need)

@@ -95,7 +95,8 @@ class ServerConfig(Strict):
     a token. Other names get 421: a web page could resolve its own name to this machine, and read
     scores in a browser."""
     access_log: bool = True
-    """Log a line for each request, and the reason of each error."""
+    """Log a line for each request, and the reason of each that is refused, which may quote up to 500
+    characters of the request."""
 
     @property
     def needs_ray(self) -> bool:

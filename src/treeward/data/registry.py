@@ -129,25 +129,7 @@ class ObjectRows(RowSource):
 def _construct(cls: Any, config: SetConfig) -> Any:
     """The object of a class, which gets its section of the configuration."""
     signature = inspect.signature(cls)
-    # The whole section for a constructor that takes any keyword, as in NeMo RL; else the keys that
-    # its signature names.
-    if _takes_any(signature):
-        arguments = dict(config.section)
-    else:
-        arguments = {}
-        for key in (*_ARGUMENTS, *PROMPT_FILES):
-            value = getattr(config, key, None)
-            is_named = key in signature.parameters or f"train_{key}" in signature.parameters
-            if value is not None and is_named:
-                arguments[key] = value
-        # Without a look at the signature, so that a key that it does not name is refused below.
-        arguments |= config.kwargs
-    # NeMo RL's first classes call the path `train_data_path`, and the split `train_split`.
-    for key in ("data_path", "split"):
-        old_name = f"train_{key}"
-        if key in arguments and old_name in signature.parameters:
-            value = arguments.pop(key)
-            arguments.setdefault(old_name, value)  # a `train_data_path` of `kwargs` wins
+    arguments = _constructor_arguments(signature, config)
     # A key that no argument takes would be without effect. A split may be a key of formatted_ds.
     for key in ("data_path", "subset"):
         is_taken = key in arguments or f"train_{key}" in arguments
@@ -169,6 +151,29 @@ def _construct(cls: Any, config: SetConfig) -> Any:
     return made
 
 
+def _constructor_arguments(signature: inspect.Signature, config: SetConfig) -> dict[str, Any]:
+    """The whole section for a constructor that takes any keyword, as in NeMo RL; else the keys that
+    its signature names."""
+    if _takes_any(signature):
+        arguments = dict(config.section)
+    else:
+        arguments = {}
+        for key in (*_ARGUMENTS, *PROMPT_FILES):
+            value = getattr(config, key, None)
+            is_named = key in signature.parameters or f"train_{key}" in signature.parameters
+            if value is not None and is_named:
+                arguments[key] = value
+        # Without a look at the signature, so that the caller refuses a key that it does not name.
+        arguments |= config.kwargs
+    # NeMo RL's first classes call the path `train_data_path`, and the split `train_split`.
+    for key in ("data_path", "split"):
+        old_name = f"train_{key}"
+        if key in arguments and old_name in signature.parameters:
+            value = arguments.pop(key)
+            arguments.setdefault(old_name, value)  # a `train_data_path` of `kwargs` wins
+    return arguments
+
+
 def _rows_of(dataset: Any, config: SetConfig) -> tuple[Iterable[Any], str]:
     """The rows of an object with `formatted_ds`, a mapping of splits, or `dataset`, a single split;
     and their name in errors."""
@@ -176,16 +181,8 @@ def _rows_of(dataset: Any, config: SetConfig) -> tuple[Iterable[Any], str]:
     has_splits = isinstance(splits, Mapping)
     if not has_splits:
         splits = {"train": getattr(dataset, "dataset", None)}
-    # A name is that of a validation set. One with a path was read from that file, as the class's
-    # training data, and a `part` is held out of the training data.
-    is_validation = config.name is not None and config.data_path is None and config.part is None
-    split = "validation" if is_validation and has_splits else "train"
-    # `config.split` wins, unless the constructor has already chosen by it.
-    signature = inspect.signature(type(dataset))
-    parameters = signature.parameters
-    reads_split = _takes_any(signature) or "split" in parameters or "train_split" in parameters
-    if config.split is not None and (config.split in splits or not reads_split):
-        split = config.split
+    split = _chosen_split(config, splits, type(dataset), has_splits=has_splits)
+
     rows = splits.get(split)
     # A generator could be read only once, and text or an object is no list of rows.
     if not isinstance(rows, Iterable) or isinstance(rows, Iterator | str | bytes | Mapping):
@@ -198,6 +195,22 @@ def _rows_of(dataset: Any, config: SetConfig) -> tuple[Iterable[Any], str]:
             need='formatted_ds: {"train": rows, ...} or dataset: rows, which can be read again',
         )
     return rows, f"{config.dataset_name}[{split}]"
+
+
+def _chosen_split(
+    config: SetConfig, splits: Mapping[str, Any], cls: type[Any], *, has_splits: bool
+) -> str:
+    """The key of `splits` to read: `config.split`, unless the constructor has already chosen by it;
+    else "validation" for a validation set, and "train"."""
+    signature = inspect.signature(cls)
+    parameters = signature.parameters
+    reads_split = _takes_any(signature) or "split" in parameters or "train_split" in parameters
+    if config.split is not None and (config.split in splits or not reads_split):
+        return config.split
+    # A name is that of a validation set. One with a path was read from that file, as the class's
+    # training data, and a `part` is held out of the training data.
+    is_validation = config.name is not None and config.data_path is None and config.part is None
+    return "validation" if is_validation and has_splits else "train"
 
 
 def _takes_any(signature: inspect.Signature) -> bool:

@@ -160,15 +160,7 @@ class Renderer:
             got = type(self.tokenizer).__name__
             raise ModelError("an encoder cannot complete a prompt", got=got, need="a decoder")
         variables = template_kwargs_of(messages)
-        wrong = sorted(self._not_variables & variables.keys())
-        if wrong:
-            field = "chat_template_kwargs"
-            need = "variables of the template"
-            raise DataError(_NO_VARIABLE, where=where, field=field, got=", ".join(wrong), need=need)
-        templates = self.tokenizer.chat_template
-        others = templates if isinstance(templates, dict) else {}
-        # Says once of each variable that the template ignores it.
-        self._unread.name_variables(variables, others, where)
+        self._check_variables(variables, where)
         canonical = [canonical_message(message) for message in messages]
         self._unread.name_keys(canonical, where)
         contents = [self._written(message, where) for message in canonical]
@@ -239,26 +231,9 @@ class Renderer:
         begin = len(os.path.commonprefix([plain, prompt]))
         generation_prompt = prompt[begin:]
         # It is the same for almost all prompts of a run.
-        if generation_prompt in self._openings:
-            return self._openings[generation_prompt]
-        answered = with_messages(messages, [*messages, {"role": "assistant", "content": _SENTINEL}])
-        turn = self.render(answered, where=where)
-        # The header of a turn is what the template writes before any content too.
-        header = os.path.commonprefix([turn.partition(_SENTINEL)[0], prompt])
-        start = max(begin, len(header))
-        # Templates that write an empty block of reasoning into every turn have it before the
-        # content: it is no header.
-        reasoning = prompt.find(REASONING_START, begin)
-        if reasoning >= 0:
-            start = min(start, reasoning)
-        opening = prompt[start:]
-        for token in self.tokenizer.all_special_tokens:
-            # sampled tokens are decoded without special ones too
-            opening = opening.replace(token, "")
-        if not opening.strip():
-            opening = ""
-        self._openings[generation_prompt] = opening
-        return opening
+        if generation_prompt not in self._openings:
+            self._openings[generation_prompt] = self._opening(messages, prompt, begin, where)
+        return self._openings[generation_prompt]
 
     def encode_texts(
         self,
@@ -398,6 +373,31 @@ class Renderer:
         tokens."""
         return max(_MIN_CHARACTERS_PER_TOKEN, *map(len, self.tokenizer.get_vocab()))
 
+    def _opening(
+        self,
+        messages: AnyConversation,
+        prompt: str,
+        begin: int,
+        where: str | None,
+    ) -> str:
+        """`opening` for the text of a prompt whose generation prompt begins at the character
+        `begin`."""
+        answered = with_messages(messages, [*messages, {"role": "assistant", "content": _SENTINEL}])
+        turn = self.render(answered, where=where)
+        # The header of a turn is what the template writes before any content too.
+        header = os.path.commonprefix([turn.partition(_SENTINEL)[0], prompt])
+        start = max(begin, len(header))
+        # Templates that write an empty block of reasoning into every turn have it before the
+        # content: it is no header.
+        reasoning = prompt.find(REASONING_START, begin)
+        if reasoning >= 0:
+            start = min(start, reasoning)
+        opening = prompt[start:]
+        for token in self.tokenizer.all_special_tokens:
+            # sampled tokens are decoded without special ones too
+            opening = opening.replace(token, "")
+        return opening if opening.strip() else ""
+
     def _with_frame(self, source: str) -> str:
         """The template with the BOS (or CLS and SEP) that it does not write itself. `_frame` adds
         them in any case; this makes plain transformers add them with the saved template."""
@@ -423,6 +423,18 @@ class Renderer:
     def reads(self, variable: str) -> bool:
         """Whether the chat template names a variable."""
         return names_variable(self.chat_template, variable)
+
+    def _check_variables(self, variables: Mapping[str, Any], where: str | None) -> None:
+        """Raise `DataError` for a name that is no variable; say once of each variable that the
+        template ignores it."""
+        wrong = sorted(self._not_variables & variables.keys())
+        if wrong:
+            field = "chat_template_kwargs"
+            need = "variables of the template"
+            raise DataError(_NO_VARIABLE, where=where, field=field, got=", ".join(wrong), need=need)
+        templates = self.tokenizer.chat_template
+        others = templates if isinstance(templates, dict) else {}
+        self._unread.name_variables(variables, others, where)
 
     def _written(self, message: Message, where: str | None) -> Message:
         """The message as the template reads it: content as text or parts, arguments of calls as
@@ -523,12 +535,8 @@ class Renderer:
         system: list[Message] = []
         if context and context[0].get("role") in SYSTEM_ROLES:
             system = [context[0]]
-        # The message that the completion answers stays: without it there is no question. It is the
-        # last, or before results of tools the last of the user, as the calls are of the completion.
-        question = len(context) - 1
-        roles = [canonical_message(message).get("role") for message in context]
-        if "user" in roles and roles[-1] == "tool":
-            question -= roles[::-1].index("user")
+        # The last message of the context stays: without it there is no question.
+        question = _place_of_question(context)
         for start in range(len(system) + 1, question + 1):
             messages = with_messages(conversation, [*system, *conversation[start:]])
             shorter = self._encode_if_short(messages)
@@ -580,3 +588,13 @@ class Renderer:
             )
         assert isinstance(text, str)
         return text
+
+
+def _place_of_question(context: Sequence[Message]) -> int:
+    """The index of the message that the completion answers: the last, or before results of tools
+    the last of the user, as the calls are of the completion."""
+    last = len(context) - 1
+    roles = [canonical_message(message).get("role") for message in context]
+    if "user" not in roles or roles[-1] != "tool":
+        return last
+    return last - roles[::-1].index("user")

@@ -51,6 +51,8 @@ logger = logging.getLogger(__name__)
 
 _OPEN_PATHS = {"/", "/health", "/ready", "/ping"}
 """Paths that need no token, besides the playground's files."""
+_LONGEST_REASON = 500
+"""Characters of an error in the log."""
 _LONG_BODY = 2**16
 """Bytes of a body from which on its Python work is done in a thread."""
 
@@ -68,9 +70,11 @@ def error_response(error: APIError, scope: Scope, service: Service) -> JSON:
     service.metrics.errors.labels(error.code).inc()
     request_id = scope["state"]["request_id"]
     if service.config.access_log:
-        # Clients such as OpenRLHF's show the status alone: the reason is nowhere but here. As its
-        # repr, because a client's words in it could end the line and write one of their own.
-        logger.info("Request %s: %s: %r", request_id, error.code, error.message)
+        # Clients such as OpenRLHF's show the status alone: the reason is nowhere but here. It may
+        # hold a client's words. As its repr, because they could end the line and write one of their
+        # own; and cut, because a template's own error may repeat all of them.
+        reason = error.message[:_LONGEST_REASON]
+        logger.info("Request %s: %s: %r", request_id, error.code, reason)
     error_body: ErrorBody = scope["app"].state.error_bodies.get(scope["path"], openai_error)
     body = error_body(error, {"code": error.code, "param": error.param, "request_id": request_id})
     headers = {"X-Request-ID": request_id}

@@ -515,13 +515,7 @@ def _in_rounds(
             last = ends[-1]
             assert last is not None, "a round before another is wanted"
             start = last.index_select(0, part.source)
-        rows = []
-        for values in by_input:
-            values_ND = values[number]
-            if part.bounds is not None:
-                rows.append(values_ND[None])
-            else:
-                rows.append(values_ND.unflatten(0, (len(part.lengths), part.lengths[0])))
+        rows = [_rows(values[number], part) for values in by_input]
         out, end = kernel(rows, start, part)
         outs.append(out.flatten(0, 1))
         ends.append(end)
@@ -533,6 +527,13 @@ def _in_rounds(
             kept_states.append(states[row])
         exchange.keep_states(kept_states)
     return plan.slots.put(torch.cat(outs))
+
+
+def _rows(values_ND: Tensor, part: Round) -> Tensor:
+    if part.bounds is not None:
+        return values_ND[None]
+    rows: Tensor = values_ND.unflatten(0, (len(part.lengths), part.lengths[0]))
+    return rows
 
 
 def _start(
