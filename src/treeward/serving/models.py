@@ -51,14 +51,9 @@ class ServedModel:
         """
         # Members that were never signed have none.
         contracts = [member.contract for member in scorer.members if member.contract is not None]
-        has_own_tokenizer = True
-        if section.tokenizer.name is not None:
-            # As paths: replicas have the models' whole ones, beside a tokenizer as it was given.
-            own_paths = [Path(model).expanduser().resolve() for model in section.models]
-            has_own_tokenizer = Path(section.tokenizer.name).expanduser().resolve() in own_paths
         # An unchecked model may break its contract. Other head weights, and conversations that are
         # rendered in another way, have other scores.
-        is_rendered_alike = not section.tokenizer.rendering and has_own_tokenizer
+        is_rendered_alike = not section.tokenizer.rendering and _has_own_tokenizer(section)
         has_own_heads = section.head_weights is not None
         if not section.check_contract or has_own_heads or not is_rendered_alike:
             contracts = []
@@ -128,6 +123,13 @@ class ServedModel:
             "shaped": self.shaper is not None,
             "identity": self.identity,
         }
+
+
+def _has_own_tokenizer(section: ServedModelConfig) -> bool:
+    name = section.tokenizer.name
+    # As paths: replicas have the models' whole ones, beside a tokenizer as it was given.
+    own_paths = [Path(model).expanduser().resolve() for model in section.models]
+    return name is None or Path(name).expanduser().resolve() in own_paths
 
 
 def load_served(

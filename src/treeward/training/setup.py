@@ -223,18 +223,7 @@ def _encoded_sets(
     if config.data.labels:
         pair_labels = read_pair_labels(config.data.labels, config.data.suspects)
         training_sets = labelled(training_sets, encoded_sets, pair_labels, config.data.ties)
-    for i, label in enumerate(config.policy.reward_model_cfg.labels):
-        for dataset in training_sets.values():
-            if np.isfinite(dataset.grades[:, i]).any():
-                break
-        else:
-            raise DataError(
-                "no completion has this grade",
-                where=streams[0].name,
-                field=label,
-                got="none in any training set",
-                need="a number, for some completions at least",
-            )
+    _check_grades(config.policy.reward_model_cfg.labels, training_sets, where=streams[0].name)
     return training_sets, encoded_sets
 
 
@@ -270,6 +259,24 @@ def _encoded(
 
 def _cache_dir(config: RewardModelRunConfig) -> Path:
     return Path(config.data.cache_dir or ".treeward_cache")
+
+
+def _check_grades(
+    labels: Sequence[str], training_sets: Mapping[str, EncodedDataset], *, where: str
+) -> None:
+    """Raise `DataError` for a grade that no completion of the training data has."""
+    for i, label in enumerate(labels):
+        for dataset in training_sets.values():
+            if np.isfinite(dataset.grades[:, i]).any():
+                break
+        else:
+            raise DataError(
+                "no completion has this grade",
+                where=where,
+                field=label,
+                got="none in any training set",
+                need="a number, for some completions at least",
+            )
 
 
 def _warn_of_seen(
