@@ -30,6 +30,7 @@ from treeward.cli.options import (
     output_folder,
     with_model_options,
 )
+from treeward.config.data import DatasetConfig
 from treeward.errors import ConfigError, nearest_name
 from treeward.progress import ShownProgress
 from treeward.tables import results_table
@@ -80,7 +81,7 @@ def run(
     folder = output_folder(output)
 
     # Imports that take seconds come after the checks of the options.
-    from treeward.data.sources import fingerprint, read_rows
+    from treeward.data.sources import read_rows
     from treeward.evaluation.best_of_n.analysis import analyse
     from treeward.evaluation.best_of_n.bon_page import LEGEND, table, write
     from treeward.evaluation.best_of_n.samples import sampled_rows, scores_of
@@ -112,10 +113,7 @@ def run(
             need="different ones: {name: ..., model: ...} gives a model a name of its own",
         )
     if candidates:
-        # What kept rows depend on beside the model: the rows, and which of their columns are read.
-        identity = {"data": fingerprint(data, split=columns.split, subset=columns.subset)}
-        if data_option:
-            identity["data_option"] = " ".join(sorted(data_option))
+        identity = _data_identity(data, columns, data_option or ())
         with ShownProgress(unit="prompts") as progress:
             for role, model in candidates.items():
                 scores[role] = _score(model, examples, identity, folder, progress)
@@ -146,6 +144,16 @@ def _candidate(text: str, option: str, fields: Iterable[str], options: ModelOpti
             fix=None if near is None else f"did you mean {near}?",
         )
     return candidate(model_section(text, option), option, options)
+
+
+def _data_identity(data: str, columns: DatasetConfig, data_option: Sequence[str]) -> dict[str, str]:
+    """What kept rows depend on beside the model: the rows, and which of their columns are read."""
+    from treeward.data.sources import fingerprint
+
+    identity = {"data": fingerprint(data, split=columns.split, subset=columns.subset)}
+    if data_option:
+        identity["data_option"] = " ".join(sorted(data_option))
+    return identity
 
 
 def _score(

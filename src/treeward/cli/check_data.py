@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from treeward.cli.comparisons import (
+    ChooseSplit,
     DataOptions,
     DatasetName,
     Split,
@@ -115,16 +116,10 @@ def run(
         training=[configured(path) for path in paths],
         held_out=[configured(path) for path in validation or ()],
     )
-    if loaded is not None:
+    choose_split: ChooseSplit = split_option
+    if config is not None and loaded is not None:
         data = _with_data_of(loaded, data)
-    named = [*(files or []), *(validation or [])]
-
-    def choose_split(error: UnchosenSplitError) -> str:
-        # An option chooses for the data that is named here, and a key for that of the run's file.
-        if loaded is None or error.where in named:
-            return split_option(error)
-        return f"{split_key(loaded.data)(error)}, a key of {config}"
-
+        choose_split = _split_of_run([*(files or []), *(validation or [])], loaded, config)
     with choosing_split(choose_split), ShownProgress(unit="rows") as progress:
         streams = open_sets(data.training)
         name, renderer = _renderer(tokenizer, loaded, streams)
@@ -171,6 +166,18 @@ def _with_data_of(run: RewardModelRunConfig, data: _Data) -> _Data:
         ties=run.data.ties,
         max_length=max_length,
     )
+
+
+def _split_of_run(named: Sequence[str], run: RewardModelRunConfig, file: str) -> ChooseSplit:
+    """The words that choose a split: an option for the `named` data, and else a key of the run's
+    file."""
+
+    def choose(error: UnchosenSplitError) -> str:
+        if error.where in named:
+            return split_option(error)
+        return f"{split_key(run.data)(error)}, a key of {file}"
+
+    return choose
 
 
 def _renderer(

@@ -248,15 +248,13 @@ class RewardModelRunConfig(Strict):
             if name not in LOSSES[kind].options and getattr(self.rm.loss, name) != option.default:
                 need = f"no such key, or the type {' or '.join(readers(name))}"
                 raise self.error(f"rm.loss.{name} {key}", need)
+        of_pairs = " or ".join(name for name, loss in LOSSES.items() if loss.learns == "pairs")
         if self.data.ties == "half" and LOSSES[kind].learns != "pairs":
-            types = [name for name, loss in LOSSES.items() if loss.learns == "pairs"]
-            raise self.error(f"data.ties {key}", f"drop, or the type {' or '.join(types)}")
+            raise self.error(f"data.ties {key}", f"drop, or the type {of_pairs}")
         # Can the loss learn what `data.labels` says of pairs?
         if self.data.labels:
             if LOSSES[kind].learns != "pairs":
-                types = [name for name, loss in LOSSES.items() if loss.learns == "pairs"]
-                need = f"no labels, or the type {' or '.join(types)}"
-                raise self.error(f"data.labels {key}", need)
+                raise self.error(f"data.labels {key}", f"no labels, or the type {of_pairs}")
             # A strength says by how much the label is right, which is then in question.
             if self.rm.loss.strength is not None and self.data.suspects != "drop":
                 need = "data.suspects: drop, or no rm.loss.strength"

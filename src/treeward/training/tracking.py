@@ -138,7 +138,6 @@ class MLflowTracker:
         self, config: LoggerConfig, settings: Mapping[str, Any], resume_step: int | None
     ) -> None:
         from mlflow import MlflowClient
-        from mlflow.entities import Param
 
         log_dir = Path(config.log_dir).absolute()
         uri = config.mlflow.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
@@ -154,6 +153,8 @@ class MLflowTracker:
         if run_id is not None:
             self._client.update_run(run_id, status="RUNNING")
         else:
+            from mlflow.entities import Param
+
             section = config.mlflow
             name = section.experiment_name or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "treeward"
             experiment = self._client.get_experiment_by_name(name)
